@@ -1,0 +1,26 @@
+"""Number formats: elements, scales, blocks and rounding, each in a pure-torch reference that is exact to the bit."""
+
+from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format
+from hqsweep.formats.fp8 import Fp8Block, Fp8Current
+from hqsweep.formats.identity import Identity
+from hqsweep.formats.mx import MX
+from hqsweep.formats.nvfp4 import NVFP4
+from hqsweep.formats.parse import FORMATS, options, parse
+from hqsweep.formats.random import RngKey
+
+__all__ = [
+    "FORMATS",
+    "MX",
+    "NVFP4",
+    "WHOLE",
+    "Buffer",
+    "Buffers",
+    "ExactOperand",
+    "Format",
+    "Fp8Block",
+    "Fp8Current",
+    "Identity",
+    "RngKey",
+    "options",
+    "parse",
+]

@@ -1,0 +1,163 @@
+"""Format: how a matrix becomes codes and scales along its last axis, as one frozen value.
+
+A format knows a single orientation. The columnwise representation of X is the rowwise representation of X.T, so nothing
+here speaks of directions. Its layout says, per buffer, how many rows and columns of the matrix share one entry; shapes,
+allocation, slicing, gathering and bits per element follow from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats.random import RngKey
+
+Buffers = Mapping[str, Tensor]
+WHOLE = 0
+"""Divisor of a buffer that has one entry for the whole axis."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer of a layout: entries cover `rows` x `cols` elements of the matrix; WHOLE covers the axis."""
+
+    rows: int
+    cols: int
+    dtype: torch.dtype
+
+    def shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Entries needed for a matrix of that shape; the last entry of an axis may be partly filled."""
+        return _entries(rows, self.rows), _entries(cols, self.cols)
+
+
+@dataclass(frozen=True)
+class ExactOperand:
+    """The matrix a GEMM multiplies, and the factor its epilogue applies: value = matrix * factor / divisor.
+
+    matrix [rows, cols] is bfloat16 and equals code * block scale without rounding wherever the format's docstring says so
+    (float32 for the formats that bfloat16 cannot hold). factor is None, float32 [1, 1], or float32 [rows, 1]. The divisor
+    stays apart because TransformerEngine forms alpha = fl(fl(A_a * A_b) * fl(1 / (36 * max_a * max_b))) for NVFP4.
+    """
+
+    matrix: Tensor
+    factor: Tensor | None = None
+    divisor: float = 1.0
+
+
+class Format:
+    """Interface of all formats. Subclasses are frozen dataclasses; equal fields mean equal formats."""
+
+    name: str
+    """First part of the format's string, such as "mxfp8"."""
+    OPTIONS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """Option of the string -> the fields it sets, each away from its default."""
+
+    def __str__(self) -> str:
+        """The canonical text: name and options in the order of OPTIONS; parse() reads it back."""
+        default = {f.name: f.default for f in fields(self)}
+        words = [self.name]
+        for option, values in self.OPTIONS.items():
+            if all(getattr(self, f) == v != default[f] for f, v in values.items()):
+                words.append(option)
+        if getattr(self, "amax_epsilon", 0.0):
+            words.append(f"eps{self.amax_epsilon!r}")
+        return "+".join(words)
+
+    @cached_property
+    def layout(self) -> dict[str, Buffer]:
+        """Buffer name -> Buffer, in the order in which they are saved and sent."""
+        raise NotImplementedError
+
+    @property
+    def element_bits(self) -> int:
+        """Bits of one code, scales not counted."""
+        raise NotImplementedError
+
+    def shapes(self, rows: int, cols: int) -> dict[str, tuple[int, int]]:
+        """Shape of each buffer for a matrix [rows, cols]; UserError when the format cannot hold that shape."""
+        self.check_shape(rows, cols)
+        return {name: buffer.shape(rows, cols) for name, buffer in self.layout.items()}
+
+    def empty(self, rows: int, cols: int, device: torch.device | str) -> dict[str, Tensor]:
+        """Uninitialised buffers for a matrix [rows, cols]."""
+        shapes = self.shapes(rows, cols)
+        return {n: torch.empty(shapes[n], dtype=b.dtype, device=device) for n, b in self.layout.items()}
+
+    def check_shape(self, rows: int, cols: int) -> None:
+        """UserError when the last axis does not fit the block (formats that allow partial blocks accept all)."""
+
+    def grid(self, x: Tensor) -> dict[str, Tensor]:
+        """All amaxes that encode needs, float32, keyed and shaped like the buffers they become; NaN is ignored.
+
+        Ranks that hold parts of one matrix all-reduce these with MAX before encode.
+        """
+        return {}
+
+    def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
+        """bf16, fp16 or fp32 [rows, cols] -> buffers. `grid` defaults to grid(x); `key` is needed by +sr."""
+        raise NotImplementedError
+
+    def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
+        """Buffers -> float32 [rows, cols] in TransformerEngine's order of operations."""
+        raise NotImplementedError
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        """Buffers -> what an emulated GEMM multiplies."""
+        raise NotImplementedError
+
+    def basis(self, x: Tensor) -> Tensor:
+        """float32 [rows, cols] that decode(encode(x)) approximates: x itself, or its transform."""
+        return x.float()
+
+    def scales(self, buffers: Buffers) -> Tensor | None:
+        """float32 decode scale of every block (without the global factor), or None when the format has none."""
+        return None
+
+    def value_scales(self, buffers: Buffers) -> Tensor | None:
+        """float32 scale from codes to values of every block, global factor included; None without scales."""
+        return self.scales(buffers)
+
+    def codes(self, buffers: Buffers) -> Tensor | None:
+        """uint8 [rows, cols], one code an entry, or None for Identity."""
+        return None
+
+
+def require_columns(format: Format, cols: int, multiple: int) -> None:
+    """UserError unless cols is a multiple of the block of a format that takes no partial block."""
+    if cols % multiple:
+        raise UserError(
+            f"{format}: the contracted axis has {cols} elements; it takes a multiple of {multiple} (its block)"
+        )
+
+
+def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:
+    """max |x| over tiles of rows x cols (WHOLE = the axis) as float32 [tiles, tiles]; NaN counts as 0, no input gives 0."""
+    height, width = x.shape
+    a = torch.nan_to_num(x.float().abs(), nan=0.0, posinf=torch.inf)
+    tile_rows, tile_cols = rows or max(height, 1), cols or max(width, 1)
+    tiles_down, tiles_across = _entries(height, rows), _entries(width, cols)
+    pad = (0, tiles_across * tile_cols - width, 0, tiles_down * tile_rows - height)
+    a = torch.nn.functional.pad(a, pad)
+    return a.reshape(tiles_down, tile_rows, tiles_across, tile_cols).amax(dim=(1, 3))
+
+
+def expand_tiles(tiles: Tensor, shape: tuple[int, int], rows: int, cols: int) -> Tensor:
+    """Repeat one entry a tile over a matrix of `shape`; axes with one entry stay broadcastable views."""
+    if tiles.shape[0] > 1 and rows > 1:
+        tiles = tiles.repeat_interleave(rows, dim=0)[: shape[0]]
+    if tiles.shape[1] > 1 and cols > 1:
+        tiles = tiles.repeat_interleave(cols, dim=1)[:, : shape[1]]
+    return tiles
+
+
+def divide(numerator: float, denominator: Tensor) -> Tensor:
+    """fl(numerator / denominator), correctly rounded: torch's python_scalar / tensor is reciprocal times scalar."""
+    return torch.full_like(denominator, numerator) / denominator
+
+
+def _entries(size: int, divisor: int) -> int:
+    return 1 if divisor == WHOLE else -(-size // divisor)

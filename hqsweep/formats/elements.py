@@ -1,0 +1,129 @@
+"""Element types: the 4, 6 and 8 bit floating-point codes, and the E8M0 scale, in integer bit work on FP32.
+
+One formula serves every element. Write |x| = k * 2^(e - m) with e the exponent of x (not below the smallest normal
+exponent) and m the mantissa bits of the element; k is exact in FP32, its round-half-even is an integer r, and the code is
+((e - e_min) << m) + r: subnormals are the case e = e_min, and a carry out of the mantissa lands in the exponent by itself.
+Rounding is RNE, overflow saturates, the sign of zero is kept, as the hardware's cvt.rn.satfinite does.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Element:
+    """A sign-magnitude code of 1 + exponent_bits + mantissa_bits bits, without infinities in its output."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    """Largest finite magnitude that encode produces (E4M3 448, E5M2 57344, E2M1 6, E2M3 7.5, E3M2 28)."""
+    nan_code: int
+    """What encode makes of NaN; its sign is dropped. Elements without a NaN take their largest positive code."""
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number; subnormals have steps of 2^(min_exponent - mantissa_bits)."""
+        return 2 - 2 ** (self.exponent_bits - 1)
+
+    @property
+    def min_subnormal(self) -> float:
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+    @property
+    def exact_scale_range(self) -> tuple[float, float]:
+        """Powers of two [low, high] for which scale * value(code) fits in bfloat16 for every finite code.
+
+        low = 2^-133 / min_subnormal keeps the smallest step at bfloat16's smallest subnormal; high keeps max below 2^128.
+        """
+        return 2.0**-133 / self.min_subnormal, 2.0 ** (127 - math.frexp(self.max)[1] + 1)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """float32 of any shape -> uint8 codes of that shape (one code a byte). NUMERICS: RNE, saturating."""
+        bits = x.contiguous().view(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
+        a = magnitude.view(torch.float32).clamp(max=self.max)
+        exponent = ((a.view(torch.int32) >> 23) - 127).clamp(min=self.min_exponent)
+        scale = ((self.mantissa_bits - exponent + 127) << 23).view(torch.float32)
+        rounded = torch.round(a * scale).to(torch.int32)
+        code = ((exponent - self.min_exponent) << self.mantissa_bits) + rounded
+        code |= (bits >> 31 & 1) << (self.bits - 1)
+        return torch.where(magnitude > 0x7F800000, self.nan_code, code).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """uint8 codes -> float32 of the same shape, exact. Codes above 2^bits - 1 are invalid."""
+        return _decode_table(self, codes.device)[codes.to(torch.int32)]
+
+    def values(self) -> Tensor:
+        """float32 [2^bits]: the value of every code."""
+        code = torch.arange(2**self.bits, dtype=torch.int32)
+        magnitude = code & (2 ** (self.bits - 1) - 1)
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (2**self.mantissa_bits - 1)
+        hidden = (exponent > 0).to(torch.int32) << self.mantissa_bits
+        power = exponent.clamp(min=1) - 1 + self.min_exponent - self.mantissa_bits
+        value = (mantissa + hidden).double() * torch.exp2(power.double())
+        value = self._mark_specials(value, magnitude)
+        return torch.where(code >> (self.bits - 1) > 0, -value, value).float()
+
+    def _mark_specials(self, value: Tensor, magnitude: Tensor) -> Tensor:
+        """OCP 8-bit specials: E4M3 has NaN at 0x7F; E5M2 has inf at 0x7C and NaN above. 4 and 6 bits have none."""
+        if self.name == "e4m3":
+            value = torch.where(magnitude == 0x7F, torch.nan, value)
+        if self.name == "e5m2":
+            value = torch.where(magnitude == 0x7C, torch.inf, value)
+            value = torch.where(magnitude > 0x7C, torch.nan, value)
+        return value
+
+
+@cache
+def _decode_table(element: Element, device: torch.device) -> Tensor:
+    return element.values().to(device)
+
+
+E4M3 = Element(name="e4m3", exponent_bits=4, mantissa_bits=3, max=448.0, nan_code=0x7F)
+E5M2 = Element(name="e5m2", exponent_bits=5, mantissa_bits=2, max=57344.0, nan_code=0x7F)
+E2M1 = Element(name="e2m1", exponent_bits=2, mantissa_bits=1, max=6.0, nan_code=0x07)
+E2M3 = Element(name="e2m3", exponent_bits=2, mantissa_bits=3, max=7.5, nan_code=0x1F)
+E3M2 = Element(name="e3m2", exponent_bits=3, mantissa_bits=2, max=28.0, nan_code=0x1F)
+ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, E2M3, E3M2)}
+
+
+def e8m0_up(x: Tensor) -> Tensor:
+    """Non-negative float32 -> uint8 E8M0, exponent rounded up; 0 and anything up to 2^-127 -> 0x00, inf -> 0xFE, NaN -> 0xFF."""
+    bits = x.contiguous().view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    code = exponent + up.to(torch.int32)
+    code = torch.where(bits == 0x7F800000, 0xFE, code)
+    return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
+
+
+def e8m0_decode(codes: Tensor) -> Tensor:
+    """uint8 E8M0 -> float32 2^(code - 127), exact (code 0 is the subnormal 2^-127); 255 -> NaN."""
+    code = codes.to(torch.int32)
+    bits = torch.where(code == 0, 0x00400000, code << 23)
+    return torch.where(code == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def e8m0_reciprocal(codes: Tensor) -> Tensor:
+    """uint8 E8M0 -> float32 2^(127 - code), exact (code 254 gives the subnormal 2^-127); 255 -> NaN."""
+    return e8m0_decode(torch.where(codes == 255, codes, 254 - codes))
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 4-bit codes [..., n], n even -> uint8 [..., n/2]; the even index is the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of pack_nibbles: uint8 [..., n/2] -> uint8 4-bit codes [..., n]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

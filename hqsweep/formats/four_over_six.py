@@ -1,0 +1,60 @@
+"""4over6: NVFP4 block scales chosen between two maps of the block amax, to 6 or to 4.
+
+TransformerEngine common/cast/nvfp4/quantize_4over6_nvfp4.cuh at d0067d0da6cb: both candidates are encoded, their errors are
+summed in float32 element by element in index order, and 4 wins only when strictly better. With 16x16 tiles the 16 row
+sums are added as a tree with offsets 8, 4, 2, 1. Idea: Cook et al., Four Over Six (arXiv 2512.02010).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats.base import divide, expand_tiles
+from hqsweep.formats.elements import E2M1, E4M3
+
+if TYPE_CHECKING:
+    from hqsweep.formats.nvfp4 import NVFP4
+
+BLOCK = 16
+
+
+def choose_scale(x: Tensor, blocks: Tensor, amax: Tensor, encode_scale: Tensor, format: "NVFP4") -> tuple[Tensor, Tensor]:
+    """float32 x [rows, cols], block amaxes, global amax and S_enc -> (codes [rows, cols], E4M3 scale bytes)."""
+    base = blocks / torch.full_like(blocks, 6.0) * encode_scale
+    six, four = (E4M3.encode(b.clamp(max=448.0)) for b in (base, base * torch.full_like(base, 1.5)))
+    code6, error6 = _candidate(x, six, amax, encode_scale, format)
+    code4, error4 = _candidate(x, four, amax, encode_scale, format)
+    take_four = error4 < error6
+    mask = expand_tiles(take_four, x.shape, *format.tile)
+    return torch.where(mask, code4, code6), torch.where(take_four, four, six)
+
+
+def _candidate(x: Tensor, scales: Tensor, amax: Tensor, encode_scale: Tensor, format: "NVFP4") -> tuple[Tensor, Tensor]:
+    """Codes of x under these block scales, and the error of every tile."""
+    sf = E4M3.decode(scales)
+    inverse = divide(1.0, sf * divide(1.0, encode_scale)).clamp(max=torch.finfo(torch.float32).max)
+    codes = E2M1.encode(x * expand_tiles(inverse, x.shape, *format.tile))
+    values, sf = E2M1.decode(codes), expand_tiles(sf, x.shape, *format.tile)
+    if format.fast_error:
+        difference = (values * sf).half().float() - x * encode_scale
+    else:
+        difference = values * sf * amax / torch.full_like(amax, 6.0 * format.scale_max) - x
+    error = difference.abs() if format.error_mode == "mae" else difference * difference
+    return codes, _sum_tiles(error, format.two_d)
+
+
+def _sum_tiles(error: Tensor, two_d: bool) -> Tensor:
+    """Sequential float32 sum over each row of 16; with two_d then a tree over the tile's rows."""
+    rows, cols = error.shape
+    groups = error.view(rows, cols // BLOCK, BLOCK)
+    total = torch.zeros_like(groups[:, :, 0])
+    for i in range(BLOCK):
+        total = total + groups[:, :, i]
+    if not two_d:
+        return total
+    missing = -rows % BLOCK
+    tiles = torch.nn.functional.pad(total, (0, 0, 0, missing)).view(-1, BLOCK, cols // BLOCK)
+    for offset in (8, 4, 2, 1):
+        tiles = tiles[:, :offset] + tiles[:, offset : 2 * offset]
+    return tiles[:, 0]

@@ -1,0 +1,139 @@
+"""FP8 with float32 scales: one scale a tensor (current scaling), or one a 1x128 block or 128x128 tile (block scaling).
+
+Both store scale_inv, the factor that multiplies codes back. The arithmetic is TransformerEngine's (common/recipe/
+recipe_common.cuh, current_scaling.cu, transpose/quantize_transpose_{vector,square}_blockwise.cu at d0067d0da6cb).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, divide, expand_tiles, tile_amax
+from hqsweep.formats.elements import ELEMENTS, Element
+from hqsweep.formats.random import RngKey
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def fp8_scale(amax: Tensor, *, fp8_max: float, epsilon: float, pow2: bool, inf_value: float) -> Tensor:
+    """S(amax): scale = fl(fp8_max / max(amax, epsilon)), truncated to a power of two with pow2; 1 for amax 0 or inf.
+
+    A quotient that overflows becomes inf_value (before the truncation). float32 in, float32 out, same shape.
+    """
+    amax = torch.where(amax < epsilon, epsilon, amax)
+    scale = divide(fp8_max, amax)
+    scale = torch.where(torch.isinf(scale), inf_value, scale)
+    if pow2:
+        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+    return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScaledFp8(Format):
+    """What both scalings share: codes q (uint8) and float32 scale_inv s over tiles."""
+
+    element_name: str = "e4m3"
+    pow2: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.amax_epsilon < FLT_MAX:
+            raise UserError(f"{self.name}: amax epsilon is {self.amax_epsilon}; allowed is a finite number >= 0")
+
+    @property
+    def element(self) -> Element:
+        return ELEMENTS[self.element_name]
+
+    @property
+    def element_bits(self) -> int:
+        return 8
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def _inf_value(self, dtype: torch.dtype) -> float:
+        raise NotImplementedError
+
+    @cached_property
+    def layout(self) -> dict[str, Buffer]:
+        return {"q": Buffer(1, 1, torch.uint8), "s": Buffer(*self.tile, torch.float32)}
+
+    def grid(self, x: Tensor) -> dict[str, Tensor]:
+        return {"s": tile_amax(x, *self.tile)}
+
+    def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
+        amax = (self.grid(x) if grid is None else grid)["s"]
+        scale = fp8_scale(
+            amax,
+            fp8_max=self.element.max,
+            epsilon=self.amax_epsilon,
+            pow2=self.pow2,
+            inf_value=self._inf_value(x.dtype),
+        )
+        codes = self.element.encode(x.float() * expand_tiles(scale, x.shape, *self.tile))
+        return {"q": codes, "s": divide(1.0, scale)}
+
+    def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
+        return self.element.decode(buffers["q"]) * expand_tiles(buffers["s"], shape, *self.tile)
+
+    def scales(self, buffers: Buffers) -> Tensor:
+        return buffers["s"]
+
+    def codes(self, buffers: Buffers) -> Tensor:
+        return buffers["q"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Current(_ScaledFp8):
+    """One scale for the tensor, from its own amax. operand(): matrix = codes (always exact), factor = scale_inv."""
+
+    name = "fp8_current"
+    OPTIONS = {"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}}
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return WHOLE, WHOLE
+
+    def _inf_value(self, dtype: torch.dtype) -> float:
+        return FLT_MAX
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        return ExactOperand(self.element.decode(buffers["q"]).bfloat16(), buffers["s"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Block(_ScaledFp8):
+    """A scale for each 1x128 block, or 128x128 tile with two_d; partial blocks at the edges use what exists.
+
+    operand(): with pow2 scales (the default) code * scale_inv in bfloat16, exact where scale_inv lies in the element's
+    exact_scale_range (block amax from about 2^-116 for E4M3, 2^-102 for E5M2); outside it rounds to bfloat16. With fp32
+    scales the product does not fit in bfloat16, so the matrix is float32, fl(code * scale_inv), as in decode.
+    """
+
+    name = "fp8_block"
+    OPTIONS = {
+        "e5m2": {"element_name": "e5m2"},
+        "2d": {"two_d": True},
+        "pow2": {"pow2": True},
+        "fp32_scale": {"pow2": False},
+    }
+
+    pow2: bool = True
+    two_d: bool = False
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return (128, 128) if self.two_d else (1, 128)
+
+    def _inf_value(self, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).max
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        matrix = self.decode(buffers, shape)
+        return ExactOperand(matrix.bfloat16() if self.pow2 else matrix)
+
+

@@ -1,0 +1,86 @@
+"""OCP Microscaling formats: 32 elements share an E8M0 scale (a power of two), rounded up so that nothing saturates.
+
+MXFP8 follows TransformerEngine (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb); MXFP6 and MXFP4 are the same rule with
+their own largest value: e = E8M0_up(fl(amax * fl(1 / max))), code = RNE(fl(x * 2^(127 - e))), value = code * 2^(e - 127).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format, expand_tiles, require_columns, tile_amax
+from hqsweep.formats.elements import (
+    ELEMENTS,
+    Element,
+    e8m0_decode,
+    e8m0_reciprocal,
+    e8m0_up,
+    pack_nibbles,
+    unpack_nibbles,
+)
+from hqsweep.formats.random import RngKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class MX(Format):
+    """mxfp8 (E4M3 or E5M2), mxfp6_e2m3, mxfp6_e3m2, mxfp4; blocks 1x32, or 32x32 tiles with two_d.
+
+    Partial blocks at the edges use the elements that exist (mxfp4 needs an even number of columns to pack). MXFP6 keeps
+    one code a byte. operand(): code * 2^(e - 127) in bfloat16, exact where the scale lies in the element's
+    exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it rounds to bfloat16.
+    """
+
+    OPTIONS = {"e5m2": {"element_name": "e5m2"}, "2d": {"two_d": True}}
+
+    name: str = "mxfp8"
+    element_name: str = "e4m3"
+    two_d: bool = False
+
+    @property
+    def element(self) -> Element:
+        return ELEMENTS[self.element_name]
+
+    @property
+    def element_bits(self) -> int:
+        return self.element.bits
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return (32, 32) if self.two_d else (1, 32)
+
+    @property
+    def packed(self) -> bool:
+        return self.element.bits == 4
+
+    @cached_property
+    def layout(self) -> dict[str, Buffer]:
+        return {"q": Buffer(1, 2 if self.packed else 1, torch.uint8), "s": Buffer(*self.tile, torch.uint8)}
+
+    def check_shape(self, rows: int, cols: int) -> None:
+        if self.packed:
+            require_columns(self, cols, 2)
+
+    def grid(self, x: Tensor) -> dict[str, Tensor]:
+        return {"s": tile_amax(x, *self.tile)}
+
+    def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
+        self.check_shape(*x.shape)
+        amax = (self.grid(x) if grid is None else grid)["s"]
+        exponents = e8m0_up(amax * torch.full_like(amax, 1.0 / self.element.max))
+        scale = expand_tiles(e8m0_reciprocal(exponents), x.shape, *self.tile)
+        codes = self.element.encode(x.float() * scale)
+        return {"q": pack_nibbles(codes) if self.packed else codes, "s": exponents}
+
+    def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
+        return self.element.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        return ExactOperand(self.decode(buffers, shape).bfloat16())
+
+    def scales(self, buffers: Buffers) -> Tensor:
+        return e8m0_decode(buffers["s"])
+
+    def codes(self, buffers: Buffers) -> Tensor:
+        return unpack_nibbles(buffers["q"]) if self.packed else buffers["q"]

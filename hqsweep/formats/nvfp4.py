@@ -1,0 +1,188 @@
+"""NVFP4: E2M1 codes, an E4M3 scale for 16 elements, and one float32 amax for the tensor (or for each row).
+
+Arithmetic and its order are TransformerEngine's (common/cast/nvfp4/* at d0067d0da6cb):
+  S_enc = min(fl(m / A), FLT_MAX), m = 6 * 448 (6 * 256 with 4over6), 1 when A is 0 or inf;   S_dec = fl(1 / S_enc)
+  sf = E4M3(min(fl(b * fl(S_enc * fl(1/6))), FLT_MAX)) for block amax b;   s = min(fl(1 / fl(sf * S_dec)), FLT_MAX)
+  code = E2M1(fl(x * s));   value = code * sf * A / m
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats.base import (
+    WHOLE,
+    Buffer,
+    Buffers,
+    ExactOperand,
+    Format,
+    divide,
+    expand_tiles,
+    require_columns,
+    tile_amax,
+)
+from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
+from hqsweep.formats.four_over_six import choose_scale
+from hqsweep.formats.hadamard import hadamard
+from hqsweep.formats.random import RngKey, random_bytes
+
+BLOCK = 16
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4(Format):
+    """NVFP4 with its options; columns must be a multiple of 16.
+
+    operand(): code * sf in bfloat16, exact for every code and scale (at most 6 significant bits between 2^-10 and 2688);
+    factor = A, divisor = 6 * scale_max, applied to the float32 accumulator.
+    """
+
+    name = "nvfp4"
+    OPTIONS = {
+        "2d": {"two_d": True},
+        "rht": {"rht": True},
+        "nosign": {"rht_signed": False},
+        "sr": {"sr": True},
+        "row_scaled": {"row_scaled": True},
+        "4over6": {"four_over_six": True},
+        "mse": {"error_mode": "mse"},
+        "fast_error": {"fast_error": True},
+        "max448": {"e4m3_max": 448},
+    }
+
+    two_d: bool = False
+    """Scales over 16x16 tiles: the transpose of the codes is the code of the transpose."""
+    rht: bool = False
+    """Random Hadamard transform along the contracted axis first; only meaningful columnwise, on both wgrad operands."""
+    rht_signed: bool = True
+    sr: bool = False
+    """Stochastic rounding of elements (scales stay RNE), keyed."""
+    row_scaled: bool = False
+    """One amax a row instead of one for the tensor; only meaningful rowwise."""
+    four_over_six: bool = False
+    """Per block, map the amax to 6 or to 4, whichever gives the smaller error."""
+    error_mode: str = "mae"
+    fast_error: bool = False
+    e4m3_max: int = 0
+    """Largest block scale used with 4over6, 448 or 256; 0 stands for the default: 256 with 4over6, 448 without."""
+
+    def __post_init__(self) -> None:
+        random = [o for o in ("rht", "sr") if getattr(self, o)]
+        if self.row_scaled and (random or self.two_d):
+            raise UserError(f"nvfp4: row_scaled cannot be combined with {', '.join(random) or '2d'}")
+        if self.four_over_six and random:
+            raise UserError(f"nvfp4: 4over6 cannot be combined with {', '.join(random)}")
+        if not self.four_over_six and (self.error_mode != "mae" or self.fast_error or self.e4m3_max):
+            raise UserError("nvfp4: mse, fast_error and max448 choose how 4over6 decides; add +4over6 or drop them")
+        if not self.rht and not self.rht_signed:
+            raise UserError("nvfp4: nosign describes the transform of +rht; add +rht or drop it")
+
+    @property
+    def element_bits(self) -> int:
+        return 4
+
+    @property
+    def element(self) -> Element:
+        return E2M1
+
+    @property
+    def scale_max(self) -> int:
+        return self.e4m3_max or (256 if self.four_over_six else 448)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return (BLOCK, BLOCK) if self.two_d else (1, BLOCK)
+
+    @cached_property
+    def layout(self) -> dict[str, Buffer]:
+        return {
+            "q": Buffer(1, 2, torch.uint8),
+            "s": Buffer(*self.tile, torch.uint8),
+            "g": Buffer(1 if self.row_scaled else WHOLE, WHOLE, torch.float32),
+        }
+
+    def check_shape(self, rows: int, cols: int) -> None:
+        require_columns(self, cols, BLOCK)
+
+    def grid(self, x: Tensor) -> dict[str, Tensor]:
+        x = self._transform(x)
+        blocks = tile_amax(x, *self.tile)
+        return {"s": blocks, "g": blocks.amax(dim=1 if self.row_scaled else (0, 1)).view(-1, 1)}
+
+    def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
+        self.check_shape(*x.shape)
+        grid = self.grid(x) if grid is None else grid
+        x = self._transform(x).float()
+        encode_scale = self.global_scale(grid["g"])
+        if self.four_over_six:
+            codes, scales = choose_scale(x, grid["s"], grid["g"], encode_scale, self)
+            return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
+        sixth = encode_scale * torch.full_like(encode_scale, 1.0 / 6.0)
+        scales = E4M3.encode((grid["s"] * sixth).clamp(max=FLT_MAX))
+        scaled = x * expand_tiles(block_encode_scale(scales, encode_scale), x.shape, *self.tile)
+        codes = self._round_stochastic(scaled, key) if self.sr else E2M1.encode(scaled)
+        return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
+
+    def global_scale(self, amax: Tensor) -> Tensor:
+        """S_enc of each global amax, float32, same shape."""
+        scale = divide(6.0 * self.scale_max, amax).clamp(max=FLT_MAX)
+        return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+    def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
+        """Values in the basis of the codes: with +rht they stay transformed, as the GEMM consumes them."""
+        return E2M1.decode(self.codes(buffers)) * expand_tiles(self.value_scales(buffers), shape, *self.tile)
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        matrix = E2M1.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
+        return ExactOperand(matrix.bfloat16(), buffers["g"], 6.0 * self.scale_max)
+
+    def scales(self, buffers: Buffers) -> Tensor:
+        return E4M3.decode(buffers["s"])
+
+    def value_scales(self, buffers: Buffers) -> Tensor:
+        """fl(fl(sf * A) * fl(1 / m)) of every block."""
+        amax = buffers["g"]
+        return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / (6.0 * self.scale_max))
+
+    def basis(self, x: Tensor) -> Tensor:
+        return hadamard(x, signed=self.rht_signed) if self.rht else x.float()
+
+    def codes(self, buffers: Buffers) -> Tensor:
+        return unpack_nibbles(buffers["q"])
+
+    def _transform(self, x: Tensor) -> Tensor:
+        if not self.rht:
+            return x
+        require_columns(self, x.shape[1], BLOCK)
+        return hadamard(x, signed=self.rht_signed).bfloat16()
+
+    def _round_stochastic(self, scaled: Tensor, key: RngKey | None) -> Tensor:
+        if key is None:
+            raise ValueError("nvfp4+sr: encode needs an RngKey")
+        return stochastic_e2m1(scaled, random_bytes(key, *scaled.shape, scaled.device))
+
+
+def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:
+    """min(fl(1 / fl(f32(sf) * fl(1 / S_enc))), FLT_MAX) of E4M3 scale bytes; sf = 0 gives FLT_MAX."""
+    return divide(1.0, E4M3.decode(scales) * divide(1.0, encode_scale)).clamp(max=FLT_MAX)
+
+
+def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:
+    """float32 and uint8 random bytes of one shape -> E2M1 codes; up with probability distance / step, saturating at 6.
+
+    t = |x| + random / 256 * step(|x|) in one rounding; result = min(floor(t / step(t)) * step(t), 6); NaN -> +6. The
+    step is 0.5 below 2, 1 below 4, 2 above. Source: TransformerEngine common/util/ptx.cuh:532 at d0067d0da6cb.
+    """
+    magnitude = x.abs()
+    t = magnitude + random.float() * (_step(magnitude) / 256)
+    rounded = (torch.floor(t / _step(t)) * _step(t)).clamp(max=6.0)
+    return E2M1.encode(torch.where(torch.isnan(x), 6.0, torch.copysign(rounded, x)))
+
+
+def _step(magnitude: Tensor) -> Tensor:
+    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+

@@ -1,0 +1,59 @@
+"""Format strings: a name and options joined by `+`, such as "nvfp4+2d" or "fp8_block+fp32_scale".
+
+parse and str are inverses: parse(str(f)) == f for every format, and str gives one canonical text.
+"""
+
+import re
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats.base import Format
+from hqsweep.formats.fp8 import Fp8Block, Fp8Current
+from hqsweep.formats.identity import DTYPES, Identity
+from hqsweep.formats.mx import MX
+from hqsweep.formats.nvfp4 import NVFP4
+
+FORMATS: dict[str, tuple[type[Format], dict[str, object]]] = {
+    **{name: (Identity, {"name": name}) for name in DTYPES},
+    "fp8_current": (Fp8Current, {}),
+    "fp8_block": (Fp8Block, {}),
+    "mxfp8": (MX, {"name": "mxfp8"}),
+    "mxfp6_e2m3": (MX, {"name": "mxfp6_e2m3", "element_name": "e2m3"}),
+    "mxfp6_e3m2": (MX, {"name": "mxfp6_e3m2", "element_name": "e3m2"}),
+    "mxfp4": (MX, {"name": "mxfp4", "element_name": "e2m1"}),
+    "nvfp4": (NVFP4, {}),
+}
+"""Name -> class and the fields that the name fixes."""
+
+_EPSILON = re.compile(r"eps(\d+(\.\d*)?(e-?\d+)?)")
+
+
+def parse(text: str) -> Format:
+    """Text -> Format; UserError names the unknown part, the nearest known one, and what is allowed."""
+    name, *tokens = text.strip().split("+")
+    if name not in FORMATS:
+        raise UserError(f"format '{text}': unknown name '{name}'{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
+    cls, fixed = FORMATS[name]
+    chosen: dict[str, object] = {}
+    for token in tokens:
+        for field, value in _fields(text, name, token).items():
+            if field in chosen:
+                raise UserError(f"format '{text}': option '+{token}' sets {field} a second time; give it once")
+            chosen[field] = value
+    return cls(**fixed, **chosen)
+
+
+def options(name: str) -> list[str]:
+    """Options that a format name takes, without the `+`."""
+    cls, fixed = FORMATS[name]
+    return [o for o, fields in cls.OPTIONS.items() if not fields.keys() & fixed.keys()]
+
+
+def _fields(text: str, name: str, token: str) -> dict[str, object]:
+    cls, allowed = FORMATS[name][0], options(name)
+    if token in allowed:
+        return dict(cls.OPTIONS[token])
+    epsilon = _EPSILON.fullmatch(token)
+    if epsilon and hasattr(cls, "amax_epsilon"):
+        return {"amax_epsilon": float(epsilon[1])}
+    takes = ", ".join(f"+{o}" for o in allowed) or "no options"
+    raise UserError(f"format '{text}': unknown option '+{token}'{nearest(token, allowed)}; {name} takes {takes}")

@@ -1,0 +1,62 @@
+"""Keyed randomness: Philox4x32-10 bits that depend on a key and an element's index, and on nothing else.
+
+Stochastic rounding draws byte i % 16 of the Philox output with counter (i // 16, step) and key (seed, slot) for the element
+with linear index i = row * cols + col of the operand. The same bits come out on CPU and CUDA, in a recompute, and in any
+order of evaluation. Philox: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class RngKey:
+    """Names one stream of random bits."""
+
+    seed: int
+    """The run's seed; its low 32 bits are used."""
+    slot: str
+    """Which tensor, for example "layers.3.attn.qkv/grad_output/columnwise"."""
+    step: int
+    """Counts quantizations of that slot: training step times microbatches; 64 bits."""
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """The two 32-bit words of the Philox key: seed, and the first four bytes of SHA-256 of the slot's name."""
+        return self.seed & _MASK, int.from_bytes(hashlib.sha256(self.slot.encode()).digest()[:4], "little")
+
+
+def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Ten rounds over int64 tensors holding 32-bit words; four output words of the counters' shape."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        high0, low0 = _multiply(c0, _M0)
+        high1, low1 = _multiply(c2, _M1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product in int64, split in halves because int64 is signed."""
+    low_part, high_part = a * (constant & 0xFFFF), a * (constant >> 16)
+    high = (high_part + (low_part >> 16)) >> 16
+    return high, (a * constant) & _MASK
+
+
+def random_bytes(key: RngKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
+    """uint8 [rows, cols]: the byte of every element of an operand of that shape under this key."""
+    count = rows * cols
+    block = torch.arange((count + 15) // 16, dtype=torch.int64, device=device)
+    step = [torch.full_like(block, word) for word in (key.step & _MASK, key.step >> 32 & _MASK)]
+    words = torch.stack(philox(key.words, (block & _MASK, block >> 32, *step)), dim=-1)
+    shifts = torch.arange(0, 32, 8, device=device)
+    return (words[..., None] >> shifts & 0xFF).to(torch.uint8).flatten()[:count].view(rows, cols)

@@ -1,0 +1,1 @@
+"""Jobs: a resolved config in, rows out. Each module has run(config, sink, workspace)."""

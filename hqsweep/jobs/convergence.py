@@ -1,0 +1,71 @@
+"""convergence: train one model under one recipe and write its loss curve and error statistics."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.gemm import plan
+from hqsweep.jobs.sink import Diverged, Sink
+from hqsweep.quant.pairs import GEMMS
+from hqsweep.train import data
+from hqsweep.train.loop import Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
+from hqsweep.train.model import GPT
+
+if TYPE_CHECKING:
+    from hqsweep.config import ConvergenceConfig
+
+
+def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
+    """Train to config.train.steps, going on from workspace/checkpoint when there is one.
+
+    Raises Diverged when the loss is not finite, UserError when the data or the device is not there.
+    """
+    train, device = config.train, pick_device(config.train.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    dataset = data.load(config.data)
+    trainer = Trainer(config, dataset, config.recipe.build(), device)
+    sink.manifest(**facts(trainer))
+    if load_checkpoint(trainer, workspace / "checkpoint"):
+        sink.rewind(trainer.step)
+    throughput = Throughput(train.batch * train.context)
+    throughput.at(trainer.step)
+    for done in trainer.steps():
+        sink.stats(done.stats)
+        if done.metrics:
+            sink.metric(done.step, done.metrics)
+        if done.loss is not None:
+            sink.progress(done.step, train.steps, done.loss, throughput.at(done.step))
+        if not is_finite(done.loss):
+            raise Diverged(done.step, done.loss)
+        if done.step % train.checkpoint_every == 0 and done.step < train.steps:
+            save_checkpoint(trainer, workspace / "checkpoint")
+    save_checkpoint(trainer, workspace / "checkpoint")
+
+
+def facts(trainer: Trainer) -> dict[str, object]:
+    """For the manifest: device, data, sizes, and the plan of every GEMM."""
+    device = trainer.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "data_hash": trainer.dataset.hash,
+        "data": trainer.dataset.facts,
+        "params": sum(p.numel() for p in trainer.model.parameters()),
+        "tokens": trainer.config.train.steps * trainer.config.train.batch * trainer.config.train.context,
+        "gemm_plan": gemm_plans(trainer.model, device.type),
+    }
+
+
+def gemm_plans(model: GPT, device_type: str) -> dict[str, dict[str, str]]:
+    """Linear name -> GEMM -> "a x b: plan"."""
+    plans = {}
+    for linear in model.linears():
+        plans[linear.name] = {}
+        for gemm, slots in GEMMS.items():
+            a, b = (getattr(getattr(linear.quantizers, tensor), direction) for tensor, direction in slots)
+            plans[linear.name][gemm] = f"{a} x {b}: {plan(a, b, device_type)}"
+    return plans

@@ -1,0 +1,117 @@
+"""Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.gemm import mm_t
+from hqsweep.nn.context import Context, current
+from hqsweep.quant import QuantizerRole, flatten, unflatten
+from hqsweep.quant.recipe import LinearQuantizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """All that one call of the function below needs beside tensors."""
+
+    name: str
+    quantizers: LinearQuantizers
+    dtype: torch.dtype
+    context: Context
+
+    def key(self, tensor: str):
+        return self.context.key(str(QuantizerRole("linear", tensor, self.name)))
+
+    def probe_tensor(self, tensor: str, x: Tensor) -> None:
+        if self.context.probe:
+            self.context.probe.tensor(self.name, tensor, x, getattr(self.quantizers, tensor), self.key(tensor))
+
+    def probe_gemm(self, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
+        if self.context.probe:
+            self.context.probe.gemm(self.name, gemm, a, b, actual)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Saves the columnwise operand of x as codes, and w itself: w's columnwise operand is made again in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
+        q, w = call.quantizers, weight.to(call.dtype)
+        y = mm_t(
+            q.input.exact(x, "rowwise", call.key("input")),
+            q.weight.exact(w, "rowwise", call.key("weight")),
+            out_dtype=call.dtype,
+        )
+        call.probe_tensor("input", x)
+        call.probe_tensor("weight", w)
+        call.probe_gemm("fprop", x, w, y)
+        saved, ctx.skeleton = [], None
+        if ctx.needs_input_grad[1]:
+            column = q.input.quantize(x, rowwise=False, key=call.key("input")).columnwise
+            saved, ctx.skeleton = flatten(column)
+        ctx.call, ctx.probed_x = call, x if call.context.probe else None
+        ctx.save_for_backward(weight, *saved)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        call, q = ctx.call, ctx.call.quantizers
+        weight, *saved = ctx.saved_tensors
+        dy, w = dy.to(call.dtype), weight.to(call.dtype)
+        key = call.key("grad_output")
+        dx = dw = None
+        call.probe_tensor("grad_output", dy)
+        if ctx.needs_input_grad[0]:
+            w_column = q.weight.exact(w, "columnwise", call.key("weight"))
+            dx = mm_t(q.grad_output.exact(dy, "rowwise", key), w_column, out_dtype=call.dtype)
+            call.probe_gemm("dgrad", dy, w.t(), dx)
+        if ctx.needs_input_grad[1]:
+            x_column = unflatten(saved, ctx.skeleton)
+            dw = mm_t(q.grad_output.exact(dy, "columnwise", key), x_column, out_dtype=weight.dtype)
+            if ctx.probed_x is not None:
+                call.probe_gemm("wgrad", dy.t(), ctx.probed_x.t(), dw)
+        return dx, dw, None
+
+
+class Linear(nn.Module):
+    """y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]).
+
+    x is rounded to `dtype` before quantization, y and dx are returned in `dtype`; weight stays in its own dtype (FP32
+    master) and receives dw in it, unrounded. The role of each slot is QuantizerRole("linear", tensor, name).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        quantizers: LinearQuantizers,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.quantizers = quantizers
+        self.dtype = dtype
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        nn.init.normal_(self.weight, std=1 / math.sqrt(in_features))
+
+    def get_quantizer_roles(self) -> list[QuantizerRole]:
+        """Slots in order: input, weight, grad_output."""
+        return [QuantizerRole("linear", tensor, self.name) for tensor in ("input", "weight", "grad_output")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        call = _Call(name=self.name, quantizers=self.quantizers, dtype=self.dtype, context=current())
+        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        y = _LinearFunction.apply(rows, self.weight, call)
+        if self.bias is not None:
+            y = y + self.bias.to(self.dtype)
+        return y.view(*x.shape[:-1], -1)
+
+    def extra_repr(self) -> str:
+        q = self.quantizers
+        return f"{self.name}: input {q.input}, weight {q.weight}, grad_output {q.grad_output}"

@@ -1,0 +1,42 @@
+"""Probe: collects error statistics of every tensor, direction and GEMM while one training step runs."""
+
+from torch import Tensor
+
+from hqsweep.formats import RngKey
+from hqsweep.ops.stats import finite_or_none, output_error, tensor_error
+from hqsweep.quant import HybridQuantizer
+
+COLUMNS = (
+    "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
+)  # fmt: skip
+
+
+class Probe:
+    """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors."""
+
+    def __init__(self, step: int, *, gemms: bool = True) -> None:
+        self.step = step
+        self.gemms = gemms
+        self.rows: list[dict[str, object]] = []
+
+    def tensor(self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> None:
+        """Both directions of x [rows, cols], quantized again as the module quantizes it.
+
+        Errors are against the original values, also with columnwise_source rowwise_dequantized.
+        """
+        x = x.detach()
+        operands = quantizer.quantize(x, key=key)
+        for direction, operand in (("rowwise", operands.rowwise), ("columnwise", operands.columnwise)):
+            source = x if direction == "rowwise" else x.t()
+            values = tensor_error(source, operand.format, operand.buffers)
+            self._add(layer, tensor, direction, str(operand.format), values)
+
+    def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
+        """actual [m, n] against a [m, k] @ b [n, k].T of the unquantized tensors in FP32."""
+        if self.gemms:
+            expected = a.detach().float() @ b.detach().float().t()
+            self._add(layer, gemm, "output", None, output_error(expected, actual.detach()))
+
+    def _add(self, layer: str, tensor: str, direction: str, format: str | None, values: dict[str, float]) -> None:
+        row = {"step": self.step, "layer": layer, "tensor": tensor, "direction": direction, "format": format}
+        self.rows.append(row | dict.fromkeys(COLUMNS) | finite_or_none(values))

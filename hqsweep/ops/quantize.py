@@ -1,0 +1,43 @@
+"""Quantize one matrix along its last axis: check, dispatch, return."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
+from hqsweep.ops import kernel
+
+Backend = Literal["auto", "reference", "cpu"]
+
+
+def encode(
+    x: Tensor, format: Format, *, grid: Buffers | None = None, key: RngKey | None = None, backend: Backend = "auto"
+) -> dict[str, Tensor]:
+    """bf16, fp16 or fp32 [rows, cols] -> the format's buffers; blocks run along cols.
+
+    grid: amaxes agreed on elsewhere (another rank, an earlier pass); the reference takes it. key: stream of +sr.
+    backend: "auto" is the CPU kernel where it supports the input and the reference elsewhere; the bytes are the same.
+    """
+    if _use_kernel(x, format, grid, backend):
+        return kernel.encode(x, format, key)
+    return format.encode(x, grid, key)
+
+
+def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
+    """What gemm=exact multiplies: format.operand(format.encode(x)), in one pass where there is a kernel.
+
+    The kernel writes the matrix in float32, the reference in bfloat16 (the same values wherever bfloat16 is exact).
+    """
+    if _use_kernel(x, format, None, backend):
+        return kernel.exact_operand(x, format, key)
+    return format.operand(format.encode(x, None, key), tuple(x.shape))
+
+
+def _use_kernel(x: Tensor, format: Format, grid: Buffers | None, backend: Backend) -> bool:
+    if x.dim() != 2:
+        raise ValueError(f"quantize: input has shape {tuple(x.shape)}; it takes a matrix [rows, cols]")
+    supported = grid is None and kernel.supports(x, format)
+    if backend == "cpu" and not supported:
+        raise UserError(f"no CPU kernel for {format} on {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
+    return supported and backend != "reference"

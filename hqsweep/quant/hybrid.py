@@ -1,0 +1,113 @@
+"""HybridQuantizer: a format for each direction in which a tensor is read, and what the columnwise one is made from.
+
+Vanilla quantization is the case of equal formats. The text form is ROW|COL@SOURCE: "nvfp4|mxfp8@rowwise_dequantized",
+"nvfp4|mxfp8" (source original), or "mxfp8" for both directions. The random Hadamard transform acts on columnwise operands
+only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats import NVFP4, ExactOperand, Format, Identity, RngKey, parse
+from hqsweep.ops import quantize as ops
+from hqsweep.quant.operand import HybridOperand, Operand
+
+SOURCES = ("original", "rowwise_dequantized")
+FIELDS = ("rowwise", "columnwise", "columnwise_source")
+Direction = Literal["rowwise", "columnwise"]
+
+
+@dataclass(frozen=True)
+class HybridQuantizer:
+    """Frozen, hashable; which directions to make and the key of stochastic rounding are call arguments."""
+
+    rowwise: Format
+    columnwise: Format
+    columnwise_source: str = "original"
+
+    def __post_init__(self) -> None:
+        if self.columnwise_source not in SOURCES:
+            hint = nearest(self.columnwise_source, SOURCES)
+            raise UserError(f"columnwise_source is '{self.columnwise_source}'{hint}; allowed: {', '.join(SOURCES)}")
+        if getattr(self.rowwise, "rht", False):
+            raise UserError(f"rowwise format {self.rowwise}: +rht acts on columnwise operands only; drop it here")
+        if getattr(self.columnwise, "row_scaled", False):
+            raise UserError(f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here")
+
+    @classmethod
+    def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
+        """From "ROW|COL@SOURCE", or {rowwise, columnwise, columnwise_source} with the last one optional."""
+        if isinstance(value, HybridQuantizer):
+            return value
+        if isinstance(value, Mapping):
+            return cls._from_mapping(value)
+        if not isinstance(value, str):
+            raise UserError(f"quantizer {value!r}: expected text such as 'mxfp8' or 'nvfp4|mxfp8', or a mapping")
+        formats, _, source = value.partition("@")
+        row, bar, column = formats.partition("|")
+        if bar:
+            return cls(parse(row), parse(column), source or "original")
+        both = parse(row)
+        return cls(_without_rht(both), both, source or "original")
+
+    @classmethod
+    def _from_mapping(cls, value: Mapping[str, str]) -> "HybridQuantizer":
+        unknown = [key for key in value if key not in FIELDS]
+        missing = [key for key in FIELDS[:2] if key not in value]
+        if unknown or missing:
+            wrong = f"unknown key '{unknown[0]}'{nearest(unknown[0], FIELDS)}" if unknown else f"'{missing[0]}' is missing"
+            raise UserError(f"quantizer {dict(value)}: {wrong}; it takes rowwise, columnwise and columnwise_source")
+        source = value.get("columnwise_source", "original")
+        return cls(parse(str(value["rowwise"])), parse(str(value["columnwise"])), str(source))
+
+    def __str__(self) -> str:
+        formats = f"{self.rowwise}|{self.columnwise}"
+        if self.rowwise == _without_rht(self.columnwise):
+            formats = str(self.columnwise)
+        return formats if self.columnwise_source == "original" else f"{formats}@{self.columnwise_source}"
+
+    def quantize(
+        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, key: RngKey | None = None
+    ) -> HybridOperand:
+        """[rows, cols] -> operands of the directions asked for; the columnwise one encodes x.T.
+
+        With rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype.
+        """
+        row = self._encode(x, self.rowwise, _slot(key, "rowwise")) if rowwise or self._needs_row(columnwise) else None
+        column = None
+        if columnwise:
+            source = row.dequantize() if self._needs_row(True) else x
+            column = self._encode(source.t(), self.columnwise, _slot(key, "columnwise"))
+        return HybridOperand(rowwise=row if rowwise else None, columnwise=column)
+
+    def exact(self, x: Tensor, direction: Direction, key: RngKey | None = None) -> ExactOperand:
+        """quantize(x).<direction>.operand() without packing codes, for an operand that is used at once."""
+        if direction == "rowwise":
+            return ops.exact_operand(x, self.rowwise, key=_slot(key, "rowwise"))
+        if self._needs_row(True):
+            x = self.quantize(x, columnwise=False, key=key).rowwise.dequantize()
+        return ops.exact_operand(x.t(), self.columnwise, key=_slot(key, "columnwise"))
+
+    def _needs_row(self, columnwise: bool) -> bool:
+        return columnwise and self.columnwise_source == "rowwise_dequantized"
+
+    @staticmethod
+    def _encode(x: Tensor, format: Format, key: RngKey | None) -> Operand:
+        return Operand(format=format, shape=tuple(x.shape), dtype=x.dtype, buffers=ops.encode(x, format, key=key))
+
+
+def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:  # noqa: N802  (TransformerEngine's name)
+    """High precision in both directions: "bf16", "fp16" or "fp32"."""
+    return HybridQuantizer(Identity(name=name), Identity(name=name))
+
+
+def _without_rht(format: Format) -> Format:
+    return replace(format, rht=False, rht_signed=True) if isinstance(format, NVFP4) else format
+
+
+def _slot(key: RngKey | None, direction: Direction) -> RngKey | None:
+    return replace(key, slot=f"{key.slot}/{direction}") if key else None

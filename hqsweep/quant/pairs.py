@@ -1,0 +1,40 @@
+"""Which operands may meet in a GEMM.
+
+x [M, K], w [N, K], y [M, N]:
+  fprop  y  = x @ w.T   reads input rowwise,       weight rowwise       (blocks along K)
+  dgrad  dx = dy @ w    reads grad_output rowwise, weight columnwise    (blocks along N)
+  wgrad  dw = dy.T @ x  reads grad_output columnwise, input columnwise  (blocks along M)
+"""
+
+from hqsweep.formats import MX, Format, Fp8Block, Identity
+
+GEMMS = {
+    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
+}
+"""GEMM -> the (tensor, direction) of its two operands a and b in mm_t(a, b)."""
+
+
+def mathematical_fault(a: Format, b: Format) -> str | None:
+    """Why the product of the two would be wrong in any arithmetic, or None."""
+    transform = [(getattr(f, "rht", False), getattr(f, "rht_signed", True)) for f in (a, b)]
+    if transform[0] != transform[1]:
+        return "the random Hadamard transform must be on both operands or on neither, or it does not cancel"
+    return None
+
+
+def hardware_fault(a: Format, b: Format) -> str | None:
+    """Why no hardware GEMM takes the two (gemm=strict), or None.
+
+    Tensor cores scale both operands in one way: a scalar for FP8 per-tensor, 1x128 or 128x128 blocks (not 128x128 on both
+    sides, as TransformerEngine's cuBLAS call), 32-blocks with E8M0 scales for MX (any mix of elements: PTX
+    tcgen05.mma.kind::mxf8f6f4), 16-blocks with E4M3 scales for NVFP4. High precision needs one dtype.
+    """
+    if isinstance(a, Identity) and isinstance(b, Identity):
+        return None if a == b else "a GEMM takes one dtype"
+    if isinstance(a, Fp8Block) and isinstance(b, Fp8Block) and a.two_d and b.two_d:
+        return "128x128 tiles on both sides have no hardware GEMM"
+    if isinstance(a, MX) and isinstance(b, MX) or type(a) is type(b):
+        return None
+    return "their scaling modes differ"

@@ -1,0 +1,193 @@
+"""The training loop, to be read from top to bottom: batches, steps, samples of error statistics, evaluation, checkpoints.
+
+Everything that a step depends on is the data, the config and the state in the checkpoint, so that a resumed run equals an
+uninterrupted one bit for bit on the same device, threads and instruction set.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hqsweep.nn import Probe, quantization
+from hqsweep.quant import Recipe
+from hqsweep.train.data import Dataset
+from hqsweep.train.model import GPT
+
+if TYPE_CHECKING:
+    from hqsweep.config import ConvergenceConfig, TrainConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one call of the loop's body produced; `step` counts finished updates, from 1."""
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    stats: list[dict] = field(default_factory=list)
+    loss: float | None = None
+    """Mean training loss since the last log, on steps that log."""
+
+
+class Trainer:
+    """Model, optimizer and position of one run."""
+
+    def __init__(self, config: "ConvergenceConfig", dataset: Dataset, recipe: Recipe, device: torch.device) -> None:
+        self.config, self.dataset, self.device = config, dataset, device
+        self.model = build_model(config, dataset.vocab_size, recipe).to(device)
+        self.optimizer = make_optimizer(self.model, config.train)
+        self.step = 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_count = 0
+
+    def steps(self) -> Iterator[Step]:
+        """Train to the end, one Step an update."""
+        while self.step < self.config.train.steps:
+            yield self._advance()
+
+    def _advance(self) -> Step:
+        train = self.config.train
+        self.step += 1
+        probe = self._probe()
+        lr = learning_rate(train, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with quantization(seed=self.config.seed, step=self.step, probe=probe):
+            loss = self._loss("train", self.step - 1)
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss_sum += loss.detach().double()
+        self.loss_count += 1
+        return self._report(norm, lr, probe)
+
+    def _report(self, norm: Tensor, lr: float, probe: Probe | None) -> Step:
+        train, metrics, mean = self.config.train, {}, None
+        last = self.step == train.steps
+        if last or self.step % train.log_every == 0:
+            mean = (self.loss_sum / self.loss_count).item()
+            metrics = {"train_loss": mean, "grad_norm": norm.item(), "lr": lr}
+            self.loss_sum.zero_()
+            self.loss_count = 0
+        if last or self.step % train.eval_every == 0:
+            metrics["val_loss"] = self.evaluate()
+        return Step(step=self.step, metrics=metrics, stats=probe.rows if probe else [], loss=mean)
+
+    def _probe(self) -> Probe | None:
+        stats = self.config.stats
+        if not stats.every or self.step % stats.every:
+            return None
+        return Probe(self.step, gemms=stats.gemm)
+
+    def _loss(self, split: str, index: int) -> Tensor:
+        train = self.config.train
+        inputs, targets = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
+        logits = self.model(inputs.to(self.device, non_blocking=True))
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device, non_blocking=True).flatten())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss in nats a token over the validation batches, which are the same for every run and step."""
+        with quantization(seed=self.config.seed, step=self.step):
+            losses = [self._loss("val", i).double() for i in range(self.config.train.eval_batches)]
+        return torch.stack(losses).mean().item()
+
+    def state(self) -> dict:
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "loss_sum": self.loss_sum,
+            "loss_count": self.loss_count,
+        }
+
+    def load_state(self, state: dict) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.loss_count = state["step"], state["loss_count"]
+        self.loss_sum = state["loss_sum"].to(self.device)
+
+
+def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: Recipe) -> GPT:
+    """The model with weights that depend on the seed alone; the caller's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype])
+
+
+def make_optimizer(model: GPT, train: "TrainConfig") -> torch.optim.AdamW:
+    """AdamW; matrices decay, gains and embeddings do not."""
+    matrices = {id(linear.weight) for linear in model.linears()} - {id(model.embedding.weight)}
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) in matrices], "weight_decay": train.weight_decay},
+        {"params": [p for p in model.parameters() if id(p) not in matrices], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
+
+
+def learning_rate(train: "TrainConfig", step: int) -> float:
+    """Warm-up, stable, decay (WSD): linear up over `warmup`, linear down to min_lr_fraction over the last `decay`."""
+    warmup, decay = train.warmup * train.steps, train.decay * train.steps
+    rise = min(1.0, step / warmup) if warmup else 1.0
+    left = (train.steps - step + 1) / decay if decay else 1.0
+    return train.lr * rise * (train.min_lr_fraction + (1 - train.min_lr_fraction) * min(1.0, left))
+
+
+def save_checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Write step_<n>.pt through a rename, then drop older ones: at every instant one whole checkpoint is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step_{trainer.step}.pt"
+    partial = target.with_suffix(".tmp")
+    with partial.open("wb") as file:
+        torch.save(trainer.state(), file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(target)
+    for old in folder.glob("step_*.pt"):
+        if old != target:
+            old.unlink()
+
+
+def load_checkpoint(trainer: Trainer, folder: Path) -> bool:
+    """Continue from the newest checkpoint; False when there is none."""
+    found = sorted(folder.glob("step_*.pt"), key=lambda p: int(p.stem.removeprefix("step_")))
+    if not found:
+        return False
+    trainer.load_state(torch.load(found[-1], map_location=trainer.device, weights_only=True))
+    return True
+
+
+class Throughput:
+    """Tokens a second since the first call, evaluations and samples included."""
+
+    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tokens_per_step, self.clock = tokens_per_step, clock
+        self.start: tuple[int, float] | None = None
+
+    def at(self, step: int) -> float | None:
+        """None until a step has passed since the first call."""
+        if self.start is None:
+            self.start = (step, self.clock())
+        steps, seconds = step - self.start[0], self.clock() - self.start[1]
+        return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None
+
+
+def pick_device(name: str) -> torch.device:
+    """auto -> cuda when there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def is_finite(loss: float | None) -> bool:
+    return loss is None or math.isfinite(loss)

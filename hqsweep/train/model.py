@@ -1,0 +1,154 @@
+"""GPT: RMSNorm, rotary positions, SwiGLU, tied or untied head; every linear reads its quantizers from the recipe.
+
+The residual stream and norms are FP32; linears read and write train.dtype. Attention itself stays in high precision:
+FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim, H heads, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hqsweep.nn.linear import Linear
+from hqsweep.nn.weight import quantized_weight
+from hqsweep.quant import QuantizerRole, Recipe
+from hqsweep.quant.recipe import HEAD
+
+if TYPE_CHECKING:
+    from hqsweep.config import ModelConfig
+
+NORM_EPSILON = 1e-5
+EMBEDDING_STD = 0.02
+
+
+def ffn_width(config: "ModelConfig") -> int:
+    """Hidden width of SwiGLU: config.ffn, or 8/3 of dim rounded up to a multiple of 32."""
+    return config.ffn or -(-8 * config.dim // (3 * 32)) * 32
+
+
+def linear_shapes(config: "ModelConfig", vocab_size: int) -> list[tuple[str, int, int]]:
+    """(name, in_features, out_features) of every linear of the GPT, in order, without building it."""
+    dim, hidden, shapes = config.dim, ffn_width(config), []
+    for i in range(config.layers):
+        shapes += [
+            (f"layers.{i}.attn.qkv", dim, 3 * dim),
+            (f"layers.{i}.attn.proj", dim, dim),
+            (f"layers.{i}.mlp.fc1", dim, 2 * hidden),
+            (f"layers.{i}.mlp.fc2", hidden, dim),
+        ]
+    return [*shapes, (HEAD, dim, vocab_size)]
+
+
+class Norm(nn.Module):
+    """RMSNorm over the last axis in FP32, with a learned gain [D]."""
+
+    def __init__(self, dim: int, name: str, recipe: Recipe) -> None:
+        super().__init__()
+        self.role = QuantizerRole("norm", "weight", name)
+        self.quantizer = recipe.quantizer(self.role)
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = quantized_weight(self.weight, self.quantizer, self.role)
+        return F.rms_norm(x.float(), (x.shape[-1],), gain, NORM_EPSILON)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; no bias."""
+
+    def __init__(self, config: "ModelConfig", name: str, make_linear) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.rope_base = config.rope_base
+        self.qkv = make_linear(f"{name}.qkv")
+        self.proj = make_linear(f"{name}.proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        qkv = self.qkv(x)
+        qkv = qkv if qkv.is_cuda else qkv.float()
+        q, k, v = qkv.view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(b, t, d))
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotary embedding (Su et al., arXiv 2104.09864) of x [B, H, T, E]: pairs (i, i + E/2) turn by t * base^(-2i/E)."""
+    half = x.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x[..., :half].float(), x[..., half:].float()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Mlp(nn.Module):
+    """SwiGLU (Shazeer, arXiv 2002.05202): fc2(silu(g) * u) with [g, u] = fc1(x)."""
+
+    def __init__(self, name: str, make_linear) -> None:
+        super().__init__()
+        self.fc1 = make_linear(f"{name}.fc1")
+        self.fc2 = make_linear(f"{name}.fc2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.fc1(x).float().chunk(2, dim=-1)
+        return self.fc2(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: "ModelConfig", name: str, recipe: Recipe, make_linear) -> None:
+        super().__init__()
+        self.attn_norm = Norm(config.dim, f"{name}.attn_norm", recipe)
+        self.attn = Attention(config, f"{name}.attn", make_linear)
+        self.mlp_norm = Norm(config.dim, f"{name}.mlp_norm", recipe)
+        self.mlp = Mlp(f"{name}.mlp", make_linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Tokens [B, T] -> logits [B, T, V] in FP32."""
+
+    def __init__(self, config: "ModelConfig", vocab_size: int, recipe: Recipe, dtype: torch.dtype) -> None:
+        super().__init__()
+        shapes = {name: (k, n) for name, k, n in linear_shapes(config, vocab_size)}
+
+        def make_linear(name: str) -> Linear:
+            return Linear(*shapes[name], name=name, quantizers=recipe.linear_quantizers(name), dtype=dtype)
+
+        self.embedding_role = QuantizerRole("embedding", "weight", "embedding")
+        self.embedding_quantizer = recipe.quantizer(self.embedding_role)
+        self.embedding = nn.Embedding(vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config, f"layers.{i}", recipe, make_linear) for i in range(config.layers))
+        self.norm = Norm(config.dim, "norm", recipe)
+        self.head = make_linear(HEAD)
+        self._initialise(config)
+
+    def _initialise(self, config: "ModelConfig") -> None:
+        """Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first loss is ln V."""
+        nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
+        with torch.no_grad():
+            for block in self.layers:
+                for linear in (block.attn.proj, block.mlp.fc2):
+                    linear.weight.mul_((2 * config.layers) ** -0.5)
+            self.head.weight.zero_()
+        if config.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = quantized_weight(self.embedding.weight, self.embedding_quantizer, self.embedding_role)
+        x = F.embedding(tokens, table)
+        for block in self.layers:
+            x = block(x)
+        return self.head(self.norm(x)).float()
+
+    def linears(self) -> Iterator[Linear]:
+        """All linears in order, the head last."""
+        return (module for module in self.modules() if isinstance(module, Linear))

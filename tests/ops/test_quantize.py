@@ -1,0 +1,65 @@
+"""The compiled kernel and the torch reference give the same bytes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import DISTRIBUTIONS, draw
+from hqsweep.ops import kernel
+from hqsweep.ops.quantize import encode, exact_operand
+
+KEY = RngKey(seed=7, slot="test", step=2**33 + 5)
+FORMATS = [
+    "fp8_current", "fp8_current+e5m2+pow2", "fp8_current+eps16.0", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale",
+    "mxfp8", "mxfp8+e5m2", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+rht+sr",
+    "nvfp4+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+4over6+mse+2d", "nvfp4+4over6+fast_error+max448", "nvfp4+rht+nosign",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.sampled_from(FORMATS),
+    distribution=st.sampled_from(sorted(DISTRIBUTIONS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    rows=st.integers(1, 150),
+    blocks=st.integers(1, 12),
+    tail=st.integers(0, 15),
+    transposed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_kernel_equals_reference(text, distribution, dtype, rows, blocks, tail, transposed, seed):
+    format = parse(text)
+    cols = 16 * blocks if text.startswith("nvfp4") else 16 * blocks + tail // 2 * 2
+    x = draw(distribution, *((cols, rows) if transposed else (rows, cols)), seed, dtype)
+    x = x.t() if transposed else x
+    expected, actual = (encode(x, format, key=KEY, backend=b) for b in ("reference", "cpu"))
+    for name in expected:
+        assert torch.equal(expected[name].view(torch.uint8), actual[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_exact_operand_equals_decoding_the_codes(text):
+    format, x = parse(text), draw("heavy", 96, 160)
+    fused, reference = (exact_operand(x, format, key=KEY, backend=b) for b in ("cpu", "reference"))
+    assert torch.equal(fused.matrix, reference.matrix.float())
+    assert fused.divisor == reference.divisor
+    assert (fused.factor is None) == (reference.factor is None)
+    assert fused.factor is None or torch.equal(fused.factor, reference.factor)
+
+
+def test_identity_and_given_grids_take_the_reference():
+    x = draw("normal", 16, 32)
+    assert not kernel.supports(x, parse("bf16"))
+    format = parse("mxfp8")
+    doubled = {"s": format.grid(x)["s"] * 2}
+    assert torch.equal(encode(x, format, grid=doubled)["s"], encode(x, format)["s"] + 1)
+    with pytest.raises(UserError, match="no CPU kernel for bf16"):
+        encode(x, parse("bf16"), backend="cpu")
+
+
+def test_input_must_be_a_matrix():
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 4\)"):
+        encode(torch.zeros(2, 3, 4), parse("mxfp8"))

@@ -1,0 +1,107 @@
+"""Hybrid quantizers: text and dict forms, directions, sources."""
+
+import pickle
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.quant import HybridQuantizer, flatten, unflatten
+
+KEY = RngKey(seed=0, slot="t", step=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("mxfp8", "mxfp8"),
+        ("mxfp8|mxfp8", "mxfp8"),
+        ("nvfp4|mxfp8", "nvfp4|mxfp8"),
+        ("nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4+row_scaled|mxfp8@rowwise_dequantized"),
+        ("nvfp4+rht+sr", "nvfp4+rht+sr"),
+        ("nvfp4+sr|nvfp4+rht+sr", "nvfp4+rht+sr"),
+        ("mxfp8@original", "mxfp8"),
+    ],
+)
+def test_text_form(text, printed):
+    quantizer = HybridQuantizer.parse(text)
+    assert str(quantizer) == printed
+    assert HybridQuantizer.parse(printed) == quantizer
+    assert pickle.loads(pickle.dumps(quantizer)) == quantizer
+
+
+def test_rht_for_both_directions_means_columnwise():
+    quantizer = HybridQuantizer.parse("nvfp4+rht")
+    assert (quantizer.rowwise, quantizer.columnwise) == (parse("nvfp4"), parse("nvfp4+rht"))
+
+
+def test_dict_form():
+    given = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "rowwise_dequantized"}
+    assert HybridQuantizer.parse(given) == HybridQuantizer.parse("nvfp4|mxfp8@rowwise_dequantized")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("mxfp8@orignal", "columnwise_source is 'orignal' .did you mean 'original'"),
+        ("nvfp4+rht|mxfp8", r"rowwise format nvfp4\+rht: \+rht acts on columnwise operands only"),
+        ("mxfp8|nvfp4+row_scaled", r"columnwise format nvfp4\+row_scaled: \+row_scaled is for rowwise"),
+        ("nvfp4+row_scaled", "columnwise format"),
+        ({"rowwise": "mxfp8"}, "'columnwise' is missing"),
+        ({"rowwise": "mxfp8", "columnwize": "mxfp8"}, "unknown key 'columnwize' .did you mean 'columnwise'"),
+        (8, "expected text"),
+        ("nvfp4|", "unknown name ''"),
+    ],
+)
+def test_wrong_quantizers(value, message):
+    with pytest.raises(UserError, match=message):
+        HybridQuantizer.parse(value)
+
+
+def test_only_the_directions_asked_for_are_made():
+    x, quantizer = draw("normal", 32, 64), HybridQuantizer.parse("nvfp4|mxfp8")
+    only_row = quantizer.quantize(x, columnwise=False)
+    only_column = quantizer.quantize(x, rowwise=False)
+    assert only_row.columnwise is None and only_row.rowwise.shape == (32, 64)
+    assert only_column.rowwise is None and only_column.columnwise.shape == (64, 32)
+
+
+@pytest.mark.parametrize("text", ["nvfp4|mxfp8", "mxfp8|nvfp4+rht", "fp8_current|fp8_block", "nvfp4+sr|nvfp4+sr"])
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+def test_columnwise_source(text, source):
+    x, quantizer = draw("heavy", 32, 64), HybridQuantizer.parse(f"{text}@{source}")
+    both = quantizer.quantize(x, key=KEY)
+    seen = both.rowwise.dequantize() if source == "rowwise_dequantized" else x
+    again = HybridQuantizer(parse("bf16"), quantizer.columnwise).quantize(seen, key=KEY).columnwise
+    for name, buffer in both.columnwise.buffers.items():
+        assert torch.equal(buffer, again.buffers[name])
+    if source == "rowwise_dequantized" and text != "mxfp8|nvfp4+rht":
+        original = HybridQuantizer.parse(text).quantize(x, key=KEY).columnwise
+        assert any(not torch.equal(b, original.buffers[n]) for n, b in both.columnwise.buffers.items())
+
+
+@pytest.mark.parametrize("text", ["bf16", "mxfp8", "nvfp4+rht+sr", "fp8_block+2d", "nvfp4|mxfp8@rowwise_dequantized"])
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_exact_is_the_operand_of_quantize(text, direction):
+    x, quantizer = draw("heavy", 32, 64), HybridQuantizer.parse(text)
+    exact = quantizer.exact(x, direction, KEY)
+    operand = getattr(quantizer.quantize(x, key=KEY), direction).operand()
+    assert torch.equal(exact.matrix.float(), operand.matrix.float())
+    assert exact.divisor == operand.divisor
+
+
+def test_directions_draw_different_random_bits():
+    x = draw("normal", 32, 32)
+    x = x.triu() + x.triu(1).t()  # symmetric: only the key differs
+    operands = HybridQuantizer.parse("nvfp4+sr").quantize(x, key=KEY)
+    assert not torch.equal(operands.rowwise.buffers["q"], operands.columnwise.buffers["q"])
+
+
+def test_flatten_gives_everything_back():
+    operand = HybridQuantizer.parse("nvfp4").quantize(draw("normal", 16, 32)).rowwise
+    tensors, skeleton = flatten(operand)
+    again = unflatten(tensors, pickle.loads(pickle.dumps(skeleton)))
+    assert torch.equal(again.dequantize(), operand.dequantize()) and again.dtype == torch.bfloat16
+    assert operand.nbytes == 16 * 16 + 16 * 2 + 4
