@@ -161,7 +161,7 @@ def _resumed(config: "ParityConfig", recipe: str, device: torch.device) -> dict[
 
 
 def _trainer(config: "ParityConfig", recipe: str, device: torch.device) -> Trainer:
-    training = config.training(recipe, TRAINING_RECIPES[recipe])
+    training = config.training(TRAINING_RECIPES[recipe])
     return Trainer(training, data.load(training.data), training.recipe.build(), device)
 
 

@@ -178,6 +178,7 @@ class Throughput:
         """None until a step has passed since the first call."""
         if self.start is None:
             self.start = (step, self.clock())
+            return None
         steps, seconds = step - self.start[0], self.clock() - self.start[1]
         return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None
 

@@ -1,0 +1,167 @@
+"""Bytes and tokens from disk, cut into train and val.
+
+Text is used as it is, one byte one token: no tokenizer, so that the same files give the same data on every machine.
+Files are taken in the order of a hash of their relative path, which mixes topics, so that any prefix (`max_bytes`)
+is a fair sample. A file goes to val whenever val has less than its share of what came before: no file is in both
+splits, the shares hold at every prefix, and a quick run's val files are among those of the full run.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hqsweep.errors import UserError
+
+SNIFF_BYTES = 8192  # a NUL byte this early says that a file is not text (the rule of git and grep)
+NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}  # not part of the standard library
+SCAN_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Two 1-D arrays of tokens (uint8 or uint16, possibly memory-mapped), their vocabulary, and where they came from.
+
+    `split` says in words how train and val were cut; `facts` are further JSON values for the manifest.
+    """
+
+    train: np.ndarray
+    val: np.ndarray
+    vocab_size: int
+    split: str
+    facts: dict
+
+
+def stdlib(val_fraction: float, max_bytes: int | None) -> Corpus:
+    """The running Python's standard library, its *.py sources as bytes (31 MB if its tests are installed), by file."""
+    root = Path(sysconfig.get_path("stdlib"))
+    # config-* and _sysconfigdata* are written when Python is built and hold the paths of that machine.
+    names = _walk(
+        root,
+        keep_folder=lambda name: name not in NOT_SOURCES and not name.startswith("config-"),
+        keep_file=lambda name: name.endswith(".py") and not name.startswith("_sysconfigdata"),
+    )
+    return _split_by_file(root, names, val_fraction, max_bytes, {"python": platform.python_version()})
+
+
+def text(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus:
+    """A text file (val is its end) or a folder's text files (split by file), as bytes.
+
+    Of a folder, every regular file counts whose first 8 KiB hold no NUL byte; hidden files and folders do not.
+
+    Raises:
+        UserError: no path, a path that does not exist, or a folder without text.
+    """
+    root = _existing(path, "text", "a text file, or a folder of text files")
+    if root.is_file():
+        return _split_by_position(_map(root, np.uint8, max_bytes), 256, val_fraction, {"files": 1})
+
+    def visible(name: str) -> bool:
+        return not name.startswith(".")
+
+    names = [name for name in _walk(root, visible, visible) if _is_text(root / name)]
+    if not names:
+        raise UserError(f"data.path: no text file in the folder {root}; point it to a text file or a folder of them")
+    if len(names) == 1:
+        return _split_by_position(_map(root / names[0], np.uint8, max_bytes), 256, val_fraction, {"files": 1})
+    return _split_by_file(root, names, val_fraction, max_bytes, {})
+
+
+def tokens(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus:
+    """nanoGPT's token shards, little-endian uint16 without a header, memory-mapped.
+
+    `path` is a folder that holds train.bin and val.bin, or one .bin file whose end becomes val. The vocabulary is
+    "vocab_size" of meta.json next to them, else the largest token + 1 rounded up to a multiple of 64. A meta.pkl is
+    never opened, because unpickling runs code.
+
+    Raises:
+        UserError: a missing path or file, an odd number of bytes, or a token that meta.json's vocabulary excludes.
+    """
+    root = _existing(path, "tokens", "a .bin file of uint16 tokens, or a folder that holds train.bin and val.bin")
+    if root.is_file():
+        data = _map(root, np.dtype("<u2"), max_bytes)
+        return _split_by_position(data, _vocab(root.parent / "meta.json", [data]), val_fraction, {"files": 1})
+    missing = [name for name in ("train.bin", "val.bin") if not (root / name).is_file()]
+    if missing:
+        raise UserError(f"data.path: {root} has no {' and no '.join(missing)}; data.source=tokens reads both")
+    share = {"train.bin": 1 - val_fraction, "val.bin": val_fraction}
+    train, val = (_map(root / name, np.dtype("<u2"), max_bytes and int(max_bytes * share[name])) for name in share)
+    vocab = _vocab(root / "meta.json", [train, val])
+    return Corpus(train=train, val=val, vocab_size=vocab, split="train.bin and val.bin as they are", facts={"files": 2})
+
+
+def _existing(path: str | None, source: str, wanted: str) -> Path:
+    if path is None:
+        raise UserError(f"data.path: not given; data.source={source} reads {wanted}; set data.path=PATH")
+    if not Path(path).exists():
+        raise UserError(f"data.path: {path} does not exist; data.source={source} reads {wanted}")
+    return Path(path)
+
+
+def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[str]:
+    """Relative POSIX paths of the non-empty regular files below root, sorted."""
+    found = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if keep_folder(name)]
+        paths = (Path(folder, name) for name in files if keep_file(name))
+        found += [path.relative_to(root).as_posix() for path in paths if path.is_file() and path.stat().st_size]
+    return sorted(found)
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(SNIFF_BYTES)
+
+
+def _split_by_file(root: Path, names: Iterable[str], val_fraction: float, max_bytes: int | None, facts: dict) -> Corpus:
+    parts: dict[str, list[bytes]] = {"train": [], "val": []}
+    size = {"train": 0, "val": 0}
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        total = size["train"] + size["val"]
+        if max_bytes is not None and total >= max_bytes:
+            break
+        side = "val" if size["val"] < val_fraction * total else "train"
+        data = (root / name).read_bytes()[: None if max_bytes is None else max_bytes - total]
+        parts[side].append(data)
+        size[side] += len(data)
+    train, val = (np.frombuffer(b"".join(parts[side]), np.uint8) for side in ("train", "val"))
+    facts = {"files": len(parts["train"]) + len(parts["val"])} | facts
+    split = f"by file: {len(parts['train'])} train, {len(parts['val'])} val"
+    return Corpus(train=train, val=val, vocab_size=256, split=split, facts=facts)
+
+
+def _split_by_position(data: np.ndarray, vocab_size: int, val_fraction: float, facts: dict) -> Corpus:
+    cut = len(data) - round(len(data) * val_fraction)
+    split = f"by position: val starts at token {cut} of {len(data)}"
+    return Corpus(train=data[:cut], val=data[cut:], vocab_size=vocab_size, split=split, facts=facts)
+
+
+def _map(path: Path, dtype: np.dtype | type, max_bytes: int | None) -> np.ndarray:
+    width = np.dtype(dtype).itemsize
+    size = path.stat().st_size
+    if size == 0:  # which cannot be mapped
+        raise UserError(f"data.path: {path} is empty; give a file with data in it")
+    if size % width:
+        raise UserError(f"data.path: {path} has {size} bytes, an odd number; tokens are uint16, two bytes each")
+    count = min(size, size if max_bytes is None else max_bytes) // width
+    return np.memmap(path, dtype, mode="r")[:count]
+
+
+def _vocab(meta: Path, arrays: list[np.ndarray]) -> int:
+    chunks = (array[at : at + SCAN_TOKENS] for array in arrays for at in range(0, len(array), SCAN_TOKENS))
+    largest = max(int(chunk.max()) for chunk in chunks)
+    if not meta.is_file():
+        return -(-(largest + 1) // 64) * 64
+    try:
+        vocab = int(json.loads(meta.read_text())["vocab_size"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f'{meta}: no "vocab_size" number in it; write {{"vocab_size": N}} or remove the file') from None
+    if vocab <= largest:
+        raise UserError(f"{meta}: vocab_size is {vocab}, but the data holds token {largest}; it must be larger")
+    return vocab

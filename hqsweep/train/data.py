@@ -1,0 +1,161 @@
+"""Data of a run: `load` gives a Dataset, and `Dataset.batch` is a pure function of its arguments.
+
+A batch depends on the data, the split, the seed, the step and the shape, and on nothing else: every recipe of a sweep
+sees identical batches, and a resumed run needs no state of the data. Randomness is counter-based (Philox).
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.train import corpus
+from hqsweep.train.corpus import Corpus
+from hqsweep.train.markov import MarkovSource
+
+if TYPE_CHECKING:
+    from hqsweep.config import DataConfig
+
+HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
+HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
+CHUNK = 1 << 24
+BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other users of the same seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Tokens of both splits. train, val: 1-D uint8 or uint16 (possibly memory-mapped), values in [0, vocab_size).
+
+    hash: SHA-256 over source, split and content, in hex. facts: JSON values for the manifest; among them
+    unigram_entropy_nats, what val costs under its own token frequencies (a trained model must beat it), and for a
+    Markov source entropy_rate_nats, which no model can beat.
+    """
+
+    train: np.ndarray
+    val: np.ndarray
+    vocab_size: int
+    hash: str
+    facts: dict
+
+    def batch(self, split: str, seed: int, step: int, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, targets), int64 [batch, context] on the CPU; targets[b, t] is the token after inputs[b, t].
+
+        "train": windows at random offsets, keyed by (seed, step). "val": `step` counts the batches of one evaluation
+        from 0, and the windows are the same for every seed: disjoint, evenly spread, all of them before any repeats.
+
+        Raises:
+            UserError: the split is shorter than context + 1 tokens.
+        """
+        data = {"train": self.train, "val": self.val}[split]
+        if len(data) <= context:
+            raise UserError(
+                f"data: the {split} split has {len(data)} tokens, too short for train.context={context}, which needs"
+                f" {context + 1}; lower train.context or give more data"
+            )
+        if split == "train":
+            starts = _random_starts(seed, step, batch, len(data) - context)
+        else:
+            starts = context * _spread_starts(step * batch, batch, (len(data) - 1) // context)
+        windows = torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def load(config: "DataConfig") -> Dataset:
+    """Read or generate the data that config names (source, path, val_fraction, max_bytes, markov).
+
+    Raises:
+        UserError: an unknown source, or data that is missing, unreadable, empty or too short to be split.
+    """
+    if config.source not in SOURCES:
+        raise UserError(
+            f"data.source: {config.source!r} is not known{nearest(config.source, SOURCES)}; choose {', '.join(SOURCES)}"
+        )
+    try:
+        found = SOURCES[config.source](config)
+    except OSError as error:
+        raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
+    for name, array in (("train", found.train), ("val", found.val)):
+        if len(array) < 2:
+            raise UserError(
+                f"data: the {name} split of data.source={config.source} has {len(array)} tokens, at least 2 are needed;"
+                " give more data, or change data.val_fraction or data.max_bytes"
+            )
+    facts = {
+        "source": config.source,
+        "split": found.split,
+        "bytes": found.train.nbytes + found.val.nbytes,
+        "unigram_entropy_nats": unigram_entropy(found.val),
+        **found.facts,
+    }
+    if max(found.train.nbytes, found.val.nbytes) > HASH_WHOLE_BYTES:
+        facts["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
+    digest = _hash([config.source, found.split, found.vocab_size], [found.train, found.val])
+    return Dataset(train=found.train, val=found.val, vocab_size=found.vocab_size, hash=digest, facts=facts)
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """-sum_t p[t] ln p[t] in nats, p being the frequencies in `tokens` itself (1-D, uint8 or uint16)."""
+    counts = np.zeros(np.iinfo(tokens.dtype).max + 1, np.int64)
+    for at in range(0, len(tokens), CHUNK):
+        counts += np.bincount(tokens[at : at + CHUNK], minlength=len(counts))
+    p = counts[counts > 0] / len(tokens)
+    return float(-(p * np.log(p)).sum())
+
+
+def _markov(config: "DataConfig") -> Corpus:
+    """`length` tokens to train on, and val_fraction * length more, from a chain of their own, to validate."""
+    markov = config.markov
+    source = MarkovSource.draw(
+        vocab=markov.vocab, order=markov.order, concentration=markov.concentration, seed=markov.seed
+    )
+    return Corpus(
+        train=source.sample(markov.length, seed=2 * markov.seed),
+        val=source.sample(round(markov.length * config.val_fraction), seed=2 * markov.seed + 1),
+        vocab_size=markov.vocab,
+        split="independent chains of one source",
+        facts={"files": 0, "entropy_rate_nats": source.entropy_rate()},
+    )
+
+
+SOURCES: dict[str, Callable[["DataConfig"], Corpus]] = {
+    "stdlib": lambda config: corpus.stdlib(config.val_fraction, config.max_bytes),
+    "text": lambda config: corpus.text(config.path, config.val_fraction, config.max_bytes),
+    "tokens": lambda config: corpus.tokens(config.path, config.val_fraction, config.max_bytes),
+    "markov": _markov,
+}
+
+
+def _hash(words: list, arrays: list[np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps(words).encode())
+    for array in arrays:
+        digest.update(f"{array.dtype.str} {array.nbytes};".encode())
+        data = array.view(np.uint8)
+        if array.nbytes > HASH_WHOLE_BYTES:
+            digest.update(data[:HASH_END_BYTES])
+            data = data[-HASH_END_BYTES:]
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _random_starts(seed: int, step: int, count: int, choices: int) -> np.ndarray:
+    """`count` integers in [0, choices), int64; raw Philox words, whose stream numpy never changes (NEP 19)."""
+    bits = np.random.Philox(key=np.array([seed, BATCHES], np.uint64), counter=np.array([0, 0, step, 0], np.uint64))
+    unit = (bits.random_raw(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (unit * choices).astype(np.int64)
+
+
+def _spread_starts(first: int, count: int, choices: int) -> np.ndarray:
+    """Places first..first+count-1 of a walk over [0, choices), int64, in golden-section strides.
+
+    Every beginning of the walk is nearly evenly spaced, however long, and no place comes twice before all have come.
+    """
+    stride = max(1, round(choices * (math.sqrt(5) - 1) / 2))
+    while math.gcd(stride, choices) != 1:
+        stride += 1
+    return np.arange(first, first + count, dtype=np.int64) * stride % choices

@@ -1,0 +1,78 @@
+"""The parity job: everything passes here, and a single wrong byte is found and named."""
+
+import pytest
+import torch
+
+from hqsweep.config import parse
+from hqsweep.jobs import parity
+from hqsweep.jobs.compare_bytes import row
+from hqsweep.jobs.sink import ListSink
+from hqsweep.ops import kernel
+
+FORMATS = ["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+rht+sr", "nvfp4+row_scaled"]
+
+
+def config(*checks):
+    section = {"formats": FORMATS, "distributions": ["heavy", "nonfinite"], "shapes": [[32, 48]], "checks": list(checks), "device": "cpu"}
+    return parse({"job": "parity", "sweep": "parity", "parity": section})
+
+
+def run(*checks, tmp_path):
+    sink = ListSink()
+    parity.run(config(*checks), sink, tmp_path)
+    return sink.parity_rows
+
+
+@pytest.mark.parametrize("check", list(parity.CHECKS))
+def test_every_check_passes(check, tmp_path):
+    rows = run(check, tmp_path=tmp_path)
+    assert [r for r in rows if r["status"] == "FAIL"] == []
+    assert sum(r["status"] == "PASS" and r["total"] > 0 for r in rows) >= 5
+    assert {r["check"] for r in rows} == {check}
+
+
+def test_routing_covers_all_ordered_pairs(tmp_path):
+    subjects = {r["subject"] for r in run("routing", tmp_path=tmp_path)}
+    assert len(subjects) == 5 * 4 and {"nvfp4|mxfp8", "mxfp8|nvfp4"} <= subjects
+
+
+def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):
+    right = kernel.encode
+
+    def wrong(x, format, key):
+        buffers = right(x, format, key)
+        if str(format) == "mxfp8":
+            buffers["q"][3, 5] ^= 1
+        return buffers
+
+    monkeypatch.setattr(kernel, "encode", wrong)
+    failed = [r for r in run("kernel", tmp_path=tmp_path) if r["status"] == "FAIL"]
+    assert {r["subject"] for r in failed} == {"mxfp8"} and len(failed) == 8
+    assert failed[0]["first_index"] == "q[3, 5]" and failed[0]["mismatches"] == 1
+    assert int(failed[0]["got"], 16) ^ int(failed[0]["expected"], 16) == 1
+
+
+def test_a_gradient_from_the_wrong_direction_is_found(tmp_path, monkeypatch):
+    from hqsweep.quant import HybridQuantizer
+
+    right = HybridQuantizer.exact
+    monkeypatch.setattr(HybridQuantizer, "exact", lambda self, x, direction, key=None: right(
+        HybridQuantizer(self.rowwise, self.rowwise) if direction == "columnwise" and self.rowwise.name != "nvfp4" else self, x, direction, key
+    ))  # fmt: skip
+    assert any(r["status"] == "FAIL" for r in run("routing", tmp_path=tmp_path))
+
+
+def test_rows_of_byte_comparisons():
+    a, b = torch.tensor([1.0, 0.0, torch.nan]), torch.tensor([1.0, -0.0, torch.nan])
+    assert row("c", "s", "x", {"t": (a, a)})["status"] == "PASS"  # NaN equals itself, bit by bit
+    wrong = row("c", "s", "x", {"t": (a, b)})
+    assert (wrong["status"], wrong["first_index"], wrong["expected"], wrong["got"]) == ("FAIL", "t[1]", "0x00000000", "0x80000000")
+    assert (wrong["mismatches"], wrong["total"]) == (1, 3)
+    assert row("c", "s", "x", {"t": (a, a.double())})["status"] == "FAIL"
+
+
+def test_rewinds_before_it_starts_again(tmp_path):
+    sink = ListSink()
+    sink.rewind = lambda step: sink.facts.update(rewound=step)
+    parity.run(config("vanilla"), sink, tmp_path)
+    assert sink.facts["rewound"] == -1 and sink.facts["device"] == "cpu"

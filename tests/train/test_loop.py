@@ -1,0 +1,120 @@
+"""The loop: schedules, identical batches, resume, divergence, and what a run leaves in its sink."""
+
+import math
+
+import pytest
+import torch
+
+from hqsweep.config import parse
+from hqsweep.jobs import convergence
+from hqsweep.jobs.sink import Diverged, ListSink
+from hqsweep.train import data
+from hqsweep.train.loop import Throughput, Trainer, learning_rate, load_checkpoint, save_checkpoint
+
+NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+
+
+def config(linear="bf16", *, stats=None, seed=0, tied=False, **train):
+    return parse(
+        {
+            "job": "convergence", "sweep": "t", "seed": seed, "recipe": {"name": "r", "linear": linear},
+            "model": {"dim": 32, "layers": 1, "heads": 2, "tied": tied}, "stats": stats or {"every": 0},
+            "data": {"source": "markov", "markov": {"length": 20000}},
+            "train": {"steps": 8, "batch": 4, "context": 32, "eval_batches": 2, "eval_every": 4, "log_every": 2,
+                      "checkpoint_every": 4, "device": "cpu", **train},
+        }
+    )  # fmt: skip
+
+
+def trainer(cfg):
+    return Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cpu"))
+
+
+def test_training_learns_the_source(tmp_path):
+    sink = ListSink()
+    convergence.run(config("mxfp8", steps=60, lr=1e-2), sink, tmp_path)
+    losses = [m["value"] for m in sink.metrics if m["metric"] == "val_loss"]
+    assert losses[0] > losses[-1] and losses[-1] < sink.facts["data"]["unigram_entropy_nats"]
+    assert losses[-1] > sink.facts["data"]["entropy_rate_nats"]
+
+
+def test_first_loss_is_the_logarithm_of_the_vocabulary():
+    first = next(trainer(config(log_every=1)).steps())
+    assert first.metrics["train_loss"] == pytest.approx(math.log(16), abs=1e-6)
+
+
+def test_schedule_rises_stays_and_falls():
+    train = config(steps=100, warmup=0.1, decay=0.4, lr=1.0, min_lr_fraction=0.1).train
+    rates = [learning_rate(train, step) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9:60] == [1.0] * 51
+    assert rates[-1] == pytest.approx(0.1 + 0.9 / 40) and rates == sorted(rates[:10]) + rates[10:60] + sorted(rates[60:], reverse=True)
+
+
+@pytest.mark.parametrize("linear", ["bf16", NVFP4], ids=["bf16", "nvfp4"])
+def test_resume_equals_uninterrupted(linear, tmp_path):
+    whole, sink = trainer(config(linear)), ListSink()
+    list(whole.steps())
+    half = trainer(config(linear))
+    for done in half.steps():
+        if done.step == 3:  # between two logs: the running mean is state too
+            break
+    save_checkpoint(half, tmp_path / "checkpoint")
+    sink.metric(2, {"train_loss": 0.0})
+    sink.metric(4, {"train_loss": 0.0})
+    convergence.run(config(linear), sink, tmp_path)
+    resumed = trainer(config(linear))
+    assert load_checkpoint(resumed, tmp_path / "checkpoint") and resumed.step == 8
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert [m["step"] for m in sink.metrics if m["metric"] == "train_loss"] == [2, 4, 6, 8]
+    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_8.pt"]
+
+
+def test_runs_repeat_and_seeds_differ(tmp_path):
+    def curve(cfg, folder):
+        sink = ListSink()
+        convergence.run(cfg, sink, tmp_path / folder)
+        return [m["value"] for m in sink.metrics if m["metric"] == "train_loss"]
+
+    assert curve(config(NVFP4), "a") == curve(config(NVFP4), "b")
+    assert curve(config(), "c") != curve(config(seed=1), "d")
+
+
+def test_recipes_start_from_the_same_weights_and_batches():
+    a, b = trainer(config("bf16")), trainer(config(NVFP4))
+    assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+    assert torch.equal(a.dataset.batch("train", 0, 5, 4, 32)[0], b.dataset.batch("train", 0, 5, 4, 32)[0])
+
+
+def test_divergence_is_an_error_with_its_step(tmp_path):
+    with pytest.raises(Diverged, match=r"loss is (nan|inf) at step"):
+        convergence.run(config(lr=1e30, clip=1e30, steps=40), ListSink(), tmp_path)
+
+
+def test_statistics_are_sampled_at_their_steps(tmp_path):
+    sink = ListSink()
+    convergence.run(config("mxfp8", stats={"every": 4, "gemm": True}), sink, tmp_path)
+    assert {r["step"] for r in sink.stat_rows} == {4, 8}
+    assert {r["layer"] for r in sink.stat_rows} == {
+        "layers.0.attn.qkv", "layers.0.attn.proj", "layers.0.mlp.fc1", "layers.0.mlp.fc2", "head"
+    }  # fmt: skip
+    assert len(sink.stat_rows) == 2 * 5 * (6 + 3)
+    without = ListSink()
+    convergence.run(config("mxfp8", stats={"every": 4, "gemm": False}), without, tmp_path / "b")
+    assert len(without.stat_rows) == 2 * 5 * 6
+    assert without.metrics == sink.metrics  # looking changes nothing
+
+
+def test_manifest_facts(tmp_path):
+    sink = ListSink()
+    convergence.run(config("nvfp4|mxfp8"), sink, tmp_path)
+    assert sink.facts["gemm_plan"]["layers.0.mlp.fc2"]["fprop"] == "nvfp4 x nvfp4: exact: bf16 operands, float32 GEMM"
+    assert sink.facts["gemm_plan"]["head"]["wgrad"].startswith("bf16 x bf16")
+    assert sink.facts["device"] == "cpu" and len(sink.facts["data_hash"]) == 64
+
+
+def test_throughput_counts_tokens_since_its_start():
+    times = iter([0.0, 2.0])
+    throughput = Throughput(100, clock=lambda: next(times))
+    assert throughput.at(10) is None
+    assert throughput.at(20) == 500.0
