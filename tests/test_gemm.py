@@ -51,3 +51,15 @@ def test_plans_say_what_runs():
     assert "bfloat16 tensor cores" in str(plan(parse("mxfp8"), parse("nvfp4"), "cuda"))
     for text in ("fp8_block+fp32_scale", "fp16", "fp32"):
         assert str(plan(parse(text), parse("mxfp8"), "cuda")) == "exact: fp32 operands, float32 GEMM (TF32 off)"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b", FORMATS)
+@pytest.mark.parametrize("a", [*FORMATS, "nvfp4+row_scaled"])
+def test_gpu_products_are_those_of_the_exact_operands(a, b):
+    """Against float64 on the CPU: float32 accumulation is all that differs."""
+    x, w = draw("normal", 256, 1024), draw("normal", 128, 1024, 1)
+    left, right = rowwise(a, x.cuda()), rowwise(b, w.cuda())
+    expected = left.dequantize(torch.float64).cpu() @ right.dequantize(torch.float64).cpu().t()
+    actual = mm_t(left, right, out_dtype=torch.float32).double().cpu()
+    assert (actual - expected).norm() / expected.norm() < 2e-6

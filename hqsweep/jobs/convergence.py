@@ -25,7 +25,8 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
     train, device = config.train, pick_device(config.train.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.type == "cuda":  # on CPU the kernels used here repeat anyway, and the switch costs 2 s of imports
+        torch.use_deterministic_algorithms(True, warn_only=True)
     dataset = data.load(config.data)
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     sink.manifest(**facts(trainer))

@@ -1,6 +1,7 @@
 """parity: is the arithmetic what it claims to be? Every check compares bytes, and a row holds the first that differs.
 
-    kernel               compiled kernel against the torch reference: codes, scales, amaxes and the exact operand
+    kernel               compiled kernel against the torch reference: codes, scales, amaxes and the exact operand; on a
+                         GPU also the reference and the kernel there, against the CPU's bytes
     vanilla              Linear with one format in both directions against its GEMMs composed by hand
     routing              Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
     rowwise_dequantized  the columnwise operand equals quantize(dequantize(rowwise)) done in two steps
@@ -39,7 +40,7 @@ TRAINING_RECIPES = {
     "mxfp8": "mxfp8",
     "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
     "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
-    "nvfp4|mxfp8@rowwise_dequantized": "nvfp4|mxfp8@rowwise_dequantized",
+    "nvfp4 fwd, mxfp8 bwd": "nvfp4|mxfp8@rowwise_dequantized",
 }
 
 
@@ -72,14 +73,16 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
         yield skip("kernel", str(format), case, "no compiled kernel: the reference is what runs")
         return
     expected = format.encode(x, None, KEY)
-    actual = quantize.encode(x, format, key=KEY, backend="cpu")
+    actual = quantize.encode(x, format, key=KEY, backend="kernel")
     pairs = {name: (expected[name], actual[name]) for name in expected}
-    exact, reference = (quantize.exact_operand(x, format, key=KEY, backend=b) for b in ("cpu", "reference"))
+    exact, reference = (quantize.exact_operand(x, format, key=KEY, backend=b) for b in ("kernel", "reference"))
     pairs["exact operand"] = (reference.matrix.float(), exact.matrix.to(reference.matrix.dtype).float())
     yield row("kernel", str(format), case, pairs)
     if device.type == "cuda":
-        on_device = quantize.encode(x.to(device), format, key=KEY)
-        yield row("cuda", str(format), case, {name: (expected[name], on_device[name].cpu()) for name in expected})
+        on_device = x.to(device)
+        yield row("cuda reference", str(format), case, _cpu_pairs(expected, format.encode(on_device, None, KEY)))
+        if kernel.supports(on_device, format):
+            yield row("cuda kernel", str(format), case, _cpu_pairs(expected, quantize.encode(on_device, format, key=KEY)))
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -161,7 +164,7 @@ def _resumed(config: "ParityConfig", recipe: str, device: torch.device) -> dict[
 
 
 def _trainer(config: "ParityConfig", recipe: str, device: torch.device) -> Trainer:
-    training = config.training(TRAINING_RECIPES[recipe])
+    training = config.training(recipe, TRAINING_RECIPES[recipe])
     return Trainer(training, data.load(training.data), training.recipe.build(), device)
 
 
@@ -185,6 +188,10 @@ def _problem(config: "ParityConfig", device: torch.device) -> tuple[Tensor, Tens
     """x [64, 128], w [96, 128], dy [64, 96] in bfloat16."""
     shapes = ((64, 128), (96, 128), (64, 96))
     return tuple(draw("heavy", *s, config.seed + i).clamp(-1e3, 1e3).to(device) for i, s in enumerate(shapes))
+
+
+def _cpu_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (expected[name], actual[name].cpu()) for name in expected}
 
 
 def _pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

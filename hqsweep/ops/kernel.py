@@ -25,31 +25,41 @@ def extension():
 
 
 @cache
-def cpu_spec(format: Format) -> dict[str, object] | None:
-    """Keyword arguments that describe a format to quantize_cpu, or None for a format without a kernel (Identity)."""
+def spec(format: Format) -> dict[str, object] | None:
+    """Keyword arguments that describe a format to the extension, or None for a format without a kernel (Identity)."""
     match format:
         case Fp8Current() | Fp8Block():
-            spec = {"pow2": format.pow2, "amax_epsilon": format.amax_epsilon}
-            spec |= {"family": "current" if isinstance(format, Fp8Current) else "block", "element": format.element_name}
+            given = {"pow2": format.pow2, "amax_epsilon": format.amax_epsilon}
+            given |= {"family": "current" if isinstance(format, Fp8Current) else "block", "element": format.element_name}
         case MX():
-            spec = {"family": "mx", "element": format.element_name}
+            given = {"family": "mx", "element": format.element_name}
         case NVFP4():
             error = {"mae": 1, "mse": 2}[format.error_mode] if format.four_over_six else 0
-            spec = {"family": "nvfp4", "element": "e2m1", "four_over_six": error, "fast_error": format.fast_error}
-            spec |= {"row_scaled": format.row_scaled, "rht": format.rht, "rht_sign": format.rht_signed}
-            spec |= {"sr": format.sr, "e4m3_max": format.scale_max}
+            given = {"family": "nvfp4", "element": "e2m1", "four_over_six": error, "fast_error": format.fast_error}
+            given |= {"row_scaled": format.row_scaled, "rht": format.rht, "rht_sign": format.rht_signed}
+            given |= {"sr": format.sr, "e4m3_max": format.scale_max}
         case _:
             return None
-    return spec | {"tile_rows": format.tile[0], "tile_cols": format.tile[1]}
+    return given | {"tile_rows": format.tile[0], "tile_cols": format.tile[1]}
 
 
 def supports(x: Tensor, format: Format) -> bool:
-    """Whether encode and exact_operand below take this input."""
-    return x.device.type == "cpu" and x.numel() > 0 and x.dtype in DTYPES and cpu_spec(format) is not None and extension() is not None
+    """Whether encode takes this input: every format on CPU; on CUDA the MX formats with 1x32 blocks and 6 or 8 bits."""
+    if x.numel() == 0 or x.dtype not in DTYPES or spec(format) is None or extension() is None:
+        return False
+    if x.device.type == "cuda":
+        one_pass = isinstance(format, MX) and not format.two_d and not format.packed
+        return one_pass and extension().build_info()["cuda"]
+    return x.device.type == "cpu"
+
+
+def supports_exact(x: Tensor, format: Format) -> bool:
+    """Whether exact_operand takes this input: CPU only."""
+    return x.device.type == "cpu" and supports(x, format)
 
 
 def encode(x: Tensor, format: Format, key: RngKey | None) -> dict[str, Tensor]:
-    """[rows, cols] on CPU, any strides -> packed buffers of the format's layout."""
+    """[rows, cols] of any strides -> packed buffers of the format's layout, on x's device and current stream."""
     buffers = format.empty(*x.shape, x.device)
     _launch(x, format, key, buffers, None)
     return buffers
@@ -74,14 +84,17 @@ def _launch(x: Tensor, format: Format, key: RngKey | None, buffers: dict[str, Te
         raise ValueError(f"{format}: encode needs an RngKey")
     words = (*key.words, key.step) if key else (0, 0, 0)
     pointer = {name: tensor.data_ptr() for name, tensor in buffers.items()}
-    extension().quantize_cpu(
+    on_gpu = x.device.type == "cuda"
+    quantize = extension().quantize_cuda if on_gpu else extension().quantize_cpu
+    where = {"stream": torch.cuda.current_stream(x.device).cuda_stream} if on_gpu else {"threads": torch.get_num_threads()}
+    quantize(
         src_ptr=x.data_ptr(),
         dtype=DTYPES[x.dtype],
         rows=x.shape[0],
         cols=x.shape[1],
         row_stride=x.stride(0),
         col_stride=x.stride(1),
-        **cpu_spec(format),
+        **spec(format),
         key0=words[0],
         key1=words[1],
         step=words[2],
@@ -90,5 +103,5 @@ def _launch(x: Tensor, format: Format, key: RngKey | None, buffers: dict[str, Te
         g_ptr=pointer.get("g", 0),
         exact_ptr=exact.data_ptr() if exact is not None else 0,
         amax_ptr=0,
-        threads=torch.get_num_threads(),
+        **where,
     )

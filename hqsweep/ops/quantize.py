@@ -8,7 +8,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.ops import kernel
 
-Backend = Literal["auto", "reference", "cpu"]
+Backend = Literal["auto", "reference", "kernel"]
 
 
 def encode(
@@ -17,9 +17,9 @@ def encode(
     """bf16, fp16 or fp32 [rows, cols] -> the format's buffers; blocks run along cols.
 
     grid: amaxes agreed on elsewhere (another rank, an earlier pass); the reference takes it. key: stream of +sr.
-    backend: "auto" is the CPU kernel where it supports the input and the reference elsewhere; the bytes are the same.
+    backend: "auto" is the kernel where there is one for the input and the reference elsewhere; the bytes are the same.
     """
-    if _use_kernel(x, format, grid, backend):
+    if _use_kernel(x, format, backend, grid is None and kernel.supports(x, format)):
         return kernel.encode(x, format, key)
     return format.encode(x, grid, key)
 
@@ -29,15 +29,14 @@ def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backe
 
     The kernel writes the matrix in float32, the reference in bfloat16 (the same values wherever bfloat16 is exact).
     """
-    if _use_kernel(x, format, None, backend):
+    if _use_kernel(x, format, backend, kernel.supports_exact(x, format)):
         return kernel.exact_operand(x, format, key)
     return format.operand(format.encode(x, None, key), tuple(x.shape))
 
 
-def _use_kernel(x: Tensor, format: Format, grid: Buffers | None, backend: Backend) -> bool:
+def _use_kernel(x: Tensor, format: Format, backend: Backend, supported: bool) -> bool:
     if x.dim() != 2:
         raise ValueError(f"quantize: input has shape {tuple(x.shape)}; it takes a matrix [rows, cols]")
-    supported = grid is None and kernel.supports(x, format)
-    if backend == "cpu" and not supported:
-        raise UserError(f"no CPU kernel for {format} on {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
+    if backend == "kernel" and not supported:
+        raise UserError(f"no kernel for {format} of {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
     return supported and backend != "reference"

@@ -147,3 +147,18 @@ def test_a_tensor_scale_leaks_the_last_token_into_earlier_outputs(text, leaks):
     louder = x.clone()
     louder[-1, 0] = 1.1 * x.abs().max()
     assert torch.equal(module(x)[:-1], module(louder)[:-1]) != leaks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized", "fp8_block"], ids=str)
+def test_gpu_and_cpu_agree_up_to_the_order_of_summation(quantizers):
+    results = []
+    for device in ("cpu", "cuda"):
+        module = build(quantizers).to(device)
+        x = draw("normal", 32, 64).to(device).requires_grad_()
+        with quantization(seed=3, step=9):
+            y = module(x)
+        y.backward(draw("normal", 32, 96, 1).to(device))
+        results.append([t.float().cpu() for t in (y.detach(), x.grad, module.weight.grad)])
+    for name, cpu, gpu, tolerance in zip(("y", "dx", "dw"), *results, (2**-8, 2**-8, 1e-5), strict=True):
+        assert (cpu - gpu).norm() / cpu.norm() < tolerance, name

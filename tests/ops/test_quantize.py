@@ -35,7 +35,7 @@ def test_kernel_equals_reference(text, distribution, dtype, rows, blocks, tail, 
     cols = 16 * blocks if text.startswith("nvfp4") else 16 * blocks + tail // 2 * 2
     x = draw(distribution, *((cols, rows) if transposed else (rows, cols)), seed, dtype)
     x = x.t() if transposed else x
-    expected, actual = (encode(x, format, key=KEY, backend=b) for b in ("reference", "cpu"))
+    expected, actual = (encode(x, format, key=KEY, backend=b) for b in ("reference", "kernel"))
     for name in expected:
         assert torch.equal(expected[name].view(torch.uint8), actual[name].view(torch.uint8)), name
 
@@ -43,7 +43,7 @@ def test_kernel_equals_reference(text, distribution, dtype, rows, blocks, tail, 
 @pytest.mark.parametrize("text", FORMATS)
 def test_exact_operand_equals_decoding_the_codes(text):
     format, x = parse(text), draw("heavy", 96, 160)
-    fused, reference = (exact_operand(x, format, key=KEY, backend=b) for b in ("cpu", "reference"))
+    fused, reference = (exact_operand(x, format, key=KEY, backend=b) for b in ("kernel", "reference"))
     assert torch.equal(fused.matrix, reference.matrix.float())
     assert fused.divisor == reference.divisor
     assert (fused.factor is None) == (reference.factor is None)
@@ -56,10 +56,37 @@ def test_identity_and_given_grids_take_the_reference():
     format = parse("mxfp8")
     doubled = {"s": format.grid(x)["s"] * 2}
     assert torch.equal(encode(x, format, grid=doubled)["s"], encode(x, format)["s"] + 1)
-    with pytest.raises(UserError, match="no CPU kernel for bf16"):
-        encode(x, parse("bf16"), backend="cpu")
+    with pytest.raises(UserError, match="no kernel for bf16"):
+        encode(x, parse("bf16"), backend="kernel")
 
 
 def test_input_must_be_a_matrix():
     with pytest.raises(ValueError, match=r"shape \(2, 3, 4\)"):
         encode(torch.zeros(2, 3, 4), parse("mxfp8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))
+@pytest.mark.parametrize("text", FORMATS)
+def test_gpu_bytes_equal_cpu_bytes(text, distribution):
+    """The reference on the GPU, and the kernel where there is one, in both orientations."""
+    format = parse(text)
+    for dtype in (torch.bfloat16, torch.float32):
+        for x in (draw(distribution, 96, 160, dtype=dtype), draw(distribution, 160, 96, dtype=dtype).t()):
+            expected, on_gpu = format.encode(x, None, KEY), x.cuda()
+            backends = ["reference", "kernel"] if kernel.supports(on_gpu, format) else ["reference"]
+            for backend in backends:
+                actual = encode(on_gpu, format, key=KEY, backend=backend)
+                for name in expected:
+                    same = torch.equal(expected[name].view(torch.uint8), actual[name].cpu().view(torch.uint8))
+                    assert same, (backend, name, dtype)
+            matrix = exact_operand(on_gpu, format, key=KEY).matrix.cpu()
+            wanted = format.operand(expected, tuple(x.shape)).matrix
+            assert torch.equal(wanted.nan_to_num(7.0), matrix.nan_to_num(7.0))
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_serves_the_mx_formats():
+    x = draw("normal", 96, 160).cuda()
+    served = {text for text in FORMATS if kernel.supports(x, parse(text))}
+    assert served == {"mxfp8", "mxfp8+e5m2", "mxfp6_e2m3", "mxfp6_e3m2"}

@@ -118,3 +118,16 @@ def test_throughput_counts_tokens_since_its_start():
     throughput = Throughput(100, clock=lambda: next(times))
     assert throughput.at(10) is None
     assert throughput.at(20) == 500.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("linear", ["bf16", "mxfp8", NVFP4], ids=str)
+def test_gpu_trains_repeats_and_follows_the_cpu(linear, tmp_path):
+    def losses(device, folder):
+        sink = ListSink()
+        convergence.run(config(linear, device=device, log_every=1), sink, tmp_path / folder)
+        return [m["value"] for m in sink.metrics if m["metric"] == "train_loss"]
+
+    first, second, cpu = losses("cuda", "a"), losses("cuda", "b"), losses("cpu", "c")
+    assert first == second
+    assert first == pytest.approx(cpu, abs=5e-3)

@@ -1,0 +1,128 @@
+"""Run folders to tidy pandas frames: the one place where the report reads files.
+
+runs     one row per run: run, sweep, arm, recipe, seed, job, state, reason, diverged, step, steps, seconds,
+         tokens_per_s, run_id, path, every leaf of the resolved config (`config.train.lr`) and of the manifest
+         (`manifest.device`); diverged: a loss of the run is NaN or infinite
+metrics  long: run, arm, seed, step, metric, value (float64; NaN and inf as they came)
+stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %)
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from hqsweep.errors import UserError
+from hqsweep.sweep.store import NOT_IN_ID, RunDir
+
+METRIC_COLUMNS = ["step", "metric", "value"]
+STATS_COLUMNS = ["step", "layer", "tensor", "direction", "format", "sqnr_db", "rel_l2", "cosine", "amax",
+                 "underflow_pct", "saturation_pct", "scale_min", "scale_max"]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames:
+    """The rows of a set of runs; columns as the module says."""
+
+    runs: pd.DataFrame
+    metrics: pd.DataFrame
+    stats: pd.DataFrame
+
+    def of_job(self, job: str) -> "Frames":
+        """Only the runs of this job; raises UserError when there is none."""
+        runs = self.runs[self.runs["job"] == job]
+        if runs.empty:
+            came = ", ".join(f"{count} {name}" for name, count in self.runs["job"].value_counts().items())
+            raise UserError(f"runs: no {job} run among them (came: {came}); give runs of a {job} job")
+        keep = set(runs["run"])
+        return Frames(
+            runs=runs.reset_index(drop=True),
+            metrics=self.metrics[self.metrics["run"].isin(keep)],
+            stats=self.stats[self.stats["run"].isin(keep)],
+        )
+
+
+def flatten(tree: dict, prefix: str) -> dict[str, object]:
+    """Leaves of a nested dict under dotted names; a list becomes one JSON string, so that every cell is a scalar."""
+    leaves: dict[str, object] = {}
+    for key, value in tree.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, dict):
+            leaves |= flatten(value, name)
+        else:
+            leaves[name] = json.dumps(value) if isinstance(value, list) else value
+    return leaves
+
+
+def load(run_dirs: Iterable[RunDir]) -> Frames:
+    """Read runs (in this order) into frames; of runs with one id, which differ in nothing, a finished one is kept.
+
+    Raises UserError when there is none.
+    """
+    read = {}
+    for run in run_dirs:
+        row, metrics, stats = _read(run)
+        key = row["run_id"] or row["run"]
+        if key not in read or read[key][0]["state"] != "finished":
+            read[key] = row, metrics, stats
+    if not read:
+        raise UserError("runs: no run to read; give the names of runs or sweeps, as `hqsweep ls` lists them")
+    runs = unique_arms(pd.DataFrame([run for run, _, _ in read.values()]))
+    runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64"))
+    metrics = _long(runs, [rows for _, rows, _ in read.values()], METRIC_COLUMNS)
+    metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
+    stats = _long(runs, [rows for _, _, rows in read.values()], STATS_COLUMNS)
+    broken = metrics[~metrics["metric"].eq("grad_norm") & ~metrics["value"].map(math.isfinite)]
+    runs["diverged"] = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
+    return Frames(runs=runs, metrics=metrics, stats=stats)
+
+
+def _read(run: RunDir) -> tuple[dict, list[dict], list[dict]]:
+    """One row of `runs`, and the run's rows of metrics and stats."""
+    config, manifest, status = run.config(), run.manifest(), run.status()
+    progress = status["progress"] or {}
+    recipe = (config.get("recipe") or {}).get("name", config["job"])
+    row = {
+        "run": f"{run.sweep}/{run.name}", "sweep": run.sweep, "arm": manifest.get("arm", recipe), "recipe": recipe,
+        "seed": config["seed"], "job": config["job"], "state": status["state"], "reason": status["reason"],
+        "step": progress.get("step"), "steps": progress.get("steps"), "seconds": status["seconds"],
+        "tokens_per_s": progress.get("tokens_per_s"), "run_id": manifest.get("run_id"), "path": str(run.path),
+    }  # fmt: skip
+    facts = manifest | {"gemm_plan": json.dumps(manifest.get("gemm_plan", {}))}  # one cell, not one for every GEMM
+    row |= flatten(config, "config") | flatten(facts, "manifest")
+    return row, run.rows("metrics"), run.rows("stats")
+
+
+def _long(runs: pd.DataFrame, rows: list[list[dict]], columns: list[str]) -> pd.DataFrame:
+    """The rows of all runs in one frame, led by run, arm and seed."""
+    parts = [
+        pd.DataFrame(part, columns=columns).assign(run=run, arm=arm, seed=seed)
+        for run, arm, seed, part in zip(runs["run"], runs["arm"], runs["seed"], rows, strict=True)
+        if part
+    ]
+    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "arm", "seed", *columns])
+    numbers = [name for name in columns if name not in ("step", "metric", "layer", "tensor", "direction", "format")]
+    return frame[["run", "arm", "seed", *columns]].astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
+
+
+def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
+    """Make (arm, seed) unique. Where runs of one arm and seed meet (a sweep repeated with another config, or two
+    sweeps), the labels get " key=value" for every config leaf in which they differ: of the recipe only those arms, of
+    anything else all arms."""
+    meets = runs.duplicated(["arm", "seed"], keep=False)
+    differing = [
+        name for name in config_leaves(runs) if (runs[meets].groupby("arm")[name].nunique(dropna=False) > 1).any()
+    ]
+    clashing = runs["arm"].isin(set(runs.loc[meets, "arm"]))
+    for name in differing:
+        marked = runs["arm"] + f" {name.removeprefix('config.')}=" + runs[name].map(str)
+        runs["arm"] = marked.where(clashing | (not name.startswith("config.recipe.")), runs["arm"])
+    return runs
+
+
+def config_leaves(runs: pd.DataFrame) -> list[str]:
+    """Columns of the config that can make another run of the same arm and seed."""
+    apart = ("seed", *NOT_IN_ID)
+    return [name for name in runs.columns if name.startswith("config.") and name.split(".")[1] not in apart]

@@ -1,0 +1,47 @@
+"""JUnit XML, which every CI system shows."""
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hqsweep.report.parity import first_mismatch
+from hqsweep.sweep.store import RunDir
+
+ELEMENT = {"FAIL": "failure", "SKIP": "skipped"}
+
+
+def write(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One testcase per row: classname is `check`, name is `subject` and `case`, `status` is PASS, FAIL or SKIP; the
+    message is the row's first mismatch or its note. Takes rows of parity.jsonl, Verdicts.rows() and run_rows()."""
+    rows = list(rows)
+    count = {status: str(sum(row["status"] == status for row in rows)) for status in ELEMENT}
+    root = ET.Element(
+        "testsuite", name=_legal(suite), tests=str(len(rows)), failures=count["FAIL"], errors="0", skipped=count["SKIP"]
+    )
+    for row in rows:
+        name = " ".join(filter(None, (row.get("subject"), row.get("case"))))
+        case = ET.SubElement(root, "testcase", classname=_legal(f"{suite}.{row['check']}"), name=_legal(name))
+        if row.get("seconds") is not None:
+            case.set("time", f"{row['seconds']:.3f}")
+        if row["status"] in ELEMENT:
+            ET.SubElement(case, ELEMENT[row["status"]], message=_legal(first_mismatch(row)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def run_rows(run_dirs: Iterable[RunDir]) -> list[dict[str, Any]]:
+    """A row per run for write(): PASS when it finished, else FAIL with its state and reason."""
+    rows = []
+    for run in run_dirs:
+        status = run.status()
+        note = status["state"] + (f": {status['reason']}" if status["reason"] else "")
+        verdict = "PASS" if status["state"] == "finished" else "FAIL"
+        rows.append({"check": "run", "case": run.name, "status": verdict, "note": note, "seconds": status["seconds"]})
+    return rows
+
+
+def _legal(text: str) -> str:
+    """Without the control characters that XML 1.0 has no way to write."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)

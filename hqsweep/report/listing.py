@@ -1,0 +1,124 @@
+"""`hqsweep ls` and `hqsweep show RUN`: each returns what to print and the same facts as a plain dict for --json."""
+
+from collections import Counter
+from typing import Any
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from hqsweep.report.text import TextTable, number, plan_text, sparkline, text, to_rich
+from hqsweep.sweep.files import read_json
+from hqsweep.sweep.store import RunDir, RunStore
+
+STATES = ("finished", "running", "pending", "interrupted", "failed")
+WORST = 5
+
+
+def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
+    """(table, dicts): per sweep its conf, when it was made, arms, and how many runs are in each state; newest last."""
+    facts = [_sweep(store, name) for name in store.sweeps()]
+    if not facts:
+        return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
+    rows = tuple(
+        (fact["sweep"], fact["conf"], fact["created"][:16].replace("T", " "), str(len(fact["arms"])), str(fact["runs"]),
+         *(str(fact["states"].get(state, 0) or "·") for state in STATES))
+        for fact in facts
+    )  # fmt: skip
+    header = ("sweep", "conf", "created (UTC)", "arms", "runs", *STATES)
+    return to_rich(
+        TextTable(header=header, rows=rows, numeric=frozenset(range(3, len(header)))), f"sweeps in {store.root}"
+    ), facts
+
+
+def _sweep(store: RunStore, name: str) -> dict[str, Any]:
+    document = read_json(store.root / name / "sweep.json")
+    states = Counter(run.status()["state"] for run in store.runs(name))
+    return {
+        "sweep": name, "conf": document["conf"], "created": document["created"], "overrides": document["overrides"],
+        "arms": document["arms"], "runs": states.total(), "states": dict(states),
+    }  # fmt: skip
+
+
+def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
+    """(page, dict): status, manifest, config, the loss curve as a sparkline, and the lowest SQNRs of the last sampled
+    step."""
+    config, manifest, status = run.config(), run.manifest(), run.status()
+    curve, worst = _loss_curve(run), _worst(run)
+    facts = {
+        "run": run.name,
+        "path": str(run.path),
+        "status": status,
+        "manifest": manifest,
+        "config": config,
+        "loss": curve,
+        "worst_sqnr": worst,
+    }
+    parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
+    if curve["values"]:
+        ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])} nats at step {curve['last_step']}"
+        parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
+    if worst:
+        parts.append(_worst_table(worst))
+    parts += [
+        _facts_table(manifest),
+        Text("config", style="bold"),
+        Syntax(yaml.safe_dump(config, sort_keys=False), "yaml", background_color="default"),
+    ]
+    return Group(*parts), facts
+
+
+def _status_line(status: dict[str, Any]) -> str:
+    progress = status["progress"] or {}
+    steps = f", step {progress['step']} of {progress['steps']}" if progress else ""
+    speed = f", {number(progress.get('tokens_per_s'), ',.0f')} tokens/s" if progress else ""
+    reason = f": {status['reason']}" if status["reason"] else ""
+    return f"{status['state']}{reason}{steps}, {number(status['seconds'], '.0f')} s{speed}, attempt {status['attempt']}"
+
+
+def _loss_curve(run: RunDir) -> dict[str, Any]:
+    """The val_loss rows, or train_loss where there are fewer than three of them."""
+    rows = run.rows("metrics")
+    held_out = [row for row in rows if row["metric"] == "val_loss"]
+    chosen = held_out if len(held_out) >= 3 else [row for row in rows if row["metric"] == "train_loss"]
+    return {
+        "metric": chosen[0]["metric"] if chosen else None, "values": [row["value"] for row in chosen],
+        "last_step": chosen[-1]["step"] if chosen else None,
+    }  # fmt: skip
+
+
+def _worst(run: RunDir) -> list[dict[str, Any]]:
+    """The quantized tensors of the last sampled step with the lowest SQNR. (GEMM outputs carry the errors of two
+    tensors, so that they would always come first.)"""
+    rows = [row for row in run.rows("stats") if row["direction"] != "output" and row["sqnr_db"] is not None]
+    last = max((row["step"] for row in rows), default=None)
+    return sorted((row for row in rows if row["step"] == last), key=lambda row: row["sqnr_db"])[:WORST]
+
+
+def _worst_table(worst: list[dict[str, Any]]) -> Table:
+    rows = tuple(
+        (
+            row["layer"],
+            row["tensor"],
+            row["direction"],
+            text(row["format"]),
+            number(row["sqnr_db"], ".2f"),
+            number(row["underflow_pct"], ".2f"),
+        )
+        for row in worst
+    )
+    header = ("layer", "tensor", "direction", "format", "SQNR (dB)", "underflow %")
+    return to_rich(
+        TextTable(header=header, rows=rows, numeric=frozenset({4, 5})), f"lowest SQNR at step {worst[0]['step']}"
+    )
+
+
+def _facts_table(manifest: dict[str, Any]) -> Table:
+    manifest = manifest | ({"gemm_plan": plan_text(manifest["gemm_plan"])} if "gemm_plan" in manifest else {})
+    rows = tuple(
+        (name, yaml.safe_dump(value, sort_keys=False, width=160).strip() if isinstance(value, dict) else text(value))
+        for name, value in manifest.items()
+    )
+    return to_rich(TextTable(header=("fact", "value"), rows=rows), "manifest")

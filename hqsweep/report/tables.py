@@ -1,0 +1,155 @@
+"""What the report's tables hold: rich for the terminal, Markdown for a pull request, the same cells for the HTML
+page.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+from rich.text import Text
+
+from hqsweep.report.arms import Comparison, fault
+from hqsweep.report.frames import config_leaves
+from hqsweep.report.text import TextTable, markdown, markdown_text, number, plan_text, text, to_rich
+
+COLOUR = {
+    "worse": "red",
+    "failed": "red",
+    "better": "green",
+    "equal": "green",
+    "one seed": "yellow",
+    "unpaired": "yellow",
+}
+SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan"}  # of the manifest
+
+
+def arms_table(comparison: Comparison) -> TextTable:
+    """One row per arm: final loss, gap with its interval, gap in %, trailing train gap, seeds, tokens/s, state."""
+    rows = tuple(
+        (
+            row.arm, number(row.final_loss), *_gap_cells(row),
+            str(row.seeds), number(row.tokens_per_s, ",.0f"), row.state,
+        )
+        for row in comparison.arms.itertuples()
+    )  # fmt: skip
+    header = ("arm", "final loss", "gap (nats)", "95 % interval", "gap %", "train gap", "seeds", "tokens/s", "state")
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 8)))
+
+
+def _gap_cells(row: Any) -> tuple[str, str, str, str]:
+    if row.arm == row.baseline:
+        return "baseline", "-", "-", "-"
+    known = not math.isnan(row.gap_lo)
+    span = f"{row.gap_lo:+.4f} to {row.gap_hi:+.4f}" if known else "one seed" if row.seeds == 1 else "-"
+    return number(row.gap, "+.4f"), span, number(row.gap_pct, "+.2f"), number(row.train_gap, "+.4f")
+
+
+def unfinished_table(comparison: Comparison) -> TextTable:
+    """Runs without a final loss (failed, interrupted, still running, or finished with NaN), each with its reason."""
+    without = comparison.finals["run"][comparison.finals["final_loss"].isna()]
+    runs = comparison.frames.runs
+    rows = tuple(
+        (run.arm, str(run.seed), fault(run), f"{number(run.step, '.0f')} of {number(run.steps, '.0f')}", run.run)
+        for run in runs[runs["run"].isin(without)].itertuples()
+    )
+    return TextTable(header=("arm", "seed", "state", "step", "run"), rows=rows, numeric=frozenset({1, 3}))
+
+
+def config_diff(runs: pd.DataFrame) -> TextTable:
+    """Config leaves that are not the same in all arms (seed aside): one row per leaf, one column per arm."""
+    arms = {arm: rows for arm, rows in runs.groupby("arm", sort=False)}
+    rows = [
+        (name.removeprefix("config."), *(distinct(part[name]) for part in arms.values()))
+        for name in config_leaves(runs)
+    ]
+    return TextTable(header=("key", *arms), rows=tuple(row for row in rows if len(set(row[1:])) > 1))
+
+
+def provenance(runs: pd.DataFrame) -> TextTable:
+    """Every fact of the manifests: one value when all runs agree, else each value with the number of runs that have
+    it."""
+    facts = [name for name in runs.columns if name.startswith("manifest.")]
+    facts = [name for name in facts if name.split(".")[1] not in SHOWN_ELSEWHERE]
+    rows = tuple((name.removeprefix("manifest."), distinct(runs[name], count=True)) for name in facts)
+    return TextTable(header=("fact", "value"), rows=rows)
+
+
+def gemm_plans(runs: pd.DataFrame) -> TextTable:
+    """Which operands each GEMM of an arm got and which plan computed it, with the number of linears."""
+    rows = [
+        (arm, gemm, how)
+        for arm, plans in runs.groupby("arm", sort=False)["manifest.gemm_plan"]
+        for gemm, how in plan_text(json.loads(plans.iloc[0])).items()
+    ]
+    return TextTable(header=("arm", "GEMM", "operands: plan (linears)"), rows=tuple(rows))
+
+
+def gemm_errors(stats: pd.DataFrame) -> TextTable:
+    """Output error of each GEMM against FP32, per arm: medians over layers, steps and seeds, and the layer with the
+    lowest SQNR."""
+    rows = []
+    for (arm, gemm), part in stats[stats["direction"] == "output"].groupby(["arm", "tensor"], sort=False):
+        by_layer = part.groupby("layer")["sqnr_db"].median()
+        errors = number(part["rel_l2"].median(), ".2e"), number(part["cosine"].min(), ".6f")
+        levels = number(part["sqnr_db"].median(), ".1f"), number(by_layer.min(), ".1f")
+        rows.append((arm, gemm, *levels, text(by_layer.idxmin() if by_layer.notna().any() else None), *errors))
+    header = ("arm", "GEMM", "median SQNR (dB)", "worst layer (dB)", "worst layer", "median rel. L2", "lowest cosine")
+    return TextTable(header=header, rows=tuple(rows), numeric=frozenset({2, 3, 5, 6}))
+
+
+def runs_table(comparison: Comparison) -> TextTable:
+    """One row per run: final loss, its gap to the baseline's run of the same seed, time and speed."""
+    runs = comparison.frames.runs.set_index("run")
+    rows = tuple(
+        (final.arm, str(final.seed), final.state, number(final.final_loss, ".6f"), number(final.gap, "+.6f"),
+         number(runs.at[final.run, "seconds"], ".0f"), number(runs.at[final.run, "tokens_per_s"], ",.0f"), final.run)
+        for final in comparison.finals.itertuples()
+    )  # fmt: skip
+    header = ("arm", "seed", "state", "final loss", "gap (nats)", "seconds", "tokens/s", "run")
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 7)) - {2})
+
+
+def distinct(values: pd.Series, count: bool = False) -> str:
+    """The one value of a column, or all its values separated by "; ", with their counts when asked."""
+    counts = values.map(text).value_counts(sort=False)
+    if len(counts) == 1:
+        return counts.index[0]
+    return "; ".join(f"{value} ({times} runs)" if count else value for value, times in counts.items())
+
+
+def report_markdown(comparison: Comparison) -> str:
+    """The report as one Markdown page."""
+    runs = comparison.frames.runs
+    parts = [
+        f"# {markdown_text(title(comparison))}\n\n", markdown(arms_table(comparison)), "\n",
+        *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.verdict)}\n" for row in comparison.arms.itertuples()),
+        *_section("Runs without a result", unfinished_table(comparison)),
+        *_section("GEMM output error against FP32", gemm_errors(comparison.frames.stats)),
+        *_section("Config: where the arms differ", config_diff(runs)),
+        *_section("GEMM plans", gemm_plans(runs)),
+        *_section("Provenance", provenance(runs)),
+    ]  # fmt: skip
+    return "".join(parts)
+
+
+def _section(heading: str, table: TextTable) -> Iterable[str]:
+    return (f"\n## {heading}\n\n", markdown(table)) if table.rows else ()
+
+
+def title(comparison: Comparison) -> str:
+    """ "quickstart: 5 arms against bf16"."""
+    sweeps = ", ".join(dict.fromkeys(comparison.frames.runs["sweep"]))
+    others = int((comparison.arms["arm"] != comparison.arms["baseline"]).sum())
+    return f"{sweeps}: {others} {'arm' if others == 1 else 'arms'} against {comparison.baseline}"
+
+
+def rich_table(comparison: Comparison) -> Table:
+    """The arms for a terminal, coloured by outcome, with the verdict sentences below as the caption."""
+    styles = [COLOUR.get(outcome, "") for outcome in comparison.arms["outcome"]]
+    table = to_rich(arms_table(comparison), title(comparison), styles)
+    table.caption = Text("\n".join(f"{row.arm}: {row.verdict}" for row in comparison.arms.itertuples()))
+    table.caption_justify = "left"
+    return table

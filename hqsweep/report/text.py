@@ -1,0 +1,83 @@
+"""Tables as ready text: one set of cells, written as rich or Markdown. Each writer escapes them for its own
+language.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTable:
+    """A header and rows of ready text; `numeric` columns (by index) are set right-aligned."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[int] = frozenset()
+
+
+def number(value: object, spec: str = ".4f", missing: str = "-") -> str:
+    """A float by `spec`, "-" for none or NaN, "inf" as it is."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return missing
+    return format(value, spec)
+
+
+def text(value: object) -> str:
+    """A cell's text: "-" for nothing, whole floats without ".0" (pandas makes integers with gaps into floats)."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def markdown(table: TextTable) -> str:
+    """A GitHub table; cells cannot end a cell, a row, or start HTML."""
+    rule = ["---:" if column in table.numeric else "---" for column in range(len(table.header))]
+    lines = [table.header, rule, *table.rows]
+    plain = [rule if line is rule else [markdown_text(cell) for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in plain)
+
+
+def markdown_text(cell: str) -> str:
+    """Text that Markdown shows as it is."""
+    cell = cell.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for mark in "\\|`*_[]":
+        cell = cell.replace(mark, "\\" + mark)
+    return " ".join(cell.split())
+
+
+def to_rich(table: TextTable, heading: str, styles: Sequence[str] | None = None) -> Table:
+    """Any TextTable as a rich table; `styles` holds one style per row."""
+    shown = Table(title=Text(heading), title_justify="left", title_style="bold")
+    for column, name in enumerate(table.header):
+        shown.add_column(Text(name), justify="right" if column in table.numeric else "left", overflow="fold")
+    for index, row in enumerate(table.rows):
+        shown.add_row(*map(Text, row), style=styles[index] if styles else None)
+    return shown
+
+
+def plan_text(plan: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """A manifest's gemm_plan (linear -> GEMM -> "a x b: plan") as one line per GEMM, with the number of linears."""
+    counts: dict[str, Counter[str]] = {}
+    for gemms in plan.values():
+        for gemm, how in gemms.items():
+            counts.setdefault(gemm, Counter())[how] += 1
+    return {gemm: "; ".join(f"{how} ({times})" for how, times in ways.items()) for gemm, ways in counts.items()}
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """Values as bars between their own lowest and highest, at most `width` of them evenly spaced; "!" for NaN and
+    inf."""
+    count = min(width, len(values))
+    shown = [values[index * (len(values) - 1) // max(1, count - 1)] for index in range(count)]
+    finite = [value for value in shown if math.isfinite(value)]
+    low, span = (min(finite), (max(finite) - min(finite)) or 1.0) if finite else (0.0, 1.0)
+    return "".join(
+        BARS[round((value - low) / span * (len(BARS) - 1))] if math.isfinite(value) else "!" for value in shown
+    )

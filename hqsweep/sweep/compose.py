@@ -1,0 +1,282 @@
+"""From `conf=NAME` and overrides to the runs of a grid, as plain dicts: Hydra's composition without its launcher.
+
+The override grammar is Hydra's (`a=1,2`, range(), choice(), glob(), config groups), and so is `hydra.sweeper.params` in
+a sweep's YAML. Two things differ. Keys are not checked here: an override may name any key, and the typed config, which
+knows all of them, refuses the unknown ones. And a grid is composed once per distinct choice of groups, values being set
+afterwards, because a full composition takes 40 ms.
+"""
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.quant.hybrid import FIELDS, HybridQuantizer
+from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.sweep.store import NOT_IN_ID
+
+PACKAGE = "pkg://hqsweep.conf"
+_KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridPoint:
+    """One run of a grid.
+
+    config: resolved, as plain dicts and lists. overrides: all that were given, this point's choices among them.
+    changed: those of them that were swept. arm: the label of the run's recipe in this sweep, equal for all seeds.
+    """
+
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    changed: tuple[str, ...]
+    arm: str
+
+
+def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[GridPoint]:
+    """The grid of a sweep, in the order in which the swept keys are given, the last one varying fastest.
+
+    conf: a packaged name, a name in config_dir or ./conf (which come first), or the path of a YAML file.
+    overrides: Hydra overrides; they win over what the YAML sweeps under the same key.
+
+    Raises:
+        UserError: anything that is wrong with conf, its YAML or an override, except unknown keys and bad values.
+    """
+    path = Path(conf)
+    if not (conf.endswith((".yaml", ".yml")) or "/" in conf):
+        return Composer(conf, [config_dir, Path("conf")]).grid(overrides)
+    if path.suffix != ".yaml":
+        raise UserError(f"conf={conf}: a path must end in .yaml; rename the file, or give a name without folders")
+    if not path.is_file():
+        raise UserError(f"conf={conf}: no such file{nearest(path.name, _yaml_names(path.parent))}")
+    return Composer(path.stem, [path.parent, config_dir, Path("conf")]).grid(overrides)
+
+
+def known_confs(config_dir: Path | None = None) -> list[str]:
+    """Names that conf= takes."""
+    return _options(_loader([config_dir, Path("conf")]), "")
+
+
+def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
+    """Hydra's reader of folders and then the packaged configs; folders that are None or absent are skipped."""
+    hydra.version.setbase("1.3")
+    Plugins.instance()  # registers the readers of pkg:// and file://
+    search = ConfigSearchPathImpl()
+    for folder in folders:
+        if folder is not None and folder.is_dir():
+            search.append("user", f"file://{folder.resolve()}")
+    search.append("main", PACKAGE)
+    search.append("hydra", "pkg://hydra.conf")
+    search.append("schema", "structured://")
+    return ConfigLoaderImpl(search)
+
+
+def _options(loader: ConfigLoaderImpl, group: str) -> list[str]:
+    """Names that a config group offers; "" is the group of whole configs. Hydra's own start with an underscore."""
+    return [name for name in loader.get_group_options(group) if not name.startswith("_")]
+
+
+class Composer:
+    """Composes one named config under any overrides."""
+
+    def __init__(self, name: str, folders: Sequence[Path | None]) -> None:
+        self.loader = _loader(folders)
+        self.parser = OverridesParser.create(config_loader=self.loader)
+        self.name = name
+        self.bases: dict[tuple[str, ...], DictConfig] = {}
+        self.groups = set(self.loader.list_groups(""))
+        known = _options(self.loader, "")
+        if name not in known:
+            raise UserError(
+                f"conf={name}: no such config{nearest(name, known)}; known are {', '.join(known)}, or give the path"
+                " of a .yaml file, or a folder of your own with --config-dir"
+            )
+
+    def grid(self, texts: Sequence[str]) -> list[GridPoint]:
+        """All points; a point that repeats an earlier one is left out."""
+        given = self._parse(texts)
+        params = [o for key, o in self._parse(self._params(given)).items() if key not in given]
+        overrides = [*params, *given.values()]
+        points: dict[str, GridPoint] = {}
+        for choice in itertools.product(*map(self._choices, overrides)):
+            config = self.compose(choice)
+            config["sweep"] = config.get("sweep") or self.name
+            changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
+            point = GridPoint(config=config, overrides=choice, changed=changed, arm=_arm(config, changed))
+            points.setdefault(json.dumps(config), point)
+        _check_arms(points.values())
+        return list(points.values())
+
+    def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """One resolved config; `overrides` hold no sweep."""
+        parsed = self.parser.parse_overrides(list(overrides))
+        groups = tuple(o.input_line for o in parsed if self._is_group(o))
+        if groups not in self.bases:
+            self.bases[groups] = self._load(groups, RunMode.RUN)
+            del self.bases[groups]["hydra"]
+        config = copy.deepcopy(self.bases[groups])
+        try:
+            for override in parsed:
+                if not self._is_group(override):
+                    _open_quantizers(config, override.key_or_group)
+                    OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+        except OmegaConfBaseException as error:
+            raise UserError(f"override '{override.input_line}': {_one_line(error)}") from None
+        return _resolved(config)
+
+    def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
+        """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
+        try:
+            config = self.loader.load_configuration(self.name, list(groups), mode)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"conf={self.name}: {_explain(error)}") from None
+        OmegaConf.set_struct(config, False)
+        return config
+
+    def _params(self, given: dict[str, Override]) -> list[str]:
+        """`hydra.sweeper.params` of the composed config, as override texts."""
+        fixed = [o.input_line for o in given.values() if self._is_group(o) and not o.is_sweep_override()]
+        params = OmegaConf.select(self._load(fixed, RunMode.MULTIRUN), "hydra.sweeper.params") or {}
+        return [f"{key}={value}" for key, value in params.items()]
+
+    def _parse(self, texts: Sequence[str]) -> dict[str, Override]:
+        """Overrides of one origin by key, each text named in its errors; a key may come once."""
+        parsed: dict[str, Override] = {}
+        for text in texts:
+            override = self._parse_one(text)
+            if override.key_or_group in parsed:
+                raise UserError(f"override '{text}': {override.key_or_group} is given twice; give it once")
+            parsed[override.key_or_group] = override
+            self._check(override)
+        return parsed
+
+    def _parse_one(self, text: str) -> Override:
+        key, equals, _ = text.partition("=")
+        if key.startswith(("~", "hydra.", "hydra/")):
+            raise UserError(f"override '{text}': keys are not deleted here, nor Hydra's own set; write KEY=VALUE")
+        if not equals or not _KEY.fullmatch(key):
+            raise UserError(f"override '{text}': not of the form KEY=VALUE; write for example train.steps=100")
+        try:
+            return self.parser.parse_overrides([text])[0]
+        except HydraException:
+            raise UserError(
+                f"override '{text}': the value cannot be read; write KEY=VALUE, KEY=V1,V2, KEY=range(1,4) or"
+                f" KEY=choice(a,b), and quote a value with special characters, as in {key}=\"'VALUE'\""
+            ) from None
+
+    def _check(self, override: Override) -> None:
+        key, text = override.key_or_group, f"override '{override.input_line}'"
+        if override.package is not None:
+            raise UserError(f"{text}: '@' would move a config group elsewhere, where nothing reads it; leave it out")
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
+        if override.is_sweep_override() and key.split(".")[0] in NOT_IN_ID:
+            raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
+        if self._is_group(override):
+            known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
+            wrong = next((value for value in values if value not in known), None if values else "")
+            if wrong is not None:
+                hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
+                raise UserError(f"{text}: no {key} '{wrong}'{hint}")
+
+    def _is_group(self, override: Override) -> bool:
+        return override.key_or_group in self.groups
+
+    def _choices(self, override: Override) -> list[str]:
+        """The override once per value."""
+        if not override.is_sweep_override():
+            return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """Plain containers with interpolations replaced; errors name the key."""
+    try:
+        missing = sorted(OmegaConf.missing_keys(config))
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {_one_line(error)}; correct it, or write the value itself") from None
+    if missing:
+        raise UserError(f"{', '.join(missing)}: no value yet (???); give {missing[0]}=VALUE")
+    return plain
+
+
+def _open_quantizers(config: DictConfig, key: str) -> None:
+    """Where key leads into a recipe's part that is written as one string, spell that part out first.
+
+    "mxfp8" becomes {input, weight, grad_output} for a key such as recipe.linear.input, and
+    {rowwise, columnwise, columnwise_source} for one such as recipe.linear.input.columnwise.
+    """
+    parts = key.split(".")
+    for end in range(1, len(parts)):
+        parent, field = ".".join(parts[:end]), parts[end]
+        text = OmegaConf.select(config, parent)
+        if isinstance(text, str) and field in TENSOR_TYPES["linear"]:
+            OmegaConf.update(config, parent, dict.fromkeys(TENSOR_TYPES["linear"], text))
+        elif isinstance(text, str) and field in FIELDS:
+            quantizer = HybridQuantizer.parse(text)
+            OmegaConf.update(config, parent, {name: str(getattr(quantizer, name)) for name in FIELDS})
+
+
+def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
+    """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed."""
+    recipe = config.get("recipe")
+    name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
+    rest = [text for text in changed if text.lstrip("+").partition("=")[0] not in ("recipe", "seed")]
+    return " ".join([str(name), *(text.lstrip("+") for text in rest)])
+
+
+def _check_arms(points: Iterable[GridPoint]) -> None:
+    """Two recipes under one name would be taken for repetitions of each other."""
+    seen: dict[tuple[str, Any], GridPoint] = {}
+    for point in points:
+        twin = seen.setdefault((point.arm, point.config.get("seed")), point)
+        if twin is not point:
+            raise UserError(
+                f"{' '.join(twin.changed)} and {' '.join(point.changed)} are different runs with the same recipe.name"
+                f" '{point.arm}'; give each recipe a name of its own"
+            )
+
+
+def _yaml_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.glob("*.yaml")]
+
+
+def _explain(error: Exception) -> str:
+    """Why a YAML file could not be composed."""
+    if isinstance(error, MissingConfigException):
+        names = [Path(option).name for option in error.options or ()]
+        return f"no config '{error.missing_cfg_file}'{nearest(Path(error.missing_cfg_file or '').name, names)}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return f"{error.problem_mark.name} line {error.problem_mark.line + 1}: {error.problem}; correct the YAML"
+    unused = re.match(r"Could not override '(.*?)'", str(error))
+    if unused:
+        return f"its defaults list has no {unused[1]} to replace; leave it out, or add one by +{unused[1]}=NAME"
+    twice = re.match(r"Multiple values for (\w+)", str(error))
+    if twice:
+        return f"{twice[1]} is chosen in its defaults list already; write {twice[1]}=NAME without a +"
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    """What Hydra or OmegaConf says, without the lines that repeat the key and its type."""
+    text = re.split(r"\n\s*(?:full_key|object_type|Config search path|Available options)", str(error))[0]
+    cause = f": {_one_line(error.__cause__)}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    return re.sub(r"\s+", " ", text).strip() + cause

@@ -1,0 +1,230 @@
+"""engine=local: one worker process per run, a fixed number at a time.
+
+The parent knows a run only by its folder and its process: it starts `python -m hqsweep.worker RUN_DIR`, watches, and
+reads status.json. So a run may crash in any way and the sweep goes on; a parent killed at any instant leaves folders
+from which the same command goes on; and two parents of the same sweep share the work, because a folder that a live
+worker has locked is left to it.
+
+States:  pending -> running -> finished | failed (crash, exception, time-out) | interrupted (stopped from outside)
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from hqsweep.sweep.process import WorkerProcess
+from hqsweep.sweep.progress import Display
+from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir
+
+POLL_S = 0.05
+"""Seconds between two looks at the worker processes."""
+LOOK_S = 0.25
+"""Seconds between two looks at the status or the lock of a run."""
+
+
+def run_sweep(
+    runs: Sequence[RunDir],
+    *,
+    display: Display,
+    workers: int = 1,
+    threads: int | None = None,
+    timeout_s: float | None = None,
+    retries: int = 0,
+    force: bool = False,
+) -> list[dict[str, Any]]:
+    """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`.
+
+    workers     runs at a time; with more than one and several GPUs, worker i sees GPU i modulo their number only
+    threads     CPU threads per worker; None is cores // workers, at least 1
+    timeout_s   seconds that one attempt may take
+    retries     further attempts after a failed one, each from the run's last checkpoint
+    force       delete what runs have put out and repeat them; without it finished runs are skipped
+
+    On SIGINT or SIGTERM the workers are stopped, their runs are interrupted, and SystemExit(128 + signal) is raised; a
+    second signal kills them at once. To be called from the main thread.
+    """
+    pool = _Pool(display=display, threads=threads or max(1, _cores() // workers), timeout_s=timeout_s,
+                 slots=list(_slots(workers)))  # fmt: skip
+    with display, _caught_signals() as caught:
+        try:
+            pool.enqueue(runs, retries=retries, force=force)
+            while pool.busy() and not caught:
+                pool.turn()
+                time.sleep(POLL_S)
+        finally:
+            reason = f"stopped by {caught[0].name}" if caught else "the sweep broke off"
+            pool.stop(reason, hurry=lambda: len(caught) > 1)
+        if caught:
+            display.say(f"{reason}; the same command goes on from here")
+            raise SystemExit(128 + caught[0])
+    return [run.status() for run in runs]
+
+
+def _cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _slots(workers: int) -> Iterator[dict[str, str]]:
+    """Per worker the environment that gives it its GPU; {} where there is nothing to share out."""
+    gpus = _gpus() if workers > 1 else []
+    for index in range(workers):
+        yield {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if len(gpus) > 1 else {}
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs this process sees, without starting CUDA: CUDA_VISIBLE_DEVICES, else nvidia-smi."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed))]
+
+
+def _thread_limits(threads: int) -> dict[str, str]:
+    """Environment that holds torch, numpy and BLAS to so many threads."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[signal.Signals]]:
+    """The SIGINT and SIGTERM that arrive meanwhile, in a list, instead of their usual effect."""
+    caught: list[signal.Signals] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Task:
+    """A run that is not at its end."""
+
+    run: RunDir
+    retries: int
+    reset: bool
+    look_at: float = 0.0
+    told: bool = False
+
+    def due(self) -> bool:
+        """Whether to look at the run's folder again; counts as the look."""
+        if time.monotonic() < self.look_at:
+            return False
+        self.look_at = time.monotonic() + LOOK_S
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Active:
+    """A task with the worker that runs it in a slot."""
+
+    task: _Task
+    slot: dict[str, str]
+    worker: WorkerProcess
+
+
+@dataclass(kw_only=True)
+class _Pool:
+    display: Display
+    threads: int
+    timeout_s: float | None
+    slots: list[dict[str, str]]
+    queue: list[_Task] = field(default_factory=list)
+    active: list[_Active] = field(default_factory=list)
+
+    def enqueue(self, runs: Sequence[RunDir], *, retries: int, force: bool) -> None:
+        for run in runs:
+            status = run.status()
+            self._show(run, status)
+            if force or status["state"] != "finished":
+                self.queue.append(_Task(run=run, retries=retries, reset=force))
+        if skipped := len(runs) - len(self.queue):
+            self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
+
+    def busy(self) -> bool:
+        return bool(self.queue or self.active)
+
+    def turn(self) -> None:
+        """Start what can start, look at what runs, clear away what has ended."""
+        for task in list(self.queue):
+            if not self.slots:
+                break
+            if task.due():
+                self._try_start(task)
+        for active in list(self.active):
+            if not active.worker.alive():
+                self._end(active)
+            elif self.timeout_s is not None and active.worker.seconds > self.timeout_s:
+                active.worker.stop("failed", f"timed out after {self.timeout_s:g} s")
+            elif active.task.due():
+                self._show(active.task.run, active.task.run.written_status())
+
+    def stop(self, reason: str, hurry: Callable[[], bool]) -> None:
+        """Stop all workers and wait for their end; `hurry` says whether to kill them instead."""
+        for active in self.active:
+            active.worker.stop("interrupted", reason)
+        while any([active.worker.alive() for active in self.active]):
+            if hurry():
+                for active in self.active:
+                    active.worker.kill()
+            time.sleep(POLL_S)
+        for run, status in [(active.task.run, active.worker.settle()) for active in self.active]:
+            self._show(run, status)
+
+    def _show(self, run: RunDir, status: dict[str, Any]) -> None:
+        self.display.update(run.name, status)
+
+    def _try_start(self, task: _Task) -> None:
+        """Start the task unless another process has finished its run or works on it."""
+        status = task.run.status()
+        if status["state"] == "finished" and not task.reset:
+            self.queue.remove(task)
+            self._show(task.run, status)
+            return
+        try:
+            with task.run.lock():
+                if task.reset:
+                    task.run.reset()
+                status = task.run.write_status(state="pending", reason=None)
+        except RunBusy:
+            self._leave_to_other(task, status)
+            return
+        self.queue.remove(task)
+        self._show(task.run, status)
+        slot = self.slots.pop(0)
+        worker = WorkerProcess(task.run, {**_thread_limits(self.threads), **slot})
+        self.active.append(_Active(task=task, slot=slot, worker=worker))
+
+    def _leave_to_other(self, task: _Task, status: dict[str, Any]) -> None:
+        self._show(task.run, status)
+        if not task.told:
+            self.display.say(f"{task.run.name}: another process works on it; waiting for that")
+            task.told = True
+
+    def _end(self, active: _Active) -> None:
+        """Give the slot back; the run is at its end, or goes to the queue again."""
+        self.active.remove(active)
+        self.slots.append(active.slot)
+        task = active.task
+        if active.worker.exit_code == BUSY_EXIT:
+            self.queue.append(task)
+            return
+        status = active.worker.settle()
+        self._show(task.run, status)
+        if status["state"] == "failed" and task.retries > 0:
+            self.display.say(f"{task.run.name}: {status['reason']}; trying again")
+            self.queue.append(_Task(run=task.run, retries=task.retries - 1, reset=False))

@@ -1,0 +1,158 @@
+"""What a person sees while a sweep runs: a live table on a terminal, plain and rare lines anywhere else.
+
+A display is told of every status the engine reads; it decides what to draw and when. Losses are in nats, times in
+seconds, speed in tokens per second.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+STYLES = {"pending": "dim", "running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
+
+Status = Mapping[str, Any]
+
+
+class Display(Protocol):
+    """Told of the sweep by the engine, between enter and exit."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+    def update(self, run: str, status: Status) -> None:
+        """The run's status as it is now; the first call for a run names it."""
+
+    def say(self, line: str) -> None:
+        """One line for the person."""
+
+
+def open_display(console: Console) -> Display:
+    """A live table if `console` is a terminal, plain lines if it is not."""
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+def duration(seconds: float | None) -> str:
+    """Minutes and seconds as in 0:07, with hours as in 1:02:03; empty for None or not finite."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def cells(status: Status) -> tuple[str, str, str]:
+    """(loss, speed, time) of a status: time left while it runs, time taken when it has ended; "" where unknown."""
+    progress = status["progress"] or {}
+    loss, speed = progress.get("loss"), progress.get("tokens_per_s")
+    seconds = progress.get("eta_s") if status["state"] == "running" else status["seconds"] or None
+    return ("" if loss is None else f"{loss:.4f}", f"{speed:,.0f}" if speed else "", duration(seconds))
+
+
+def counts(statuses: Mapping[str, Status]) -> str:
+    """As in: 3 of 18 runs finished, 2 running, 1 failed."""
+    states = [status["state"] for status in statuses.values()]
+    others = [f"{states.count(state)} {state}" for state in ("running", "failed", "interrupted") if state in states]
+    return ", ".join([f"{states.count('finished')} of {len(states)} runs finished", *others])
+
+
+class PlainDisplay:
+    """One line when a run changes its state, and one per run every `every_s` seconds of progress."""
+
+    def __init__(self, console: Console, every_s: float = 10.0) -> None:
+        self._console, self._every_s = console, every_s
+        self._statuses: dict[str, Status] = {}
+        self._said_s: defaultdict[str, float] = defaultdict(float)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.say(counts(self._statuses))
+
+    def update(self, run: str, status: Status) -> None:
+        state, before = status["state"], self._statuses.get(run)
+        self._statuses[run] = status
+        if before is None or state == "pending":
+            return
+        if state != before["state"]:
+            self.say(self._state_line(run, status))
+        elif state == "running" and status["progress"] and time.monotonic() - self._said_s[run] >= self._every_s:
+            self.say(self._progress_line(run, status))
+        else:
+            return
+        self._said_s[run] = time.monotonic()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _state_line(self, run: str, status: Status) -> str:
+        if status["state"] == "running":
+            return f"{run}: running"
+        loss, _, seconds = cells(status)
+        facts = [f"{status['state']} after {seconds}" if seconds else status["state"]]
+        facts += [f"loss {loss}"] * bool(loss) + [status["reason"]] * bool(status["reason"])
+        return f"{run}: {', '.join(facts)} ({counts(self._statuses)})"
+
+    def _progress_line(self, run: str, status: Status) -> str:
+        loss, speed, left = cells(status)
+        facts = [f"step {status['progress']['step']}/{status['progress']['steps']}"]
+        facts += [f"loss {loss}"] * bool(loss) + [f"{speed} tokens/s"] * bool(speed) + [f"{left} left"] * bool(left)
+        return f"{run}: {', '.join(facts)}"
+
+
+class LiveDisplay:
+    """A table redrawn in place: the runs that matter now as far as the terminal's height allows, and the counts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._statuses = console, dict[str, Status]()
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._draw)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def update(self, run: str, status: Status) -> None:
+        self._statuses[run] = status
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
+
+    def _draw(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("run", "state"):
+            table.add_column(heading, no_wrap=True)
+        table.add_column("step", min_width=24)
+        for heading in ("loss", "tokens/s", "time"):
+            table.add_column(heading, justify="right")
+        for run in self._shown():
+            table.add_row(*self._row(run, self._statuses[run]))
+        return Group(table, Text(counts(self._statuses), style="bold"))
+
+    def _shown(self) -> list[str]:
+        """All runs if they fit; else the running, the failed and the last others that fit, in grid order."""
+        room = max(self._console.height - 4, 1)
+        urgency = {"running": 0, "failed": 1, "interrupted": 1, "finished": 2, "pending": 3}
+        ranked = sorted(self._statuses, key=lambda run: urgency[self._statuses[run]["state"]])
+        kept = set(ranked[:room])
+        return [run for run in self._statuses if run in kept]
+
+    def _row(self, run: str, status: Status) -> list[RenderableType]:
+        state, progress = status["state"], status["progress"]
+        middle: RenderableType = ""
+        if status["reason"]:
+            middle = Text(status["reason"], style=STYLES[state])
+        elif progress:
+            middle = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=progress["steps"], completed=progress["step"], width=14)
+            middle.add_row(bar, f"{progress['step']}/{progress['steps']}")
+        return [run, Text(state, style=STYLES[state]), middle, *cells(status)]

@@ -1,0 +1,285 @@
+"""The run store: every path of a sweep and of a run is made here.
+
+    <runs_dir>/<sweep>/sweep.json          name, conf, overrides, runs (names in grid order), arms, created
+    <runs_dir>/<sweep>/<run>/              one folder per run: class RunDir
+
+A run's name ends in its id, the hash of everything in the resolved config that can change a number. So the same
+command finds the same folders again, and a changed learning rate is another run. Who may work in a folder is settled
+by an flock on it, which the kernel releases however the worker dies.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.files import read_json, read_rows, write_json, write_text
+
+NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
+"""Top-level config keys that cannot change a number, so they do not make another run."""
+
+PENDING: dict[str, Any] = {
+    "state": "pending", "reason": None, "exit_code": None, "pid": None, "host": None, "attempt": 0,
+    "started": None, "ended": None, "seconds": 0.0, "progress": None,
+}  # fmt: skip
+"""status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
+`seconds` is the time of all attempts together, `progress` is {"step", "steps", "loss", "tokens_per_s", "eta_s"}."""
+
+BUSY_EXIT = 75
+"""Exit code of a worker that found its run folder locked (EX_TEMPFAIL of sysexits.h)."""
+
+
+class RunBusy(Exception):
+    """Another process works in this run folder."""
+
+
+class PlannedRun(Protocol):
+    """One run as the grid expansion gives it."""
+
+    config: Mapping[str, Any]
+    """Resolved config as a plain dict."""
+    arm: str
+    """Label of the recipe in this sweep."""
+    overrides: Sequence[str]
+    """The overrides that lead from the sweep's config to this run."""
+
+
+def run_id(config: Mapping[str, Any]) -> str:
+    """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID."""
+    kept = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """`<recipe>-s<seed>-<first 10 hex digits of the run id>`; a parity run is called parity."""
+    label = config["recipe"]["name"] if config["job"] == "convergence" else config["job"]
+    return f"{re.sub(r'[^A-Za-z0-9._+-]', '_', label)}-s{config['seed']}-{run_id(config)[:10]}"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def sweep_path(self) -> Path:
+        return self.path.parent
+
+    @property
+    def sweep(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def status_path(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / ".lock"
+
+    def jsonl(self, table: str) -> Path:
+        """Where the rows of `table` ("metrics", "stats" or "parity") are appended."""
+        return self.path / f"{table}.jsonl"
+
+    def parquet(self, table: str) -> Path:
+        """Where the rows of `table` are when the run is finished."""
+        return self.path / f"{table}.parquet"
+
+    def config(self) -> dict[str, Any]:
+        """The resolved config. Raises UserError where there is none."""
+        try:
+            return yaml.safe_load(self.config_path.read_text())
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: no config.yaml there, so this is not the folder of a run") from None
+
+    def manifest(self) -> dict[str, Any]:
+        return read_json(self.manifest_path, {})
+
+    def update_manifest(self, **facts: Any) -> None:
+        write_json(self.manifest_path, self.manifest() | facts)
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """Rows of `table` as written so far, a torn last line dropped."""
+        return read_rows(self.jsonl(table))
+
+    def written_status(self) -> dict[str, Any]:
+        """status.json as it stands, PENDING without one."""
+        return PENDING | read_json(self.status_path, {})
+
+    def status(self) -> dict[str, Any]:
+        """written_status, but a run whose worker died on this machine without a word is interrupted, not running."""
+        status = self.written_status()
+        if status["state"] != "running" or status["host"] != socket.gethostname() or self.is_locked():
+            return status
+        status = self.written_status()  # again: it may have ended between the first look and the lock
+        if status["state"] == "running":
+            status |= {"state": "interrupted", "reason": "its worker is gone"}
+        return status
+
+    def write_status(self, **changes: Any) -> dict[str, Any]:
+        """Change these fields of status.json and return all. The worker writes it, and the engine once that is dead."""
+        status = self.written_status() | changes
+        write_json(self.status_path, status)
+        return status
+
+    @contextmanager
+    def lock(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Hold the folder. Raises RunBusy when another process still holds it after `wait_s` seconds."""
+        descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            deadline = time.monotonic() + wait_s
+            while not _try_flock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() >= deadline:
+                    raise RunBusy(self.name)
+                time.sleep(0.02)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def is_locked(self) -> bool:
+        """Whether a live process holds the folder."""
+        try:
+            descriptor = os.open(self.lock_path, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return not _try_flock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+    def reset(self) -> None:
+        """Delete what the run has put out, so that it is pending again. The caller holds the lock."""
+        manifest = self.manifest()
+        for entry in self.path.iterdir():
+            if entry not in (self.config_path, self.lock_path):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        planned = ("run_id", "sweep", "arm", "seed", "job", "overrides")
+        write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
+        write_json(self.status_path, PENDING)
+
+
+def _try_flock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """All sweeps under one folder (`runs_dir`)."""
+
+    root: Path
+
+    def create(self, *, sweep: str, conf: str, overrides: Sequence[str], runs: Iterable[PlannedRun]) -> list[RunDir]:
+        """Folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a call
+        with other runs adds them to the sweep. Raises UserError for a sweep name that is no plain folder name."""
+        if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
+            raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
+        folder, points = self.root / sweep, list(runs)
+        made = {run_name(point.config): point for point in points}
+        run_dirs = [_create_run(RunDir(folder / name), point) for name, point in made.items()]
+        new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
+        old = read_json(folder / "sweep.json", new)
+        write_json(folder / "sweep.json", {
+            "name": sweep, "conf": conf, "overrides": list(overrides),
+            "runs": list(dict.fromkeys([*old["runs"], *made])),
+            "arms": list(dict.fromkeys([*old["arms"], *(point.arm for point in points)])),
+            "created": old["created"],
+        })  # fmt: skip
+        return run_dirs
+
+    def sweeps(self) -> list[str]:
+        """Names of the sweeps, the last created one last."""
+        if not self.root.is_dir():
+            return []
+        made = {entry.name: read_json(Path(entry) / "sweep.json") for entry in os.scandir(self.root) if entry.is_dir()}
+        return sorted((name for name, facts in made.items() if facts), key=lambda name: (made[name]["created"], name))
+
+    def runs(self, sweep: str) -> list[RunDir]:
+        """The sweep's runs in grid order; [] for an unknown sweep."""
+        return _runs_in(self.root / sweep)
+
+    def resolve(self, words: Sequence[str]) -> list[RunDir]:
+        """The runs that a user means, each once, in the order asked for.
+
+        A word is the path of a run's or a sweep's folder, the name of a sweep, or the beginning of a run's name, which
+        means all runs that begin so (`nvfp4` is the recipe nvfp4, and nvfp4_2d only when there is no nvfp4).
+        Raises UserError, with the nearest names, for a word that fits nothing.
+        """
+        found = [run for word in words for run in self._resolve_word(word)]
+        return list({run.path.resolve(): run for run in found}.values())
+
+    def _resolve_word(self, word: str) -> list[RunDir]:
+        for folder in (Path(word), self.root / word):
+            if (folder / "config.yaml").is_file():
+                return [RunDir(folder)]
+            if runs := _runs_in(folder):
+                return runs
+        sweeps = self.sweeps()
+        named = [run for sweep in sweeps for run in self.runs(sweep)]
+        for start in (f"{word}-", word):
+            if runs := [run for run in named if run.name.startswith(start)]:
+                return runs
+        recipes = [re.sub(r"-s\d+-[0-9a-f]{10}$", "", run.name) for run in named]
+        hint = nearest(word, [*sweeps, *recipes, *(run.name for run in named)])
+        raise UserError(f"'{word}' is no run or sweep in {self.root} and no folder{hint}; `hqsweep ls` lists them")
+
+
+def _create_run(run: RunDir, point: PlannedRun) -> RunDir:
+    """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
+    config, which can differ only in what cannot change a number (track, engine)."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    if run.written_status()["state"] != "finished" and not run.is_locked():
+        write_text(run.config_path, yaml.safe_dump(dict(point.config), sort_keys=False, width=120))
+        run.update_manifest(
+            run_id=run_id(point.config), sweep=run.sweep, arm=point.arm, seed=point.config["seed"],
+            job=point.config["job"], overrides=list(point.overrides),
+        )  # fmt: skip
+    if not run.status_path.exists():
+        run.write_status()
+    return run
+
+
+def _runs_in(sweep_path: Path) -> list[RunDir]:
+    """Runs of a sweep's folder: those of sweep.json in its order, then any others by name."""
+    if not (sweep_path / "sweep.json").is_file():
+        return []
+    present = {entry.name for entry in os.scandir(sweep_path) if (Path(entry) / "config.yaml").is_file()}
+    ordered = [name for name in read_json(sweep_path / "sweep.json")["runs"] if name in present]
+    return [RunDir(sweep_path / name) for name in [*ordered, *sorted(present - set(ordered))]]

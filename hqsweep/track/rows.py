@@ -1,0 +1,138 @@
+"""Local rows, the source of truth: what a job puts out, appended to the run's folder as it comes.
+
+Rows are long and tidy; TABLES fixes the columns of each table, and a row with other columns is refused. A row is on its
+way to the disk when the call returns (one write per call), so a killed worker loses nothing but what it had not said;
+a resumed one takes back what came after its checkpoint (`rewind`). Finished runs get a Parquet copy of each table.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows, write_bytes
+from hqsweep.sweep.store import RunDir
+from hqsweep.track.tracker import Tracker
+
+INT, REAL, TEXT = pa.int64(), pa.float64(), pa.string()
+TABLES = {
+    "metrics": pa.schema({"step": INT, "metric": TEXT, "value": REAL}),
+    "stats": pa.schema({
+        "step": INT, "layer": TEXT, "tensor": TEXT, "direction": TEXT, "format": TEXT,
+        "sqnr_db": REAL, "rel_l2": REAL, "cosine": REAL, "amax": REAL,
+        "underflow_pct": REAL, "saturation_pct": REAL, "scale_min": REAL, "scale_max": REAL,
+    }),
+    "parity": pa.schema({
+        "check": TEXT, "case": TEXT, "subject": TEXT, "status": TEXT, "mismatches": INT, "total": INT,
+        "first_index": TEXT, "got": TEXT, "expected": TEXT, "note": TEXT,
+    }),
+}  # fmt: skip
+"""Columns of each table: SQNR in dB, underflow and saturation in % of the elements; what a row has not is null."""
+
+PROGRESS_EVERY_S = 0.5
+"""Seconds between two writes of the progress to status.json."""
+
+
+class RowFile:
+    """Rows of one table: JSONL at `path`, opened by the first row."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path, self._schema = path, schema
+        self._file: BinaryIO | None = None
+        drop_torn_tail(path)
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write rows at the end. Raises ValueError for columns that are not the table's."""
+        rows = list(rows)
+        for row in rows:
+            if row.keys() != set(self._schema.names):
+                odd = sorted(row.keys() ^ set(self._schema.names))
+                raise ValueError(f"{self.path.name}: a row has the wrong columns; missing or unknown: {', '.join(odd)}")
+        if rows and self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+        if self._file is not None:
+            self._file.write(encode_rows(rows))
+
+    def rewind(self, step: int) -> None:
+        """Drop, atomically, the rows after `step`; rows of a table without steps come after every step."""
+        rows = read_rows(self.path)
+        kept = [row for row in rows if row.get("step", math.inf) <= step]
+        if len(kept) < len(rows):
+            self.close()
+            write_bytes(self.path, encode_rows(kept))
+
+    def write_parquet(self, path: Path) -> None:
+        """A Parquet copy of the rows, written atomically; nothing where there are no rows."""
+        if rows := read_rows(self.path):
+            temporary = path.with_name(f".{path.name}.tmp")
+            pq.write_table(pa.Table.from_pylist(rows, schema=self._schema), temporary)
+            os.replace(temporary, path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RowSink:
+    """Where a job puts what it finds out: the run's folder first, then the tracker's mirror of it."""
+
+    def __init__(self, run: RunDir, tracker: Tracker) -> None:
+        self._run, self._tracker = run, tracker
+        self._tables = {name: RowFile(run.jsonl(name), schema) for name, schema in TABLES.items()}
+        self._opened_s = time.monotonic()
+        self._seconds_before: float = run.written_status()["seconds"]
+        self._first: tuple[int, float] | None = None
+        self._said_s = -math.inf
+
+    def metric(self, step: int, values: Mapping[str, float]) -> None:
+        """Metrics of one step, one row each."""
+        floats = {name: float(value) for name, value in values.items()}
+        self._tables["metrics"].append({"step": step, "metric": name, "value": value} for name, value in floats.items())
+        self._tracker.log(step, floats)
+
+    def stats(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Error statistics, in the columns of TABLES["stats"]."""
+        self._tables["stats"].append(rows)
+
+    def parity(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Results of parity checks, in the columns of TABLES["parity"]."""
+        self._tables["parity"].append(rows)
+
+    def manifest(self, **facts: Any) -> None:
+        """Add facts to the run's manifest."""
+        self._run.update_manifest(**facts)
+
+    def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
+        """How far the job is, for the display: written now and then, and at the last step. The time left is what the
+        steps of this attempt took on average, times the steps to go."""
+        now = time.monotonic()
+        first_step, first_s = self._first = self._first or (step, now)
+        if now - self._said_s < PROGRESS_EVERY_S and step < steps:
+            return
+        self._said_s = now
+        eta_s = (now - first_s) / (step - first_step) * (steps - step) if step > first_step else None
+        self._run.write_status(
+            progress={"step": step, "steps": steps, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s},
+            seconds=round(self._seconds_before + now - self._opened_s, 3),
+        )
+
+    def rewind(self, step: int) -> None:
+        """Take back the rows after `step`, the step of the checkpoint from which the job goes on."""
+        for table in self._tables.values():
+            table.rewind(step)
+
+    def close(self) -> None:
+        """No more rows."""
+        for table in self._tables.values():
+            table.close()
+
+    def write_parquet(self) -> None:
+        """Parquet copies of all tables that have rows."""
+        for name, table in self._tables.items():
+            table.write_parquet(self._run.parquet(name))

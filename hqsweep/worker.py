@@ -1,0 +1,141 @@
+"""The process of one run: `python -m hqsweep.worker RUN_DIR`. Every engine starts this and nothing else.
+
+It locks the folder, makes a typed config of config.yaml, gives the job a sink, and leaves the outcome in status.json
+and the exit code:
+
+    0 finished    3 failed (the reason is in the status, the traceback in log.txt)    75 another worker has the folder
+    128 + n  interrupted by signal n; like a killed run it goes on from its last checkpoint when it is started again
+"""
+
+import argparse
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hqsweep.config import parse
+from hqsweep.errors import UserError
+from hqsweep.jobs.sink import Diverged
+from hqsweep.sweep.process import stop_with_parent
+from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir
+from hqsweep.track.machine import facts
+from hqsweep.track.rows import RowSink
+from hqsweep.track.tracker import NullTracker, Tracker, open_tracker
+
+JOBS = {"convergence": "hqsweep.jobs.convergence", "parity": "hqsweep.jobs.parity"}
+"""Job name -> module with run(config, sink, workspace)."""
+
+FAILED_EXIT = 3
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RAISE_AGAIN_S = 0.5
+LOCK_WAIT_S = 2.0
+"""Longer than anyone who only asks for the lock holds it."""
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT came. No Exception, so that no job takes it for an error of its own."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.exit_code = 128 + number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the run; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m hqsweep.worker", description=__doc__.splitlines()[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, metavar="PID", help="stop when this is no longer the parent process")
+    given = parser.parse_args(arguments)
+    faulthandler.enable()
+    if given.parent is not None:
+        stop_with_parent(given.parent)
+    run = RunDir(given.run_dir)
+    try:
+        with run.lock(wait_s=LOCK_WAIT_S):
+            return _work(run)
+    except RunBusy:
+        print(f"{run.name}: another worker has this run", flush=True)
+        return BUSY_EXIT
+
+
+def _work(run: RunDir) -> int:
+    """The whole life of one attempt, with the folder locked."""
+    before, began = run.written_status(), time.monotonic()
+    if before["state"] == "finished":  # by another worker, since this one was started
+        return 0
+    run.write_status(
+        state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
+        attempt=before["attempt"] + 1, started=time.time(), ended=None,
+    )  # fmt: skip
+    tracker: Tracker = NullTracker()
+    try:
+        _listen()
+        tracker = open_tracker(run)
+        _do_job(run, tracker)
+        outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
+    except Stopped as stop:
+        _deafen()
+        outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
+    except Exception as error:
+        traceback.print_exc()
+        outcome = {"state": "failed", "reason": _reason(error), "exit_code": FAILED_EXIT}
+    _deafen()
+    run.write_status(**outcome, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3))
+    for table in ("stats", "parity"):
+        tracker.table(table, run.rows(table))
+    if not tracker.finish(outcome["exit_code"]):
+        sys.stdout.flush()
+        os._exit(outcome["exit_code"])  # the exit handlers of a stuck tracker would wait for it for ever
+    return outcome["exit_code"]
+
+
+def _do_job(run: RunDir, tracker: Tracker) -> None:
+    """Call the job that the config names, with a sink on the run's folder."""
+    config = parse(run.config())
+    sink = RowSink(run, tracker)
+    try:
+        sink.manifest(**facts())
+        if not any(run.checkpoint.glob("step_*.pt")):
+            sink.rewind(-1)  # an attempt that left no checkpoint is repeated from the start
+        importlib.import_module(JOBS[config.job]).run(config, sink, run.path)
+        sink.write_parquet()
+    finally:
+        sink.close()
+
+
+def _listen() -> None:
+    """Raise Stopped at SIGTERM and SIGINT, and again until _deafen: Python drops what a handler raises in the midst of
+    a destructor or of a callback of the import system."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGALRM, lambda *_: stop(number, None))
+        signal.setitimer(signal.ITIMER_REAL, RAISE_AGAIN_S)
+        raise Stopped(signal.Signals(number))
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+
+
+def _deafen() -> None:
+    """Ignore the signals: what is left is short, and a run that has ended is not to be interrupted."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _reason(error: Exception) -> str:
+    """One line: the message if it is meant for people, else with the type of the error before it."""
+    message = " ".join(str(error).split())
+    return message if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {message}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

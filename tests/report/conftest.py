@@ -1,0 +1,204 @@
+"""Synthetic sweeps on disk: the run-folder layout that the report reads, written without training anything."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+from hqsweep.sweep.store import RunDir
+
+STEPS, EVAL_EVERY, VOCAB_ENTROPY = 200, 20, 3.1
+LAYERS = [f"layers.{i}.{part}" for i in range(2) for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")]
+OPERANDS = [
+    (tensor, direction) for tensor in ("input", "weight", "grad_output") for direction in ("rowwise", "columnwise")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRun:
+    """One run folder to write: `gap` nats are added to the seed's loss curve, `sqnr_db` is the level of its
+    statistics."""
+
+    arm: str = "bf16"
+    recipe: str | None = None  # recipe.name, when the arm's label holds more than it
+    seed: int = 0
+    gap: float = 0.0
+    sqnr_db: float = 30.0
+    state: str = "finished"
+    reason: str | None = None
+    steps: int = STEPS
+    nan_from: int | None = None
+    fmt: str = "mxfp8"
+    threads: int = 2
+
+
+def losses(run: FakeRun) -> np.ndarray:
+    """Loss in nats at steps 1 to STEPS: a power law to about 2, shifted by the seed, plus the arm's gap (with a little
+    seed noise of its own)."""
+    step = np.arange(1, STEPS + 1)
+    wobble = np.random.default_rng([run.seed, round(abs(run.gap) * 1e6)]).normal(0, 0.05 * abs(run.gap))
+    shift = np.random.default_rng(run.seed).normal(0, 0.3)
+    loss = 2 + 3.5 / np.sqrt(1 + step / 8) + shift + (run.gap + wobble) * step / STEPS
+    return np.where(step >= (run.nan_from or STEPS + 1), math.nan, loss)
+
+
+def metric_rows(run: FakeRun) -> list[dict]:
+    noise = np.random.default_rng([run.seed, 7]).normal(0, 0.08, STEPS)  # the same batches in every arm
+    rows = []
+    for step, loss, jitter in list(zip(range(1, STEPS + 1), losses(run), noise, strict=True))[: run.steps]:
+        rows.append({"step": step, "metric": "train_loss", "value": loss + jitter})
+        rows.append({"step": step, "metric": "lr", "value": 1e-3})
+        if step % EVAL_EVERY == 0:
+            rows.append({"step": step, "metric": "val_loss", "value": loss})
+    return rows
+
+
+def stats_rows(run: FakeRun) -> list[dict]:
+    rng, rows = np.random.default_rng([run.seed, 11]), []
+    for step in range(100, run.steps + 1, 100):
+        for layer in LAYERS:
+            for tensor, direction in OPERANDS:
+                sqnr = math.inf if run.fmt == "bf16" else run.sqnr_db + float(rng.normal(0, 1))
+                rows.append(
+                    {
+                        "step": step,
+                        "layer": layer,
+                        "tensor": tensor,
+                        "direction": direction,
+                        "format": run.fmt,
+                        "sqnr_db": sqnr,
+                        "rel_l2": 0.03,
+                        "cosine": 0.999,
+                        "amax": 3.0,
+                        "underflow_pct": 0.1,
+                        "saturation_pct": 0.0,
+                        "scale_min": 0.5,
+                        "scale_max": 2.0,
+                    }
+                )
+            for gemm in ("fprop", "dgrad", "wgrad"):
+                rows.append(
+                    {
+                        "step": step,
+                        "layer": layer,
+                        "tensor": gemm,
+                        "direction": "output",
+                        "format": run.fmt,
+                        "sqnr_db": run.sqnr_db - 3,
+                        "rel_l2": 0.05,
+                        "cosine": 0.998,
+                        "amax": 9.0,
+                        "underflow_pct": None,
+                        "saturation_pct": None,
+                        "scale_min": None,
+                        "scale_max": None,
+                    }
+                )
+    return rows
+
+
+def write_run(sweep: Path, run: FakeRun) -> Path:
+    recipe = run.recipe or run.arm
+    digest = hashlib.sha256(repr(run).encode()).hexdigest()
+    name = f"{''.join(c if c.isalnum() else '-' for c in recipe)}-s{run.seed}-{digest[:10]}"
+    folder = sweep / name
+    folder.mkdir(parents=True)
+    config = {
+        "job": "convergence",
+        "sweep": sweep.name,
+        "seed": run.seed,
+        "runs_dir": str(sweep.parent),
+        "recipe": {
+            "name": recipe,
+            "linear": {"input": run.fmt, "weight": run.fmt, "grad_output": run.fmt},
+            "overrides": [],
+        },
+        "model": {"kind": "gpt", "dim": 64, "layers": 2},
+        "train": {"steps": STEPS, "lr": 0.001},
+    }
+    manifest = {
+        "run_id": digest,
+        "sweep": sweep.name,
+        "arm": run.arm,
+        "seed": run.seed,
+        "job": "convergence",
+        "overrides": [f"seed={run.seed}"],
+        "versions": {"torch": "2.13.0+cpu", "hqsweep": "0.1.0"},
+        "commit": "0123abcd",
+        "device": "cpu",
+        "threads": run.threads,
+        "isa": "avx2",
+        "kernel_build": "-O3 -ffp-contract=off",
+        "data": {"hash": "9f" * 8, "unigram_entropy_nats": VOCAB_ENTROPY},
+        "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: exact fp32"} for layer in LAYERS},
+        "params": 98304,
+    }
+    status = {
+        "state": run.state,
+        "reason": run.reason,
+        "exit_code": 0 if run.state == "finished" else 1,
+        "pid": 1,
+        "host": "box",
+        "attempt": 1,
+        "started": 1.7e9,
+        "ended": 1.7e9 + 21,
+        "seconds": 21.0,
+        "progress": {
+            "step": run.steps,
+            "steps": STEPS,
+            "loss": 2.3,
+            "tokens_per_s": 9500.0 - 1000 * (run.fmt != "bf16"),
+            "eta_s": 0.0,
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "status.json").write_text(json.dumps(status))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metric_rows(run)))
+    (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stats_rows(run)))
+    return folder
+
+
+def write_sweep(folder: Path, runs: Sequence[FakeRun]) -> list[Path]:
+    """Write `folder` as one sweep; returns its run folders in grid order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [write_run(folder, run) for run in runs]
+    facts = {
+        "name": folder.name,
+        "conf": "synthetic",
+        "overrides": [],
+        "runs": [path.name for path in paths],
+        "arms": list(dict.fromkeys(run.arm for run in runs)),
+        "created": "2026-01-01T00:00:00",
+    }
+    (folder / "sweep.json").write_text(json.dumps(facts))
+    return paths
+
+
+def three_arms(**changes) -> list[FakeRun]:
+    """bf16, mxfp8 (+0.002 nats) and nvfp4 (+0.03 nats) on seeds 0, 1, 2."""
+    arms = [("bf16", 0.0, 99.0, "bf16"), ("mxfp8", 0.002, 31.5, "mxfp8"), ("nvfp4", 0.03, 20.4, "nvfp4")]
+    return [
+        FakeRun(arm=arm, seed=seed, gap=gap, sqnr_db=db, fmt=fmt, **changes)
+        for arm, gap, db, fmt in arms
+        for seed in range(3)
+    ]
+
+
+@pytest.fixture
+def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
+    """make_sweep(runs, name="sweep") -> its RunDirs in grid order, under tmp_path / "runs"."""
+    return lambda runs, name="sweep": [RunDir(path) for path in write_sweep(tmp_path / "runs" / name, runs)]
+
+
+@pytest.fixture
+def fake() -> SimpleNamespace:
+    """What a test needs to describe a sweep: fake.Run(...), fake.three_arms(...)."""
+    return SimpleNamespace(Run=FakeRun, three_arms=three_arms, entropy=VOCAB_ENTROPY, steps=STEPS)

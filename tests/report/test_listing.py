@@ -1,0 +1,50 @@
+"""`ls` and `show`: tables and the same facts as JSON."""
+
+import json
+
+from rich.console import Console
+
+from hqsweep.report.listing import list_sweeps, show_run
+from hqsweep.sweep.store import RunStore
+
+
+def shown(renderable) -> str:
+    console = Console(width=200, record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_list_counts_states(make_sweep, fake, tmp_path):
+    make_sweep([fake.Run(), fake.Run(seed=1, state="failed", reason="x"), fake.Run(arm="nvfp4")], "first")
+    table, facts = list_sweeps(RunStore(tmp_path / "runs"))
+    assert facts[0]["sweep"] == "first" and facts[0]["runs"] == 3 and facts[0]["states"] == {"finished": 2, "failed": 1}
+    assert facts[0]["arms"] == ["bf16", "nvfp4"] and json.dumps(facts)
+    assert "first" in shown(table) and "synthetic" in shown(table)
+
+
+def test_an_empty_store_says_what_to_do(tmp_path):
+    table, facts = list_sweeps(RunStore(tmp_path / "none"))
+    assert facts == [] and "no sweep in" in shown(table) and "hqsweep run" in shown(table)
+
+
+def test_show_has_status_curve_worst_layers_manifest_and_config(make_sweep, fake):
+    (run,) = make_sweep([fake.Run(arm="nvfp4", fmt="nvfp4", sqnr_db=20.0)])
+    page, facts = show_run(run)
+    text = shown(page)
+    assert "finished, step 200 of 200, 21 s, 8,500 tokens/s" in text and "val_loss  █" in text
+    assert len(facts["worst_sqnr"]) == 5 and json.dumps(facts)
+    worst = [row["sqnr_db"] for row in facts["worst_sqnr"]]
+    assert worst == sorted(worst) and max(worst) < 20 and "lowest SQNR at step 200" in text
+    assert "nvfp4 x nvfp4: exact fp32 (8)" in text and "2.13.0+cpu" in text and "lr: 0.001" in text
+
+
+def test_show_a_failed_and_a_pending_run(make_sweep, fake):
+    failed, pending = make_sweep(
+        [fake.Run(state="failed", reason="loss is nan at step 9", nan_from=9, steps=9), fake.Run(seed=1)]
+    )
+    for name in ("metrics.jsonl", "stats.jsonl", "status.json"):
+        (pending.path / name).unlink()
+    page, facts = show_run(failed)
+    assert "failed: loss is nan at step 9" in shown(page) and "train_loss" in shown(page) and "!" in shown(page)
+    page, facts = show_run(pending)
+    assert "pending" in shown(page) and facts["worst_sqnr"] == [] and facts["loss"]["metric"] is None

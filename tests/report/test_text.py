@@ -1,0 +1,34 @@
+"""Cells and sparklines."""
+
+import math
+
+from hqsweep.report.text import TextTable, markdown, number, plan_text, sparkline, text
+
+
+def test_numbers_and_what_is_missing():
+    assert [number(0.12345), number(math.nan), number(None), number(math.inf, ".1f")] == ["0.1235", "-", "-", "inf"]
+    assert [text(2.0), text(2.5), text(None), text(math.nan), text("x"), text(True)] == [
+        "2",
+        "2.5",
+        "-",
+        "-",
+        "x",
+        "True",
+    ]
+
+
+def test_markdown_of_a_small_table():
+    table = TextTable(header=("a", "b|c"), rows=(("x\ny", "1"),), numeric=frozenset({1}))
+    assert markdown(table) == "| a | b\\|c |\n| --- | ---: |\n| x y | 1 |\n"
+
+
+def test_sparkline_spans_low_to_high_and_marks_what_is_not_finite():
+    assert sparkline([0.0, 1.0]) == "▁█" and sparkline([3.0, 3.0]) == "▁▁" and sparkline([]) == ""
+    assert sparkline([1.0, math.nan, math.inf, 0.0]) == "█!!▁"
+    long = sparkline(list(range(1000)), width=10)
+    assert len(long) == 10 and long[0] == "▁" and long[-1] == "█"
+
+
+def test_plan_text_counts_linears():
+    plan = {"l0": {"fprop": "a x b: exact"}, "l1": {"fprop": "a x b: exact"}, "head": {"fprop": "c x c: exact"}}
+    assert plan_text(plan) == {"fprop": "a x b: exact (2); c x c: exact (1)"}

@@ -1,0 +1,82 @@
+"""A worker without torch: locks, speaks and dies as the real one may. `do` in the run's config says how.
+
+`fake_worker.py RUN_DIR --parent PID` is the worker, `fake_worker.py SWEEP_PATH --sweep WORKERS` a parent that runs the
+sweep with such workers.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from hqsweep.sweep import process
+from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.progress import PlainDisplay
+from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir, RunStore
+
+
+def command(run: RunDir) -> list[str]:
+    return [sys.executable, __file__, str(run.path), "--parent", str(os.getpid())]
+
+
+def terminated(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(143)
+
+
+def act(run: RunDir, do: str) -> None:
+    """What the run does between `running` and `finished`."""
+    if do == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if do == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do == "exit":
+        print("boring line\nModuleNotFoundError: no module named spam\n")
+        os._exit(1)
+    if do == "raise" or (do == "flaky" and run.written_status()["attempt"] < 3):
+        run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
+        os._exit(3)
+    if do == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3}.get(do, 0.02))
+
+
+def work(run: RunDir) -> int:
+    if run.written_status()["state"] == "finished":
+        return 0
+    with (run.path / "starts").open("a") as starts:
+        starts.write(f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+    signal.signal(signal.SIGTERM, terminated)
+    attempt = run.written_status()["attempt"] + 1
+    run.write_status(state="running", reason=None, pid=os.getpid(), host=os.uname().nodename, attempt=attempt)
+    try:
+        act(run, run.config()["do"])
+    except SystemExit:
+        run.write_status(state="interrupted", reason="stopped by SIGTERM", exit_code=143)
+        return 143
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run.path / "product").write_text("done")
+    run.write_status(state="finished", exit_code=0)
+    return 0
+
+
+def main(path: Path, role: str, number: int) -> int:
+    if role == "--sweep":
+        process.worker_command = command
+        runs = RunStore(path.parent).runs(path.name)
+        run_sweep(runs, display=PlainDisplay(Console()), workers=number)
+        return 0
+    process.stop_with_parent(number)
+    run = RunDir(path)
+    try:
+        with run.lock(wait_s=1):
+            return work(run)
+    except RunBusy:
+        return BUSY_EXIT
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

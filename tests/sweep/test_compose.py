@@ -1,0 +1,190 @@
+"""Composition: where names are found, what a grid holds, arm labels, and equality with Hydra's own composition."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from hqsweep.errors import UserError
+from hqsweep.sweep.compose import Composer, expand
+
+ORIGINAL = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "original"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def values(points, *keys):
+    return [tuple(OmegaConf.select(OmegaConf.create(p.config), key) for key in keys) for p in points]
+
+
+def test_quickstart_has_six_recipes_of_one_seed() -> None:
+    points = expand("quickstart")
+    assert [p.arm for p in points] == [
+        "bf16", "mxfp8", "nvfp4", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
+        "float8_block_scaling",
+    ]  # fmt: skip
+    assert {p.config["seed"] for p in points} == {0}
+    assert {p.config["sweep"] for p in points} == {"quickstart"}
+
+
+@pytest.mark.parametrize("conf", ["stdlib", "markov"])
+def test_larger_sweeps_have_the_arms_of_quickstart_with_three_seeds(conf: str) -> None:
+    points = expand(conf)
+    arms = [p.arm for p in expand("quickstart")]
+    assert [(p.arm, p.config["seed"]) for p in points] == [(arm, seed) for arm in arms for seed in range(3)]
+    assert points[0].config["data"]["source"] == conf
+
+
+def test_formats_sweep_unquoted() -> None:
+    words = ["recipe=bf16", "recipe.linear.input=mxfp8,nvfp4|mxfp8,nvfp4|mxfp8@rowwise_dequantized", "seed=0,1,2"]
+    points = expand("quickstart", words)
+    formats = ["mxfp8", "nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"]
+    assert values(points, "recipe.linear.input", "seed") == [(f, seed) for f in formats for seed in range(3)]
+    assert [p.arm for p in points[::3]] == [f"bf16 recipe.linear.input={f}" for f in formats]
+    assert points[4].changed == ("recipe.linear.input=nvfp4|mxfp8", "seed=1")
+    assert points[4].overrides == ("recipe=bf16", *points[4].changed)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("nvfp4+2d", ["nvfp4+2d"]),
+        ("nvfp4+rht+sr,nvfp4+4over6|mxfp8", ["nvfp4+rht+sr", "nvfp4+4over6|mxfp8"]),
+        ("'nvfp4|mxfp8'", ["nvfp4|mxfp8"]),
+        ("choice(nvfp4+2d,mxfp8)", ["nvfp4+2d", "mxfp8"]),
+        ("{rowwise:nvfp4,columnwise:mxfp8,columnwise_source:original}", [ORIGINAL]),
+    ],
+)
+def test_quantizer_values(value: str, expected: list) -> None:
+    points = expand("convergence", [f"recipe.linear.weight={value}"])
+    assert [p.config["recipe"]["linear"]["weight"] for p in points] == expected
+
+
+def test_fields_of_a_quantizer_sweep_by_themselves() -> None:
+    points = expand("convergence", ["recipe=nvfp4", "recipe.linear.input.columnwise=mxfp8,nvfp4+rht"])
+    assert [p.config["recipe"]["linear"]["input"] for p in points] == [
+        {"rowwise": "nvfp4", "columnwise": column, "columnwise_source": "original"} for column in ("mxfp8", "nvfp4+rht")
+    ]
+
+
+def test_tensors_of_a_one_word_section_sweep_by_themselves(folder: Path) -> None:
+    write(folder / "conf/recipe/mine.yaml", "name: mine\nlinear: mxfp8\n")
+    (point,) = expand("convergence", ["recipe=mine", "recipe.linear.weight=bf16"])
+    assert point.config["recipe"]["linear"] == {"input": "mxfp8", "weight": "bf16", "grad_output": "mxfp8"}
+
+
+def test_ranges_and_globs() -> None:
+    points = expand("convergence", ["recipe=glob(mxfp6*)", "seed=range(1,4,2)"])
+    assert [(p.arm, p.config["seed"]) for p in points] == [
+        ("mxfp6_e2m3", 1), ("mxfp6_e2m3", 3), ("mxfp6_e3m2", 1), ("mxfp6_e3m2", 3)
+    ]  # fmt: skip
+
+
+def test_command_line_wins_over_the_sweeps_yaml() -> None:
+    points = expand("stdlib", ["seed=7", "recipe=bf16,mxfp8"])
+    assert [(p.arm, p.config["seed"]) for p in points] == [("bf16", 7), ("mxfp8", 7)]
+
+
+def test_repeated_points_are_left_out() -> None:
+    assert len(expand("convergence", ["recipe=bf16,mxfp8,bf16", "seed=0,0"])) == 2
+
+
+def test_arm_names_what_was_swept_beside_recipe_and_seed() -> None:
+    points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,3e-4", "seed=0,1", "train.steps=10"])
+    assert sorted({p.arm for p in points}) == [
+        "bf16 train.lr=0.0003", "bf16 train.lr=0.001", "mxfp8 train.lr=0.0003", "mxfp8 train.lr=0.001"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("conf", ["mine", "conf/mine.yaml", "--config-dir", "elsewhere/mine.yaml"])
+def test_users_configs_are_found_and_may_use_packaged_groups(folder: Path, conf: str) -> None:
+    place = {"--config-dir": "my", "elsewhere/mine.yaml": "elsewhere"}.get(conf, "conf")
+    text = "defaults: [convergence, _self_, {override recipe: mxfp8}]\ntrain: {steps: 7}\n"
+    write(folder / place / "mine.yaml", text)
+    (point,) = expand("mine" if conf == "--config-dir" else conf, [], folder / "my")
+    assert (point.arm, point.config["train"]["steps"], point.config["sweep"]) == ("mxfp8", 7, "mine")
+
+
+def test_own_folders_come_before_packaged_configs(folder: Path) -> None:
+    write(folder / "conf/quickstart.yaml", "job: convergence\nseed: 5\n")
+    assert expand("quickstart")[0].config == {"job": "convergence", "seed": 5, "sweep": "quickstart"}
+
+
+def test_sweep_name_can_be_given() -> None:
+    assert expand("convergence", ["sweep=first"])[0].config["sweep"] == "first"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["recipe=nvfp4", "train.lr=0.01", "seed=3"],
+        ["data=markov", "model.ffn=96", "data.markov={vocab: 8, order: 1}", "recipe.linear.input=nvfp4|mxfp8"],
+        ["recipe=mxfp8", "+recipe.overrides=[{name: layers.0.*, linear: bf16}]", "train.lr=${train.min_lr_fraction}"],
+    ],
+)
+def test_composing_groups_once_equals_composing_all_with_hydra(overrides: list[str]) -> None:
+    composer = Composer("quickstart", [])
+    composer.compose(["recipe=bf16"])  # so that later choices could see the leavings of earlier ones
+    ours = composer.compose(overrides)
+    with initialize_config_module("hqsweep.conf", version_base="1.3"):
+        assert ours == OmegaConf.to_container(compose("quickstart", overrides), resolve=True)
+
+
+def test_points_share_nothing() -> None:
+    first, second = expand("convergence", ["seed=0,1"])
+    first.config["train"]["steps"] = -1
+    assert second.config["train"]["steps"] == 200
+
+
+@pytest.mark.parametrize(
+    ("files", "conf", "words", "message"),
+    [
+        ({}, "quickstrat", [], r"conf=quickstrat: no such config \(did you mean 'quickstart'\?\); known are"),
+        ({"quick.yaml": ""}, "./quik.yaml", [], r"conf=./quik.yaml: no such file \(did you mean 'quick.yaml'\?\)"),
+        ({"a.yml": ""}, "a.yml", [], "conf=a.yml: a path must end in .yaml"),
+        ({"conf/a.yaml": "x: [1\ny: 2\n"}, "a", [], r"conf=a: .*conf/a.yaml line 2: .*correct the YAML"),
+        ({"conf/a.yaml": "x: 1\nx: 2\n"}, "a", [], r"conf=a: .*conf/a.yaml line 2: found duplicate key x"),
+        ({"conf/a.yaml": "defaults: [{recipe: mxfp}]"}, "a", [], r"no config 'recipe/mxfp' \(did you mean 'mxfp8'\?\)"),
+        ({"conf/a.yaml": "defaults: [convergance]"}, "a", [], "conf=a: .*convergance"),
+        ({"conf/a.yaml": "- 1"}, "a", [], "conf=a: primary config 'a' must be a DictConfig"),
+        ({"conf/a.yaml": "x: 1"}, "a", ["recipe=mxfp8"], "conf=a: its defaults list has no recipe to replace"),
+        ({"conf/a.yaml": "x: ${nope}"}, "a", [], "x: Interpolation key 'nope' not found"),
+        ({"conf/a.yaml": "x:\n  y: ???"}, "a", [], r"x.y: no value yet \(\?\?\?\); give x.y=VALUE"),
+        ({"conf/recipe/a.yaml": "name: bf16\nlinear: mxfp8"}, "convergence", ["recipe=bf16,a"],
+         "recipe=bf16 and recipe=a are different runs with the same recipe.name 'bf16'"),
+        ({}, "convergence", ["recipe=mxfp"], r"override 'recipe=mxfp': no recipe 'mxfp' \(did you mean 'mxfp8'\?\)"),
+        ({}, "convergence", ["recipe=glob(zz*)"], r"override 'recipe=glob\(zz\*\)': no recipe ''; known are bf16, "),
+        ({}, "convergence", ["+recipe=mxfp8"], r"recipe is chosen .* already; write recipe=NAME without a \+"),
+        ({}, "convergence", ["train.lr=${train.nope}"], "train.lr: Interpolation key 'train.nope' not found"),
+        ({}, "convergence", ["train.lr=${oc.env:HQSWEEP_NOPE}"], "train.lr: .*'HQSWEEP_NOPE' not found"),
+        ({}, "convergence", ["train.lr=interval(0,1)"], r"an interval cannot be expanded; write range\("),
+        ({}, "convergence", ["engine.workers=1,2"], "engine.workers cannot be swept"),
+        ({}, "convergence", ["seed=1", "seed=2"], "override 'seed=2': seed is given twice"),
+        ({}, "convergence", ["~train.lr"], "override '~train.lr': keys are not deleted"),
+        ({}, "convergence", ["hydra.run.dir=x"], "override 'hydra.run.dir=x': .*nor Hydra's own set"),
+        ({}, "convergence", ["train.lr"], "override 'train.lr': not of the form KEY=VALUE"),
+        ({}, "convergence", ["=3"], "override '=3': not of the form KEY=VALUE"),
+        ({}, "convergence", ["a=b=c"], "override 'a=b=c': the value cannot be read"),
+        ({}, "convergence", ["recipe@x=mxfp8"], "override 'recipe@x=mxfp8': '@' would move"),
+        ({}, "convergence", ["data.markov=[1]"], r"override 'data.markov=\[1\]': Cannot merge"),
+    ],
+)  # fmt: skip
+def test_wrong_input(folder: Path, files: dict[str, str], conf: str, words: list[str], message: str) -> None:
+    for name, text in files.items():
+        write(folder / name, text)
+    with pytest.raises(UserError, match=message) as raised:
+        expand(conf, words)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,221 @@
+"""The engine with workers that need no torch (fake_worker.py)."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_worker
+import pytest
+
+from hqsweep.sweep import engine, process
+from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.store import RunDir, RunStore
+
+
+class Lines:
+    """A display that keeps what it is told."""
+
+    def __init__(self):
+        self.lines, self.states = [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def update(self, run, status):
+        self.states.append((run, status["state"]))
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(process, "worker_command", fake_worker.command)
+    monkeypatch.setattr(process, "GRACE_S", 0.5)
+
+
+def starts(run: RunDir) -> list[str]:
+    path = run.path / "starts"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def outcomes(statuses) -> list[tuple[str, str | None]]:
+    return [(status["state"], status["reason"]) for status in statuses]
+
+
+def wait_for(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_runs_die_each_in_its_way_and_the_others_finish(make_runs):
+    runs = make_runs("quick", "segv", "kill", "raise", "exit", "quick")
+    statuses = run_sweep(runs, display=Lines(), workers=2)
+    assert outcomes(statuses) == [
+        ("finished", None),
+        ("failed", "killed by SIGSEGV"),
+        ("failed", "killed by SIGKILL"),
+        ("failed", "RuntimeError: out of luck"),
+        ("failed", "worker ended with exit code 1: ModuleNotFoundError: no module named spam"),
+        ("finished", None),
+    ]
+    assert [status["exit_code"] for status in statuses] == [0, 139, 137, 3, 1, 0]
+    assert "boring line" in runs[4].log.read_text()
+
+
+def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
+    (run,) = make_runs("exit")
+    run.write_status(state="failed", reason="an old one", progress={"step": 3})
+    display = Lines()
+    statuses = run_sweep([run], display=display)
+    assert [state for _, state in display.states][:2] == ["failed", "pending"]
+    assert statuses[0]["reason"].startswith("worker ended with exit code 1")
+
+
+def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs):
+    runs = make_runs("quick", "segv", "quick")
+    run_sweep(runs, display=Lines())
+    display = Lines()
+    run_sweep(runs, display=display)
+    assert [len(starts(run)) for run in runs] == [1, 2, 1]
+    assert display.lines[0] == "2 of 3 runs are finished already and skipped; --force repeats them"
+    assert {run for run, _ in display.states} == {run.name for run in runs}
+
+
+def test_force_deletes_and_repeats(make_runs):
+    runs = make_runs("quick", "quick")
+    run_sweep(runs, display=Lines())
+    (runs[0].path / "metrics.jsonl").write_text("old")
+    statuses = run_sweep(runs, display=Lines(), force=True)
+    assert [status["attempt"] for status in statuses] == [1, 1]
+    assert not (runs[0].path / "metrics.jsonl").exists()
+
+
+def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
+    runs = make_runs("flaky", "raise")
+    display = Lines()
+    statuses = run_sweep(runs, display=display, workers=2, retries=2)
+    assert outcomes(statuses) == [("finished", None), ("failed", "RuntimeError: out of luck")]
+    assert [len(starts(run)) for run in runs] == [3, 3]
+    assert f"{runs[1].name}: RuntimeError: out of luck; trying again" in display.lines
+
+
+def test_time_out_ends_willing_and_stubborn_workers(make_runs):
+    runs = make_runs("sleep", "stubborn", "quick")
+    began = time.monotonic()
+    statuses = run_sweep(runs, display=Lines(), workers=3, timeout_s=0.8)
+    assert outcomes(statuses) == [("failed", "timed out after 0.8 s")] * 2 + [("finished", None)]
+    assert time.monotonic() - began < 10
+    assert 0.8 <= statuses[0]["seconds"] < 10
+
+
+def test_threads_are_shared_out(make_runs, monkeypatch):
+    monkeypatch.setattr(engine, "_cores", lambda: 7)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(engine, "_gpus", list)
+    runs = make_runs("quick", "quick")
+    run_sweep(runs[:1], display=Lines(), workers=2)
+    run_sweep(runs[1:], display=Lines(), workers=2, threads=5)
+    assert [starts(run) for run in runs] == [["3 None"], ["5 None"]]
+
+
+def test_gpus_go_round_the_workers(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5f")
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in engine._slots(3)] == ["3", "GPU-5f", "3"]
+    assert list(engine._slots(1)) == [{}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(engine._slots(2)) == [{}, {}]
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g Device 0'\necho 'GPU 1: B (UUID: y)'\n")
+    smi.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(engine._slots(2)) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+
+
+def test_an_error_of_the_display_leaves_no_worker_behind(make_runs):
+    class Broken(Lines):
+        def update(self, run, status):
+            if status["state"] == "running":
+                raise BrokenPipeError
+
+    (run,) = make_runs("sleep")
+    with pytest.raises(BrokenPipeError):
+        run_sweep([run], display=Broken())
+    assert not run.is_locked()
+    assert run.status()["state"] == "interrupted"
+
+
+def start_parent(store: RunStore, workers: int) -> subprocess.Popen:
+    command = [sys.executable, fake_worker.__file__, str(store.root / "fakes"), "--sweep", str(workers)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_interrupts_the_sweep_and_it_can_go_on(store, make_runs, number, code):
+    runs = make_runs("quick", "sleep", "quick")
+    parent = start_parent(store, 1)
+    wait_for(lambda: runs[1].status()["state"] == "running")
+    parent.send_signal(number)
+    output, _ = parent.communicate(timeout=10)
+    assert parent.returncode == code
+    assert f"stopped by {number.name}; the same command goes on from here" in output
+    assert [run.status()["state"] for run in runs] == ["finished", "interrupted", "pending"]
+
+
+def test_a_second_signal_kills_a_stubborn_worker_at_once(store, make_runs):
+    (run,) = make_runs("stubborn")
+    parent = start_parent(store, 1)  # a process of its own, where the grace is 10 s
+    wait_for(lambda: run.status()["state"] == "running")
+    time.sleep(0.1)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=5)
+    assert parent.returncode == 130
+    assert outcomes([run.status()]) == [("interrupted", "stopped by SIGINT")]
+
+
+def test_workers_do_not_outlive_a_killed_parent(store, make_runs):
+    (run,) = make_runs("sleep")
+    parent = start_parent(store, 1)
+    wait_for(lambda: run.status()["state"] == "running")
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not run.is_locked(), seconds=5)
+    assert outcomes([run.status()]) == [("interrupted", "stopped by SIGTERM")]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_sweep_killed_at_random_moments_finishes_without_repeating_finished_runs(store, make_runs, seed):
+    runs = make_runs(*["short"] * 6)
+    moment = random.Random(seed)
+    done: dict[Path, int] = {}
+    for _ in range(3):
+        parent = start_parent(store, 2)
+        time.sleep(moment.uniform(0.3, 1.5))
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
+        assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
+        done |= {run.path: len(starts(run)) for run in runs if run.status()["state"] == "finished"}
+    statuses = run_sweep(store.runs("fakes"), display=Lines(), workers=2)
+    assert [status["state"] for status in statuses] == ["finished"] * 6
+    assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
+
+
+def test_two_parents_share_a_sweep(store, make_runs):
+    runs = make_runs(*["short"] * 5)
+    parents = [start_parent(store, 2) for _ in range(2)]
+    for parent in parents:
+        parent.communicate(timeout=20)
+        assert parent.returncode == 0
+    assert [(run.status()["state"], len(starts(run))) for run in runs] == [("finished", 1)] * 5

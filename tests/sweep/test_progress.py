@@ -1,0 +1,99 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from hqsweep.sweep.progress import LiveDisplay, PlainDisplay, cells, duration, open_display
+from hqsweep.sweep.store import PENDING
+
+
+def status(state="running", step=None, **changes):
+    progress = {"step": step, "steps": 200, "loss": 2.5, "tokens_per_s": 9500.4, "eta_s": 61.0} if step else None
+    return PENDING | {"state": state, "progress": progress} | changes
+
+
+@pytest.fixture
+def console():
+    return Console(file=io.StringIO(), width=120, height=10)
+
+
+def printed(console):
+    return console.file.getvalue().splitlines()
+
+
+def test_durations_read_as_a_clock():
+    assert [duration(s) for s in (None, float("inf"), 0, 61.4, 3725)] == ["", "", "0:00", "1:01", "1:02:05"]
+
+
+def test_cells_show_time_left_while_running_and_time_taken_after():
+    assert cells(status(step=40)) == ("2.5000", "9,500", "1:01")
+    assert cells(status("finished", step=200, seconds=35.0)) == ("2.5000", "9,500", "0:35")
+    assert cells(status("pending")) == ("", "", "")
+    unknown = {"step": 1, "steps": 2, "loss": None, "tokens_per_s": None, "eta_s": None}
+    assert cells(status(progress=unknown)) == ("", "", "")
+
+
+def test_plain_lines_are_rare(console):
+    display = PlainDisplay(console, every_s=0.05)
+    with display:
+        for run in ("a", "b"):
+            display.update(run, status("pending"))
+        display.update("a", status())
+        for step in range(1, 100):
+            display.update("a", status(step=step))
+        display.update("a", status("finished", step=200, seconds=35.0))
+        display.update("b", status("failed", reason="killed by SIGKILL"))
+    lines = printed(console)
+    assert lines[0] == "a: running"
+    assert lines[-3] == "a: finished after 0:35, loss 2.5000 (1 of 2 runs finished)"
+    assert lines[-2] == "b: failed, killed by SIGKILL (1 of 2 runs finished, 1 failed)"
+    assert lines[-1] == "1 of 2 runs finished, 1 failed"
+    assert len(lines) < 10
+
+
+def test_a_plain_line_of_progress(console):
+    display = PlainDisplay(console, every_s=0.0)
+    display.update("a", status("pending"))
+    display.update("a", status())
+    display.update("a", status(step=40))
+    assert printed(console)[-1] == "a: step 40/200, loss 2.5000, 9,500 tokens/s, 1:01 left"
+
+
+def test_a_run_taken_up_again_says_nothing_until_it_runs(console):
+    display = PlainDisplay(console, every_s=0.0)
+    for state in ("interrupted", "interrupted", "pending"):
+        display.update("a", status(state, step=40, reason="stopped by SIGTERM" if state == "interrupted" else None))
+    assert printed(console) == []
+    display.update("a", status(step=40))
+    assert printed(console) == ["a: running"]
+
+
+def test_a_long_line_is_not_wrapped_and_brackets_are_not_markup(console):
+    line = "a: " + "x" * 200 + " [bold]"
+    PlainDisplay(console).say(line)
+    assert printed(console) == [line]
+
+
+def test_the_table_shows_what_matters_when_the_terminal_is_low(console):
+    display = LiveDisplay(console)
+    for index in range(30):
+        display.update(f"run{index}", status("finished" if index < 20 else "pending"))
+    display.update("run7", status("failed", reason="loss is nan at step 37"))
+    display.update("run25", status(step=40))
+    console.print(display._draw())
+    lines = printed(console)
+    assert len(lines) == 8  # heading, 6 runs, counts
+    assert lines[-1] == "19 of 30 runs finished, 1 running, 1 failed"
+    (failed,) = [line for line in lines if "run7" in line]
+    assert "loss is nan at step 37" in failed
+    (running,) = [line for line in lines if "run25" in line]
+    assert all(text in running for text in ("40/200", "2.5000", "9,500", "1:01"))
+
+
+def test_the_kind_of_display_follows_the_console(console):
+    assert isinstance(open_display(console), PlainDisplay)
+    with open_display(Console(file=io.StringIO(), force_terminal=True)) as live:
+        assert isinstance(live, LiveDisplay)
+        live.update("a", status(step=3))
+        live.say("hello")
+    assert "hello" in live._console.file.getvalue()

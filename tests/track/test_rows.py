@@ -1,0 +1,164 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from hqsweep.sweep.store import RunDir
+from hqsweep.track.rows import TABLES, RowSink
+from hqsweep.track.tracker import NullTracker
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "sweep" / "run")
+    run.path.mkdir(parents=True)
+    return run
+
+
+@pytest.fixture
+def sink(run):
+    sink = RowSink(run, NullTracker())
+    yield sink
+    sink.close()
+
+
+def stats_row(step, **changes):
+    return dict.fromkeys(TABLES["stats"].names) | {"step": step, "layer": "l", "tensor": "x", "sqnr_db": 30.5} | changes
+
+
+def parity_row(case):
+    return dict.fromkeys(TABLES["parity"].names) | {"check": "c", "case": case, "status": "PASS", "mismatches": 0}
+
+
+def test_rows_are_on_disk_when_the_call_returns(run, sink):
+    sink.metric(3, {"train_loss": 2.5, "lr": 1e-3})
+    assert run.rows("metrics") == [
+        {"step": 3, "metric": "train_loss", "value": 2.5},
+        {"step": 3, "metric": "lr", "value": 1e-3},
+    ]
+    sink.stats([stats_row(3)])
+    sink.parity([parity_row("a")])
+    assert (len(run.rows("stats")), len(run.rows("parity"))) == (1, 1)
+
+
+def test_no_rows_no_file(run, sink):
+    sink.stats([])
+    sink.write_parquet()
+    assert list(run.path.iterdir()) == []
+
+
+def test_scalars_of_numpy_and_torch_are_numbers(run, sink):
+    np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    sink.metric(0, {"train_loss": torch.tensor(1.5)})
+    sink.stats([stats_row(0, amax=np.float32(0.5), cosine=torch.tensor(1.0))])
+    assert run.rows("metrics")[0]["value"] == 1.5
+    assert (run.rows("stats")[0]["amax"], run.rows("stats")[0]["cosine"]) == (0.5, 1.0)
+
+
+def test_a_row_with_other_columns_is_refused_by_name(sink):
+    row = stats_row(0)
+    row["sqnr"] = row.pop("sqnr_db")
+    with pytest.raises(ValueError, match=r"stats\.jsonl: .* wrong columns; missing or unknown: sqnr, sqnr_db"):
+        sink.stats([row])
+
+
+def test_rewind_drops_later_rows_and_appending_goes_on(run, sink):
+    for step in range(5):
+        sink.metric(step, {"train_loss": float(step)})
+        sink.stats([stats_row(step)])
+    sink.parity([parity_row("a")])
+    sink.rewind(2)
+    sink.metric(3, {"train_loss": 30.0})
+    assert [row["value"] for row in run.rows("metrics")] == [0.0, 1.0, 2.0, 30.0]
+    assert [row["step"] for row in run.rows("stats")] == [0, 1, 2]
+    assert run.rows("parity") == []
+    sink.rewind(-1)
+    assert run.rows("metrics") == [] == run.rows("stats")
+
+
+def test_a_failed_rewind_leaves_the_rows_as_they_were(run, sink, monkeypatch):
+    sink.metric(1, {"train_loss": 1.0})
+    sink.metric(2, {"train_loss": 2.0})
+    before = run.jsonl("metrics").read_bytes()
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        sink.rewind(1)
+    assert run.jsonl("metrics").read_bytes() == before
+
+
+def test_a_torn_tail_is_cut_before_the_next_row(run):
+    run.jsonl("metrics").write_text('{"step": 1, "metric": "lr", "value": 1.0}\n{"step": 2, "met')
+    RowSink(run, NullTracker()).metric(3, {"lr": 3.0})
+    assert [row["step"] for row in run.rows("metrics")] == [1, 3]
+
+
+def test_parquet_has_the_rows_with_fixed_types(run, sink):
+    sink.metric(1, {"train_loss": math.nan, "val_loss": math.inf})
+    sink.stats([stats_row(1)])
+    sink.write_parquet()
+    metrics, stats = (pd.read_parquet(run.parquet(name)) for name in ("metrics", "stats"))
+    assert metrics["metric"].tolist() == ["train_loss", "val_loss"]
+    assert math.isnan(metrics["value"][0]) and math.isinf(metrics["value"][1])
+    assert (str(stats.dtypes["scale_min"]), str(stats.dtypes["step"])) == ("float64", "int64")
+    assert not run.parquet("parity").exists()
+
+
+def test_progress_is_written_now_and_then_and_at_the_end(run, sink, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    sink._opened_s = clock.now
+    seen = []
+    for step in range(10, 21):
+        sink.progress(step, 20, 2.0, 500.0)
+        seen.append(run.written_status()["progress"])
+        clock.now += 0.2
+    assert seen[0] == {"step": 10, "steps": 20, "loss": 2.0, "tokens_per_s": 500.0, "eta_s": None}
+    assert [p["step"] for p in seen] == [10, 10, 10, 13, 13, 13, 16, 16, 16, 19, 20]
+    assert seen[3]["eta_s"] == pytest.approx(0.2 * 7)  # 0.2 s a step since step 10, 7 to go
+    assert seen[-1]["eta_s"] == 0
+    assert run.written_status()["seconds"] == pytest.approx(2.0)
+
+
+def test_the_manifest_grows(run, sink):
+    sink.manifest(device="cpu")
+    sink.manifest(params=3)
+    assert run.manifest() == {"device": "cpu", "params": 3}
+
+
+def test_the_tracker_sees_metrics_after_the_file_has_them(run):
+    seen = []
+
+    class Spy(NullTracker):
+        def log(self, step, values):
+            seen.append((step, dict(values), len(run.rows("metrics"))))
+
+    RowSink(run, Spy()).metric(1, {"lr": 1e-3})
+    assert seen == [(1, {"lr": 1e-3}, 1)]
+
+
+def test_a_writer_killed_at_random_loses_no_row_it_had_written(run):
+    program = f"""
+        from pathlib import Path
+        from hqsweep.sweep.store import RunDir
+        from hqsweep.track.rows import RowSink
+        from hqsweep.track.tracker import NullTracker
+        sink = RowSink(RunDir(Path({str(run.path)!r})), NullTracker())
+        for step in range(10**9):
+            sink.metric(step, {{"train_loss": 1.0}})
+            print(step, flush=True)
+    """
+    writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "0\n"
+    time.sleep(0.05)
+    writer.send_signal(signal.SIGKILL)
+    said = writer.communicate()[0].split("\n")
+    last = int(said[-2] if len(said) > 1 else 0)
+    steps = [row["step"] for row in run.rows("metrics")]
+    assert steps == list(range(len(steps))) and len(steps) > last

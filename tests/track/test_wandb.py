@@ -1,0 +1,190 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("wandb")
+
+import wandb_file
+
+from hqsweep.sweep.store import RunStore
+from hqsweep.track import wandb as mirror
+from hqsweep.track.tracker import NullTracker
+
+CONFIG = {
+    "job": "parity", "sweep": "grid", "seed": 3, "deep": {"er": [1, 2.5, None]},
+    "track": {"kind": "wandb", "mode": "auto", "project": "hqsweep", "entity": None, "init_timeout_s": 2},
+}  # fmt: skip
+ENVIRONMENT = ("API_KEY", "MODE", "BASE_URL", "SILENT", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR", "DIR", "PROJECT")
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_logged_in(monkeypatch, tmp_path):
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(f"WANDB_{name}", "")  # so that what is set meanwhile is taken back
+        monkeypatch.delenv(f"WANDB_{name}")
+    monkeypatch.delenv("NETRC", raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    point = SimpleNamespace(config=CONFIG, arm="mxfp8 lr=0.1", overrides=[])
+    return RunStore(tmp_path / "runs").create(sweep="grid", conf="c", overrides=[], runs=[point])[0]
+
+
+def offline_runs(run) -> list[Path]:
+    return sorted((run.sweep_path / "wandb").glob("offline-run-*"))
+
+
+def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
+    tracker = mirror.open_run(run, CONFIG)
+    for step in (0, 10, 20):
+        tracker.log(step, {"train_loss": 3.0 - step})
+    tracker.log(20, {"val_loss": math.nan})
+    tracker.table("stats", [{"layer": "a", "sqnr_db": 30.5}, {"layer": "b", "sqnr_db": None}])
+    assert tracker.finish(0)
+    (folder,) = offline_runs(run)
+    found = wandb_file.load(folder)
+    assert (found.run.run_group, found.run.job_type, found.run.display_name) == ("grid", "parity", "mxfp8 lr=0.1 s3")
+    assert (found.run.project, found.run.run_id) == ("hqsweep", f"grid-{run.name}")
+    assert {key: found.config[key] for key in CONFIG} == CONFIG
+    assert [(row["_step"], row["train_loss"]) for row in found.history] == [(0, 3.0), (10, -7.0), (20, -17.0)]
+    assert math.isnan(found.history[-1]["val_loss"])
+    table = json.loads((folder / "files" / found.history[-1]["stats.path"]).read_text())
+    assert (table["columns"], table["data"]) == (["layer", "sqnr_db"], [["a", 30.5], ["b", None]])
+    assert found.exit_code == 0
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_a_resumed_run_keeps_its_id(run):
+    for step in (1, 2):
+        tracker = mirror.open_run(run, CONFIG)
+        tracker.log(step, {"train_loss": 1.0})
+        tracker.finish(0)
+        time.sleep(1.1)  # its folder's name has seconds
+    found = [wandb_file.load(folder) for folder in offline_runs(run)]
+    assert len({one.run.run_id for one in found}) == 1
+    assert [row["_step"] for one in found for row in one.history] == [1, 2]
+
+
+def test_a_killed_run_loses_about_a_second(run):
+    program = f"""
+        import time
+        from pathlib import Path
+        from hqsweep.sweep.store import RunDir
+        from hqsweep.track import wandb
+        run = RunDir(Path({str(run.path)!r}))
+        tracker = wandb.open_run(run, run.config())
+        for step in range(1000):
+            tracker.log(step, {{"loss": 1.0}})
+            print(step, flush=True)
+            time.sleep(0.1)
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    while worker.stdout.readline() != "25\n":
+        pass
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate()
+    (folder,) = offline_runs(run)
+    assert len(wandb_file.load(folder).history) >= 10
+
+
+def test_a_server_out_of_reach_means_offline_after_the_time_out(run, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    began = time.monotonic()
+    tracker = mirror.open_run(run, CONFIG)
+    assert time.monotonic() - began < 15
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish(0)
+    assert "wandb: cannot track online: CommError" in capsys.readouterr().out
+    (folder,) = offline_runs(run)
+    assert len(wandb_file.load(folder).history) == 1
+
+
+def test_no_tracker_at_all_is_better_than_no_run(run, monkeypatch, capsys):
+    def broken(**facts):
+        raise OSError("disk\nfull")
+
+    monkeypatch.setattr(mirror.wandb, "init", broken)
+    assert isinstance(mirror.open_run(run, CONFIG), NullTracker)
+    assert capsys.readouterr().out == "wandb: cannot track offline: OSError: disk full\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "resolved"),
+    [
+        ("auto", {}, "offline"),
+        ("auto", {"WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
+        ("auto", {"WANDB_MODE": "online"}, "offline"),
+        ("online", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "online"),
+        ("offline", {"WANDB_API_KEY": "k", "WANDB_MODE": "online"}, "offline"),
+        ("online", {}, "offline"),
+    ],
+)
+def test_mode_is_the_config_then_the_environment_then_the_login(mode, environment, resolved, capsys):
+    assert mirror.resolve_mode(mode, environment) == resolved
+    wanted = "online" in (mode, environment.get("WANDB_MODE")) and resolved == "offline" and mode != "offline"
+    assert ("no API key" in capsys.readouterr().out) == wanted
+
+
+def test_a_login_is_found_in_netrc_for_its_server_only(tmp_path):
+    home = tmp_path / "home"
+    assert not mirror.logged_in({})
+    (home / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    (home / ".netrc").chmod(0o600)
+    assert mirror.logged_in({})
+    assert not mirror.logged_in({"WANDB_BASE_URL": "https://wandb.example.org"})
+    assert not mirror.logged_in({"NETRC": str(tmp_path / "none")})
+    (home / ".netrc").write_text("nonsense")
+    assert not mirror.logged_in({})
+
+
+def test_errors_after_the_start_are_one_line_each_and_harmless(capsys):
+    def fail(*args, **kwargs):
+        raise RuntimeError("service\ndied")
+
+    tracker = mirror.WandbTracker(SimpleNamespace(log=fail, finish=fail))
+    for step in range(3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.table("stats", [{"a": 1}])
+    tracker.finish(0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(";")[0] for line in lines] == [
+        "wandb: log: RuntimeError: service died",
+        "wandb: table: RuntimeError: service died",
+        "wandb: _close: RuntimeError: service died",
+    ]
+
+
+def test_a_finish_that_hangs_is_left_behind(monkeypatch, capsys):
+    monkeypatch.setattr(mirror, "FINISH_TIMEOUT_S", 0.05)
+    tracker = mirror.WandbTracker(SimpleNamespace(finish=lambda exit_code: time.sleep(1)))
+    assert tracker.finish(0) is False
+    assert "not finished in 0.05 s; `wandb sync` can upload what is left" in capsys.readouterr().out
+
+
+def test_a_report_becomes_an_artifact_beside_the_runs(run, tmp_path):
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "report.html").write_text("<html>")
+    assert mirror.log_report(run.sweep_path, CONFIG["track"], report)
+    (folder,) = offline_runs(run)
+    found = wandb_file.load(folder)
+    assert (found.run.run_group, found.run.job_type) == ("grid", "report")
+    (artifact,) = found.artifacts
+    assert (artifact.type, artifact.name) == ("report", "report-grid")
+    assert [entry.path for entry in artifact.manifest.contents] == ["report.html"]
+    assert Path(os.environ["WANDB_DATA_DIR"]).is_relative_to(run.sweep_path)
