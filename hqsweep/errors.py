@@ -13,6 +13,6 @@ class UserError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """" (did you mean 'x'?)" for the closest known word, or "" when none is close."""
+    """ " (did you mean 'x'?)" for the closest known word, or "" when none is close."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""

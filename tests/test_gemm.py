@@ -9,7 +9,18 @@ from hqsweep.jobs.inputs import draw
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="t", step=0)
-FORMATS = ["bf16", "fp16", "fp32", "fp8_current", "fp8_block", "fp8_block+fp32_scale", "mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4"]
+FORMATS = [
+    "bf16",
+    "fp16",
+    "fp32",
+    "fp8_current",
+    "fp8_block",
+    "fp8_block+fp32_scale",
+    "mxfp8",
+    "mxfp6_e2m3",
+    "mxfp4",
+    "nvfp4",
+]
 
 
 def rowwise(text, x):
@@ -19,7 +30,10 @@ def rowwise(text, x):
 @pytest.mark.parametrize("b", FORMATS)
 @pytest.mark.parametrize("a", [*FORMATS, "nvfp4+row_scaled", "nvfp4+4over6"])
 def test_any_two_formats_meet(a, b):
-    left, right = rowwise(a, draw("normal", 32, 128)), HybridQuantizer.parse(b).quantize(draw("normal", 48, 128, 1)).rowwise
+    left, right = (
+        rowwise(a, draw("normal", 32, 128)),
+        HybridQuantizer.parse(b).quantize(draw("normal", 48, 128, 1)).rowwise,
+    )
     expected = left.dequantize(torch.float64) @ right.dequantize(torch.float64).t()
     torch.testing.assert_close(mm_t(left, right, out_dtype=torch.float32).double(), expected, rtol=2e-6, atol=2e-5)
 
@@ -34,7 +48,10 @@ def test_nvfp4_alpha_is_formed_in_transformer_engines_order():
 def test_row_factors_apply_to_rows_and_columns():
     m = torch.ones(2, 1)
     rows, columns = torch.tensor([[2.0], [3.0]]), torch.tensor([[5.0], [7.0]])
-    assert mm_t(ExactOperand(m, rows), ExactOperand(m, columns), out_dtype=torch.float32).tolist() == [[10, 14], [15, 21]]
+    assert mm_t(ExactOperand(m, rows), ExactOperand(m, columns), out_dtype=torch.float32).tolist() == [
+        [10, 14],
+        [15, 21],
+    ]
     scalar = torch.tensor([[4.0]])
     assert mm_t(ExactOperand(m, rows), ExactOperand(m, scalar), out_dtype=torch.float32).tolist() == [[8, 8], [12, 12]]
     assert mm_t(ExactOperand(m, None), ExactOperand(m, columns), out_dtype=torch.float32).tolist() == [[5, 7], [5, 7]]

@@ -49,5 +49,7 @@ def test_imports_only_from_above(path):
 
 
 def test_import_starts_nothing():
-    code = "import sys, hqsweep; print([m for m in ('torch', 'pandas', 'hydra', 'wandb', 'pydantic') if m in sys.modules])"
+    code = (
+        "import sys, hqsweep; print([m for m in ('torch', 'pandas', 'hydra', 'wandb', 'pydantic') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -38,9 +38,10 @@ class Buffer:
 class ExactOperand:
     """The matrix a GEMM multiplies, and the factor its epilogue applies: value = matrix * factor / divisor.
 
-    matrix [rows, cols] is bfloat16 and equals code * block scale without rounding wherever the format's docstring says so
-    (float32 for the formats that bfloat16 cannot hold). factor is None, float32 [1, 1], or float32 [rows, 1]. The divisor
-    stays apart because TransformerEngine forms alpha = fl(fl(A_a * A_b) * fl(1 / (36 * max_a * max_b))) for NVFP4.
+    matrix [rows, cols] is bfloat16 and equals code * block scale without rounding wherever the format's docstring
+    says so (float32 for the formats that bfloat16 cannot hold). factor is None, float32 [1, 1], or float32 [rows, 1].
+    The divisor stays apart because TransformerEngine forms alpha = fl(fl(A_a * A_b) * fl(1 / (36 * max_a * max_b)))
+    for NVFP4.
     """
 
     matrix: Tensor
@@ -135,7 +136,7 @@ def require_columns(format: Format, cols: int, multiple: int) -> None:
 
 
 def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:
-    """max |x| over tiles of rows x cols (WHOLE = the axis) as float32 [tiles, tiles]; NaN counts as 0, no input gives 0."""
+    """max |x| over tiles of rows x cols (WHOLE = the axis), float32 [tiles, tiles]; NaN and no input count as 0."""
     height, width = x.shape
     a = torch.nan_to_num(x.float().abs(), nan=0.0, posinf=torch.inf)
     tile_rows, tile_cols = rows or max(height, 1), cols or max(width, 1)

@@ -1,9 +1,10 @@
 """Element types: the 4, 6 and 8 bit floating-point codes, and the E8M0 scale, in integer bit work on FP32.
 
 One formula serves every element. Write |x| = k * 2^(e - m) with e the exponent of x (not below the smallest normal
-exponent) and m the mantissa bits of the element; k is exact in FP32, its round-half-even is an integer r, and the code is
-((e - e_min) << m) + r: subnormals are the case e = e_min, and a carry out of the mantissa lands in the exponent by itself.
-Rounding is RNE, overflow saturates, the sign of zero is kept, as the hardware's cvt.rn.satfinite does.
+exponent) and m the mantissa bits of the element; k is exact in FP32, its round-half-even is an integer r, and the
+code is ((e - e_min) << m) + r: subnormals are the case e = e_min, and a carry out of the mantissa lands in the
+exponent by itself. Rounding is RNE, overflow saturates, the sign of zero is kept, as the hardware's cvt.rn.satfinite
+does.
 """
 
 import math
@@ -43,7 +44,8 @@ class Element:
     def exact_scale_range(self) -> tuple[float, float]:
         """Powers of two [low, high] for which scale * value(code) fits in bfloat16 for every finite code.
 
-        low = 2^-133 / min_subnormal keeps the smallest step at bfloat16's smallest subnormal; high keeps max below 2^128.
+        low = 2^-133 / min_subnormal keeps the smallest step at bfloat16's smallest subnormal; high keeps max below
+        2^128.
         """
         return 2.0**-133 / self.min_subnormal, 2.0 ** (127 - math.frexp(self.max)[1] + 1)
 
@@ -98,7 +100,7 @@ ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, E2M3, E3M2)}
 
 
 def e8m0_up(x: Tensor) -> Tensor:
-    """Non-negative float32 -> uint8 E8M0, exponent rounded up; 0 and anything up to 2^-127 -> 0x00, inf -> 0xFE, NaN -> 0xFF."""
+    """Non-negative float32 -> uint8 E8M0, exponent rounded up; up to 2^-127 -> 0x00, inf -> 0xFE, NaN -> 0xFF."""
     bits = x.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))

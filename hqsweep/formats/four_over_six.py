@@ -1,8 +1,9 @@
 """4over6: NVFP4 block scales chosen between two maps of the block amax, to 6 or to 4.
 
-TransformerEngine common/cast/nvfp4/quantize_4over6_nvfp4.cuh at d0067d0da6cb: both candidates are encoded, their errors are
-summed in float32 element by element in index order, and 4 wins only when strictly better. With 16x16 tiles the 16 row
-sums are added as a tree with offsets 8, 4, 2, 1. Idea: Cook et al., Four Over Six (arXiv 2512.02010).
+TransformerEngine common/cast/nvfp4/quantize_4over6_nvfp4.cuh at d0067d0da6cb: both candidates are encoded, their
+errors are summed in float32 element by element in index order, and 4 wins only when strictly better. With 16x16 tiles
+the 16 row sums are added as a tree with offsets 8, 4, 2, 1 (with rows and columns as encode sees them, so a near tie
+can fall differently for the transpose). Idea: Cook et al., Four Over Six (arXiv 2512.02010).
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 BLOCK = 16
 
 
-def choose_scale(x: Tensor, blocks: Tensor, amax: Tensor, encode_scale: Tensor, format: "NVFP4") -> tuple[Tensor, Tensor]:
+def choose_scale(
+    x: Tensor, blocks: Tensor, amax: Tensor, encode_scale: Tensor, format: "NVFP4"
+) -> tuple[Tensor, Tensor]:
     """float32 x [rows, cols], block amaxes, global amax and S_enc -> (codes [rows, cols], E4M3 scale bytes)."""
     base = blocks / torch.full_like(blocks, 6.0) * encode_scale
     six, four = (E4M3.encode(b.clamp(max=448.0)) for b in (base, base * torch.full_like(base, 1.5)))

@@ -6,6 +6,7 @@ recipe_common.cuh, current_scaling.cu, transpose/quantize_transpose_{vector,squa
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Fp8Current(_ScaledFp8):
     """One scale for the tensor, from its own amax. operand(): matrix = codes (always exact), factor = scale_inv."""
 
     name = "fp8_current"
-    OPTIONS = {"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}}
+    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}}
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class Fp8Block(_ScaledFp8):
     """
 
     name = "fp8_block"
-    OPTIONS = {
+    OPTIONS: ClassVar = {
         "e5m2": {"element_name": "e5m2"},
         "2d": {"two_d": True},
         "pow2": {"pow2": True},
@@ -135,5 +136,3 @@ class Fp8Block(_ScaledFp8):
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         matrix = self.decode(buffers, shape)
         return ExactOperand(matrix.bfloat16() if self.pow2 else matrix)
-
-

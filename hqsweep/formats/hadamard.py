@@ -1,9 +1,10 @@
 """The 16-point random Hadamard transform of NVFP4's columnwise operands.
 
 y = v * diag(d) * H16 / 4 over consecutive groups of 16 along the contracted axis, accumulated in float32; NVFP4
-rounds the result to bfloat16. Both operands of wgrad carry the same d, so the transform cancels: (dY' R)(R' X) = dY' X. The sums run as a
-butterfly with strides 1, 2, 4, 8, in that order, on CPU and CUDA; TransformerEngine's tensor-core order is not documented
-and agrees wherever the float32 sum is exact. Source of d: pytorch/tensor/nvfp4_tensor.py at d0067d0da6cb.
+rounds the result to bfloat16. Both operands of wgrad carry the same d, so the transform cancels: (dY' R)(R' X) = dY'
+X. The sums run as a butterfly with strides 1, 2, 4, 8, in that order, on CPU and CUDA; TransformerEngine's
+tensor-core order is not documented and agrees wherever the float32 sum is exact. Source of d:
+pytorch/tensor/nvfp4_tensor.py at d0067d0da6cb.
 """
 
 import torch

@@ -1,11 +1,13 @@
 """OCP Microscaling formats: 32 elements share an E8M0 scale (a power of two), rounded up so that nothing saturates.
 
-MXFP8 follows TransformerEngine (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb); MXFP6 and MXFP4 are the same rule with
-their own largest value: e = E8M0_up(fl(amax * fl(1 / max))), code = RNE(fl(x * 2^(127 - e))), value = code * 2^(e - 127).
+MXFP8 follows TransformerEngine (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb); MXFP6 and MXFP4 are the same rule
+with their own largest value: e = E8M0_up(fl(amax * fl(1 / max))), code = RNE(fl(x * 2^(127 - e))), value = code *
+2^(e - 127).
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ class MX(Format):
     exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it rounds to bfloat16.
     """
 
-    OPTIONS = {"e5m2": {"element_name": "e5m2"}, "2d": {"two_d": True}}
+    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "2d": {"two_d": True}}
 
     name: str = "mxfp8"
     element_name: str = "e4m3"

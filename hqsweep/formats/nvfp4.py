@@ -8,6 +8,7 @@ Arithmetic and its order are TransformerEngine's (common/cast/nvfp4/* at d0067d0
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,12 +38,12 @@ FLT_MAX = torch.finfo(torch.float32).max
 class NVFP4(Format):
     """NVFP4 with its options; columns must be a multiple of 16.
 
-    operand(): code * sf in bfloat16, exact for every code and scale (at most 6 significant bits between 2^-10 and 2688);
-    factor = A, divisor = 6 * scale_max, applied to the float32 accumulator.
+    operand(): code * sf in bfloat16, exact for every code and scale (at most 6 significant bits between 2^-10 and
+    2688); factor = A, divisor = 6 * scale_max, applied to the float32 accumulator.
     """
 
     name = "nvfp4"
-    OPTIONS = {
+    OPTIONS: ClassVar = {
         "2d": {"two_d": True},
         "rht": {"rht": True},
         "nosign": {"rht_signed": False},
@@ -185,4 +186,3 @@ def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:
 
 def _step(magnitude: Tensor) -> Tensor:
     return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-

@@ -1,8 +1,8 @@
 """Keyed randomness: Philox4x32-10 bits that depend on a key and an element's index, and on nothing else.
 
-Stochastic rounding draws byte i % 16 of the Philox output with counter (i // 16, step) and key (seed, slot) for the element
-with linear index i = row * cols + col of the operand. The same bits come out on CPU and CUDA, in a recompute, and in any
-order of evaluation. Philox: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+Stochastic rounding draws byte i % 16 of the Philox output with counter (i // 16, step) and key (seed, slot) for the
+element with linear index i = row * cols + col of the operand. The same bits come out on CPU and CUDA, in a recompute,
+and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
 """
 
 import hashlib

@@ -17,7 +17,13 @@ def row(check: str, subject: str, case: str, pairs: dict[str, tuple[Tensor, Tens
         out["total"] += expected.numel()
         if expected.shape != actual.shape or expected.dtype != actual.dtype:
             shapes = [f"{tuple(t.shape)} {t.dtype}" for t in (expected, actual)]
-            return out | {"status": "FAIL", "first_index": name, "expected": shapes[0], "got": shapes[1], "mismatches": 1}
+            return out | {
+                "status": "FAIL",
+                "first_index": name,
+                "expected": shapes[0],
+                "got": shapes[1],
+                "mismatches": 1,
+            }
         different = _bits(expected) != _bits(actual)
         count = int(different.sum())
         if count and out["status"] == "PASS":

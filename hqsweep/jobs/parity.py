@@ -1,12 +1,12 @@
 """parity: is the arithmetic what it claims to be? Every check compares bytes, and a row holds the first that differs.
 
-    kernel               compiled kernel against the torch reference: codes, scales, amaxes and the exact operand; on a
-                         GPU also the reference and the kernel there, against the CPU's bytes
-    vanilla              Linear with one format in both directions against its GEMMs composed by hand
-    routing              Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
-    rowwise_dequantized  the columnwise operand equals quantize(dequantize(rowwise)) done in two steps
-    repeat               the same training twice
-    resume               training interrupted by a checkpoint against uninterrupted training
+kernel               compiled kernel against the torch reference: codes, scales, amaxes and the exact operand; on a
+                     GPU also the reference and the kernel there, against the CPU's bytes
+vanilla              Linear with one format in both directions against its GEMMs composed by hand
+routing              Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
+rowwise_dequantized  the columnwise operand equals quantize(dequantize(rowwise)) done in two steps
+repeat               the same training twice
+resume               training interrupted by a checkpoint against uninterrupted training
 """
 
 import tempfile
@@ -82,7 +82,9 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
         on_device = x.to(device)
         yield row("cuda reference", str(format), case, _cpu_pairs(expected, format.encode(on_device, None, KEY)))
         if kernel.supports(on_device, format):
-            yield row("cuda kernel", str(format), case, _cpu_pairs(expected, quantize.encode(on_device, format, key=KEY)))
+            yield row(
+                "cuda kernel", str(format), case, _cpu_pairs(expected, quantize.encode(on_device, format, key=KEY))
+            )
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:

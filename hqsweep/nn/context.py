@@ -1,4 +1,4 @@
-"""What a forward pass needs beside its tensors: the key of stochastic rounding, and a probe on steps that are sampled."""
+"""What a forward pass needs beside its tensors: the key of stochastic rounding, and a probe on sampled steps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,8 @@ class Context:
         return RngKey(seed=self.seed, slot=slot, step=self.step)
 
 
-_CURRENT: ContextVar[Context] = ContextVar("hqsweep_quantization", default=Context())
+_OUTSIDE = Context()
+_CURRENT: ContextVar[Context] = ContextVar("hqsweep_quantization", default=_OUTSIDE)
 
 
 def current() -> Context:

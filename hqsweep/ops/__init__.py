@@ -1,1 +1,1 @@
-"""Operations on formats: one call each, dispatched to the compiled kernel where there is one and to the reference elsewhere."""
+"""Operations on formats: one call each, by the compiled kernel where there is one and by the reference elsewhere."""

@@ -1,4 +1,4 @@
-"""The compiled extension as functions on tensors: which formats it takes, and the call with pointers, shapes and strides.
+"""The compiled extension as functions on tensors: which inputs it takes, and the call with pointers and strides.
 
 The extension does not link to torch (one build serves every torch), so this is the only place where tensors become
 addresses. Bytes equal the reference's; tests and the parity job hold that.
@@ -30,7 +30,10 @@ def spec(format: Format) -> dict[str, object] | None:
     match format:
         case Fp8Current() | Fp8Block():
             given = {"pow2": format.pow2, "amax_epsilon": format.amax_epsilon}
-            given |= {"family": "current" if isinstance(format, Fp8Current) else "block", "element": format.element_name}
+            given |= {
+                "family": "current" if isinstance(format, Fp8Current) else "block",
+                "element": format.element_name,
+            }
         case MX():
             given = {"family": "mx", "element": format.element_name}
         case NVFP4():
@@ -69,7 +72,9 @@ def exact_operand(x: Tensor, format: Format, key: RngKey | None) -> ExactOperand
     """[rows, cols] on CPU -> the operand of gemm=exact with a float32 matrix, written without packing codes."""
     format.check_shape(*x.shape)
     matrix = torch.empty(x.shape, dtype=torch.float32)
-    factors = {n: torch.empty(b.shape(*x.shape), dtype=b.dtype) for n, b in format.layout.items() if _is_factor(format, n)}
+    factors = {
+        n: torch.empty(b.shape(*x.shape), dtype=b.dtype) for n, b in format.layout.items() if _is_factor(format, n)
+    }
     _launch(x, format, key, factors, matrix)
     divisor = 6.0 * format.scale_max if isinstance(format, NVFP4) else 1.0
     return ExactOperand(matrix, next(iter(factors.values()), None), divisor)
@@ -86,7 +91,9 @@ def _launch(x: Tensor, format: Format, key: RngKey | None, buffers: dict[str, Te
     pointer = {name: tensor.data_ptr() for name, tensor in buffers.items()}
     on_gpu = x.device.type == "cuda"
     quantize = extension().quantize_cuda if on_gpu else extension().quantize_cpu
-    where = {"stream": torch.cuda.current_stream(x.device).cuda_stream} if on_gpu else {"threads": torch.get_num_threads()}
+    where = (
+        {"stream": torch.cuda.current_stream(x.device).cuda_stream} if on_gpu else {"threads": torch.get_num_threads()}
+    )
     quantize(
         src_ptr=x.data_ptr(),
         dtype=DTYPES[x.dtype],

@@ -1,11 +1,11 @@
 """Error statistics of one quantized tensor, or of one GEMM's output, as plain floats.
 
-    sqnr_db        10 log10(sum x^2 / sum (x - Qx)^2)
-    rel_l2         sqrt(sum (x - Qx)^2 / sum x^2)
-    cosine         <x, Qx> / (|x| |Qx|)
-    underflow_pct  share of non-zero x with Qx = 0, in percent
-    saturation_pct share of x more than 2^-8 beyond the largest value its block can hold, in percent
-    scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
+sqnr_db        10 log10(sum x^2 / sum (x - Qx)^2)
+rel_l2         sqrt(sum (x - Qx)^2 / sum x^2)
+cosine         <x, Qx> / (|x| |Qx|)
+underflow_pct  share of non-zero x with Qx = 0, in percent
+saturation_pct share of x more than 2^-8 beyond the largest value its block can hold, in percent
+scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
 """
 
 import math
@@ -65,4 +65,3 @@ def _decibel(power: float, error: float) -> float:
 def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:
     """NaN (a statistic that does not exist) as None, for JSON rows."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
-

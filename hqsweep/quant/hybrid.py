@@ -1,8 +1,8 @@
 """HybridQuantizer: a format for each direction in which a tensor is read, and what the columnwise one is made from.
 
 Vanilla quantization is the case of equal formats. The text form is ROW|COL@SOURCE: "nvfp4|mxfp8@rowwise_dequantized",
-"nvfp4|mxfp8" (source original), or "mxfp8" for both directions. The random Hadamard transform acts on columnwise operands
-only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
+"nvfp4|mxfp8" (source original), or "mxfp8" for both directions. The random Hadamard transform acts on columnwise
+operands only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,9 @@ class HybridQuantizer:
         if getattr(self.rowwise, "rht", False):
             raise UserError(f"rowwise format {self.rowwise}: +rht acts on columnwise operands only; drop it here")
         if getattr(self.columnwise, "row_scaled", False):
-            raise UserError(f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here")
+            raise UserError(
+                f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
+            )
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
@@ -59,7 +61,9 @@ class HybridQuantizer:
         unknown = [key for key in value if key not in FIELDS]
         missing = [key for key in FIELDS[:2] if key not in value]
         if unknown or missing:
-            wrong = f"unknown key '{unknown[0]}'{nearest(unknown[0], FIELDS)}" if unknown else f"'{missing[0]}' is missing"
+            wrong = (
+                f"unknown key '{unknown[0]}'{nearest(unknown[0], FIELDS)}" if unknown else f"'{missing[0]}' is missing"
+            )
             raise UserError(f"quantizer {dict(value)}: {wrong}; it takes rowwise, columnwise and columnwise_source")
         source = value.get("columnwise_source", "original")
         return cls(parse(str(value["rowwise"])), parse(str(value["columnwise"])), str(source))
@@ -100,7 +104,7 @@ class HybridQuantizer:
         return Operand(format=format, shape=tuple(x.shape), dtype=x.dtype, buffers=ops.encode(x, format, key=key))
 
 
-def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:  # noqa: N802  (TransformerEngine's name)
+def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
     """High precision in both directions: "bf16", "fp16" or "fp32"."""
     return HybridQuantizer(Identity(name=name), Identity(name=name))
 

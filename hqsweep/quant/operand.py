@@ -1,6 +1,7 @@
 """Operand: one direction of a quantized matrix, as a plain dataclass that torch operations refuse.
 
-flatten and unflatten are the one way in and out: autograd saves what flatten gives, and so will checkpoints and offload.
+flatten and unflatten are the one way in and out: autograd saves what flatten gives, and so will checkpoints and
+offload.
 """
 
 from collections.abc import Sequence

@@ -27,14 +27,14 @@ def mathematical_fault(a: Format, b: Format) -> str | None:
 def hardware_fault(a: Format, b: Format) -> str | None:
     """Why no hardware GEMM takes the two (gemm=strict), or None.
 
-    Tensor cores scale both operands in one way: a scalar for FP8 per-tensor, 1x128 or 128x128 blocks (not 128x128 on both
-    sides, as TransformerEngine's cuBLAS call), 32-blocks with E8M0 scales for MX (any mix of elements: PTX
+    Tensor cores scale both operands in one way: a scalar for FP8 per-tensor, 1x128 or 128x128 blocks (not 128x128 on
+    both sides, as TransformerEngine's cuBLAS call), 32-blocks with E8M0 scales for MX (any mix of elements: PTX
     tcgen05.mma.kind::mxf8f6f4), 16-blocks with E4M3 scales for NVFP4. High precision needs one dtype.
     """
     if isinstance(a, Identity) and isinstance(b, Identity):
         return None if a == b else "a GEMM takes one dtype"
     if isinstance(a, Fp8Block) and isinstance(b, Fp8Block) and a.two_d and b.two_d:
         return "128x128 tiles on both sides have no hardware GEMM"
-    if isinstance(a, MX) and isinstance(b, MX) or type(a) is type(b):
+    if (isinstance(a, MX) and isinstance(b, MX)) or type(a) is type(b):
         return None
     return "their scaling modes differ"

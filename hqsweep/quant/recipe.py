@@ -32,7 +32,9 @@ class LinearQuantizers:
             value = dict.fromkeys(tensors, value)
         unknown = [key for key in value if key not in tensors]
         if unknown:
-            raise UserError(f"{where}: unknown key '{unknown[0]}'{nearest(unknown[0], tensors)}; it takes {', '.join(tensors)}")
+            raise UserError(
+                f"{where}: unknown key '{unknown[0]}'{nearest(unknown[0], tensors)}; it takes {', '.join(tensors)}"
+            )
         missing = [key for key in tensors if value.get(key) is None]
         if missing:
             raise UserError(f"{where}: '{missing[0]}' is missing; it takes {', '.join(tensors)}")
@@ -65,7 +67,9 @@ class Recipe:
         """From the `recipe` section of a config; UserError with the key path of what is wrong."""
         unknown = [key for key in config if key not in KEYS]
         if unknown:
-            raise UserError(f"recipe: unknown key '{unknown[0]}'{nearest(unknown[0], KEYS)}; it takes {', '.join(KEYS)}")
+            raise UserError(
+                f"recipe: unknown key '{unknown[0]}'{nearest(unknown[0], KEYS)}; it takes {', '.join(KEYS)}"
+            )
         if config.get("linear") is None:
             raise UserError("recipe: 'linear' is missing; it takes {input, weight, grad_output} or one quantizer")
         gemm = str(config.get("gemm", "exact"))

@@ -24,13 +24,11 @@ def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
         return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
     rows = tuple(
         (fact["sweep"], fact["conf"], fact["created"][:16].replace("T", " "), str(len(fact["arms"])), str(fact["runs"]),
-         *(str(fact["states"].get(state, 0) or "·") for state in STATES))
+         ", ".join(f"{fact['states'][state]} {state}" for state in STATES if state in fact["states"]))
         for fact in facts
     )  # fmt: skip
-    header = ("sweep", "conf", "created (UTC)", "arms", "runs", *STATES)
-    return to_rich(
-        TextTable(header=header, rows=rows, numeric=frozenset(range(3, len(header)))), f"sweeps in {store.root}"
-    ), facts
+    header = ("sweep", "conf", "created (UTC)", "arms", "runs", "states")
+    return to_rich(TextTable(header=header, rows=rows, numeric=frozenset({3, 4})), f"sweeps in {store.root}"), facts
 
 
 def _sweep(store: RunStore, name: str) -> dict[str, Any]:

@@ -72,7 +72,11 @@ def _pair_grid(title: str, cells: dict[tuple[str, str], list[Row]]) -> list[Rend
         table.add_column(str(number), no_wrap=True, justify="center")
     for line in lines:
         table.add_row(Text(line), *(_letter(cells.get((line, column), [])) for column in columns))
-    return [Text(f"{title}: row format | column format", style="bold"), table, Text(f"columns: {legend}; P pass, F fail, s skip\n", style="dim")]
+    return [
+        Text(f"{title}: row format | column format", style="bold"),
+        table,
+        Text(f"columns: {legend}; P pass, F fail, s skip\n", style="dim"),
+    ]
 
 
 def _letter(rows: Sequence[Row]) -> Text:

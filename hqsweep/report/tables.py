@@ -147,9 +147,17 @@ def title(comparison: Comparison) -> str:
 
 
 def rich_table(comparison: Comparison) -> Table:
-    """The arms for a terminal, coloured by outcome, with the verdict sentences below as the caption."""
+    """The arms for a terminal of 80 columns, coloured by outcome, with the verdict sentences below as the caption.
+
+    The interval is left out when every arm has one seed, the state when every run finished; pages show all columns.
+    """
     styles = [COLOUR.get(outcome, "") for outcome in comparison.arms["outcome"]]
-    table = to_rich(arms_table(comparison), title(comparison), styles)
+    cells = arms_table(comparison).without("train gap")
+    if cells.column("95 % interval") <= {"-", "one seed"}:
+        cells = cells.without("95 % interval")
+    if all(state.endswith("finished") and "," not in state for state in cells.column("state")):
+        cells = cells.without("state")
+    table = to_rich(cells, title(comparison), styles)
     table.caption = Text("\n".join(f"{row.arm}: {row.verdict}" for row in comparison.arms.itertuples()))
     table.caption_justify = "left"
     return table

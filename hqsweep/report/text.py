@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,17 @@ class TextTable:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numeric: frozenset[int] = frozenset()
+
+    def without(self, *names: str) -> "TextTable":
+        """The table less the columns of these headings."""
+        kept = [index for index, name in enumerate(self.header) if name not in names]
+        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
+        numeric = frozenset(new for new, old in enumerate(kept) if old in self.numeric)
+        return TextTable(header=tuple(self.header[index] for index in kept), rows=rows, numeric=numeric)
+
+    def column(self, name: str) -> set[str]:
+        """The different cells of a column."""
+        return {row[self.header.index(name)] for row in self.rows}
 
 
 def number(value: object, spec: str = ".4f", missing: str = "-") -> str:
@@ -54,9 +66,19 @@ def markdown_text(cell: str) -> str:
 
 def to_rich(table: TextTable, heading: str, styles: Sequence[str] | None = None) -> Table:
     """Any TextTable as a rich table; `styles` holds one style per row."""
-    shown = Table(title=Text(heading), title_justify="left", title_style="bold")
+    shown = Table(
+        title=Text(heading),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for column, name in enumerate(table.header):
-        shown.add_column(Text(name), justify="right" if column in table.numeric else "left", overflow="fold")
+        number = column in table.numeric
+        longest = max((len(row[column]) for row in table.rows), default=0)
+        justify = "right" if number else "left"
+        shown.add_column(Text(name), justify=justify, overflow="fold", no_wrap=number, min_width=min(longest, 10))
     for index, row in enumerate(table.rows):
         shown.add_row(*map(Text, row), style=styles[index] if styles else None)
     return shown

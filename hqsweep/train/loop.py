@@ -1,7 +1,7 @@
-"""The training loop, to be read from top to bottom: batches, steps, samples of error statistics, evaluation, checkpoints.
+"""The training loop, to be read from top to bottom: steps, samples of error statistics, evaluation, checkpoints.
 
-Everything that a step depends on is the data, the config and the state in the checkpoint, so that a resumed run equals an
-uninterrupted one bit for bit on the same device, threads and instruction set.
+Everything that a step depends on is the data, the config and the state in the checkpoint, so that a resumed run
+equals an uninterrupted one bit for bit on the same device, threads and instruction set.
 """
 
 import math

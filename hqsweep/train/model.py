@@ -69,20 +69,20 @@ class Attention(nn.Module):
         b, t, d = x.shape
         qkv = self.qkv(x)
         qkv = qkv if qkv.is_cuda else qkv.float()
-        q, k, v = qkv.view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, self.rope_base), rotate(k, self.rope_base)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        qk, v = qkv.view(b, t, 3 * self.heads, d // self.heads).split((2 * self.heads, self.heads), dim=2)
+        q, k = rotate(qk, self.rope_base).transpose(1, 2).chunk(2, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(b, t, d))
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of x [B, H, T, E]: pairs (i, i + E/2) turn by t * base^(-2i/E)."""
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x[..., :half].float(), x[..., half:].float()
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+    """Rotary embedding (Su et al., arXiv 2104.09864) of x [B, T, H, E]: pair (2i, 2i + 1) turns by t * base^(-2i/E)."""
+    t, width = x.shape[1], x.shape[-1]
+    frequency = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
+    angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
 
 
 class Mlp(nn.Module):

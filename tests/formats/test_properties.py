@@ -64,7 +64,11 @@ def test_philox_known_answers():
 def test_random_bytes_depend_on_key_and_index_alone():
     a = random_bytes(KEY, 4, 40)
     assert torch.equal(a.flatten(), random_bytes(KEY, 1, 160).flatten())
-    for other in (RngKey(seed=1, slot="test", step=0), RngKey(seed=0, slot="t", step=0), RngKey(seed=0, slot="test", step=1)):
+    for other in (
+        RngKey(seed=1, slot="test", step=0),
+        RngKey(seed=0, slot="t", step=0),
+        RngKey(seed=0, slot="test", step=1),
+    ):
         assert not torch.equal(a, random_bytes(other, 4, 40))
     counts = torch.bincount(random_bytes(KEY, 256, 1024).flatten().int(), minlength=256).double()
     assert ((counts - 1024).square() / 1024).sum() < 256 + 5 * (2 * 256) ** 0.5  # chi-square, 5 sigma

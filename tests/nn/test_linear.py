@@ -24,7 +24,12 @@ def run(quantizers, step=0, **options):
     with quantization(seed=0, step=step):
         y = module(x)
     y.backward(draw("normal", 32, 96, 1).to(y.dtype))
-    return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad if module.bias is not None else None}
+    return {
+        "y": y.detach(),
+        "dx": x.grad,
+        "dw": module.weight.grad,
+        "db": module.bias.grad if module.bias is not None else None,
+    }
 
 
 def assert_equal(a, b, names=("y", "dx", "dw")):
@@ -64,7 +69,11 @@ def test_operands_are_the_golden_ones():
     xg = x.clone().requires_grad_()
     y = module(xg)
     y.backward(dy)
-    expected = {"y": values(x) @ values(w).t(), "dx": values(dy) @ values(w.t()).t(), "dw": values(dy.t()) @ values(x.t()).t()}
+    expected = {
+        "y": values(x) @ values(w).t(),
+        "dx": values(dy) @ values(w.t()).t(),
+        "dw": values(dy.t()) @ values(x.t()).t(),
+    }
     torch.testing.assert_close(y.double(), expected["y"], rtol=2**-8, atol=1e-4)
     torch.testing.assert_close(xg.grad.double(), expected["dx"], rtol=2**-8, atol=1e-4)
     torch.testing.assert_close(module.weight.grad.double(), expected["dw"], rtol=1e-5, atol=1e-5)
@@ -139,7 +148,9 @@ def test_probe_sees_every_tensor_direction_and_gemm():
     assert all(r["step"] == 7 and r["layer"] == "layer" for r in probe.rows)
 
 
-@pytest.mark.parametrize(("text", "leaks"), [("nvfp4", True), ("fp8_current", True), ("nvfp4+row_scaled|bf16", False), ("mxfp8", False)])
+@pytest.mark.parametrize(
+    ("text", "leaks"), [("nvfp4", True), ("fp8_current", True), ("nvfp4+row_scaled|bf16", False), ("mxfp8", False)]
+)
 def test_a_tensor_scale_leaks_the_last_token_into_earlier_outputs(text, leaks):
     """The amax of the tensor grows by 1.1 through its last row alone (a factor of 2 would hide the leak)."""
     module = build({"input": text, "weight": "mxfp8", "grad_output": "mxfp8"})
@@ -150,7 +161,9 @@ def test_a_tensor_scale_leaks_the_last_token_into_earlier_outputs(text, leaks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized", "fp8_block"], ids=str)
+@pytest.mark.parametrize(
+    "quantizers", ["bf16", "mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized", "fp8_block"], ids=str
+)
 def test_gpu_and_cpu_agree_up_to_the_order_of_summation(quantizers):
     results = []
     for device in ("cpu", "cuda"):

@@ -13,9 +13,10 @@ from hqsweep.ops.quantize import encode, exact_operand
 
 KEY = RngKey(seed=7, slot="test", step=2**33 + 5)
 FORMATS = [
-    "fp8_current", "fp8_current+e5m2+pow2", "fp8_current+eps16.0", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale",
-    "mxfp8", "mxfp8+e5m2", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+rht+sr",
-    "nvfp4+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+4over6+mse+2d", "nvfp4+4over6+fast_error+max448", "nvfp4+rht+nosign",
+    "fp8_current", "fp8_current+e5m2+pow2", "fp8_current+eps16.0", "fp8_block", "fp8_block+2d",
+    "fp8_block+e5m2+fp32_scale", "mxfp8", "mxfp8+e5m2", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4",
+    "nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+rht+sr", "nvfp4+sr", "nvfp4+row_scaled", "nvfp4+4over6",
+    "nvfp4+4over6+mse+2d", "nvfp4+4over6+fast_error+max448", "nvfp4+rht+nosign",
 ]  # fmt: skip
 
 

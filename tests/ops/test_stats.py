@@ -30,7 +30,8 @@ def test_exact_values_have_no_error_and_zeros_no_statistic():
     ("text", "decibel"),
     [
         ("bf16", 55.60), ("mxfp8", 31.52), ("mxfp8+e5m2", 25.50), ("fp8_current", 31.52),
-        ("nvfp4", -10 * math.log10(9.0e-3)), ("nvfp4+2d", -10 * math.log10(12.4e-3)), ("nvfp4+4over6+mse", -10 * math.log10(7.6e-3)),
+        ("nvfp4", -10 * math.log10(9.0e-3)), ("nvfp4+2d", -10 * math.log10(12.4e-3)),
+        ("nvfp4+4over6+mse", -10 * math.log10(7.6e-3)),
     ],
 )  # fmt: skip
 def test_sqnr_of_gaussian_data(text, decibel):

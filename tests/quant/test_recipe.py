@@ -5,7 +5,12 @@ import pytest
 from hqsweep.errors import UserError
 from hqsweep.quant import HybridQuantizer, QuantizerRole, Recipe
 
-LINEARS = [("layers.0.attn.qkv", 128, 384), ("layers.0.mlp.fc1", 128, 704), ("layers.1.attn.qkv", 128, 384), ("head", 128, 256)]
+LINEARS = [
+    ("layers.0.attn.qkv", 128, 384),
+    ("layers.0.mlp.fc1", 128, 704),
+    ("layers.1.attn.qkv", 128, 384),
+    ("head", 128, 256),
+]
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
@@ -44,9 +49,11 @@ def test_valid_recipes_pass():
 @pytest.mark.parametrize(
     ("linear", "message"),
     [
-        ({**NVFP4, "input": "nvfp4"}, r"layers.0.attn.qkv wgrad: grad_output columnwise nvfp4\+rht\+sr cannot meet input columnwise nvfp4:"
+        ({**NVFP4, "input": "nvfp4"},
+         r"layers.0.attn.qkv wgrad: grad_output columnwise nvfp4\+rht\+sr cannot meet input columnwise nvfp4:"
          r".*both operands or on neither.*\(and in 2 more\)"),
-        ({**NVFP4, "weight": "nvfp4+rht"}, "dgrad: grad_output rowwise nvfp4.sr cannot meet weight columnwise nvfp4.rht"),
+        ({**NVFP4, "weight": "nvfp4+rht"},
+         "dgrad: grad_output rowwise nvfp4.sr cannot meet weight columnwise nvfp4.rht"),
     ],
 )  # fmt: skip
 def test_rht_on_one_operand_is_refused_in_any_mode(linear, message):
@@ -72,17 +79,21 @@ def test_strict_refuses_pairs_without_hardware_and_exact_takes_them(linear, mess
 def test_strict_takes_what_tensor_cores_take():
     mixed = {"input": "mxfp8", "weight": "mxfp4", "grad_output": "mxfp8+e5m2"}
     recipe(mixed, gemm="strict").validate(LINEARS, 2048)
-    recipe({"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}, gemm="strict").validate(LINEARS, 64)
+    recipe({"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}, gemm="strict").validate(
+        LINEARS, 64
+    )
 
 
 def test_axes_that_do_not_fit_the_block_are_named():
-    with pytest.raises(UserError, match="head wgrad: grad_output columnwise: nvfp4: the contracted axis has 100 elements"):
+    with pytest.raises(
+        UserError, match="head wgrad: grad_output columnwise: nvfp4: the contracted axis has 100 elements"
+    ):
         recipe("mxfp8", head="nvfp4").validate(LINEARS, 100)
 
 
 def test_overrides_must_match_something():
     r = recipe(overrides=[{"name": "layer.0.attn.qkv", "linear": "bf16"}])
-    with pytest.raises(UserError, match="'layer.0.attn.qkv' matches no linear .did you mean 'layers.0.attn.qkv'"):
+    with pytest.raises(UserError, match=r"'layer.0.attn.qkv' matches no linear .did you mean 'layers.0.attn.qkv'"):
         r.validate(LINEARS, 64)
 
 
@@ -91,7 +102,10 @@ def test_overrides_must_match_something():
     [
         ({"linear": {"input": "mxfp8", "weight": "mxfp8"}}, "recipe.linear: 'grad_output' is missing"),
         ({"linear": {"imput": "mxfp8"}}, "recipe.linear: unknown key 'imput' .did you mean 'input'"),
-        ({"linear": {"input": "mxfp9", "weight": "mxfp8", "grad_output": "mxfp8"}}, "recipe.linear.input: format 'mxfp9'"),
+        (
+            {"linear": {"input": "mxfp9", "weight": "mxfp8", "grad_output": "mxfp8"}},
+            "recipe.linear.input: format 'mxfp9'",
+        ),
         ({"linear": "mxfp8", "gemm": "exakt"}, "recipe.gemm is 'exakt' .did you mean 'exact'"),
         ({"linear": "mxfp8", "heads": "bf16"}, "unknown key 'heads' .did you mean 'head'"),
         ({}, "'linear' is missing"),

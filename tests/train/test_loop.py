@@ -47,7 +47,9 @@ def test_schedule_rises_stays_and_falls():
     train = config(steps=100, warmup=0.1, decay=0.4, lr=1.0, min_lr_fraction=0.1).train
     rates = [learning_rate(train, step) for step in range(1, 101)]
     assert rates[0] == pytest.approx(0.1) and rates[9:60] == [1.0] * 51
-    assert rates[-1] == pytest.approx(0.1 + 0.9 / 40) and rates == sorted(rates[:10]) + rates[10:60] + sorted(rates[60:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1 + 0.9 / 40) and rates == sorted(rates[:10]) + rates[10:60] + sorted(
+        rates[60:], reverse=True
+    )
 
 
 @pytest.mark.parametrize("linear", ["bf16", NVFP4], ids=["bf16", "nvfp4"])

@@ -63,11 +63,13 @@ def test_formats_without_tensor_scales_leak_nothing_from_the_future(linear):
 
 
 def test_rotation_keeps_norms_and_depends_on_distance():
-    q, k = torch.randn(1, 1, 8, 16), torch.randn(1, 1, 8, 16)
+    q, k = torch.randn(1, 8, 1, 16), torch.randn(1, 8, 1, 16)
     assert torch.allclose(rotate(q, 1e4).norm(dim=-1), q.norm(dim=-1), rtol=1e-5)
-    same_q, same_k = q[:, :, :1].expand(1, 1, 8, 16), k[:, :, :1].expand(1, 1, 8, 16)
-    scores = rotate(same_q, 1e4) @ rotate(same_k, 1e4).transpose(-1, -2)
-    assert torch.allclose(scores[0, 0, 3, 1], scores[0, 0, 7, 5], rtol=1e-4)
+    same_q, same_k = (rotate(x[:, :1].expand(1, 8, 1, 16), 1e4)[0, :, 0] for x in (q, k))
+    scores = same_q @ same_k.t()
+    assert torch.allclose(scores[3, 1], scores[7, 5], rtol=1e-4) and not torch.allclose(
+        scores[3, 1], scores[3, 2], rtol=1e-4
+    )
 
 
 def test_embedding_and_norms_follow_the_recipe():

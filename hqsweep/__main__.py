@@ -1,0 +1,6 @@
+"""`python -m hqsweep` is the command `hqsweep`."""
+
+from hqsweep.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The command line: parse, call one function, print. Heavy imports stay inside the commands, so that --help is instant.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 good; 1 a regression or a parity mismatch; 2 wrong
+usage or config; 3 a run failed or is missing; 4 no usable baseline.
+"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hqsweep.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MISMATCH, RUN_FAILED = 1, 3
+
+
+class OneSentence(TyperGroup):
+    """Wrong input ends in one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except UserError as error:
+            code = _refuse(str(error))
+        except typer.TyperException as error:
+            code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _refuse(message: str) -> int:
+    typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
+    return 2
+
+
+app = typer.Typer(
+    cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing rich for it would double the time of --help
+)  # fmt: skip
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
+Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="hqsweep")
+
+
+@app.callback(invoke_without_command=True)
+def hqsweep(context: typer.Context) -> None:
+    """Which low-precision training recipe can I trust? Sweeps, bit-exact quantizers, paired statistics."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    words: Annotated[list[str], typer.Argument(metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and start nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
+    config_dir: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
+    ] = None,
+    junit_file: Junit = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time (engine.workers).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a sweep: all of its grid that is not finished.
+
+    KEY=V1,V2 and KEY=range(1,4) span the grid; recipe=NAME1,NAME2 takes whole recipes, and
+    'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats.
+    """
+    from rich.console import Console
+
+    from hqsweep import launch
+    from hqsweep.report import junit
+    from hqsweep.report.parity import matrix
+    from hqsweep.sweep.progress import open_display
+
+    plan = launch.plan(words, config_dir=config_dir, workers=workers)
+    if dry_run:
+        _print(as_json, plan.rows(), _table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
+        return
+    runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
+    results = [launch.result(run) for run in runs]
+    parity_rows = [row for run in runs for row in run.rows("parity")]
+    if junit_file:
+        junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *parity_rows])
+    failed = any(result["state"] != "finished" for result in results)
+    tables = [_table("results", results, RESULT_COLUMNS)] if failed or not parity_rows else []
+    _print(as_json, results, *([matrix(parity_rows)] if parity_rows else []), *tables)
+    _hint(as_json, results, plan.first.sweep)
+    if failed:
+        raise typer.Exit(RUN_FAILED)
+    raise typer.Exit(MISMATCH if any(row["status"] == "FAIL" for row in parity_rows) else 0)
+
+
+@app.command()
+def compare(
+    runs: Runs,
+    baseline: Annotated[str, typer.Option(help="Arm, or recipe, that the others are measured against.")] = "bf16",
+    out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
+    window: Annotated[float, typer.Option(help="Steps, or part of a run, over which train_loss is averaged.")] = 0.1,
+    band: Annotated[
+        float | None, typer.Option(help="Exit 1 when an arm ends farther than this many nats from the baseline.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare the recipes of any runs and write a report.
+
+    A table here; HTML, Markdown, CSV and Parquet in the report folder.
+    """
+    from hqsweep import launch
+    from hqsweep.report.check import check
+    from hqsweep.report.compare import compare, write
+    from hqsweep.report.tables import rich_table
+    from hqsweep.sweep.store import RunStore
+
+    found = RunStore(runs_dir).resolve(runs)
+    comparison = compare(found, baseline, window)
+    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in found))))
+    launch.mirror_report(found, page.parent)
+    good, line = check(comparison, band) if band is not None else (True, "")
+    facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
+    _print(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    raise typer.Exit(0 if good else MISMATCH)
+
+
+@app.command()
+def gate(
+    runs: Runs,
+    baseline: Annotated[Path, typer.Option(metavar="FILE", help="The stored baseline, a JSON file to keep in git.")],
+    max_gap: Annotated[float, typer.Option(help="Largest rise of an arm's final loss, in nats.")] = 0.01,
+    update: Annotated[bool, typer.Option("--update", help="Store these runs as the baseline.")] = False,
+    junit_file: Junit = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Judge runs against a stored baseline.
+
+    Exit code: 0 good, 1 a regression, 3 failed or missing runs, 4 no usable baseline.
+    """
+    from dataclasses import asdict
+
+    from hqsweep.report import junit
+    from hqsweep.report.gate import gate
+    from hqsweep.sweep.store import RunStore
+
+    verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, max_gap, update)
+    if junit_file:
+        junit.write(junit_file, "gate", verdicts.rows())
+    notes = [verdicts.problem] if verdicts.problem else [f"stored {verdicts.written}"] if verdicts.written else []
+    _print(as_json, asdict(verdicts), verdicts.table(), *notes)
+    raise typer.Exit(verdicts.exit_code)
+
+
+@app.command()
+def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+    """List the sweeps."""
+    from hqsweep.report.listing import list_sweeps
+    from hqsweep.sweep.store import RunStore
+
+    page, facts = list_sweeps(RunStore(runs_dir))
+    _print(as_json, facts, page)
+
+
+@app.command()
+def show(
+    run: Annotated[str, typer.Argument(help="A run's name, its beginning, or its folder.")],
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Show one run.
+
+    Status, loss, largest quantization errors, manifest, config.
+    """
+    from hqsweep.report.listing import show_run
+    from hqsweep.sweep.store import RunStore
+
+    found = RunStore(runs_dir).resolve([run])
+    if len(found) > 1:
+        raise UserError(f"'{run}' means {len(found)} runs; name one of {', '.join(each.name for each in found)}")
+    page, facts = show_run(found[0])
+    _print(as_json, facts, page)
+
+
+@app.command()
+def version(as_json: AsJson = False) -> None:
+    """Print versions, for the report of a fault."""
+    from hqsweep.track.machine import facts
+
+    known = {key: value for key, value in facts().items() if key in ("versions", "platform", "isa", "kernel_build")}
+    _print(as_json, known, *(f"{key}: {value}" for key, value in known.items()))
+
+
+def _print(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
+    """The facts as JSON, or what is shown to a person. JSON has no NaN and no infinity: both are null there."""
+    if as_json:
+        plain = json.loads(json.dumps(facts, default=str), parse_constant=lambda name: None)
+        typer.echo(json.dumps(plain, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for each in shown:
+        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
+
+
+GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
+RESULT_COLUMNS = {
+    "arm": "arm", "seed": "seed", "state": "state", "val_loss": "val loss", "tokens_per_s": "tokens/s",
+    "seconds": "seconds", "reason": "reason",
+}  # fmt: skip
+SPECS = {"val_loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
+
+
+def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+    """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
+    from hqsweep.report.text import TextTable, number, text, to_rich
+
+    def cell(key: str, value: Any) -> str:
+        if key in SPECS:
+            return number(value, SPECS[key])
+        return " ".join(value) if isinstance(value, list) else text(value)
+
+    cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
+    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key == "seed")
+    table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
+    return to_rich(table.without("reason") if all(row.get("reason") is None for row in rows) else table, heading)
+
+
+def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
+    """What to type next, on stderr beside JSON: the log of the first failed run, else the comparison."""
+    failed = [result for result in results if result["state"] != "finished"]
+    arms = [result["arm"] for result in results]
+    if failed:
+        line = f"{len(failed)} of {len(results)} runs did not finish; see {failed[0]['path']}/log.txt, then run again"
+    elif len(set(arms)) > 1:
+        line = f"next: hqsweep compare {sweep} --baseline {shlex.quote('bf16' if 'bf16' in arms else arms[0])}"
+    else:
+        line = f"next: hqsweep show {results[0]['run']}"
+    typer.echo(line, err=as_json)

@@ -1,0 +1,299 @@
+"""The typed config: the one place where YAML becomes objects.
+
+`parse` takes what composition gives (plain dicts), checks all of it, and returns a frozen ConvergenceConfig or
+ParityConfig. Defaults here and in conf/ are the same; a test holds them together. What a run is given is
+`config.model_dump(mode="json")`: every leaf, recipes in one canonical form, so that equal runs have equal dicts.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hqsweep.config_errors import sentence
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats import parse as parse_format
+from hqsweep.jobs.inputs import DISTRIBUTIONS
+from hqsweep.jobs.parity import CHECKS
+from hqsweep.quant.recipe import LinearQuantizers, Recipe
+from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.train.model import linear_shapes
+
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$")]
+"""Part of a folder's name."""
+Device = Literal["auto", "cpu", "cuda"]
+
+TOKENS_VOCAB = 50304
+"""Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys, wrong types, NaN and infinity are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RecipeConfig(Section):
+    """A recipe in canonical text form; whatever Recipe.from_config takes is accepted."""
+
+    name: Name
+    linear: dict[str, str]
+    head: dict[str, str]
+    embedding: str
+    norm: str
+    overrides: list[dict[str, Any]]
+    gemm: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _canonical(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            raise UserError(f"recipe: got {given!r}; it takes a mapping, or the name of a recipe as recipe=NAME")
+        recipe = Recipe.from_config(given)
+        return {
+            "name": given.get("name"),
+            "linear": _texts(recipe.linear),
+            "head": _texts(recipe.head),
+            "embedding": str(recipe.embedding),
+            "norm": str(recipe.norm),
+            "overrides": [{"name": o.name, "linear": _texts(o.linear)} for o in recipe.overrides],
+            "gemm": recipe.gemm,
+        }
+
+    def build(self) -> Recipe:
+        """The recipe itself."""
+        return Recipe.from_config(self.model_dump())
+
+
+class ModelConfig(Section):
+    """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim."""
+
+    kind: Literal["gpt"] = "gpt"
+    dim: Count = 128
+    layers: Count = 2
+    heads: Count = 4
+    ffn: Count | None = None
+    tied: bool = False
+    rope_base: Positive = 10000.0
+
+    @model_validator(mode="after")
+    def _heads(self) -> "ModelConfig":
+        if self.dim % (2 * self.heads):
+            raise UserError(
+                f"model.dim: {self.dim} with {self.heads} heads; RoPE turns pairs, so each head needs an even width;"
+                f" give a model.dim that is a multiple of {2 * self.heads}"
+            )
+        return self
+
+
+class MarkovConfig(Section):
+    """The synthetic source; concentration is that of the Dirichlet rows, length is in tokens."""
+
+    vocab: Annotated[int, Field(ge=2, le=65536)] = 16
+    order: Count = 2
+    concentration: Positive = 0.4
+    seed: Index = 0
+    length: Count = 1_000_000
+
+
+class DataConfig(Section):
+    """Where tokens come from; `path` is read by text and tokens, `markov` by markov."""
+
+    source: Literal["stdlib", "text", "tokens", "markov"] = "stdlib"
+    path: str | None = None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    max_bytes: Count | None = None
+    markov: MarkovConfig = MarkovConfig()
+
+    @model_validator(mode="after")
+    def _path(self) -> "DataConfig":
+        if self.source in ("text", "tokens"):
+            if self.path is None:
+                raise UserError(f"data.path: missing; data.source={self.source} needs data.path=FILE_OR_FOLDER")
+            if not Path(self.path).exists():
+                raise UserError(f"data.path: '{self.path}' does not exist; it must be a file or a folder")
+        elif self.path is not None:
+            raise UserError(f"data.path: data.source={self.source} reads no path; add data=text or data=tokens")
+        return self
+
+    @property
+    def vocab_estimate(self) -> int:
+        """Vocabulary size before the data is read: exact for bytes and markov."""
+        return {"markov": self.markov.vocab, "tokens": TOKENS_VOCAB}.get(self.source, 256)
+
+
+class TrainConfig(Section):
+    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps."""
+
+    steps: Count = 200
+    batch: Count = 16
+    context: Count = 128
+    lr: Positive = 1e-3
+    min_lr_fraction: Fraction = 0.1
+    warmup: Fraction = 0.05
+    decay: Fraction = 0.4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    clip: Positive = 1.0
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Device = "auto"
+    log_every: Count = 10
+    eval_every: Count = 100
+    eval_batches: Count = 8
+    checkpoint_every: Count = 100
+
+    @model_validator(mode="after")
+    def _schedule(self) -> "TrainConfig":
+        if self.warmup + self.decay > 1:
+            raise UserError(
+                f"train.warmup: {self.warmup} and train.decay {self.decay} are fractions of the steps and sum to more"
+                " than 1; lower one of them"
+            )
+        return self
+
+
+class StatsConfig(Section):
+    """Error statistics: every so many steps, 0 for never; `gemm` adds the error of each GEMM's output."""
+
+    every: Index = 100
+    gemm: bool = True
+
+
+class TrackConfig(Section):
+    """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
+    for who is logged in, else offline."""
+
+    kind: Literal["none", "wandb"] = "none"
+    mode: Literal["offline", "online", "auto"] = "auto"
+    project: str = "hqsweep"
+    entity: str | None = None
+    init_timeout_s: Positive = 15
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _installed(cls, kind: Any) -> Any:
+        installed = find_spec("wandb") is not None
+        if kind == "wandb" and not installed:
+            raise UserError("track.kind: 'wandb' needs the package wandb; pip install wandb, or set track=none")
+        return ("wandb" if installed else "none") if kind == "auto" else kind
+
+
+class EngineConfig(Section):
+    """How runs are executed: `workers` at a time with `threads` CPU threads each (None: cores // workers)."""
+
+    kind: Literal["local"] = "local"
+    workers: Count = 1
+    threads: Count | None = None
+    timeout_s: Positive | None = None
+    retries: Index = 0
+
+
+class Job(Section):
+    """What all jobs have."""
+
+    sweep: Name
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    runs_dir: str = "runs"
+    track: TrackConfig = TrackConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+class ConvergenceConfig(Job):
+    """Train one model under one recipe."""
+
+    job: Literal["convergence"]
+    recipe: RecipeConfig
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    stats: StatsConfig = StatsConfig()
+
+    @model_validator(mode="after")
+    def _recipe_fits(self) -> "ConvergenceConfig":
+        linears = linear_shapes(self.model, self.data.vocab_estimate)
+        self.recipe.build().validate(linears, self.train.batch * self.train.context)
+        return self
+
+
+class ParitySection(Section):
+    """What is compared to the byte, and by which checks; a shape is [rows, columns]."""
+
+    formats: Annotated[list[str], Field(min_length=1)]
+    distributions: Annotated[list[str], Field(min_length=1)]
+    shapes: Annotated[list[Annotated[list[Count], Field(min_length=2, max_length=2)]], Field(min_length=1)]
+    checks: Annotated[list[str], Field(min_length=1)]
+    device: Device = "auto"
+
+    @model_validator(mode="after")
+    def _known(self) -> "ParitySection":
+        for key, known in (("distributions", DISTRIBUTIONS), ("checks", CHECKS)):
+            for name in getattr(self, key):
+                if name not in known:
+                    raise UserError(f"parity.{key}: got '{name}'{nearest(name, known)}; known are {', '.join(known)}")
+        for text, shape in itertools.product(self.formats, self.shapes):
+            _check_format(text, shape)
+        return self
+
+
+class ParityConfig(Job):
+    """Compare kernels with the reference and hybrid routing with single-format runs."""
+
+    job: Literal["parity"]
+    parity: ParitySection
+
+    def training(self, name: str, linear: object) -> ConvergenceConfig:
+        """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums."""
+        config = {
+            "job": "convergence", "sweep": self.sweep, "seed": self.seed,
+            "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
+            "model": {"dim": 64, "layers": 1, "heads": 2},
+            "data": {"source": "markov", "markov": {"length": 20_000}},
+            "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1},
+            "stats": {"every": 0},
+        }  # fmt: skip
+        return ConvergenceConfig.model_validate(config)
+
+
+Config = ConvergenceConfig | ParityConfig
+JOBS: dict[str, type[Config]] = {"convergence": ConvergenceConfig, "parity": ParityConfig}
+
+
+def parse(config: Mapping[str, Any]) -> Config:
+    """The typed config of a run.
+
+    Raises:
+        UserError: all faults in one line, each with its key path, what came, and what is allowed.
+    """
+    job = config.get("job")
+    if job not in JOBS:
+        given = f"got {job!r}{nearest(str(job), JOBS)}" if job is not None else "missing"
+        raise UserError(f"job: {given}; must be {' or '.join(JOBS)} (defaults: [convergence] in a YAML gives all keys)")
+    try:
+        return JOBS[job].model_validate(dict(config))
+    except ValidationError as error:
+        raise UserError(sentence(error, JOBS[job])) from None
+
+
+def _texts(quantizers: LinearQuantizers) -> dict[str, str]:
+    return {tensor: str(getattr(quantizers, tensor)) for tensor in TENSOR_TYPES["linear"]}
+
+
+def _check_format(text: str, shape: list[int]) -> None:
+    """The format must exist, and both orientations of the shape fit its blocks."""
+    where = "parity.formats"
+    try:
+        format = parse_format(text)
+        where = f"parity.shapes: {shape} does not fit {text}"
+        format.check_shape(*shape)
+        format.check_shape(*reversed(shape))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

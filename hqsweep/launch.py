@@ -1,0 +1,118 @@
+"""What `hqsweep run` does: words to a checked plan, the plan to run folders, the folders to results.
+
+A plan exists only when every point of the grid is valid, so nothing starts that would stop at its third recipe.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hqsweep.config import Config, parse
+from hqsweep.errors import UserError
+from hqsweep.sweep.compose import GridPoint, expand, known_confs
+from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.progress import Display
+from hqsweep.sweep.store import RunDir, RunStore, run_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked grid; the points' configs are canonical, with every leaf. `first` speaks for what cannot be swept."""
+
+    conf: str
+    words: tuple[str, ...]
+    points: tuple[GridPoint, ...]
+    first: Config
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Per run: run (its folder's name), arm, seed, changed, config."""
+        return [
+            {"run": run_name(p.config), "arm": p.arm, "seed": p.config["seed"], "changed": list(p.changed),
+             "config": p.config}
+            for p in self.points
+        ]  # fmt: skip
+
+
+def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> Plan:
+    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers.
+
+    Raises:
+        UserError: whatever is wrong in any point of the grid.
+    """
+    conf, overrides = split_conf(words, config_dir)
+    if workers is not None:
+        overrides = [*overrides, f"engine.workers={workers}"]
+    points = expand(conf, overrides, config_dir)
+    configs = _parse_all(points)
+    typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(points, configs, strict=True)]
+    return Plan(conf=conf, words=tuple(overrides), points=tuple(typed), first=configs[0])
+
+
+def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
+    """(NAME, overrides) of words among which there must be one conf=NAME."""
+    confs = [word.removeprefix("conf=") for word in words if word.startswith("conf=")]
+    rest = [word for word in words if not word.startswith("conf=")]
+    known = known_confs(config_dir)
+    if not confs:
+        meant = next((word for word in rest if word in known), "")
+        hint = f" (did you mean 'conf={meant}'?)" if meant else ""
+        raise UserError(f"conf=NAME is missing{hint}; known are {', '.join(known)}, or give conf=PATH.yaml")
+    if len(confs) > 1 or "," in confs[0] or not confs[0]:
+        given = " ".join(f"conf={conf}" for conf in confs)
+        raise UserError(f"{given}: a sweep has one conf; give one name, and sweep keys within it")
+    return confs[0], rest
+
+
+def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
+    """Make the folders, bring every run to an end, and return the folders in grid order."""
+    first = plan.first
+    runs = RunStore(Path(first.runs_dir)).create(
+        sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
+    )
+    engine = first.engine
+    run_sweep(
+        runs, display=display, workers=engine.workers, threads=engine.threads, timeout_s=engine.timeout_s,
+        retries=engine.retries, force=force,
+    )  # fmt: skip
+    return runs
+
+
+def result(run: RunDir) -> dict[str, Any]:
+    """One run in short: run, arm, seed, state, val_loss (nats, last one or None), tokens_per_s, seconds, reason, path,
+    and for a parity run how many rows PASS, FAIL and SKIP."""
+    status, manifest = run.status(), run.manifest()
+    losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
+    return {
+        "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "state": status["state"],
+        "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
+        "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
+        "parity": dict(Counter(row["status"] for row in run.rows("parity"))),
+    }  # fmt: skip
+
+
+def mirror_report(runs: Sequence[RunDir], report: Path) -> bool:
+    """Keep a report folder as an artifact beside runs that W&B tracks; False when there is none to keep it by."""
+    track = runs[0].config().get("track", {})
+    if track.get("kind") != "wandb" or find_spec("wandb") is None:
+        return False
+    from hqsweep.track.wandb import log_report
+
+    return log_report(runs[0].sweep_path, track, report)
+
+
+def _parse_all(points: Sequence[GridPoint]) -> list[Config]:
+    """Typed configs; a fault of some points only is told with the first of these."""
+    configs, faults = [], {}
+    for point in points:
+        try:
+            configs.append(parse(point.config))
+        except UserError as error:
+            faults.setdefault(str(error), point.changed)
+    if not faults:
+        return configs
+    message, changed = next(iter(faults.items()))
+    where = f" (in the run with {' '.join(changed)})" if changed and configs else ""
+    raise UserError(message + where)
