@@ -1,5 +1,6 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
     train, device = config.train, pick_device(config.train.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
-    if device.type == "cuda":  # on CPU the kernels used here repeat anyway, and the switch costs 2 s of imports
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.type == "cuda":
+        make_deterministic()
     dataset = data.load(config.data)
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     sink.manifest(**facts(trainer))
@@ -45,6 +46,16 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
         if done.step % train.checkpoint_every == 0 and done.step < train.steps:
             save_checkpoint(trainer, workspace / "checkpoint")
     save_checkpoint(trainer, workspace / "checkpoint")
+
+
+def make_deterministic() -> None:
+    """Runs on a GPU repeat: deterministic kernels, and no cuDNN attention, whose backward is not.
+
+    On CPU the kernels used here repeat anyway, and the switch would cost two seconds of imports.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def facts(trainer: Trainer) -> dict[str, object]:
