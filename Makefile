@@ -35,6 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c "from hqsweep import _C; print('hqsweep: CUDA kernels', \
+	  'compiled' if _C.build_info()['cuda'] else 'skipped, nvcc not found')"
 	touch $@
 
 clean:

@@ -66,7 +66,7 @@ def test_zoo_is_complete() -> None:
 
 @pytest.mark.parametrize(
     ("group", "option"),
-    [(g, o) for g in ("model", "data", "train", "stats", "engine") for o in names(g)] + [("track", "none")],
+    [(g, o) for g in ("model", "data", "train", "stats", "engine") for o in sorted(names(g))] + [("track", "none")],
 )
 def test_packaged_options_are_valid(group: str, option: str, tmp_path) -> None:
     words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens") else [])
