@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hqsweep.config import Config, parse
 from hqsweep.errors import UserError
 from hqsweep.sweep.compose import GridPoint, expand, known_confs
@@ -69,6 +71,7 @@ def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[st
 def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
     """Make the folders, bring every run to an end, and return the folders in grid order."""
     first = plan.first
+    _check_device({p.config.get("train", p.config.get("parity"))["device"] for p in plan.points})
     runs = RunStore(Path(first.runs_dir)).create(
         sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
     )
@@ -78,6 +81,12 @@ def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
         retries=engine.retries, force=force,
     )  # fmt: skip
     return runs
+
+
+def _check_device(wanted: set[str]) -> None:
+    """Raises UserError when a run needs a GPU that this machine, on which it will run, has not."""
+    if "cuda" in wanted and not torch.cuda.is_available():
+        raise UserError("train.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
 
 
 def result(run: RunDir) -> dict[str, Any]:

@@ -234,3 +234,11 @@ def test_no_command_shows_the_help() -> None:
 
 def test_version_names_torch() -> None:
     assert json.loads(hqsweep("version", "--json").stdout)["versions"]["torch"]
+
+
+def test_a_gpu_that_is_not_there_stops_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in ([*TINY, "train.device=cuda"], ["conf=parity", "parity.device=cuda"]):
+        result = hqsweep("run", *words)
+        assert result.exit_code == 2 and "no CUDA device; use cpu" in result.stderr
+    assert not (folder / "runs").exists()

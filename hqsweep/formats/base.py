@@ -88,8 +88,17 @@ class Format:
         shapes = self.shapes(rows, cols)
         return {n: torch.empty(shapes[n], dtype=b.dtype, device=device) for n, b in self.layout.items()}
 
+    @property
+    def column_multiple(self) -> int:
+        """The number of columns must be a multiple of this; 1 for formats that take partial blocks."""
+        return 1
+
     def check_shape(self, rows: int, cols: int) -> None:
-        """UserError when the last axis does not fit the block (formats that allow partial blocks accept all)."""
+        """UserError when the last axis does not fit the block."""
+        if cols % self.column_multiple:
+            raise UserError(
+                f"{self}: the contracted axis has {cols} elements; it takes a multiple of {self.column_multiple}"
+            )
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
         """All amaxes that encode needs, float32, keyed and shaped like the buffers they become; NaN is ignored.
@@ -125,14 +134,6 @@ class Format:
     def codes(self, buffers: Buffers) -> Tensor | None:
         """uint8 [rows, cols], one code an entry, or None for Identity."""
         return None
-
-
-def require_columns(format: Format, cols: int, multiple: int) -> None:
-    """UserError unless cols is a multiple of the block of a format that takes no partial block."""
-    if cols % multiple:
-        raise UserError(
-            f"{format}: the contracted axis has {cols} elements; it takes a multiple of {multiple} (its block)"
-        )
 
 
 def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:

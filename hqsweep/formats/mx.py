@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format, expand_tiles, require_columns, tile_amax
+from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format, expand_tiles, tile_amax
 from hqsweep.formats.elements import (
     ELEMENTS,
     Element,
@@ -60,9 +60,9 @@ class MX(Format):
     def layout(self) -> dict[str, Buffer]:
         return {"q": Buffer(1, 2 if self.packed else 1, torch.uint8), "s": Buffer(*self.tile, torch.uint8)}
 
-    def check_shape(self, rows: int, cols: int) -> None:
-        if self.packed:
-            require_columns(self, cols, 2)
+    @property
+    def column_multiple(self) -> int:
+        return 2 if self.packed else 1
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
         return {"s": tile_amax(x, *self.tile)}

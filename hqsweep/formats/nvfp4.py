@@ -22,7 +22,6 @@ from hqsweep.formats.base import (
     Format,
     divide,
     expand_tiles,
-    require_columns,
     tile_amax,
 )
 from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
@@ -106,8 +105,9 @@ class NVFP4(Format):
             "g": Buffer(1 if self.row_scaled else WHOLE, WHOLE, torch.float32),
         }
 
-    def check_shape(self, rows: int, cols: int) -> None:
-        require_columns(self, cols, BLOCK)
+    @property
+    def column_multiple(self) -> int:
+        return BLOCK
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
         x = self._transform(x)
@@ -158,7 +158,7 @@ class NVFP4(Format):
     def _transform(self, x: Tensor) -> Tensor:
         if not self.rht:
             return x
-        require_columns(self, x.shape[1], BLOCK)
+        self.check_shape(*x.shape)
         return hadamard(x, signed=self.rht_signed).bfloat16()
 
     def _round_stochastic(self, scaled: Tensor, key: RngKey | None) -> Tensor:

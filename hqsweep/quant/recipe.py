@@ -124,15 +124,16 @@ class Recipe:
         quantizers = self.linear_quantizers(name)
         contracted = {"fprop": in_features, "dgrad": out_features, "wgrad": tokens}
         for gemm, slots in GEMMS.items():
+            size = contracted[gemm]
             formats = [getattr(getattr(quantizers, tensor), direction) for tensor, direction in slots]
-            for (tensor, direction), format in zip(slots, formats, strict=True):
-                try:
-                    format.check_shape(1, contracted[gemm])
-                except UserError as error:
-                    yield name, f"{gemm}: {tensor} {direction}: {error}"
+            spelled = [f"{t} {d} {f}" for (t, d), f in zip(slots, formats, strict=True)]
+            misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if size % f.column_multiple}
+            if misfits:
+                takers = " and ".join(f"{s} takes a multiple of {m}" for s, m in misfits.items())
+                yield name, f"{gemm}: the contracted axis has {size} elements, but {takers}"
             fault = mathematical_fault(*formats) or (hardware_fault(*formats) if self.gemm == "strict" else None)
             if fault:
-                a, b = (f"{t} {d} {f}" for (t, d), f in zip(slots, formats, strict=True))
+                a, b = spelled
                 strict = " under gemm=strict" if not mathematical_fault(*formats) else ""
                 yield name, f"{gemm}: {a} cannot meet {b}{strict}: {fault}"
 
