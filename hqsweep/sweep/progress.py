@@ -132,7 +132,7 @@ class LiveDisplay:
         for heading in ("run", "state"):
             table.add_column(heading, no_wrap=True)
         table.add_column("step", min_width=24)
-        for heading in ("loss", "tokens/s", "time"):
+        for heading in ("loss", "tokens/s", "left, took"):
             table.add_column(heading, justify="right")
         for run in self._shown():
             table.add_row(*self._row(run, self._statuses[run]))
