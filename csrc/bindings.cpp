@@ -96,7 +96,7 @@ Call parse(uintptr_t src_ptr, const std::string& dtype, int64_t rows, int64_t co
            int64_t col_stride, const std::string& family, const std::string& element, int tile_rows, int tile_cols,
            bool pow2, float amax_epsilon, bool row_scaled, bool rht, bool rht_sign, bool sr, int four_over_six,
            float e4m3_max, bool fast_error, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t q_ptr,
-           uintptr_t s_ptr, uintptr_t g_ptr, uintptr_t exact_ptr, uintptr_t amax_ptr) {
+           uintptr_t s_ptr, uintptr_t g_ptr, uintptr_t exact_ptr, const std::string& exact_dtype, uintptr_t amax_ptr) {
   require(four_over_six >= 0 && four_over_six <= 2,
           "four_over_six is " + std::to_string(four_over_six) + ", must be 0 (off), 1 (MAE) or 2 (MSE)");
   Call call{
@@ -104,8 +104,8 @@ Call parse(uintptr_t src_ptr, const std::string& dtype, int64_t rows, int64_t co
        amax_epsilon, row_scaled, rht, rht_sign, sr, static_cast<hq::FourOverSix>(four_over_six), e4m3_max, fast_error,
        key0, key1, step},
       {pointer<void>(src_ptr), lookup(kDtypes, "dtype", dtype), rows, cols, row_stride, col_stride},
-      {pointer<uint8_t>(q_ptr), pointer<void>(s_ptr), pointer<float>(g_ptr), pointer<float>(exact_ptr),
-       pointer<float>(amax_ptr)}};
+      {pointer<uint8_t>(q_ptr), pointer<void>(s_ptr), pointer<float>(g_ptr), pointer<void>(exact_ptr),
+       lookup(kDtypes, "exact_dtype", exact_dtype), pointer<float>(amax_ptr)}};
   check_spec(call.spec);
   check_source(call.spec, call.source);
   return call;
@@ -117,22 +117,23 @@ Call parse(uintptr_t src_ptr, const std::string& dtype, int64_t rows, int64_t co
       "tile_rows"_a, "tile_cols"_a, "pow2"_a = false, "amax_epsilon"_a = 0.0f, "row_scaled"_a = false,                \
       "rht"_a = false, "rht_sign"_a = true, "sr"_a = false, "four_over_six"_a = 0, "e4m3_max"_a = 448.0f,             \
       "fast_error"_a = false, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "q_ptr"_a = 0, "s_ptr"_a = 0, "g_ptr"_a = 0,  \
-      "exact_ptr"_a = 0, "amax_ptr"_a = 0
+      "exact_ptr"_a = 0, "exact_dtype"_a = "fp32", "amax_ptr"_a = 0
 
 #define HQ_QUANTIZE_PARAMETERS                                                                                        \
   uintptr_t src_ptr, const std::string &dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride,    \
       const std::string &family, const std::string &element, int tile_rows, int tile_cols, bool pow2,                 \
       float amax_epsilon, bool row_scaled, bool rht, bool rht_sign, bool sr, int four_over_six, float e4m3_max,       \
       bool fast_error, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t q_ptr, uintptr_t s_ptr,                 \
-      uintptr_t g_ptr, uintptr_t exact_ptr, uintptr_t amax_ptr
+      uintptr_t g_ptr, uintptr_t exact_ptr, const std::string &exact_dtype, uintptr_t amax_ptr
 
 #define HQ_QUANTIZE_VALUES                                                                                            \
   src_ptr, dtype, rows, cols, row_stride, col_stride, family, element, tile_rows, tile_cols, pow2, amax_epsilon,      \
       row_scaled, rht, rht_sign, sr, four_over_six, e4m3_max, fast_error, key0, key1, step, q_ptr, s_ptr, g_ptr,      \
-      exact_ptr, amax_ptr
+      exact_ptr, exact_dtype, amax_ptr
 
 void quantize_cpu(HQ_QUANTIZE_PARAMETERS, int threads, const std::string& isa) {
   const Call call = parse(HQ_QUANTIZE_VALUES);
+  require(exact_dtype == "fp32", "exact_dtype is '" + exact_dtype + "', must be fp32 on the CPU");
   require(threads >= 1, "threads is " + std::to_string(threads) + ", must be at least 1");
   require(isa.empty() || isa == "base" || isa == hq::best_isa(),
           "isa is '" + isa + "', this build and processor have base and " + hq::best_isa());
@@ -143,11 +144,11 @@ void quantize_cpu(HQ_QUANTIZE_PARAMETERS, int threads, const std::string& isa) {
 #if defined(HQ_HAVE_CUDA)
 void quantize_cuda(HQ_QUANTIZE_PARAMETERS, uintptr_t stream) {
   const Call call = parse(HQ_QUANTIZE_VALUES);
-  require(call.spec.family == hq::Family::mx && call.spec.tile_rows == 1 && call.spec.element != hq::Element::e2m1,
-          "the CUDA kernel takes family mx with scale tile 1 x 32 and a one-byte element, got family " + family +
-              ", scale tile " + tile_text(tile_rows, tile_cols) + ", element " + element);
-  require(call.output.codes && call.output.scales && !call.output.exact && !call.output.amax,
-          "the CUDA kernel writes q and s, and neither reads amax nor writes exact");
+  require(exact_dtype != "fp16", "exact_dtype is 'fp16', must be fp32 or bf16");
+  require(call.output.amax || call.output.global || call.spec.family != hq::Family::nvfp4,
+          "family nvfp4 without amax_ptr needs g_ptr, where the amax is found");
+  require(call.output.amax || call.output.scales || call.spec.family != hq::Family::current,
+          "family current without amax_ptr needs s_ptr, where the amax is found");
   py::gil_scoped_release release;
   hq::quantize_cuda(call.spec, call.source, call.output, stream);
 }

@@ -8,9 +8,11 @@
 
 #if defined(__CUDACC__)
 #define HQ_HD static __host__ __device__ __forceinline__
+#define HQ_UNROLL _Pragma("unroll")
 #else
 // static: quantize.cpp is compiled once per instruction set, and the linker must not merge the copies.
 #define HQ_HD static inline __attribute__((always_inline))
+#define HQ_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace hq {
@@ -27,9 +29,13 @@ HQ_HD float to_float(uint32_t bits) {
   return value;
 }
 
-// condition ? a : b as arithmetic, so that loops over it become vector code instead of branches.
+// condition ? a : b; on the host as arithmetic, so that loops over it become vector code instead of branches.
 HQ_HD uint32_t select(bool condition, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return condition ? a : b;
+#else
   return b ^ ((a ^ b) & (0u - static_cast<uint32_t>(condition)));
+#endif
 }
 
 constexpr uint32_t kAbsMask = 0x7FFFFFFFu;
@@ -171,11 +177,34 @@ HQ_HD float nvfp4_encode_scale(float block_scale, float global_decode_scale) {
   return to_float(select(inverse == kInfBits, kInfBits - 1, inverse));
 }
 
+// NVFP4 4over6: E4M3 code of a candidate block scale, saturating at 448; stretch 1 maps the block amax to 6, 1.5 to 4.
+HQ_HD uint32_t nvfp4_candidate_scale(float block_amax, float global_scale, float stretch) {
+  return encode<E4M3>(block_amax / 6.0f * global_scale * stretch);
+}
+
 constexpr float kSixth = 0x1.555556p-3f;  // fl(1/6)
 
 // ---- random Hadamard transform and random bits ---------------------------------------------------------------------
 
 constexpr uint32_t kRhtSignMask = 0xD7E8u;  // bit i: input element i of each group of 16 is negated
+
+// Hadamard transform of 16 values as butterflies over distances 1, 2, 4, 8 in this order. V is float, or a vector of
+// floats for as many transforms side by side.
+template <class V>
+HQ_HD void butterfly16(V v[16]) {
+  HQ_UNROLL
+  for (int distance = 1; distance < 16; distance *= 2)
+    HQ_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      if (i & distance) continue;
+      const V a = v[i], b = v[i + distance];
+      v[i] = a + b;
+      v[i + distance] = a - b;
+    }
+}
+
+// What input element i of a group of 16 is multiplied by before the butterflies.
+HQ_HD float rht_factor(int i, bool with_signs) { return with_signs && ((kRhtSignMask >> i) & 1u) ? -0.25f : 0.25f; }
 
 // Stochastic E2M1 code: |value| + byte/256 of its step, truncated. The sum is what one fma gives: byte/256 * step is
 // exact.

@@ -55,7 +55,8 @@ void encode_row(const Job& job, Tile& tile, int r) {
 
 void write_row(const Job& job, const Tile& tile, int r) {
   const int64_t start = (tile.row0 + r) * job.source.cols + tile.col0;
-  if (job.output.exact) memcpy(job.output.exact + start, tile.exact, sizeof(float) * static_cast<size_t>(tile.cols));
+  if (job.output.exact)
+    memcpy(static_cast<float*>(job.output.exact) + start, tile.exact, sizeof(float) * static_cast<size_t>(tile.cols));
   if (!job.output.codes) return;
   uint8_t bytes[kWidth];
   for (int i = 0; i < kWidth; ++i) bytes[i] = static_cast<uint8_t>(tile.codes[i]);

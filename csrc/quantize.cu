@@ -1,155 +1,166 @@
-// CUDA loops of the mx family along rows: 1 x 32 blocks, one-byte elements, codes and E8M0 scales. The arithmetic is
-// numerics.h, so the bytes are those of the CPU. Four neighbouring threads share a block of 32, eight elements each.
+// CUDA quantization of every format: which kernels run for a call, and the one kernel that they all share. A thread
+// takes 16 consecutive elements of a row through load (cuda_tile.cuh), scale (cuda_scales.cuh), encode (segment.h) and
+// store (cuda_store.cuh). The arithmetic is numerics.h, so the bytes are those of the CPU. Everything is enqueued on the
+// caller's stream; a global amax that is not given is found first (cuda_amax.cuh), in memory that the outputs own.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
+#include "cuda_amax.cuh"
+#include "cuda_scales.cuh"
+#include "cuda_store.cuh"
+#include "cuda_tile.cuh"
 #include "numerics.h"
 #include "quantize.h"
+#include "segment.h"
 
 namespace hq {
 namespace {
 
-constexpr int kBlock = 32;
-constexpr int kPerThread = 8;
-constexpr int kThreads = 256;
-constexpr int kTileRows = kThreads * kPerThread / kBlock;  // 64
+// What the kernel is compiled for: the families, and 4over6 apart because it needs many more registers.
+enum class Scaling { current, block, mx, nvfp4, four_over_six };
 
-struct Fp32 {
-  float value;
-  __device__ float widen() const { return value; }
-};
-struct Bf16 {
-  uint16_t bits;
-  __device__ float widen() const { return bf16_to_float(bits); }
-};
-struct Fp16 {
-  uint16_t bits;
-  __device__ float widen() const { return half_to_float(bits); }
+constexpr int kRows = 32;       // of a thread block's tile
+constexpr int kHighRows = 128;  // the same for scale tiles of 128 x 128
+
+struct Job {
+  Spec spec;
+  Source source;
+  Output output;
+  const float* amax;  // current, nvfp4: the global amax, or one per row
+  float input_max;    // largest finite value of the source dtype
+  Path path;
 };
 
-struct Matrix {
-  int64_t rows, cols, row_stride, col_stride;
-};
-
-// Codes of a thread's eight elements as two words; the scale code of their block goes to `scale_code`.
-template <class E>
-__device__ uint2 encode_eight(const float x[kPerThread], float reciprocal_max, uint32_t& scale_code) {
-  int32_t amax = 0;
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) amax = max(amax, amax_bits(x[i]));
-  amax = max(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
-  amax = max(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 2));
-  scale_code = e8m0_up(to_float(static_cast<uint32_t>(amax)) * reciprocal_max);
-  const float scale = e8m0_reciprocal(scale_code);
-  uint32_t words[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) words[i / 4] |= encode<E>(x[i] * scale) << (8 * (i % 4));
-  return make_uint2(words[0], words[1]);
-}
-
-// Rows contiguous and 16-byte aligned, cols a multiple of 32: straight from registers.
-template <class T, class E>
-__global__ void __launch_bounds__(kThreads) quantize_aligned(const T* source, Matrix m, float reciprocal_max,
-                                                             uint8_t* codes, uint8_t* scales) {
-  const int64_t per_row = m.cols / kPerThread;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const bool active = index < m.rows * per_row;
-  const int64_t row = active ? index / per_row : 0, part = active ? index % per_row : 0;
-  struct alignas(16) Chunk {
-    T items[16 / sizeof(T)];
-  };
-  constexpr int kChunks = kPerThread * sizeof(T) / 16;
-  const Chunk* chunks = reinterpret_cast<const Chunk*>(source + row * m.row_stride + part * kPerThread);
-  float x[kPerThread];
-#pragma unroll
-  for (int k = 0; k < kChunks; ++k) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(chunks + k);
-    Chunk chunk;
-    memcpy(&chunk, &raw, sizeof(chunk));
-#pragma unroll
-    for (int i = 0; i < kPerThread / kChunks; ++i) x[k * (kPerThread / kChunks) + i] = chunk.items[i].widen();
+template <class E, Scaling kScaling, int kRows>
+__device__ BlockScale find_scale(const Job& job, const Place& place, const float x[kSegment]) {
+  const Spec& spec = job.spec;
+  if constexpr (kScaling == Scaling::current) {
+    return {fp8_scale(*job.amax, max_of<E>(), spec.amax_epsilon, spec.pow2, kFloatMax), 1.0f, 0};
+  } else {
+    const float amax = tile_amax<kRows>(spec, place, segment_amax(x));
+    if constexpr (kScaling == Scaling::block) return block_fp8_scale(amax, max_of<E>(), job.input_max, spec);
+    if constexpr (kScaling == Scaling::mx) return mx_scale(amax, max_of<E>());
+    if constexpr (kScaling == Scaling::nvfp4 || kScaling == Scaling::four_over_six) {
+      const bool row_scaled = spec.row_scaled && place.count > 0;
+      const float global_amax = job.amax[row_scaled ? place.row : 0];
+      if constexpr (kScaling == Scaling::nvfp4) return nvfp4_scale(amax, global_amax, spec);
+      return four_over_six_scale<kRows>(spec, place, x, amax, global_amax);
+    }
   }
-  uint32_t scale_code;
-  const uint2 words = encode_eight<E>(x, reciprocal_max, scale_code);
-  if (!active) return;
-  *reinterpret_cast<uint2*>(codes + index * kPerThread) = words;
-  if (part % 4 == 0) scales[index / 4] = static_cast<uint8_t>(scale_code);
 }
 
-// Any strides and any size: a tile of 64 rows x 32 columns goes through shared memory, read along whichever axis is
-// contiguous.
-template <class T, class E>
-__global__ void __launch_bounds__(kThreads) quantize_strided(const T* source, Matrix m, float reciprocal_max,
-                                                             uint8_t* codes, uint8_t* scales) {
-  __shared__ float tile[kBlock][kTileRows + 1];
-  const int64_t blocks = (m.cols + kBlock - 1) / kBlock;
-  const int64_t row0 = blockIdx.x / blocks * kTileRows, block = blockIdx.x % blocks, col0 = block * kBlock;
-  const bool along_rows = m.row_stride == 1;
-  for (int i = threadIdx.x; i < kBlock * kTileRows; i += kThreads) {
-    const int r = along_rows ? i % kTileRows : i / kBlock, c = along_rows ? i / kTileRows : i % kBlock;
-    const bool inside = row0 + r < m.rows && col0 + c < m.cols;
-    tile[c][r] = inside ? source[(row0 + r) * m.row_stride + (col0 + c) * m.col_stride].widen() : 0.0f;
+template <class E, Scaling kScaling, int kRows>
+__global__ void __launch_bounds__(kRows * kLanes) quantize_segments(const __grid_constant__ Job job) {
+  const Place place = locate<kRows>(job.source, job.path);
+  float x[kSegment];
+  load<kRows>(job.spec, job.source, job.path, place, x);
+  const BlockScale scale = find_scale<E, kScaling, kRows>(job, place, x);
+  if (kScaling != Scaling::current) write_scale(job.spec, job.source, place, scale, job.output.scales);
+  if (place.count == 0) return;
+  uint32_t codes[kSegment];
+  if (kScaling == Scaling::nvfp4 && job.spec.sr) {
+    const uint64_t segment = static_cast<uint64_t>(place.row * job.source.cols + place.col) / kSegment;
+    encode_segment_stochastic(x, scale.encode, job.spec, segment, codes);
+  } else {
+    encode_segment<E>(x, scale.encode, codes);
   }
-  __syncthreads();
-  const int r = threadIdx.x / 4, first = threadIdx.x % 4 * kPerThread;
-  float x[kPerThread];
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) x[i] = tile[first + i][r];
-  uint32_t scale_code;
-  const uint2 words = encode_eight<E>(x, reciprocal_max, scale_code);
-  const int64_t row = row0 + r;
-  if (row >= m.rows) return;
-  if (first == 0) scales[row * blocks + block] = static_cast<uint8_t>(scale_code);
-  for (int i = 0; i < kPerThread && col0 + first + i < m.cols; ++i)
-    codes[row * m.cols + col0 + first + i] = static_cast<uint8_t>((i < 4 ? words.x : words.y) >> (8 * (i % 4)));
+  if (job.output.codes) store_codes<E::kWidth == 4 ? 4 : 8>(job.source, place, codes, job.output.codes);
+  if (job.output.exact) store_exact<E>(job.source, place, codes, scale.decode, job.output);
 }
+
+// ---- launches ------------------------------------------------------------------------------------------------------
 
 void check(cudaError_t status) {
   if (status != cudaSuccess)
     throw std::runtime_error(std::string("hqsweep._C.quantize_cuda: ") + cudaGetErrorString(status));
 }
 
-template <class T, class E>
-void launch(const Source& source, const Output& output, float fp8_max, cudaStream_t stream) {
-  const Matrix m{source.rows, source.cols, source.row_stride, source.col_stride};
-  if (m.rows == 0 || m.cols == 0) return;
-  const T* data = static_cast<const T*>(source.data);
-  uint8_t* scales = static_cast<uint8_t*>(output.scales);
-  const float reciprocal_max = 1.0f / fp8_max;
-  const bool aligned = m.col_stride == 1 && m.cols % kBlock == 0 &&
-                       reinterpret_cast<uintptr_t>(data) % 16 == 0 && m.row_stride * sizeof(T) % 16 == 0 &&
-                       reinterpret_cast<uintptr_t>(output.codes) % kPerThread == 0;
-  const int64_t blocks_per_row = (m.cols + kBlock - 1) / kBlock;
-  const int64_t grid = aligned ? (m.rows * m.cols / kPerThread + kThreads - 1) / kThreads
-                               : (m.rows + kTileRows - 1) / kTileRows * blocks_per_row;
+Path choose_path(const Source& source, int tile_rows) {
+  if (source.row_stride == 1 && source.col_stride != 1) return Path::staged;
+  return tile_rows <= 1 && source.cols % kWidth == 0 ? Path::flat : Path::tiled;
+}
+
+// Thread blocks for a matrix that is not empty. A tile count covers the flat path too, whose rows are whole tiles wide.
+unsigned grid_of(const Source& source, int rows) {
+  const int64_t grid = ceil_div(source.rows, rows) * ceil_div(source.cols, kWidth);
   if (grid > 0x7FFFFFFF) throw std::runtime_error("hqsweep._C.quantize_cuda: the matrix is too large for one launch");
-  const auto kernel = aligned ? quantize_aligned<T, E> : quantize_strided<T, E>;
-  kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(data, m, reciprocal_max, output.codes, scales);
+  return static_cast<unsigned>(grid);
+}
+
+template <class E, Scaling kScaling, int kRows>
+void launch(const Job& job, cudaStream_t stream) {
+  const auto kernel = quantize_segments<E, kScaling, kRows>;
+  const size_t shared = job.path == Path::staged ? staged_bytes<kRows>() : 0;
+  if (shared > 48 * 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  kernel<<<grid_of(job.source, kRows), kRows * kLanes, shared, stream>>>(job);
   check(cudaGetLastError());
 }
 
 template <class E>
-void launch_dtype(const Source& source, const Output& output, float fp8_max, cudaStream_t stream) {
-  switch (source.dtype) {
-    case Dtype::fp32: return launch<Fp32, E>(source, output, fp8_max, stream);
-    case Dtype::bf16: return launch<Bf16, E>(source, output, fp8_max, stream);
-    case Dtype::fp16: return launch<Fp16, E>(source, output, fp8_max, stream);
+void launch_fp8(const Job& job, cudaStream_t stream) {
+  switch (job.spec.family) {
+    case Family::current: return launch<E, Scaling::current, kRows>(job, stream);
+    case Family::block:
+      return job.spec.tile_rows == 1 ? launch<E, Scaling::block, kRows>(job, stream)
+                                     : launch<E, Scaling::block, kHighRows>(job, stream);
+    default: return launch<E, Scaling::mx, kRows>(job, stream);
   }
+}
+
+void launch_e2m1(const Job& job, cudaStream_t stream) {
+  if (job.spec.family == Family::mx) return launch<E2M1, Scaling::mx, kRows>(job, stream);
+  if (job.spec.four_over_six == FourOverSix::none) return launch<E2M1, Scaling::nvfp4, kRows>(job, stream);
+  launch<E2M1, Scaling::four_over_six, kRows>(job, stream);
+}
+
+void launch_element(const Job& job, cudaStream_t stream) {
+  switch (job.spec.element) {
+    case Element::e4m3: return launch_fp8<E4M3>(job, stream);
+    case Element::e5m2: return launch_fp8<E5M2>(job, stream);
+    case Element::e2m1: return launch_e2m1(job, stream);
+    case Element::e2m3: return launch<E2M3, Scaling::mx, kRows>(job, stream);
+    case Element::e3m2: return launch<E3M2, Scaling::mx, kRows>(job, stream);
+  }
+}
+
+// Where the global amax of a call stands once the work enqueued here has run; null for families without one.
+const float* prepare_amax(const Spec& spec, Source source, const Output& output, cudaStream_t stream) {
+  if (spec.family != Family::current && spec.family != Family::nvfp4) return nullptr;
+  const size_t bytes = sizeof(float) * (spec.row_scaled ? static_cast<size_t>(source.rows) : 1);
+  if (output.amax) {
+    if (spec.family == Family::nvfp4 && output.global)
+      check(cudaMemcpyAsync(output.global, output.amax, bytes, cudaMemcpyDeviceToDevice, stream));
+    return output.amax;
+  }
+  float* found = spec.family == Family::current ? static_cast<float*>(output.scales) : output.global;
+  check(cudaMemsetAsync(found, 0, bytes, stream));
+  if (source.rows == 0 || source.cols == 0) return found;
+  if (!spec.rht && !spec.row_scaled && source.row_stride == 1)  // a maximum does not care which axis is which
+    source = {source.data, source.dtype, source.cols, source.rows, source.col_stride, source.row_stride};
+  const Path path = choose_path(source, 1);
+  const size_t shared = path == Path::staged ? staged_bytes<kAmaxRows>() : 0;
+  const unsigned grid = grid_of(source, kAmaxRows);
+  find_amax<<<grid, kAmaxRows * kLanes, shared, stream>>>(spec, source, path, reinterpret_cast<int32_t*>(found));
+  check(cudaGetLastError());
+  return found;
 }
 
 }  // namespace
 
 void quantize_cuda(const Spec& spec, const Source& source, const Output& output, uintptr_t stream) {
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
-  switch (spec.element) {
-    case Element::e4m3: return launch_dtype<E4M3>(source, output, 448.0f, queue);
-    case Element::e5m2: return launch_dtype<E5M2>(source, output, 57344.0f, queue);
-    case Element::e2m3: return launch_dtype<E2M3>(source, output, 7.5f, queue);
-    case Element::e3m2: return launch_dtype<E3M2>(source, output, 28.0f, queue);
-    case Element::e2m1: throw std::runtime_error("hqsweep._C.quantize_cuda: packed elements are not supported");
-  }
+  const float half_max = source.dtype == Dtype::bf16 ? 0x1.FEp127f : 65504.0f;
+  const float input_max = source.dtype == Dtype::fp32 ? kFloatMax : half_max;
+  const float* amax = prepare_amax(spec, source, output, queue);
+  if (source.rows > 0 && source.cols > 0)
+    launch_element({spec, source, output, amax, input_max, choose_path(source, spec.tile_rows)}, queue);
+  if (spec.family != Family::current || !output.scales) return;
+  const float element_max = spec.element == Element::e4m3 ? max_of<E4M3>() : max_of<E5M2>();
+  finish_current<<<1, 1, 0, queue>>>(spec, element_max, amax, static_cast<float*>(output.scales));
+  check(cudaGetLastError());
 }
 
 int cuda_device_count() {

@@ -38,7 +38,8 @@ struct Output {
   uint8_t* codes;     // [rows, cols], or [rows, cols / 2] for e2m1, even index in the low nibble
   void* scales;       // fp32 scale_inv (current, block), E8M0 (mx) or E4M3 (nvfp4) bytes, one per scale tile
   float* global;      // nvfp4 global amax: [1], or [rows] when row_scaled
-  float* exact;       // [rows, cols] decoded code times block scale
+  void* exact;        // [rows, cols] decoded code times block scale, rounded to exact_dtype
+  Dtype exact_dtype;  // fp32; on CUDA also bf16, what tensor cores multiply
   const float* amax;  // input: given amax (current [1]; nvfp4 as `global`) instead of a scan
 };
 
@@ -53,7 +54,8 @@ void e8m0_up_elements(const float* source, uint8_t* codes, int64_t n);
 void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_t* codes, int64_t n);
 
 #if defined(HQ_HAVE_CUDA)
-// Both raise std::runtime_error with CUDA's own message.
+// Raises std::runtime_error with CUDA's own message. Work is only enqueued, and memory comes from the caller: without
+// a given amax, the scan for it needs `global` (nvfp4) or `scales` (current) as its scratch.
 void quantize_cuda(const Spec& spec, const Source& source, const Output& output, uintptr_t stream);
 int cuda_device_count();
 #endif

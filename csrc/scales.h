@@ -116,7 +116,7 @@ struct Range {
 void candidate_scales(const float* __restrict amax, const Range& range, float stretch, Candidates& out) {
   const float global_decode = 1.0f / range.encode;
   for (int b = 0; b < kBlocks; ++b) {
-    out.codes[b] = encode<E4M3>(amax[b] / 6.0f * range.encode * stretch);  // saturates at 448
+    out.codes[b] = nvfp4_candidate_scale(amax[b], range.encode, stretch);
     out.decode_scale[b] = decode<E4M3>(out.codes[b]);
     out.encode_scale[b] = nvfp4_encode_scale(out.decode_scale[b], global_decode);
   }

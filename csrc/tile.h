@@ -70,8 +70,8 @@ void widen_line(const T* line, int64_t stride, int count, int padded, float* out
   for (int i = count; i < padded; ++i) out[i] = 0.0f;
 }
 
-// Random Hadamard transform of 16 elements, `stride` apart: multiply by factors (+-1/4), butterflies over distances
-// 1, 2, 4, 8 in this order, round to bf16. V is float, or a vector of floats for as many groups side by side.
+// Random Hadamard transform of 16 elements, `stride` apart: multiply by factors (+-1/4), butterflies, round to bf16. V
+// is float, or a vector of floats for as many groups side by side.
 template <class V>
 void hadamard16(float* base, int stride, const float factors[16]) {
   V v[16];
@@ -80,15 +80,7 @@ void hadamard16(float* base, int stride, const float factors[16]) {
     memcpy(&v[i], base + i * stride, sizeof(V));
     v[i] *= factors[i];
   }
-#pragma GCC unroll 4
-  for (int distance = 1; distance < 16; distance *= 2)
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      if (i & distance) continue;
-      const V a = v[i], b = v[i + distance];
-      v[i] = a + b;
-      v[i + distance] = a - b;
-    }
+  butterfly16(v);
   float rounded[16][sizeof(V) / sizeof(float)];
   memcpy(rounded, v, sizeof(v));
   for (auto& group : rounded)
@@ -122,7 +114,7 @@ void load_as(const Job& job, Tile& tile) {
   const T* first = static_cast<const T*>(source.data) + tile.row0 * source.row_stride + tile.col0 * source.col_stride;
   const int padded = tile.blocks * job.block;
   float factors[16];
-  for (int i = 0; i < 16; ++i) factors[i] = job.spec.rht_sign && ((kRhtSignMask >> i) & 1u) ? -0.25f : 0.25f;
+  for (int i = 0; i < 16; ++i) factors[i] = rht_factor(i, job.spec.rht_sign);
   if (rows_contiguous(source)) {
     for (int c = 0; c < padded; ++c)
       widen_line(first + c * source.col_stride, 1, c < tile.cols ? tile.rows : 0, tile.lanes,

@@ -82,9 +82,10 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
         on_device = x.to(device)
         yield row("cuda reference", str(format), case, _cpu_pairs(expected, format.encode(on_device, None, KEY)))
         if kernel.supports(on_device, format):
-            yield row(
-                "cuda kernel", str(format), case, _cpu_pairs(expected, quantize.encode(on_device, format, key=KEY))
-            )
+            pairs = _cpu_pairs(expected, quantize.encode(on_device, format, key=KEY, backend="kernel"))
+            exact = quantize.exact_operand(on_device, format, key=KEY, backend="kernel")
+            pairs["exact operand"] = (_one_nan(reference.matrix), _one_nan(exact.matrix.cpu()))
+            yield row("cuda kernel", str(format), case, pairs)
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -194,6 +195,11 @@ def _problem(config: "ParityConfig", device: torch.device) -> tuple[Tensor, Tens
 
 def _cpu_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (expected[name], actual[name].cpu()) for name in expected}
+
+
+def _one_nan(x: Tensor) -> Tensor:
+    """x with one bit pattern for every NaN: torch's float32 to bfloat16 has several, by device and vector width."""
+    return torch.where(x.isnan(), torch.nan, x)
 
 
 def _pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

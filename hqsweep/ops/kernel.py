@@ -46,19 +46,17 @@ def spec(format: Format) -> dict[str, object] | None:
     return given | {"tile_rows": format.tile[0], "tile_cols": format.tile[1]}
 
 
+@cache
+def has_cuda() -> bool:
+    """Whether the extension was built, and with its CUDA kernels."""
+    return extension() is not None and extension().build_info()["cuda"]
+
+
 def supports(x: Tensor, format: Format) -> bool:
-    """Whether encode takes this input: every format on CPU; on CUDA the MX formats with 1x32 blocks and 6 or 8 bits."""
-    if x.numel() == 0 or x.dtype not in DTYPES or spec(format) is None or extension() is None:
+    """Whether encode and exact_operand take this input: every format but Identity, on CPU and on CUDA."""
+    if x.numel() == 0 or x.dtype not in DTYPES or spec(format) is None:
         return False
-    if x.device.type == "cuda":
-        one_pass = isinstance(format, MX) and not format.two_d and not format.packed
-        return one_pass and extension().build_info()["cuda"]
-    return x.device.type == "cpu"
-
-
-def supports_exact(x: Tensor, format: Format) -> bool:
-    """Whether exact_operand takes this input: CPU only."""
-    return x.device.type == "cpu" and supports(x, format)
+    return has_cuda() if x.device.type == "cuda" else x.device.type == "cpu" and extension() is not None
 
 
 def encode(x: Tensor, format: Format, key: RngKey | None) -> dict[str, Tensor]:
@@ -69,11 +67,18 @@ def encode(x: Tensor, format: Format, key: RngKey | None) -> dict[str, Tensor]:
 
 
 def exact_operand(x: Tensor, format: Format, key: RngKey | None) -> ExactOperand:
-    """[rows, cols] on CPU -> the operand of gemm=exact with a float32 matrix, written without packing codes."""
+    """[rows, cols] of any strides -> the operand of gemm=exact, written without packing codes, on x's device.
+
+    The matrix has the dtype that the device multiplies: float32 on CPU; on CUDA bfloat16, rounded to nearest even, and
+    float32 only for the format whose product needs it (fp8_block+fp32_scale).
+    """
     format.check_shape(*x.shape)
-    matrix = torch.empty(x.shape, dtype=torch.float32)
+    needs_fp32 = x.device.type == "cpu" or (isinstance(format, Fp8Block) and not format.pow2)
+    matrix = torch.empty(x.shape, dtype=torch.float32 if needs_fp32 else torch.bfloat16, device=x.device)
     factors = {
-        n: torch.empty(b.shape(*x.shape), dtype=b.dtype) for n, b in format.layout.items() if _is_factor(format, n)
+        n: torch.empty(b.shape(*x.shape), dtype=b.dtype, device=x.device)
+        for n, b in format.layout.items()
+        if _is_factor(format, n)
     }
     _launch(x, format, key, factors, matrix)
     divisor = 6.0 * format.scale_max if isinstance(format, NVFP4) else 1.0
@@ -89,26 +94,23 @@ def _launch(x: Tensor, format: Format, key: RngKey | None, buffers: dict[str, Te
         raise ValueError(f"{format}: encode needs an RngKey")
     words = (*key.words, key.step) if key else (0, 0, 0)
     pointer = {name: tensor.data_ptr() for name, tensor in buffers.items()}
-    on_gpu = x.device.type == "cuda"
-    quantize = extension().quantize_cuda if on_gpu else extension().quantize_cpu
-    where = (
-        {"stream": torch.cuda.current_stream(x.device).cuda_stream} if on_gpu else {"threads": torch.get_num_threads()}
-    )
-    quantize(
-        src_ptr=x.data_ptr(),
-        dtype=DTYPES[x.dtype],
-        rows=x.shape[0],
-        cols=x.shape[1],
-        row_stride=x.stride(0),
-        col_stride=x.stride(1),
+    arguments = {
+        "src_ptr": x.data_ptr(),
+        "dtype": DTYPES[x.dtype],
+        "rows": x.shape[0],
+        "cols": x.shape[1],
+        "row_stride": x.stride(0),
+        "col_stride": x.stride(1),
         **spec(format),
-        key0=words[0],
-        key1=words[1],
-        step=words[2],
-        q_ptr=pointer.get("q", 0),
-        s_ptr=pointer.get("s", 0),
-        g_ptr=pointer.get("g", 0),
-        exact_ptr=exact.data_ptr() if exact is not None else 0,
-        amax_ptr=0,
-        **where,
-    )
+        "key0": words[0],
+        "key1": words[1],
+        "step": words[2],
+        **{f"{name}_ptr": pointer.get(name, 0) for name in ("q", "s", "g")},
+        "exact_ptr": exact.data_ptr() if exact is not None else 0,
+        "exact_dtype": DTYPES[exact.dtype] if exact is not None else "fp32",
+    }
+    if x.device.type == "cpu":
+        extension().quantize_cpu(**arguments, threads=torch.get_num_threads())
+        return
+    with torch.cuda.device(x.device):
+        extension().quantize_cuda(**arguments, stream=torch.cuda.current_stream().cuda_stream)

@@ -27,9 +27,10 @@ def encode(
 def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
     """What gemm=exact multiplies: format.operand(format.encode(x)), in one pass where there is a kernel.
 
-    The kernel writes the matrix in float32, the reference in bfloat16 (the same values wherever bfloat16 is exact).
+    The matrix is bfloat16 from the reference and from the CUDA kernel, with the same bytes, and float32 from the CPU
+    kernel (the same values wherever bfloat16 is exact). fp8_block+fp32_scale is float32 everywhere.
     """
-    if _use_kernel(x, format, backend, kernel.supports_exact(x, format)):
+    if _use_kernel(x, format, backend, kernel.supports(x, format)):
         return kernel.exact_operand(x, format, key)
     return format.operand(format.encode(x, None, key), tuple(x.shape))
 

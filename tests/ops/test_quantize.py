@@ -66,28 +66,59 @@ def test_input_must_be_a_matrix():
         encode(torch.zeros(2, 3, 4), parse("mxfp8"))
 
 
+def on_cpu_and_gpu(distribution):
+    """Matrices of both orientations and all dtypes on the CPU, each with its copy of the same strides on the GPU."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for x in (draw(distribution, 96, 160, dtype=dtype), draw(distribution, 160, 96, dtype=dtype).t()):
+            yield x, x.cuda()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))
 @pytest.mark.parametrize("text", FORMATS)
 def test_gpu_bytes_equal_cpu_bytes(text, distribution):
-    """The reference on the GPU, and the kernel where there is one, in both orientations."""
+    """The reference and the kernel on the GPU, in both orientations."""
     format = parse(text)
-    for dtype in (torch.bfloat16, torch.float32):
-        for x in (draw(distribution, 96, 160, dtype=dtype), draw(distribution, 160, 96, dtype=dtype).t()):
-            expected, on_gpu = format.encode(x, None, KEY), x.cuda()
-            backends = ["reference", "kernel"] if kernel.supports(on_gpu, format) else ["reference"]
-            for backend in backends:
-                actual = encode(on_gpu, format, key=KEY, backend=backend)
-                for name in expected:
-                    same = torch.equal(expected[name].view(torch.uint8), actual[name].cpu().view(torch.uint8))
-                    assert same, (backend, name, dtype)
-            matrix = exact_operand(on_gpu, format, key=KEY).matrix.cpu()
-            wanted = format.operand(expected, tuple(x.shape)).matrix
-            assert torch.equal(wanted.nan_to_num(7.0), matrix.nan_to_num(7.0))
+    for x, on_gpu in on_cpu_and_gpu(distribution):
+        expected = format.encode(x, None, KEY)
+        for backend in ("reference", "kernel"):
+            actual = encode(on_gpu, format, key=KEY, backend=backend)
+            for name in expected:
+                same = torch.equal(expected[name].view(torch.uint8), actual[name].cpu().view(torch.uint8))
+                assert same, (backend, name, x.dtype, x.stride())
 
 
 @pytest.mark.gpu
-def test_gpu_kernel_serves_the_mx_formats():
+@pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))
+@pytest.mark.parametrize("text", FORMATS)
+def test_gpu_exact_operand_is_the_reference_operand(text, distribution):
+    """Matrix (dtype and bytes, but for the bits of a NaN), factor and divisor."""
+    format = parse(text)
+    for x, on_gpu in on_cpu_and_gpu(distribution):
+        wanted = format.operand(format.encode(x, None, KEY), tuple(x.shape))
+        actual = exact_operand(on_gpu, format, key=KEY, backend="kernel")
+        assert actual.matrix.is_cuda and actual.matrix.dtype == wanted.matrix.dtype
+        matrices = [torch.where(m.isnan(), 7.0, m).contiguous() for m in (wanted.matrix, actual.matrix.cpu())]
+        assert torch.equal(*(m.view(torch.uint8) for m in matrices)), (x.dtype, x.stride())
+        assert actual.divisor == wanted.divisor and (actual.factor is None) == (wanted.factor is None)
+        assert wanted.factor is None or torch.equal(actual.factor.cpu(), wanted.factor)
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_serves_every_format_but_identity():
     x = draw("normal", 96, 160).cuda()
-    served = {text for text in FORMATS if kernel.supports(x, parse(text))}
-    assert served == {"mxfp8", "mxfp8+e5m2", "mxfp6_e2m3", "mxfp6_e3m2"}
+    assert all(kernel.supports(x, parse(text)) for text in FORMATS)
+    assert not kernel.supports(x, parse("bf16"))
+
+
+@pytest.mark.gpu
+def test_gpu_kernel_runs_on_the_current_stream_without_waiting_for_it():
+    x = draw("heavy", 96, 160).cuda()
+    for text in ("fp8_current", "fp8_block+2d", "mxfp8", "nvfp4+rht+sr"):
+        expected = encode(x, parse(text), key=KEY, backend="kernel")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # capture fails at a synchronisation and records only the capturing stream
+            actual = encode(x, parse(text), key=KEY, backend="kernel")
+        graph.replay()
+        assert all(torch.equal(expected[name], actual[name]) for name in expected), text
