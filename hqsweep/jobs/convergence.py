@@ -49,13 +49,14 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
 
 
 def make_deterministic() -> None:
-    """Runs on a GPU repeat: deterministic kernels, and no cuDNN attention, whose backward is not.
+    """Runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
 
     On CPU the kernels used here repeat anyway, and the switch would cost two seconds of imports.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
 
 
 def facts(trainer: Trainer) -> dict[str, object]:
