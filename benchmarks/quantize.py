@@ -31,6 +31,7 @@ FORMATS = (
 )  # fmt: skip
 KEY = RngKey(seed=0, slot="benchmark", step=0)
 L2_FLUSH_BYTES = 256 * 2**20
+WARM_UP = 300
 Call = Callable[[], object]
 
 
@@ -95,7 +96,7 @@ def measure_cuda(text: str, order: str, x: Tensor, repeats: int) -> Iterator[dic
         results = run(x, parse(text), "kernel")
         require_equal(text, order, results, run(x, parse(text), "reference"))
         calls = {"kernel": lambda run=run: run(x, parse(text), "kernel"), "copy": lambda: copy.copy_(x)}
-        medians(calls, 3, lambda call: seconds_cuda(call, flush))  # warm-up: clocks and the allocator
+        medians(calls, WARM_UP, lambda call: seconds_cuda(call, flush))  # an idle GPU has slow clocks
         time = medians(calls, repeats, lambda call: seconds_cuda(call, flush))
         size = {"kernel": x.nbytes + sum(t.nbytes for t in results), "copy": 2 * x.nbytes}
         gbs = {name: size[name] / time[name] * 1e-9 for name in time}

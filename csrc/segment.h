@@ -1,6 +1,8 @@
 // What one CUDA thread computes on its 16 consecutive elements of a row, all in registers. The loops of the CPU lie the
 // other way round (across blocks, for vector units), in the same order per element and per sum. Compiles on the host.
 #pragma once
+#include <type_traits>
+
 #include "numerics.h"
 #include "quantize.h"
 
@@ -35,8 +37,34 @@ HQ_HD void transform_segment(float x[kSegment], bool with_signs) {
   for (int i = 0; i < kSegment; ++i) x[i] = round_to_bf16(x[i]);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// Two codes by the conversion instruction: those of encode<E>, NaN and saturation included, in a tenth of the work.
+template <class E>
+__device__ __forceinline__ uint32_t encode_pair(float low, float high) {
+  uint16_t pair;
+  if constexpr (std::is_same_v<E, E4M3>)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <class E>
+constexpr bool kHasInstruction = std::is_same_v<E, E4M3> || std::is_same_v<E, E5M2>;
+#endif
+
 template <class E>
 HQ_HD void encode_segment(const float x[kSegment], float scale, uint32_t codes[kSegment]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if constexpr (kHasInstruction<E>) {
+    HQ_UNROLL
+    for (int i = 0; i < kSegment; i += 2) {
+      const uint32_t pair = encode_pair<E>(x[i] * scale, x[i + 1] * scale);
+      codes[i] = pair & 0xFFu;
+      codes[i + 1] = pair >> 8;
+    }
+    return;
+  }
+#endif
   HQ_UNROLL
   for (int i = 0; i < kSegment; ++i) codes[i] = encode<E>(x[i] * scale);
 }
