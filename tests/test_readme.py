@@ -13,7 +13,7 @@ from hqsweep.formats import options, parse
 from hqsweep.quant import Recipe
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text().replace("\\\n", " ")
 COMMANDS = [line.split(" #")[0].strip() for line in README.splitlines() if line.startswith("    hqsweep ")]
 
 
