@@ -149,12 +149,13 @@ def title(comparison: Comparison) -> str:
 def rich_table(comparison: Comparison) -> Table:
     """The arms for a terminal of 80 columns, coloured by outcome, with the verdict sentences below as the caption.
 
-    The interval is left out when every arm has one seed, the state when every run finished; pages show all columns.
+    The interval is left out when every arm has one seed, else seeds and tokens/s make room for it (the sentences have
+    the seeds); the state is left out when every run finished. Pages show all columns.
     """
     styles = [COLOUR.get(outcome, "") for outcome in comparison.arms["outcome"]]
     cells = arms_table(comparison).without("train gap")
-    if cells.column("95 % interval") <= {"-", "one seed"}:
-        cells = cells.without("95 % interval")
+    single = cells.column("95 % interval") <= {"-", "one seed"}
+    cells = cells.without("95 % interval") if single else cells.without("seeds", "tokens/s")
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):
         cells = cells.without("state")
     table = to_rich(cells, title(comparison), styles)
