@@ -76,7 +76,6 @@ class RecipeConfig(Section):
 class ModelConfig(Section):
     """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim."""
 
-    kind: Literal["gpt"] = "gpt"
     dim: Count = 128
     layers: Count = 2
     heads: Count = 4
@@ -190,7 +189,6 @@ class TrackConfig(Section):
 class EngineConfig(Section):
     """How runs are executed: `workers` at a time with `threads` CPU threads each (None: cores // workers)."""
 
-    kind: Literal["local"] = "local"
     workers: Count = 1
     threads: Count | None = None
     timeout_s: Positive | None = None

@@ -177,7 +177,7 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"train": 3}, "train: got 3; must be a section with the keys steps, batch"),
         ({"lr": 3}, r"lr: no such key \(did you mean 'train.lr'\?\)"),
         ({"model": {"batch": 3}}, r"model.batch: no such key \(did you mean 'train.batch'\?\)"),
-        ({"model": {"qqq": 3}}, "model.qqq: no such key; model takes kind, dim"),
+        ({"model": {"qqq": 3}}, "model.qqq: no such key; model takes dim"),
         ({"sweep": "a/b"}, "sweep: got 'a/b'; must match the pattern"),
     ],
 )  # fmt: skip

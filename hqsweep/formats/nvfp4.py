@@ -25,12 +25,9 @@ from hqsweep.formats.base import (
     tile_amax,
 )
 from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
-from hqsweep.formats.four_over_six import choose_scale
 from hqsweep.formats.hadamard import hadamard
+from hqsweep.formats.nvfp4_scales import BLOCK, FLT_MAX, block_encode_scale, choose_scale
 from hqsweep.formats.random import RngKey, random_bytes
-
-BLOCK = 16
-FLT_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +162,6 @@ class NVFP4(Format):
         if key is None:
             raise ValueError("nvfp4+sr: encode needs an RngKey")
         return stochastic_e2m1(scaled, random_bytes(key, *scaled.shape, scaled.device))
-
-
-def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:
-    """min(fl(1 / fl(f32(sf) * fl(1 / S_enc))), FLT_MAX) of E4M3 scale bytes; sf = 0 gives FLT_MAX."""
-    return divide(1.0, E4M3.decode(scales) * divide(1.0, encode_scale)).clamp(max=FLT_MAX)
 
 
 def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ resume               training interrupted by a checkpoint against uninterrupted 
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hqsweep.formats import ExactOperand, Format, RngKey, parse
+from hqsweep.formats import NVFP4, ExactOperand, Format, RngKey, parse
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.compare_bytes import row, skip
 from hqsweep.jobs.inputs import draw
@@ -89,24 +90,39 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Linear against mm_t of operands that the torch reference encodes and decodes, outside of any module."""
+    """Linear against mm_t of operands that the torch reference encodes, outside of any module or quantizer.
+
+    A format stands in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
+    Hadamard transform rowwise and on weights.
+    """
     x, w, dy = _problem(config, device)
     for format in _formats(config):
-        if getattr(format, "sr", False) or getattr(format, "row_scaled", False):
-            continue
-        quantizer = HybridQuantizer.parse(str(format))
-        actual = _linear(LinearQuantizers.parse(str(quantizer.rowwise), "parity"), x, w, dy)
-        yield row("vanilla", str(format), "linear", _pairs(_by_hand(quantizer.rowwise, x, w, dy), actual))
+        row_format, column = _without(format, rht=False, rht_signed=True), _without(format, row_scaled=False)
+        weight_column = _without(column, rht=False, rht_signed=True)
+        quantizers = {t: f"{row_format}|{column}" for t in ("input", "grad_output")}
+        quantizers["weight"] = f"{row_format}|{weight_column}"
+        operands = {
+            "y": (_by_hand(row_format, x, "input/rowwise"), _by_hand(row_format, w, "weight/rowwise")),
+            "dx": (
+                _by_hand(row_format, dy, "grad_output/rowwise"),
+                _by_hand(weight_column, w.t(), "weight/columnwise"),
+            ),
+            "dw": (_by_hand(column, dy.t(), "grad_output/columnwise"), _by_hand(column, x.t(), "input/columnwise")),
+        }
+        dtypes = {"y": x.dtype, "dx": x.dtype, "dw": torch.float32}
+        expected = {name: mm_t(*pair, out_dtype=dtypes[name]) for name, pair in operands.items()}
+        actual = _linear(LinearQuantizers.parse(quantizers, "parity"), x, w, dy)
+        yield row("vanilla", str(format), "linear", _pairs(expected, actual))
 
 
-def _by_hand(format: Format, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    def operand(matrix: Tensor) -> ExactOperand:
-        return format.operand(format.encode(matrix), tuple(matrix.shape))
+def _by_hand(format: Format, matrix: Tensor, slot: str) -> ExactOperand:
+    """The operand by the reference, under the key that the module named "parity" has for that slot."""
+    key = RngKey(seed=0, slot=f"parity/linear/{slot}", step=0)
+    return format.operand(format.encode(matrix, None, key), tuple(matrix.shape))
 
-    y = mm_t(operand(x), operand(w), out_dtype=x.dtype)
-    dx = mm_t(operand(dy), operand(w.t()), out_dtype=x.dtype)
-    dw = mm_t(operand(dy.t()), operand(x.t()), out_dtype=torch.float32)
-    return {"y": y, "dx": dx, "dw": dw}
+
+def _without(format: Format, **options: bool) -> Format:
+    return replace(format, **options) if isinstance(format, NVFP4) else format
 
 
 def routing_check(config: "ParityConfig", device: torch.device) -> Rows:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hqsweep.formats import RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.nn.context import Context, current
 from hqsweep.quant import QuantizerRole, flatten, unflatten
 from hqsweep.quant.recipe import LinearQuantizers
+from hqsweep.quant.roles import TENSOR_TYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class _Call:
     dtype: torch.dtype
     context: Context
 
-    def key(self, tensor: str):
+    def key(self, tensor: str) -> RngKey:
         return self.context.key(str(QuantizerRole("linear", tensor, self.name)))
 
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
@@ -102,7 +104,7 @@ class Linear(nn.Module):
 
     def get_quantizer_roles(self) -> list[QuantizerRole]:
         """Slots in order: input, weight, grad_output."""
-        return [QuantizerRole("linear", tensor, self.name) for tensor in ("input", "weight", "grad_output")]
+        return [QuantizerRole("linear", tensor, self.name) for tensor in TENSOR_TYPES["linear"]]
 
     def forward(self, x: Tensor) -> Tensor:
         call = _Call(name=self.name, quantizers=self.quantizers, dtype=self.dtype, context=current())

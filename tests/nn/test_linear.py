@@ -87,6 +87,7 @@ def test_rht_cancels_in_wgrad():
         error = (run(quantizers)["dw"] - exact).norm() / exact.norm()
         assert error < 0.25, (quantizers, error)
     assert_equal(run(plain), run(rotated), ("y", "dx"))
+    assert not torch.equal(run(plain)["dw"], run(rotated)["dw"])  # it is there, and it cancels
 
 
 def test_stochastic_rounding_follows_the_step():

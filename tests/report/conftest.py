@@ -120,7 +120,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
             "linear": {"input": run.fmt, "weight": run.fmt, "grad_output": run.fmt},
             "overrides": [],
         },
-        "model": {"kind": "gpt", "dim": 64, "layers": 2},
+        "model": {"dim": 64, "layers": 2},
         "train": {"steps": STEPS, "lr": 0.001},
     }
     manifest = {

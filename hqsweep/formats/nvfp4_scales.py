@@ -1,4 +1,4 @@
-"""4over6: NVFP4 block scales chosen between two maps of the block amax, to 6 or to 4.
+"""Block scales of NVFP4: how one multiplies values, and 4over6, which maps the block amax to 6 or to 4.
 
 TransformerEngine common/cast/nvfp4/quantize_4over6_nvfp4.cuh at d0067d0da6cb: both candidates are encoded, their
 errors are summed in float32 element by element in index order, and 4 wins only when strictly better. With 16x16 tiles
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from hqsweep.formats.nvfp4 import NVFP4
 
 BLOCK = 16
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:
+    """min(fl(1 / fl(f32(sf) * fl(1 / S_enc))), FLT_MAX) of E4M3 scale bytes; sf = 0 gives FLT_MAX."""
+    return divide(1.0, E4M3.decode(scales) * divide(1.0, encode_scale)).clamp(max=FLT_MAX)
 
 
 def choose_scale(
@@ -36,7 +42,7 @@ def choose_scale(
 def _candidate(x: Tensor, scales: Tensor, amax: Tensor, encode_scale: Tensor, format: "NVFP4") -> tuple[Tensor, Tensor]:
     """Codes of x under these block scales, and the error of every tile."""
     sf = E4M3.decode(scales)
-    inverse = divide(1.0, sf * divide(1.0, encode_scale)).clamp(max=torch.finfo(torch.float32).max)
+    inverse = block_encode_scale(scales, encode_scale)
     codes = E2M1.encode(x * expand_tiles(inverse, x.shape, *format.tile))
     values, sf = E2M1.decode(codes), expand_tiles(sf, x.shape, *format.tile)
     if format.fast_error:
