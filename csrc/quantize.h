@@ -8,55 +8,101 @@ enum class Family { current, block, mx, nvfp4 };
 enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2 };
 enum class Dtype { fp32, bf16, fp16 };
 enum class FourOverSix { none, mae, mse };
+enum class ScaleRounding { up, floor, even };
 
 // The format, as far as the loops care. A scale tile has tile_rows x tile_cols elements; 0 x 0 is the whole tensor.
 struct Spec {
   Family family;
   Element element;
   int tile_rows, tile_cols;
-  bool pow2;            // current, block: scales are powers of two
-  float amax_epsilon;   // current, block: smaller amaxes count as this
-  bool row_scaled;      // nvfp4: one global amax per row
-  bool rht, rht_sign;   // nvfp4: random Hadamard transform of each 16 elements, with the fixed signs or without
-  bool sr;              // nvfp4: stochastic rounding of the elements
+  bool pow2;                    // current, block: scales are powers of two
+  float amax_epsilon;           // current, block: smaller amaxes count as this
+  ScaleRounding scale_rounding; // mx: how amax / element max becomes a power of two
+  bool row_scaled;              // nvfp4: one global amax per row
+  bool rht, rht_sign;           // nvfp4: random Hadamard transform of each 16 elements, with the fixed signs or without
+  bool sr;                      // nvfp4: stochastic rounding of the elements
   FourOverSix four_over_six;
-  float e4m3_max;       // nvfp4: largest block scale, 448 or 256
-  bool fast_error;      // nvfp4 4over6: error measured in the scaled domain
-  uint32_t key0, key1;  // sr: Philox key
-  uint64_t step;        // sr: upper half of the Philox counter
+  float e4m3_max;               // nvfp4: largest block scale, 448 or 256
+  bool fast_error;              // nvfp4 4over6: error measured in the scaled domain
 };
 
-// Element (r, c) of the logical matrix is source[r * row_stride + c * col_stride]; blocks run along c.
+// Stream of stochastic rounding: Philox key, and the upper half of its counter.
+struct Key {
+  uint32_t key0, key1;
+  uint64_t step;
+};
+
+// Element (r, c) of the matrix X is data[r * row_stride + c * col_stride].
 struct Source {
   const void* data;
   Dtype dtype;
   int64_t rows, cols, row_stride, col_stride;
 };
 
-// Where results go; null means not wanted. Compact row-major arrays.
-struct Output {
+constexpr int kTile = 128;  // statistics are summed over tiles of 128 x 128 elements of X
+
+// Sums over the elements of one tile: x is what the format approximates (after the Hadamard transform, if any), q the
+// decoded value. lost: x != 0 and q == 0. saturated: |x| above (1 + 2^-8) * scale * largest element.
+struct TileSums {
+  float x2, error2, q2, amax, nonzero, lost, saturated, unused;
+};
+
+// One operand, [rows, cols] in its own orientation (that of X, or of X.T): what is made of it and where it goes, as
+// compact row-major arrays; null means not wanted.
+struct Direction {
+  Spec spec;
+  Key key;
+  const float* amax;  // input: global amax, [1] or [rows] when row_scaled; null: found in a pass before
+  float* found;       // [1] or [rows]: where that pass finds it (current, nvfp4 without `amax`); may equal `global`
   uint8_t* codes;     // [rows, cols], or [rows, cols / 2] for e2m1, even index in the low nibble
   void* scales;       // fp32 scale_inv (current, block), E8M0 (mx) or E4M3 (nvfp4) bytes, one per scale tile
   float* global;      // nvfp4 global amax: [1], or [rows] when row_scaled
   void* exact;        // [rows, cols] decoded code times block scale, rounded to exact_dtype
-  Dtype exact_dtype;  // fp32; on CUDA also bf16, what tensor cores multiply
-  const float* amax;  // input: given amax (current [1]; nvfp4 as `global`) instead of a scan
+  Dtype exact_dtype;  // fp32 or bf16
+  TileSums* sums;     // one per tile of X, in row-major order of X's tiles
+  float* row_errors;  // [rows, ceil(cols / 128)]: sums of (x - q)^2 over 128 elements of a row
 };
 
+// Both directions of X in one read. row has blocks along X's columns; column has blocks along X's rows, and its arrays
+// are those of X.T. Either may be null. dequantized: column is made from the decoded values of row, rounded to X's
+// dtype, instead of from X; row is then not null, though its outputs may be.
+struct Call {
+  Source source;
+  const Direction* row;
+  const Direction* column;
+  bool dequantized;
+};
+
+// An operand to decode; null scales or global where the format has none.
+struct Encoded {
+  Spec spec;
+  int64_t rows, cols;
+  const uint8_t* codes;
+  const void* scales;
+  const float* global;
+};
+
+// value: TransformerEngine's dequantize. exact: code times block scale, the matrix that gemm=exact multiplies.
+enum class Decoding { value, exact };
+
 // Runs the loops compiled for the named instruction set ("" = the best one this processor has).
-void quantize_cpu(const Spec& spec, const Source& source, const Output& output, int threads, const char* isa);
+void quantize_cpu(const Call& call, int threads, const char* isa);
+// found = max(found, amax) in place, for each direction that has `found`.
+void find_amax_cpu(const Call& call, int threads, const char* isa);
+void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads);
 const char* best_isa();
 
 // Test entry points: one operation over n values.
 void encode_elements(Element element, const float* source, uint8_t* codes, int64_t n);
 void decode_elements(Element element, const uint8_t* codes, float* values, int64_t n);
-void e8m0_up_elements(const float* source, uint8_t* codes, int64_t n);
+void e8m0_elements(ScaleRounding rounding, Element element, const float* amax, uint8_t* codes, int64_t n);
 void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_t* codes, int64_t n);
 
 #if defined(HQ_HAVE_CUDA)
-// Raises std::runtime_error with CUDA's own message. Work is only enqueued, and memory comes from the caller: without
-// a given amax, the scan for it needs `global` (nvfp4) or `scales` (current) as its scratch.
-void quantize_cuda(const Spec& spec, const Source& source, const Output& output, uintptr_t stream);
+// Raise std::runtime_error with CUDA's own message. Work is only enqueued, and all memory comes from the caller.
+void quantize_cuda(const Call& call, uintptr_t stream);
+void find_amax_cuda(const Call& call, uintptr_t stream);
+void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
 int cuda_device_count();
 #endif
 
