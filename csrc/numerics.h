@@ -17,6 +17,8 @@
 
 namespace hq {
 
+enum class ScaleRounding { up, floor, even };  // how a block's amax becomes a power of two (MX)
+
 HQ_HD uint32_t to_bits(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof(bits));
@@ -139,6 +141,24 @@ HQ_HD uint32_t e8m0_up(float value) {
   const uint32_t finite = exponent + static_cast<uint32_t>(mantissa > static_cast<int32_t>(limit));
   const uint32_t special = select(bits == kInfBits, 0xFEu, 0xFFu);
   return select(static_cast<int32_t>(bits) < static_cast<int32_t>(kInfBits), finite, special);
+}
+
+// E8M0 code of 2^(floor(log2(amax)) - emax), for amax >= 0; below the range it is 0, inf counts as 2^128, NaN gives
+// 0xFF. half_ulp, in bits of the fp32 mantissa, is added first: rounding to nearest with ties up.
+HQ_HD uint32_t e8m0_floor(float amax, uint32_t emax, uint32_t half_ulp) {
+  const uint32_t bits = to_bits(amax) & kAbsMask;
+  const uint32_t exponent = (bits + half_ulp) >> 23;
+  const uint32_t code = select(static_cast<int32_t>(exponent) > static_cast<int32_t>(emax), exponent - emax, 0u);
+  return select(static_cast<int32_t>(bits) > static_cast<int32_t>(kInfBits), 0xFFu, code);
+}
+
+// E8M0 scale of a block with elements E. up: the smallest power of two that saturates nothing (TransformerEngine);
+// floor: OCP MX v1.0 section 6.3; even: torchao's EVEN, amax rounded to E's mantissa before the floor.
+template <class E>
+HQ_HD uint32_t e8m0_scale(ScaleRounding rounding, float amax) {
+  if (rounding == ScaleRounding::up) return e8m0_up(amax * (1.0f / to_float(E::kMaxBits)));
+  constexpr uint32_t emax = (E::kMaxBits >> 23) - 127;
+  return e8m0_floor(amax, emax, select(rounding == ScaleRounding::even, 1u << (22 - E::kMan), 0u));
 }
 
 // 2^(e-127), and its reciprocal 2^(127-e); 255 is NaN.

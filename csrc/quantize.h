@@ -2,13 +2,14 @@
 #pragma once
 #include <cstdint>
 
+#include "numerics.h"
+
 namespace hq {
 
 enum class Family { current, block, mx, nvfp4 };
 enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2 };
 enum class Dtype { fp32, bf16, fp16 };
 enum class FourOverSix { none, mae, mse };
-enum class ScaleRounding { up, floor, even };
 
 // The format, as far as the loops care. A scale tile has tile_rows x tile_cols elements; 0 x 0 is the whole tensor.
 struct Spec {
