@@ -174,24 +174,16 @@ __device__ __forceinline__ BlockScale find_scale(const Spec& spec, const Element
   return mx_scale(amax, facts, spec);
 }
 
-__device__ __forceinline__ BlockScale candidate(float amax, const GlobalScale& global, const Spec& spec, bool four) {
-  return nvfp4_scale_of(nvfp4_candidate_scale(amax, global.encode, four ? 1.5f : 1.0f), global, spec);
-}
-
-// 4over6: error with the scale that maps the amax to 4, and with the one that maps it to 6. Takes a copy of x, which
-// would otherwise have to live in memory.
-static __device__ __noinline__ float2 candidate_errors(const float* x, float amax, GlobalScale global, const Spec* spec) {
-  return {segment_error(x, candidate(amax, global, *spec, true), global, *spec),
-          segment_error(x, candidate(amax, global, *spec, false), global, *spec)};
-}
-
+// 4over6: errors of segment k of a group with the scale that maps the amax to 4, and with the one that maps it to 6.
 template <class Order, class W>
 __device__ __forceinline__ float2 errors_of(const uint32_t words[kGroupWords<Order, W>], int k, float amax,
-                                            const GlobalScale& global, const Spec& spec) {
-  float copy[kSegment];
+                                            float global_amax, const Spec& spec) {
+  float4 x[4];
 #pragma unroll
-  for (int i = 0; i < kSegment; ++i) copy[i] = value_of<Order, W>(words, k, i);
-  return candidate_errors(copy, amax, global, &spec);
+  for (int i = 0; i < 4; ++i)
+    x[i] = {value_of<Order, W>(words, k, 4 * i), value_of<Order, W>(words, k, 4 * i + 1),
+            value_of<Order, W>(words, k, 4 * i + 2), value_of<Order, W>(words, k, 4 * i + 3)};
+  return candidate_errors(x[0], x[1], x[2], x[3], amax, global_amax, spec);
 }
 
 // What the scales of a direction follow from: its global amax, or the segment's row's.
@@ -211,7 +203,7 @@ __device__ __forceinline__ void choose_in_tiles(const Spec& spec, const Frame& f
     const Place place = place_of<Order>(frame, q);
     // Rows outside the matrix add 0, also when the global amax is infinite.
     const float2 found = errors_of<Order, W>(words, q % kGroupSegments<Order, W>, amax[q],
-                                             global_of(spec, frame, place), spec);
+                                             global_of(spec, frame, place).amax, spec);
     errors[0][q] = place.count > 0 ? found.x : 0.0f;
     errors[1][q] = place.count > 0 ? found.y : 0.0f;
   }
@@ -259,7 +251,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       BlockScale scale;
       if (chooses) {
         float2 error = {pick(errors[0], q), pick(errors[1], q)};
-        if (!ahead) error = errors_of<Order, W>(words, k, most, global, spec);
+        if (!ahead) error = errors_of<Order, W>(words, k, most, global.amax, spec);
         scale = candidate(most, global, spec, error.x < error.y);
       } else {
         scale = find_scale<kFour>(spec, facts, frame, most, global);
@@ -268,20 +260,17 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
 #pragma unroll
       for (int i = 0; i < kSegment; ++i) x[i] = value_of<Order, W>(words, k, i);
       uint32_t codes[kCodeWords<kFour>];
-      if (kFour && spec.sr) {
-        uint32_t random[4];
-        draw(to.key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
-        if (nan)
-          encode_slowly<kCodeWords<kFour>>(x, scale.encode, spec.element, random, codes);
-        else
+      if constexpr (kFour) {
+        if (spec.sr) {
+          uint32_t random[4];
+          draw(to.key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
           encode_four(x, scale.encode, random, codes);
-      } else if (nan) {
-        encode_slowly<kCodeWords<kFour>>(x, scale.encode, spec.element, nullptr, codes);
-      } else {
-        if constexpr (kFour)
+        } else {
           encode_four(x, scale.encode, nullptr, codes);
-        else
-          encode_eight(x, scale.encode, spec.element, facts, codes);
+        }
+        if (nan) mark_nan(x, codes);
+      } else {
+        encode_eight(x, scale.encode, spec.element, facts, codes);
       }
       if (spec.family != Family::current) store_scale(to, place, frame.cols, scale);
       if (to.codes && place.count > 0) store_codes<kFour>(to.codes, place, frame.cols, frame.vector, codes);

@@ -1,5 +1,5 @@
-// A segment of 16 values to codes and back, in few instructions. The codes are those of encode<E> in numerics.h for all
-// values but NaN, which takes the slow forms below; a test compares every fp32 value.
+// A segment of 16 values to codes and back, in few instructions and without an array whose address is taken (it would
+// live in memory). The codes are those of encode<E> in numerics.h; a test compares every bf16 value in every scale.
 #pragma once
 #include <type_traits>
 
@@ -213,31 +213,12 @@ __device__ __forceinline__ void decode_eight(const uint32_t codes[4], Element el
 #endif
 }
 
-// Segments that hold a NaN: rare, so one element after the other. Takes copies, or the callers' arrays would have to
-// live in memory.
-static __device__ __noinline__ void encode_each(const float* x, float scale, Element element, const uint32_t* random,
-                                                uint32_t* codes) {
-  const int bits = element == Element::e2m1 ? 4 : 8;
-  for (int w = 0; w < bits / 2; ++w) codes[w] = 0;
-  for (int i = 0; i < kSegment; ++i) {
-    const uint32_t code = random ? encode_e2m1_stochastic(x[i] * scale, (random[i / 4] >> (8 * (i % 4))) & 0xFFu)
-                                 : encode_one(element, x[i] * scale);
-    codes[i * bits / 32] |= code << (i * bits % 32);
-  }
-}
-
-template <int kCount>
-__device__ __forceinline__ void encode_slowly(const float x[kSegment], float scale, Element element,
-                                              const uint32_t* random, uint32_t codes[kCount]) {
-  float values[kSegment];
-  uint32_t bits[4], result[4];
+// A NaN among the 16 is rare: its magnitude, 6 from the lines above, becomes 7 and its sign is dropped. (The conversions
+// of encode_eight know NaN themselves.)
+__device__ __forceinline__ void mark_nan(const float x[kSegment], uint32_t codes[2]) {
 #pragma unroll
-  for (int i = 0; i < kSegment; ++i) values[i] = x[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) bits[i] = random ? random[i] : 0;
-  encode_each(values, scale, element, random ? bits : nullptr, result);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) codes[i] = result[i];
+  for (int i = 0; i < kSegment; ++i)
+    if (x[i] != x[i]) codes[i / 8] = (codes[i / 8] & ~(0xFu << (4 * (i % 8)))) | 7u << (4 * (i % 8));
 }
 
 }  // namespace hq

@@ -88,17 +88,37 @@ __device__ __forceinline__ BlockScale mx_scale(float amax, const ElementFacts& f
   return {e8m0_reciprocal(code), decode, decode, code};
 }
 
-// 4over6: error of a segment under a candidate scale, summed over its elements in order.
-__device__ __forceinline__ float segment_error(const float x[kSegment], const BlockScale& scale,
-                                               const GlobalScale& global, const Spec& spec) {
+// 4over6: the scale that maps the amax to 4, or to 6.
+__device__ __forceinline__ BlockScale candidate(float amax, const GlobalScale& global, const Spec& spec, bool four) {
+  return nvfp4_scale_of(nvfp4_candidate_scale(amax, global.encode, four ? 1.5f : 1.0f), global, spec);
+}
+
+__device__ __forceinline__ float quad_error(float sum, const float4& quad, const BlockScale& scale,
+                                            const GlobalScale& global, const Spec& spec) {
+  const float x[4] = {quad.x, quad.y, quad.z, quad.w};
   const float full = 6.0f * spec.e4m3_max;
-  float sum = 0.0f;
-  for (int i = 0; i < kSegment; ++i) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
     const float product = decode<E2M1>(encode<E2M1>(x[i] * scale.encode)) * scale.exact;
     const float d = spec.fast_error ? product - x[i] * global.encode : product * global.amax / full - x[i];
     sum += spec.four_over_six == FourOverSix::mse ? d * d : fabsf(d);
   }
   return sum;
+}
+
+// Errors of a segment with both, each summed over its elements in order. Not inlined: few formats need it.
+static __device__ __noinline__ float2 candidate_errors(float4 a, float4 b, float4 c, float4 d, float amax,
+                                                       float global_amax, const Spec& spec) {
+  const GlobalScale global = nvfp4_global(global_amax, spec);
+  const float4 quads[4] = {a, b, c, d};
+  const BlockScale four = candidate(amax, global, spec, true), six = candidate(amax, global, spec, false);
+  float2 sums = {0.0f, 0.0f};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    sums.x = quad_error(sums.x, quads[i], four, global, spec);
+    sums.y = quad_error(sums.y, quads[i], six, global, spec);
+  }
+  return sums;
 }
 
 }  // namespace hq

@@ -17,12 +17,10 @@ struct Place {
 
 __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// `count` words, or their first `bytes` bytes one by one. vector: all segments are whole and aligned.
+// 16-byte stores of whole words.
 template <int kCount>
-__device__ __forceinline__ void store_words(void* to, const uint32_t words[kCount], int bytes, bool vector) {
-  if (!vector) {
-    for (int i = 0; i < bytes; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)));
-  } else if constexpr (kCount == 2) {
+__device__ __forceinline__ void store_words(void* to, const uint32_t words[kCount]) {
+  if constexpr (kCount == 2) {
     *static_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   } else {
 #pragma unroll
@@ -31,11 +29,25 @@ __device__ __forceinline__ void store_words(void* to, const uint32_t words[kCoun
   }
 }
 
+// The first `count` of the words' units of T, one by one.
+template <class T, int kCount>
+__device__ __forceinline__ void store_units(T* to, const uint32_t words[kCount], int count) {
+  constexpr int per_word = 4 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kCount * per_word; ++i)
+    if (i < count) to[i] = static_cast<T>(words[i / per_word] >> (8 * sizeof(T) * (i % per_word)));
+}
+
+// vector: all segments are whole and aligned.
 template <bool kFour>
 __device__ __forceinline__ void store_codes(uint8_t* codes, const Place& place, int64_t cols, bool vector,
                                             const uint32_t words[kCodeWords<kFour>]) {
   constexpr int per_byte = kFour ? 2 : 1;
-  store_words<kCodeWords<kFour>>(codes + (place.row * cols + place.col) / per_byte, words, place.count / per_byte, vector);
+  codes += (place.row * cols + place.col) / per_byte;
+  if (vector)
+    store_words<kCodeWords<kFour>>(codes, words);
+  else
+    store_units<uint8_t, kCodeWords<kFour>>(codes, words, place.count / per_byte);
 }
 
 // NaN as the host's arithmetic leaves it: quiet and positive.
@@ -65,10 +77,12 @@ __device__ __forceinline__ void store_exact(const Direction& to, const Place& pl
   uint32_t words[kSegment];
   if (to.exact_dtype == Dtype::fp32) {
     round_segment<Fp32>(v, nan, words);
-    store_words<kSegment>(static_cast<float*>(to.exact) + start, words, place.count * 4, vector);
+    uint32_t* target = static_cast<uint32_t*>(to.exact) + start;
+    vector ? store_words<kSegment>(target, words) : store_units<uint32_t, kSegment>(target, words, place.count);
   } else {
     round_segment<Bf16>(v, nan, words);
-    store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + start, words, place.count * 2, vector);
+    uint16_t* target = static_cast<uint16_t*>(to.exact) + start;
+    vector ? store_words<kSegment / 2>(target, words) : store_units<uint16_t, kSegment / 2>(target, words, place.count);
   }
 }
 

@@ -156,45 +156,58 @@ __device__ __forceinline__ float element_of(const Source& source, int64_t offset
   return half_to_float(static_cast<const uint16_t*>(data)[offset]);
 }
 
-// A thread's segment of a row of X as words of W: Bf16 for bf16, Fp32 for all dtypes; elements outside the matrix are 0.
-// vector: rows are contiguous and 16-byte aligned.
+// A thread's segment of a row of X as words of W: Bf16 for bf16, Fp32 for all dtypes. Rows are contiguous and aligned.
 template <class W>
-__device__ __forceinline__ void load_segment(const Source& source, int64_t r, int64_t c, bool vector,
-                                             uint32_t words[kWords<W>]) {
-  if (vector && r < source.rows && c + kSegment <= source.cols) {
-    const int64_t offset = r * source.row_stride + c;
-    if (std::is_same_v<W, Bf16> || source.dtype == Dtype::fp32) {
-      const uint4* units = reinterpret_cast<const uint4*>(static_cast<const char*>(source.data) + offset * (4 / W::kPack));
+__device__ __forceinline__ void load_segment(const Source& source, int64_t r, int64_t c, uint32_t words[kWords<W>]) {
+  const int64_t offset = r * source.row_stride + c;
+  if (std::is_same_v<W, Bf16> || source.dtype == Dtype::fp32) {
+    const uint4* units = reinterpret_cast<const uint4*>(static_cast<const char*>(source.data) + offset * (4 / W::kPack));
 #pragma unroll
-      for (int i = 0; i < kWords<W> / 4; ++i) {
-        const uint4 unit = __ldg(units + i);
-        words[4 * i] = unit.x, words[4 * i + 1] = unit.y, words[4 * i + 2] = unit.z, words[4 * i + 3] = unit.w;
-      }
-    } else {
-      const uint4* units = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(source.data) + offset);
-#pragma unroll
-      for (int i = 0; i < kSegment / 8; ++i) {
-        const uint4 unit = __ldg(units + i);
-        const uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
-#pragma unroll
-        for (int k = 0; k < 8 && std::is_same_v<W, Fp32>; ++k)
-          words[8 * i + k] = to_bits(source.dtype == Dtype::bf16 ? widen<Bf16>(pairs[k / 2], k % 2)
-                                                                : widen<Fp16>(pairs[k / 2], k % 2));
-      }
+    for (int i = 0; i < kWords<W> / 4; ++i) {
+      const uint4 unit = __ldg(units + i);
+      words[4 * i] = unit.x, words[4 * i + 1] = unit.y, words[4 * i + 2] = unit.z, words[4 * i + 3] = unit.w;
     }
+  } else if constexpr (std::is_same_v<W, Fp32>) {
+    const uint4* units = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(source.data) + offset);
+#pragma unroll
+    for (int i = 0; i < kSegment / 8; ++i) {
+      const uint4 unit = __ldg(units + i);
+      const uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        words[8 * i + k] = to_bits(source.dtype == Dtype::bf16 ? widen<Bf16>(pairs[k / 2], k % 2)
+                                                              : widen<Fp16>(pairs[k / 2], k % 2));
+    }
+  }
+}
+
+// The whole tile at (r0, c0), 0 outside the matrix. vector: rows of X are contiguous and 16-byte aligned. What a thread
+// reads back as its own segments of rows, it has put there itself, or has waited for.
+template <class W>
+__device__ __forceinline__ void load_tile(const Source& source, int64_t r0, int64_t c0, bool vector, uint32_t* tile) {
+  if (vector && r0 + kTile <= source.rows && c0 + kTile <= source.cols) {
+    uint32_t rows[kSegments][kWords<W>];
+#pragma unroll
+    for (int q = 0; q < kSegments; ++q)
+      load_segment<W>(source, r0 + RowOrder::row(q), c0 + RowOrder::col(q), rows[q]);
+#pragma unroll
+    for (int q = 0; q < kSegments; ++q) put_segment<W>(tile, RowOrder::row(q), RowOrder::col(q), rows[q]);
     return;
   }
-#pragma unroll
-  for (int i = 0; i < kWords<W>; ++i) {
-    words[i] = 0;
-#pragma unroll
-    for (int k = 0; k < W::kPack; ++k) {
-      const int64_t col = c + i * W::kPack + k;
-      if (r >= source.rows || col >= source.cols) continue;
-      const uint32_t bits = to_bits(element_of(source, r * source.row_stride + col * source.col_stride));
-      words[i] |= W::kPack == 1 ? bits : bits >> 16 << (16 * k);
-    }
+  const bool down = source.row_stride == 1 && source.col_stride != 1;  // neighbouring threads read neighbouring memory
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+    const int r = down ? i % kTile : i / kTile, c = down ? i / kTile : i % kTile;
+    const bool inside = r0 + r < source.rows && c0 + c < source.cols;
+    const int64_t offset = (r0 + r) * source.row_stride + (c0 + c) * source.col_stride;
+    const uint32_t bits = inside ? to_bits(element_of(source, offset)) : 0;
+    uint32_t* word = tile + word_offset<W>(r, c / W::kPack);
+    if constexpr (W::kPack == 1)
+      *word = bits;
+    else
+      reinterpret_cast<uint16_t*>(word)[c % 2] = static_cast<uint16_t>(bits >> 16);
   }
+  __syncthreads();
 }
 
 }  // namespace hq

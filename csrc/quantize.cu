@@ -44,16 +44,10 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
   const int64_t r0 = static_cast<int64_t>(static_cast<uint32_t>(index) / across) * kTile;
   const int64_t c0 = static_cast<int64_t>(static_cast<uint32_t>(index) % across) * kTile;
-  uint32_t rows[kSegments][kWords<W>];
-#pragma unroll
-  for (int q = 0; q < kSegments; ++q)
-    load_segment<W>(job.source, r0 + RowOrder::row(q), c0 + RowOrder::col(q), job.vector_in, rows[q]);
-#pragma unroll
-  for (int q = 0; q < kSegments; ++q) put_segment<W>(tile, RowOrder::row(q), RowOrder::col(q), rows[q]);
+  load_tile<W>(job.source, r0, c0, job.vector_in, tile);
   const Dtype dtype = job.source.dtype;
   const bool replace = job.has_column && job.dequantized;
-  // A thread takes the rows that it has put there itself; columns need everybody's, and rows must be read before decoded
-  // values replace them only by their own thread.
+  // A thread takes segments of rows that it has put there itself, and replaces them; columns need everybody's.
   if (job.has_row)
     run_direction<RowOrder, W, kSums>(job.row, job.find_row, frame_of(job, job.row, false, r0, c0, index), tile, replace,
                                       dtype);
