@@ -107,7 +107,7 @@ TRANSPOSE = 0.8
 
 
 def encode_instructions(format: Format, output: str) -> float:
-    """Instructions an element: amax, product, conversion, packing and store; an estimate from the code's inner loops."""
+    """Instructions an element: amax, product, conversion, packing, store; an estimate from the inner loops."""
     amax = 0.0 if isinstance(format, Fp8Current) else 0.5
     per_block = {Fp8Current: 0.0, Fp8Block: 25 / 128, MX: 15 / 32, NVFP4: 40 / 16}[type(format)]
     convert = 1.75  # product, half a conversion instruction, packing
