@@ -24,6 +24,8 @@ from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Current, RngKey, par
 from hqsweep.ops import quantize as ops
 
 KEY = RngKey(seed=0, slot="benchmark", step=0)
+DEFAULT_KHZ = 1.98e6
+"""Boost clock of an H200, where torch does not tell the device's own."""
 CHECK_SHAPES = ((512, 1024), (272, 208))
 DECODED = ("mxfp8", "mxfp8+e5m2", "fp8_block", "fp8_block+2d", "fp8_current", "mxfp4", "mxfp6_e2m3", "nvfp4")
 HOST = ("nvfp4|mxfp8", "mxfp8|mxfp8", "nvfp4|nvfp4", "fp8_block|mxfp8+e5m2", "fp8_current|nvfp4")
@@ -50,7 +52,7 @@ def column_source(x: Tensor, case: Case) -> Tensor:
     return row.decode(row.encode(x, None, KEY), tuple(x.shape)).to(x.dtype).t()
 
 
-def call_of(x: Tensor, case: Case, statistics: bool = False) -> Callable[[], ops.Quantized]:
+def call_of(x: Tensor, case: Case, statistics: bool = False) -> "Callable[[], ops.Quantized]":
     """The call that is timed, with its amaxes ready when they are given."""
     row, column = (parse(text) if text else None for text in (case.rowwise, case.columnwise))
     grids = {}
@@ -105,7 +107,7 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def require_exact(case: Case, device: str) -> None:
+def require_exact(case: Case, device: torch.device) -> None:
     """Kernel against reference on small tensors, one of them of an odd shape."""
     for shape in CHECK_SHAPES:
         x = sample(*shape, device)
@@ -114,7 +116,7 @@ def require_exact(case: Case, device: str) -> None:
             raise AssertionError(f"kernel and reference differ at {shape}; nothing was timed")
 
 
-def sample(height: int, width: int, device: str) -> Tensor:
+def sample(height: int, width: int, device: torch.device | str) -> Tensor:
     x = torch.randn(height, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return x.bfloat16().to(device)
 
@@ -123,14 +125,12 @@ def sample(height: int, width: int, device: str) -> Tensor:
 
 
 class Speed:
-    """Rows of the CUDA sections, for one tensor."""
+    """Rows of the sections on a GPU, for one tensor."""
 
-    def __init__(self, x: Tensor, repeats: int) -> None:
-        self.x, self.clock = x, Cuda(repeats)
+    def __init__(self, x: Tensor, clock: Cuda, sms: int, clock_hz: float) -> None:
+        self.x, self.clock, self.sms, self.clock_hz = x, clock, sms, clock_hz
         self.copy = copy_call(x)
-        self.copy_gbs = 2 * x.nbytes / self.clock.medians({"copy": self.copy})["copy"] * 1e-9
-        properties = torch.cuda.get_device_properties(x.device)
-        self.sms, self.clock_hz = properties.multi_processor_count, getattr(properties, "clock_rate", 1.98e6) * 1e3
+        self.copy_gbs = 2 * x.nbytes / clock.medians({"copy": self.copy})["copy"] * 1e-9
 
     def floors(self, case: Case) -> rows.Row:
         """Predicted time by bytes and by instructions, before anything of the case has run."""
@@ -147,7 +147,7 @@ class Speed:
         return row if goal is None else row | {"pass": reached >= goal}
 
     def quantize(self, case: Case) -> rows.Row:
-        require_exact(case, "cuda")
+        require_exact(case, self.x.device)
         call = call_of(self.x, case)
         size = case.passes * self.x.nbytes + sum(t.nbytes for t in tensors_of(call()))
         return self.bandwidth(call, size, case.goal) | self.floors(case)
@@ -162,7 +162,7 @@ class Speed:
 
     def decode(self, text: str, dtype: torch.dtype) -> rows.Row:
         for shape in CHECK_SHAPES:
-            self.require_exact_decode(sample(*shape, "cuda"), parse(text), dtype)
+            self.require_exact_decode(sample(*shape, self.x.device), parse(text), dtype)
         format, shape = parse(text), tuple(self.x.shape)
         buffers = ops.quantize(self.x, format, None).rowwise
         size = sum(t.nbytes for t in buffers.values()) + self.x.numel() * dtype.itemsize
@@ -192,7 +192,13 @@ def host(text: str) -> rows.Row:
 
 
 def measure_cuda(writer: rows.Writer, args: argparse.Namespace) -> None:
-    speed = Speed(sample(args.rows, args.cols, "cuda"), args.repeats or (10 if args.quick else 40))
+    x, clock = sample(args.rows, args.cols, "cuda"), Cuda(args.repeats or (10 if args.quick else 40))
+    properties = torch.cuda.get_device_properties(x.device)
+    clock_hz = getattr(properties, "clock_rate", DEFAULT_KHZ) * 1e3
+    run_sections(writer, args, Speed(x, clock, properties.multi_processor_count, clock_hz))
+
+
+def run_sections(writer: rows.Writer, args: argparse.Namespace, speed: Speed) -> None:
     chosen = [c for c in cases.all_cases() if c.section in args.only]
     shape = {"rows": args.rows, "cols": args.cols}
     writer.add({"section": "floors", "case": "device copy", "gbs": speed.copy_gbs, "sms": speed.sms} | shape)
