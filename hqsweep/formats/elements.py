@@ -37,6 +37,11 @@ class Element:
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value, emax of the OCP MX specification."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
     def min_subnormal(self) -> float:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
@@ -47,7 +52,7 @@ class Element:
         low = 2^-133 / min_subnormal keeps the smallest step at bfloat16's smallest subnormal; high keeps max below
         2^128.
         """
-        return 2.0**-133 / self.min_subnormal, 2.0 ** (127 - math.frexp(self.max)[1] + 1)
+        return 2.0**-133 / self.min_subnormal, 2.0 ** (127 - self.max_exponent)
 
     def encode(self, x: Tensor) -> Tensor:
         """float32 of any shape -> uint8 codes of that shape (one code a byte). NUMERICS: RNE, saturating."""
@@ -106,6 +111,18 @@ def e8m0_up(x: Tensor) -> Tensor:
     up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
     code = exponent + up.to(torch.int32)
     code = torch.where(bits == 0x7F800000, 0xFE, code)
+    return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
+
+
+def e8m0_floor(amax: Tensor, element: Element, *, even: bool = False) -> Tensor:
+    """Non-negative float32 block amax -> uint8 E8M0 of 2^(floor(log2(amax)) - emax), not below 2^-127; NaN -> 0xFF.
+
+    even: amax is first rounded to the element's mantissa bits, ties up (a carry raises the exponent). An infinite amax
+    counts as 2^128.
+    """
+    bits = amax.contiguous().view(torch.int32)
+    half_ulp = 1 << (22 - element.mantissa_bits) if even else 0
+    code = ((bits + half_ulp >> 23) - element.max_exponent).clamp(min=0)
     return torch.where(bits > 0x7F800000, 0xFF, code).to(torch.uint8)
 
 

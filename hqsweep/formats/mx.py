@@ -1,8 +1,12 @@
-"""OCP Microscaling formats: 32 elements share an E8M0 scale (a power of two), rounded up so that nothing saturates.
+"""OCP Microscaling formats: 32 elements share an E8M0 scale, a power of two made from their largest magnitude.
 
-MXFP8 follows TransformerEngine (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb); MXFP6 and MXFP4 are the same rule
-with their own largest value: e = E8M0_up(fl(amax * fl(1 / max))), code = RNE(fl(x * 2^(127 - e))), value = code *
-2^(e - 127).
+code = RNE(fl(x * 2^(127 - e))), saturating; value = code * 2^(e - 127). NaN does not count in amax. The byte e, for an
+element whose largest value is max = 1.f * 2^emax, with m mantissa bits:
+  (default)  E8M0_up(fl(amax * fl(1 / max))), the smallest power that saturates nothing: TransformerEngine's MXFP8
+             (cast/mxfp8/quantize_mxfp8.cuh at d0067d0da6cb), and torchao's RCEIL but for its inexact log2.
+  +floor     2^(floor(log2(amax)) - emax): OCP MX v1.0 section 6.3, torchao's FLOOR. Values above max saturate.
+  +even      the same with amax first rounded to m bits, ties up: torchao 0.18 ScaleCalculationMode.EVEN.
+Exponents below the range become 0. An infinite amax gives 0xFE by default and counts as 2^128 otherwise.
 """
 
 from dataclasses import dataclass
@@ -17,6 +21,7 @@ from hqsweep.formats.elements import (
     ELEMENTS,
     Element,
     e8m0_decode,
+    e8m0_floor,
     e8m0_reciprocal,
     e8m0_up,
     pack_nibbles,
@@ -34,11 +39,18 @@ class MX(Format):
     exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it rounds to bfloat16.
     """
 
-    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "2d": {"two_d": True}}
+    OPTIONS: ClassVar = {
+        "e5m2": {"element_name": "e5m2"},
+        "2d": {"two_d": True},
+        "floor": {"scale_rounding": "floor"},
+        "even": {"scale_rounding": "even"},
+    }
 
     name: str = "mxfp8"
     element_name: str = "e4m3"
     two_d: bool = False
+    scale_rounding: str = "up"
+    """How amax / max becomes a power of two: up, floor or even."""
 
     @property
     def element(self) -> Element:
@@ -70,10 +82,15 @@ class MX(Format):
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
         self.check_shape(*x.shape)
         amax = (self.grid(x) if grid is None else grid)["s"]
-        exponents = e8m0_up(amax * torch.full_like(amax, 1.0 / self.element.max))
+        exponents = self._exponents(amax)
         scale = expand_tiles(e8m0_reciprocal(exponents), x.shape, *self.tile)
         codes = self.element.encode(x.float() * scale)
         return {"q": pack_nibbles(codes) if self.packed else codes, "s": exponents}
+
+    def _exponents(self, amax: Tensor) -> Tensor:
+        if self.scale_rounding == "up":
+            return e8m0_up(amax * torch.full_like(amax, 1.0 / self.element.max))
+        return e8m0_floor(amax, self.element, even=self.scale_rounding == "even")
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
         return self.element.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
