@@ -3,7 +3,6 @@
 import argparse
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,28 +10,35 @@ from pathlib import Path
 import torch
 
 import hqsweep
+from hqsweep.track import machine
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, object]
 
 
-def where(device: str, commit_name: str | None = None) -> Row:
-    """What a number depends on beside the case. commit_name: for a copy of the tree that has no history."""
-    row: Row = {"device": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+def where(device: str, commit: str | None = None) -> Row:
+    """What a number depends on beside the case. commit: for a copy of the tree that has no history."""
+    build = machine.kernel_build() or {}
     if device == "cuda":
-        row = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    return row | {"torch": torch.__version__, "hqsweep": hqsweep.__version__, "commit": commit_name or commit()}
+        row: Row = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        row |= {"compiler": build.get("cuda_compiler"), "archs": build.get("cuda_archs")}
+    else:
+        row = {"device": cpu_model(), "threads": torch.get_num_threads(), "isa": build.get("isa")}
+        row |= {"compiler": build.get("compiler")}
+    return row | {"torch": torch.__version__, "hqsweep": hqsweep.__version__, "commit": commit or git_commit()}
 
 
-def commit() -> str:
-    """Short hash of the working tree's commit, "+" when it was changed since; "unknown" outside a checkout."""
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
 
-    name = git("rev-parse", "--short", "HEAD")
-    return (name + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))) if name else "unknown"
+def git_commit() -> str:
+    """Short hash of the current directory's commit, "+" when files changed since; "unknown" outside a checkout."""
+    state = machine.git_state()
+    return state["commit"][:10] + "+" * state["dirty"] if state["commit"] else "unknown"
 
 
 class Writer:
