@@ -10,12 +10,15 @@ from torch import Tensor
 Call = Callable[[], object]
 L2_FLUSH_BYTES = 256 * 2**20
 WARM_SECONDS = 0.3
+HEAD_START_CYCLES = 1_000_000
+"""About half a millisecond of waiting on the device, longer than a call needs to enqueue its first kernels."""
 
 
 class Cuda:
     """Medians of calls on the current GPU, each between two events behind a write that empties the L2 cache.
 
-    The launches are enqueued while that write still runs, so the time is the device's alone.
+    A kernel that only waits stands before that write, so that the launches are enqueued by the time the first event
+    is reached: the time is the device's alone.
     """
 
     def __init__(self, repeats: int) -> None:
@@ -39,6 +42,7 @@ class Cuda:
         for _ in range(self.repeats):
             for name, call in calls.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(HEAD_START_CYCLES)
                 self.flush.zero_()
                 start.record()
                 call()

@@ -101,16 +101,16 @@ def test_gpu_rounding_in_the_gemm_is_one_rounding(formats, shape):
     """bfloat16 written by the GEMM is the rounding of a float32 accumulator, in some order of accumulation.
 
     The order is the library's (it may pick another kernel for another output type), so the float32 product beside it
-    is known to a few ulps only; where it is further than that from a tie, the bits have to agree.
+    differs in its last bits; where it is further than that from a tie, the bits have to agree.
     """
     m, n, k = shape
     k -= k % 16
     left, right = (rowwise(t, draw("normal", r, k, r).cuda()).operand() for t, r in zip(formats, (m, n), strict=True))
     wide = mm_t(left, right, out_dtype=torch.float32)
-    slack = wide.abs().mean() * 2e-6 + wide.abs() * 2e-6
+    slack = wide.abs().mean() * 1e-5
     low, high = ((wide + d).bfloat16() for d in (-slack, slack))
     actual = mm_t(left, right, out_dtype=torch.bfloat16)
-    assert ((actual == low) | (actual == high)).all()
+    assert ((low <= actual) & (actual <= high)).all()
 
 
 @pytest.mark.gpu
