@@ -6,7 +6,7 @@ STAMP := $(VENV)/.hqsweep-installed
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test gpu-test build lint clean
+.PHONY: quickstart test gpu-test gpu-bench gpu-install build lint clean
 
 quickstart: $(STAMP)  ## train six recipes on real text and write reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
@@ -23,13 +23,22 @@ lint: $(STAMP)
 
 # On a machine with a GPU whose own python3 has torch, pytest and the build tools; needs no network and no .venv.
 GPU_SITE := build/gpu-site
-gpu-test:
+# The installed package comes first on the path, and the checkout after it, for benchmarks/.
+GPU_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR):$(PYTHONPATH) $(PYTHON)
+gpu-test: gpu-install  ## every test that needs a GPU, parity, and the quick form of the benchmark
+	$(GPU_RUN) -m pytest -q -m gpu -p no:cacheprovider \
+	  tests/csrc tests/ops tests/nn tests/train tests/benchmarks tests/test_gemm.py $(wildcard tests/fuzz)
+	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force
+	$(GPU_RUN) -m benchmarks.quantize --device cuda --quick
+
+gpu-bench: gpu-install  ## all benchmarks on the GPU; rows to build/benchmarks.jsonl, which benchmarks.publish takes
+	for name in "quantize --device cuda" gemm linear; do \
+	  $(GPU_RUN) -m benchmarks.$$name --out build/benchmarks.jsonl || exit 1; done
+
+gpu-install:
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
 	$(PYTHON) -m pip install -q --no-index --no-build-isolation --no-deps --upgrade --target $(GPU_SITE) \
 	  -C build-dir=build/gpu -C cmake.define.HQ_CUDA=ON .
-	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(PYTHONPATH) $(PYTHON) -m pytest -q -m gpu -p no:cacheprovider \
-	  tests/csrc tests/ops tests/nn tests/train tests/test_gemm.py
-	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(PYTHONPATH) $(PYTHON) -m hqsweep run conf=parity parity.device=cuda track=none --force
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

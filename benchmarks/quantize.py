@@ -1,145 +1,245 @@
-"""Speed of the compiled quantizers, as JSON lines.
+"""Speed of the compiled quantizers, as JSON lines on stdout and a table on stderr.
 
-    python benchmarks/quantize.py [--device cpu] [--threads 1] [--rows 2048] [--cols 2048] [--out FILE]
-    python benchmarks/quantize.py --device cuda [--rows 8192] [--cols 8192] [--out FILE]
+    python -m benchmarks.quantize --device cuda [--quick] [--only SECTION ...] [--rows 8192] [--cols 8192] [--out FILE]
+    python -m benchmarks.quantize --device cpu [--threads 2] [--rows 4096] [--cols 4096] [--out FILE]
 
-Each row: format, order (row: blocks run along the contiguous axis; column: the transpose), and medians of alternate
-runs. On CPU: ns per element of the kernel and of the eager torch reference, and their ratio. On CUDA, for output
-`codes` (encode) and `exact` (exact_operand): time of the kernels and of a device copy of the same tensor, both between
-events behind a 256 MB write that empties the L2 cache, and bandwidth with input and outputs counted once. Kernel and
-reference are compared before anything is timed.
+On CUDA a row tells the bandwidth of a call (input read once for each pass it needs, outputs written once) as a share of
+a device copy of the same tensor, timed in alternation behind an L2 flush; the goal; and the two floors. On CPU: ns per
+element of both directions, beside the eager torch reference, torchao where it is installed, and a copy. Kernel and
+reference are compared before anything is timed; a difference is an error row, and exit code 1.
 """
 
 import argparse
-import json
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hqsweep import _C
-from hqsweep.formats import Format, RngKey, parse
-from hqsweep.ops.quantize import Backend, encode, exact_operand
+from benchmarks import cases, rows
+from benchmarks.cases import Case
+from benchmarks.quantize_cpu import measure_cpu
+from benchmarks.timing import Cuda, copy_call, host_seconds
+from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Current, RngKey, parse
+from hqsweep.ops import quantize as ops
 
-FORMATS = (
-    "mxfp8", "mxfp8+2d", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht+sr", "nvfp4+row_scaled",
-    "nvfp4+4over6", "fp8_current", "fp8_block", "fp8_block+2d",
-)  # fmt: skip
 KEY = RngKey(seed=0, slot="benchmark", step=0)
-L2_FLUSH_BYTES = 256 * 2**20
-WARM_UP = 300
-Call = Callable[[], object]
+DEFAULT_KHZ = 1.98e6
+"""Boost clock of an H200, where torch does not tell the device's own."""
+CHECK_SHAPES = ((512, 1024), (272, 208))
+DECODED = ("mxfp8", "mxfp8+e5m2", "fp8_block", "fp8_block+2d", "fp8_current", "mxfp4", "mxfp6_e2m3", "nvfp4")
+HOST = ("nvfp4|mxfp8", "mxfp8|mxfp8", "nvfp4|nvfp4", "fp8_block|mxfp8+e5m2", "fp8_current|nvfp4")
+COLUMNS = (
+    "section", "case", "goal", "reached", "limit", "pass", "us", "plain_us", "copy_us", "gbs", "bytes_floor_us",
+    "issue_floor_us", "threads", "kernel_ns", "reference_ns", "times_reference", "torchao_ns", "times_torchao",
+    "copy_ns",
+)  # fmt: skip
 
 
-def run_codes(x: Tensor, format: Format, backend: Backend) -> list[Tensor]:
-    return list(encode(x, format, key=KEY, backend=backend).values())
+# ---- one case: how it is called, and what it should give ----------------------------------------------------------
 
 
-def run_exact(x: Tensor, format: Format, backend: Backend) -> list[Tensor]:
-    operand = exact_operand(x, format, key=KEY, backend=backend)
-    return [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
+def global_amax(x: Tensor, format: Format) -> dict[str, Tensor] | None:
+    """The amax that a format keeps for the whole matrix, under the name that encode takes it by."""
+    name = {NVFP4: "g", Fp8Current: "s"}.get(type(format))
+    return {name: format.grid(x)[name]} if name else None
 
 
-def seconds_cpu(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def column_source(x: Tensor, case: Case) -> Tensor:
+    """What the columnwise operand is made from, transposed."""
+    if case.source == "original":
+        return x.t()
+    row = parse(case.rowwise)
+    return row.decode(row.encode(x, None, KEY), tuple(x.shape)).to(x.dtype).t()
 
 
-def seconds_cuda(call: Call, flush: Tensor) -> float:
-    """Time on the device; the launches are enqueued while the flush still runs."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+def call_of(x: Tensor, case: Case) -> Callable[[], ops.Quantized]:
+    """The call that is timed, with its amaxes ready when they are given."""
+    row, column = (parse(text) if text else None for text in (case.rowwise, case.columnwise))
+    grids = {}
+    if case.given:
+        grids["rowwise_grid"] = global_amax(x, row) if row else None
+        grids["columnwise_grid"] = global_amax(column_source(x, case), column) if column else None
+    return partial(
+        ops.quantize,
+        x,
+        row,
+        column,
+        columnwise_source=case.source,
+        rowwise_output=case.output,
+        columnwise_output=case.output,
+        rowwise_key=KEY,
+        columnwise_key=KEY,
+        backend="kernel",
+        **grids,
+    )
 
 
-def medians(calls: dict[str, Call], repeats: int, seconds: Callable[[Call], float]) -> dict[str, float]:
-    """Median seconds of each call, run alternately."""
-    times = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            times[name].append(seconds(call))
-    return {name: statistics.median(found) for name, found in times.items()}
+def tensors_of(result: ops.Quantized) -> list[Tensor]:
+    """Every output of a call, in order."""
+    found = []
+    for operand in (result.rowwise, result.columnwise):
+        if isinstance(operand, ExactOperand):
+            found += [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
+        elif operand is not None:
+            found += operand.values()
+    return found
 
 
-def require_equal(text: str, order: str, kernel: list[Tensor], reference: list[Tensor]) -> None:
-    pairs = zip(kernel, reference, strict=True)
-    if not all(torch.equal(*(t.contiguous().view(torch.uint8) for t in pair)) for pair in pairs):
-        raise SystemExit(f"{text} {order}: kernel and reference differ; nothing was timed")
+def expected(x: Tensor, case: Case) -> list[Tensor]:
+    """The same outputs by the torch reference."""
+    found = []
+    for text, source in ((case.rowwise, x), (case.columnwise, None)):
+        if not text:
+            continue
+        format, source = parse(text), column_source(x, case) if source is None else source
+        buffers = format.encode(source, None, KEY)
+        if case.output == "exact":
+            operand = format.operand(buffers, tuple(source.shape))
+            found += [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
+        else:
+            found += buffers.values()
+    return found
 
 
-def measure_cpu(text: str, order: str, x: Tensor, repeats: int) -> Iterator[dict[str, object]]:
-    calls = {b: lambda b=b: run_codes(x, parse(text), b) for b in ("kernel", "reference")}
-    require_equal(text, order, *(call() for call in calls.values()))
-    ns = {name: time / x.numel() * 1e9 for name, time in medians(calls, repeats, seconds_cpu).items()}
-    yield {
-        "format": text,
-        "order": order,
-        "kernel_ns": round(ns["kernel"], 3),
-        "reference_ns": round(ns["reference"], 3),
-        "speedup": round(ns["reference"] / ns["kernel"], 1),
-    }
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    a, b = (t.reshape(-1).contiguous() for t in (a, b.to(a.dtype)))
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def measure_cuda(text: str, order: str, x: Tensor, repeats: int) -> Iterator[dict[str, object]]:
-    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=x.device)
-    copy = torch.empty_like(x)
-    for output, run in (("codes", run_codes), ("exact", run_exact)):
-        results = run(x, parse(text), "kernel")
-        require_equal(text, order, results, run(x, parse(text), "reference"))
-        calls = {"kernel": lambda run=run: run(x, parse(text), "kernel"), "copy": lambda: copy.copy_(x)}
-        medians(calls, WARM_UP, lambda call: seconds_cuda(call, flush))  # an idle GPU has slow clocks
-        time = medians(calls, repeats, lambda call: seconds_cuda(call, flush))
-        size = {"kernel": x.nbytes + sum(t.nbytes for t in results), "copy": 2 * x.nbytes}
-        gbs = {name: size[name] / time[name] * 1e-9 for name in time}
-        yield {
-            "format": text,
-            "order": order,
-            "output": output,
-            "kernel_us": round(time["kernel"] * 1e6, 1),
-            "copy_us": round(time["copy"] * 1e6, 1),
-            "kernel_gbs": round(gbs["kernel"]),
-            "copy_gbs": round(gbs["copy"]),
-            "percent_of_copy": round(100 * gbs["kernel"] / gbs["copy"]),
+def require_exact(case: Case, device: torch.device) -> None:
+    """Kernel against reference on small tensors, one of them of an odd shape."""
+    for shape in CHECK_SHAPES:
+        x = sample(*shape, device)
+        actual, wanted = tensors_of(call_of(x, case)()), expected(x, case)
+        if len(actual) != len(wanted) or not all(map(same_bytes, actual, wanted)):
+            raise AssertionError(f"kernel and reference differ at {shape}; nothing was timed")
+
+
+def sample(height: int, width: int, device: torch.device | str) -> Tensor:
+    x = torch.randn(height, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return x.bfloat16().to(device)
+
+
+# ---- CUDA sections ------------------------------------------------------------------------------------------------
+
+
+class Speed:
+    """Rows of the sections on a GPU, for one tensor."""
+
+    def __init__(self, x: Tensor, clock: Cuda, sms: int, clock_hz: float) -> None:
+        self.x, self.clock, self.sms, self.clock_hz = x, clock, sms, clock_hz
+        self.copy = copy_call(x)
+        self.copy_gbs = 2 * x.nbytes / clock.medians({"copy": self.copy})["copy"] * 1e-9
+
+    def floors(self, case: Case) -> rows.Row:
+        """Predicted time by bytes and by instructions, before anything of the case has run."""
+        size = case.passes * self.x.nbytes + sum(output_bytes(f, case, self.x.shape) for f in case.formats)
+        issue = cases.issue_seconds(cases.instructions(case), self.x.numel(), self.sms, self.clock_hz)
+        return {"bytes_floor_us": size / self.copy_gbs * 1e-3, "issue_floor_us": issue * 1e6}
+
+    def bandwidth(self, call: Callable[[], object], size: int, goal: float | None) -> rows.Row:
+        """Time of a call that moves `size` bytes, as a share of the copy's bandwidth in the same rounds."""
+        time = self.clock.medians({"call": call, "copy": self.copy})
+        reached = (size / time["call"]) / (2 * self.x.nbytes / time["copy"])
+        row = {"us": time["call"] * 1e6, "copy_us": time["copy"] * 1e6, "gbs": size / time["call"] * 1e-9}
+        row |= {"goal": goal, "reached": reached}
+        return row if goal is None else row | {"pass": reached >= goal}
+
+    def quantize(self, case: Case) -> rows.Row:
+        require_exact(case, self.x.device)
+        call = call_of(self.x, case)
+        size = case.passes * self.x.nbytes + sum(t.nbytes for t in tensors_of(call()))
+        return self.bandwidth(call, size, case.goal) | self.floors(case)
+
+    def statistics(self, case: Case) -> rows.Row:
+        """What gathering the statistics adds to the pass: the operator itself, as reading its sums would wait."""
+        texts, none = (case.rowwise, case.columnwise), [0, 0, 0]
+        amaxes = [global_amax(x, parse(t)) for x, t in zip((self.x, self.x.t()), texts, strict=True)]
+        amaxes = [next(iter(a.values())) if a else None for a in amaxes]
+        calls = {
+            name: partial(torch.ops.hqsweep.quantize, self.x, *texts, False, False, False, none, none, *amaxes, gather)
+            for name, gather in (("plain", False), ("sampled", True))
         }
+        time = self.clock.medians(calls)
+        share = time["sampled"] / time["plain"] - 1
+        row = {"us": time["sampled"] * 1e6, "plain_us": time["plain"] * 1e6, "reached": share}
+        return row | {"limit": cases.STATISTICS_LIMIT, "pass": share <= cases.STATISTICS_LIMIT}
+
+    def decode(self, text: str, dtype: torch.dtype) -> rows.Row:
+        for shape in CHECK_SHAPES:
+            self.require_exact_decode(sample(*shape, self.x.device), parse(text), dtype)
+        format, shape = parse(text), tuple(self.x.shape)
+        buffers = ops.quantize(self.x, format, None).rowwise
+        size = sum(t.nbytes for t in buffers.values()) + self.x.numel() * dtype.itemsize
+        return self.bandwidth(lambda: ops.dequantize(buffers, format, shape, dtype), size, None)
+
+    @staticmethod
+    def require_exact_decode(x: Tensor, format: Format, dtype: torch.dtype) -> None:
+        buffers, shape = format.encode(x), tuple(x.shape)
+        actual, wanted = ops.dequantize(buffers, format, shape, dtype), format.decode(buffers, shape).to(dtype)
+        if not same_bytes(actual, wanted):
+            raise AssertionError(f"decoded kernel and reference differ at {shape}; nothing was timed")
 
 
-def where(args: argparse.Namespace) -> dict[str, object]:
-    shared = {"rows": args.rows, "cols": args.cols, "dtype": "bf16"}
-    if args.device == "cuda":
-        return shared | {"machine": torch.cuda.get_device_name(), "cuda": _C.build_info()["cuda_compiler"]}
-    machine = platform.processor() or platform.machine()
-    return shared | {"threads": args.threads, "machine": machine, "isa": _C.build_info()["isa"]}
+def output_bytes(format: Format, case: Case, shape: torch.Size) -> int:
+    height, width = shape  # of X; a transposed operand has as many entries but for partial tiles
+    if case.output == "exact":
+        return 2 * height * width
+    return sum(b.dtype.itemsize * n * m for b in format.layout.values() for n, m in [b.shape(height, width)])
+
+
+def host(text: str) -> rows.Row:
+    """CPU time to enqueue one hybrid quantization of a 2048 x 2048 tensor through the Python op."""
+    row, column = text.split("|")
+    case = Case(section="host", rowwise=row, columnwise=column)
+    us = host_seconds(call_of(sample(2048, 2048, "cuda"), case)) * 1e6
+    return {"us": us, "limit": cases.HOST_LIMIT_US, "pass": us <= cases.HOST_LIMIT_US}
+
+
+def measure_cuda(writer: rows.Writer, args: argparse.Namespace) -> None:
+    x, clock = sample(args.rows, args.cols, "cuda"), Cuda(args.repeats or (10 if args.quick else 40))
+    properties = torch.cuda.get_device_properties(x.device)
+    clock_hz = getattr(properties, "clock_rate", DEFAULT_KHZ) * 1e3
+    run_sections(writer, args, Speed(x, clock, properties.multi_processor_count, clock_hz))
+
+
+def run_sections(writer: rows.Writer, args: argparse.Namespace, speed: Speed) -> None:
+    chosen = [c for c in cases.all_cases() if c.section in args.only]
+    shape = {"rows": args.rows, "cols": args.cols}
+    writer.add({"section": "floors", "case": "device copy", "gbs": speed.copy_gbs, "sms": speed.sms} | shape)
+    if "floors" in args.only:
+        for case in cases.all_cases():
+            writer.attempt({"section": "floors", "case": case.name} | shape, partial(speed.floors, case))
+    for case in chosen:
+        writer.attempt({"section": case.section, "case": case.name} | shape, partial(speed.quantize, case))
+    for text in ("mxfp8", "fp8_block", "nvfp4") if "statistics" in args.only else ():
+        case = Case(section="statistics", rowwise=text, columnwise=text)
+        writer.attempt({"section": "statistics", "case": case.name} | shape, partial(speed.statistics, case))
+    for text in DECODED if "decode" in args.only else ():
+        for dtype in (torch.bfloat16, torch.float32):
+            name = f"{text} to {str(dtype).removeprefix('torch.')}"
+            writer.attempt({"section": "decode", "case": name} | shape, partial(speed.decode, text, dtype))
+    for text in HOST if "host" in args.only else ():
+        writer.attempt({"section": "host", "case": text, "rows": 2048, "cols": 2048}, partial(host, text))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rows", type=int, help="default: 2048 on cpu, 8192 on cuda")
+    parser.add_argument("--threads", type=int, default=2, help="cpu: of the kernels and of torch")
+    parser.add_argument("--rows", type=int, help="default: 4096 on cpu, 8192 on cuda")
     parser.add_argument("--cols", type=int, help="as --rows")
-    parser.add_argument("--repeats", type=int, help="default: 5 on cpu, 30 on cuda")
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--out", type=argparse.FileType("a"), default=sys.stdout)
+    parser.add_argument("--repeats", type=int, help="cuda: default 40, 10 with --quick")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    rows.add_arguments(parser, cases.SECTIONS)
     args = parser.parse_args()
-    on_gpu = args.device == "cuda"
-    args.rows, args.cols = (n or (8192 if on_gpu else 2048) for n in (args.rows, args.cols))
+    default = 8192 if args.device == "cuda" else 4096
+    args.rows, args.cols = args.rows or default, args.cols or default
     torch.set_num_threads(args.threads)
-    measure = measure_cuda if on_gpu else measure_cpu
-    for text in args.formats:
-        for order in ("row", "column"):
-            x = torch.randn(args.rows, args.cols, generator=torch.Generator().manual_seed(0)).bfloat16().to(args.device)
-            x = x if order == "row" else x.t()
-            for row in measure(text, order, x, args.repeats or (30 if on_gpu else 5)):
-                print(json.dumps(row | where(args)), file=args.out, flush=True)
+    writer = rows.Writer("quantize", args.device, args)
+    (measure_cuda if args.device == "cuda" else measure_cpu)(writer, args)
+    rows.finish(writer, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ __device__ uint64_t load_codes(const Job& job, const Piece& piece) {
   if (piece.count == kCount && reinterpret_cast<uintptr_t>(from) % kBytes == 0)
     return *reinterpret_cast<const Word*>(from);
   uint64_t codes = 0;
+#pragma unroll 1
   for (int i = 0; i < piece.count * kBits / 8; ++i) codes |= static_cast<uint64_t>(from[i]) << (8 * i);
   return codes;
 }

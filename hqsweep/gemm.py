@@ -1,8 +1,8 @@
 """One product for all three GEMMs: mm_t(a, b)[i, j] = sum_k a[i, k] * b[j, k].
 
 fprop mm_t(x.row, w.row), dgrad mm_t(dy.row, w.col), wgrad mm_t(dy.col, x.col). gemm=exact multiplies the exact operand
-matrices with float32 accumulation: in float32 on CPU; on CUDA in bfloat16 tensor cores with float32 output where both
-matrices are bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hardware applies them.
+matrices with float32 accumulation: in float32 on CPU; on CUDA in bfloat16 tensor cores where both matrices are
+bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hardware applies them.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand, Format, Fp8Block, Identity
 from hqsweep.quant.operand import Operand
@@ -33,13 +34,19 @@ def plan(a: Format, b: Format, device_type: str) -> Plan:
         return Plan(operands=operands, compute="float32 GEMM")
     if operands == "fp32":
         return Plan(operands=operands, compute="float32 GEMM (TF32 off)")
-    return Plan(operands=operands, compute="bfloat16 tensor cores, float32 accumulation and output")
+    return Plan(operands=operands, compute="bfloat16 tensor cores, float32 accumulation")
 
 
 def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype."""
+    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype.
+
+    Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
+    stores; with factors its float32 output is read once more, by the multiplication that rounds.
+    """
     a, b = (o.operand() if isinstance(o, Operand) else o for o in (a, b))
-    return _epilogue(_product(a.matrix, b.matrix), a, b).to(out_dtype)
+    if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
+        return _product(a.matrix, b.matrix, out_dtype)
+    return _epilogue(_product(a.matrix, b.matrix, torch.float32), a, b, out_dtype)
 
 
 def _fits_bf16(format: Format) -> bool:
@@ -48,26 +55,57 @@ def _fits_bf16(format: Format) -> bool:
     return not isinstance(format, Fp8Block) or format.pow2
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
-        return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float().t())
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16):
+        return torch.mm(a.float(), b.float().t()).to(out_dtype)
+    if out_dtype == torch.bfloat16:
+        return torch.ops.hqsweep.mm_t_rounded(a, b)
+    return torch.mm(a, b.t(), out_dtype=torch.float32).to(out_dtype)
 
 
-def _epilogue(product: Tensor, a: ExactOperand, b: ExactOperand) -> Tensor:
+# bfloat16 [m, k], [n, k] -> bfloat16 [m, n], the float32 accumulator rounded once. An operator, so that torch.compile
+# does not look inside: the setting is global to torch.
+_LIBRARY = torch.library.Library("hqsweep", "FRAGMENT")
+_LIBRARY.define("mm_t_rounded(Tensor a, Tensor b) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "mm_t_rounded", "CUDA")
+def _mm_t_rounded(a: Tensor, b: Tensor) -> Tensor:
+    """By default cuBLAS may split k and add the parts in bfloat16; then the sum would be rounded several times."""
+    allowed = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        return torch.mm(a, b.t())
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = allowed
+
+
+@torch.library.register_fake("hqsweep::mm_t_rounded")
+def _(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+def _epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
     """alpha = fl(fl(f_a * f_b) * fl(1 / (d_a * d_b))) for scalars; per-row factors after the constant part.
 
     With one per-row side its factor times the other's scalar is formed first; with two, rows then columns
-    (TransformerEngine pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
+    (TransformerEngine pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb). Overwrites the product.
     """
     rows, columns = a.factor, None if b.factor is None else b.factor.t()
     factors = [f for f in (rows, columns) if f is not None]
-    divisor = a.divisor * b.divisor
-    inverse = torch.full((1, 1), 1.0 / divisor, device=product.device)
+    inverse = 1.0 / (a.divisor * b.divisor)  # torch rounds it to float32 before it multiplies
     if all(f.numel() == 1 for f in factors):
-        alpha = [*factors, inverse] if divisor != 1.0 else factors
-        return product * reduce(torch.mul, alpha) if alpha else product
-    product = product * inverse if divisor != 1.0 else product
+        return _scaled(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
+    product = product.mul_(inverse) if inverse != 1.0 else product
     if all(f.numel() > 1 for f in factors):
-        return reduce(torch.mul, factors, product)
-    return product * reduce(torch.mul, factors)
+        for factor in factors[:-1]:
+            product = product.mul_(factor)
+        return _scaled(product, factors[-1], out_dtype)
+    return _scaled(product, reduce(torch.mul, factors), out_dtype)
+
+
+def _scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype) -> Tensor:
+    """fl(product * factor) rounded to out_dtype, in one pass."""
+    if product.dtype == out_dtype:
+        return product.mul_(factor)
+    return torch.mul(product, factor, out=torch.empty_like(product, dtype=out_dtype))

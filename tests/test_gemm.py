@@ -80,3 +80,54 @@ def test_gpu_products_are_those_of_the_exact_operands(a, b):
     expected = left.dequantize(torch.float64).cpu() @ right.dequantize(torch.float64).cpu().t()
     actual = mm_t(left, right, out_dtype=torch.float32).double().cpu()
     assert (actual - expected).norm() / expected.norm() < 2e-6
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("a", "b"), [("fp8_current", "fp8_current"), ("nvfp4", "nvfp4"), ("nvfp4", "fp8_current")])
+def test_fused_epilogue_has_the_bits_of_separate_passes(a, b, out_dtype):
+    left, right = (rowwise(t, draw("heavy", 48, 128, i)).operand() for i, t in enumerate((a, b)))
+    product = left.matrix.float() @ right.matrix.float().t()
+    alpha = left.factor * right.factor.t() * torch.tensor(1.0 / (left.divisor * right.divisor))
+    assert torch.equal(mm_t(left, right, out_dtype=out_dtype), (product * alpha).to(out_dtype))
+
+
+GPU_SHAPES = [(256, 128, 1024), (16, 16, 8192), (1, 64, 4096), (2048, 2048, 512), (512, 4096, 14336), (72, 40, 200)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@pytest.mark.parametrize("formats", [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("fp8_current", "mxfp8")], ids="-".join)
+def test_gpu_rounding_in_the_gemm_is_one_rounding(formats, shape):
+    """bfloat16 written by the GEMM is the rounding of a float32 accumulator, in some order of accumulation.
+
+    The order is the library's (it may pick another kernel for another output type), so the float32 product beside it
+    differs in its last bits; where it is further than that from a tie, the bits have to agree.
+    """
+    m, n, k = shape
+    k -= k % 16
+    left, right = (rowwise(t, draw("normal", r, k, r).cuda()).operand() for t, r in zip(formats, (m, n), strict=True))
+    wide = mm_t(left, right, out_dtype=torch.float32)
+    slack = wide.abs().mean() * 1e-5
+    low, high = ((wide + d).bfloat16() for d in (-slack, slack))
+    actual = mm_t(left, right, out_dtype=torch.bfloat16)
+    assert ((low <= actual) & (actual <= high)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 14336, 4096), (8192, 4096, 14336), (14336, 4096, 8192)], ids=str)
+def test_gpu_large_gemms_round_the_same_accumulator(shape):
+    """The three GEMMs of a large linear: cuBLAS accumulates alike for both output types, so every bit agrees."""
+    m, n, k = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(r, k, generator=generator, device="cuda").bfloat16() for r in (m, n))
+    rounded = mm_t(ExactOperand(a), ExactOperand(b), out_dtype=torch.bfloat16)
+    assert torch.equal(rounded, torch.mm(a, b.t(), out_dtype=torch.float32).bfloat16())
+
+
+@pytest.mark.gpu
+def test_gpu_product_leaves_torchs_setting_alone():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    a = ExactOperand(torch.ones(16, 16, device="cuda", dtype=torch.bfloat16))
+    assert mm_t(a, a, out_dtype=torch.bfloat16).eq(16).all()
+    assert matmul.allow_bf16_reduced_precision_reduction == before

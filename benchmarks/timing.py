@@ -1,0 +1,85 @@
+"""Times on a device that do not flatter: L2 flushed, clocks warm, variants alternated, medians."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+L2_FLUSH_BYTES = 256 * 2**20
+WARM_SECONDS = 0.3
+HEAD_START_CYCLES = 1_000_000
+"""About half a millisecond of waiting on the device, longer than a call needs to enqueue its first kernels."""
+
+
+class Cuda:
+    """Medians of calls on the current GPU, each between two events behind a write that empties the L2 cache.
+
+    A kernel that only waits stands before that write, so that the launches are enqueued by the time the first event
+    is reached: the time is the device's alone.
+    """
+
+    def __init__(self, repeats: int) -> None:
+        self.repeats = repeats
+        self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.warm_clocks()
+
+    def warm_clocks(self) -> None:
+        """An idle GPU has slow clocks."""
+        end = time.perf_counter() + WARM_SECONDS
+        while time.perf_counter() < end:
+            self.flush.zero_()
+            torch.cuda.synchronize()
+
+    def medians(self, calls: Mapping[str, Call]) -> dict[str, float]:
+        """Median seconds of each call, run alternately after some rounds that are not counted."""
+        for call in (c for c in calls.values() for _ in range(3)):
+            call()
+        torch.cuda.synchronize()
+        events = {name: [] for name in calls}
+        for _ in range(self.repeats):
+            for name, call in calls.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(HEAD_START_CYCLES)
+                self.flush.zero_()
+                start.record()
+                call()
+                end.record()
+                events[name].append((start, end))
+            torch.cuda.synchronize()
+        return {n: statistics.median(s.elapsed_time(e) for s, e in pairs) * 1e-3 for n, pairs in events.items()}
+
+
+def host_seconds(call: Call, calls: int = 100, batches: int = 10) -> float:
+    """Median seconds of CPU clock that one call takes to enqueue its work; the device is waited for between batches."""
+    times = []
+    for _ in range(batches + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[2:])
+
+
+def cpu_medians(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
+    """Median seconds of each call, alternated; each takes as many rounds as fit in `seconds`, and at least three."""
+    times = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    while any(len(times[n]) < 4 or (spent[n] < seconds and len(times[n]) < 200) for n in calls):
+        for name, call in calls.items():
+            if len(times[name]) >= 4 and spent[name] >= seconds:
+                continue
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+            spent[name] += times[name][-1]
+    return {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def copy_call(x: Tensor) -> Call:
+    """A device copy of x: the unit in which the speed of memory is told."""
+    target = torch.empty_like(x)
+    return lambda: target.copy_(x)
