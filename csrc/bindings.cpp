@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -26,6 +27,10 @@ const Names<hq::Element> kElements = {{"e4m3", hq::Element::e4m3}, {"e5m2", hq::
                                       {"e2m1", hq::Element::e2m1}, {"e2m3", hq::Element::e2m3},
                                       {"e3m2", hq::Element::e3m2}};
 const Names<hq::Dtype> kDtypes = {{"fp32", hq::Dtype::fp32}, {"bf16", hq::Dtype::bf16}, {"fp16", hq::Dtype::fp16}};
+const Names<hq::ScaleRounding> kRoundings = {{"up", hq::ScaleRounding::up}, {"floor", hq::ScaleRounding::floor},
+                                             {"even", hq::ScaleRounding::even}};
+const Names<hq::FourOverSix> kFourOverSix = {{"none", hq::FourOverSix::none}, {"mae", hq::FourOverSix::mae},
+                                             {"mse", hq::FourOverSix::mse}};
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw std::invalid_argument("hqsweep._C: " + message);
@@ -74,85 +79,72 @@ void check_spec(const hq::Spec& spec) {
   require(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
 }
 
-void check_source(const hq::Spec& spec, const hq::Source& source) {
-  require(source.rows >= 0 && source.cols >= 0,
-          "rows and cols must be >= 0, got " + std::to_string(source.rows) + " and " + std::to_string(source.cols));
-  require(source.data != nullptr || source.rows * source.cols == 0, "src_ptr is 0 but the matrix is not empty");
-  const int multiple = spec.family == hq::Family::nvfp4 ? 16 : (spec.element == hq::Element::e2m1 ? 2 : 1);
-  require(source.cols % multiple == 0, "cols is " + std::to_string(source.cols) + ", must be a multiple of " +
-                                           std::to_string(multiple) + " for this format");
-}
-
-struct Call {
-  hq::Spec spec;
-  hq::Source source;
-  hq::Output output;
-};
-
 template <class T>
 T* pointer(uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-Call parse(uintptr_t src_ptr, const std::string& dtype, int64_t rows, int64_t cols, int64_t row_stride,
-           int64_t col_stride, const std::string& family, const std::string& element, int tile_rows, int tile_cols,
-           bool pow2, float amax_epsilon, bool row_scaled, bool rht, bool rht_sign, bool sr, int four_over_six,
-           float e4m3_max, bool fast_error, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t q_ptr,
-           uintptr_t s_ptr, uintptr_t g_ptr, uintptr_t exact_ptr, const std::string& exact_dtype, uintptr_t amax_ptr) {
-  require(four_over_six >= 0 && four_over_six <= 2,
-          "four_over_six is " + std::to_string(four_over_six) + ", must be 0 (off), 1 (MAE) or 2 (MSE)");
-  Call call{
-      {lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols, pow2,
-       amax_epsilon, row_scaled, rht, rht_sign, sr, static_cast<hq::FourOverSix>(four_over_six), e4m3_max, fast_error,
-       key0, key1, step},
-      {pointer<void>(src_ptr), lookup(kDtypes, "dtype", dtype), rows, cols, row_stride, col_stride},
-      {pointer<uint8_t>(q_ptr), pointer<void>(s_ptr), pointer<float>(g_ptr), pointer<void>(exact_ptr),
-       lookup(kDtypes, "exact_dtype", exact_dtype), pointer<float>(amax_ptr)}};
-  check_spec(call.spec);
-  check_source(call.spec, call.source);
-  return call;
+std::unique_ptr<hq::Spec> make_spec(const std::string& family, const std::string& element, int tile_rows, int tile_cols,
+                                    bool pow2, float amax_epsilon, const std::string& scale_rounding, bool row_scaled,
+                                    bool rht, bool rht_sign, bool sr, const std::string& four_over_six, float e4m3_max,
+                                    bool fast_error) {
+  const hq::Spec spec{lookup(kFamilies, "family", family), lookup(kElements, "element", element), tile_rows, tile_cols,
+                      pow2, amax_epsilon, lookup(kRoundings, "scale_rounding", scale_rounding), row_scaled, rht, rht_sign,
+                      sr, lookup(kFourOverSix, "four_over_six", four_over_six), e4m3_max, fast_error};
+  check_spec(spec);
+  return std::make_unique<hq::Spec>(spec);
 }
 
-// The arguments that both devices share, in order, for m.def.
-#define HQ_QUANTIZE_ARGS                                                                                              \
-  "src_ptr"_a, "dtype"_a, "rows"_a, "cols"_a, "row_stride"_a, "col_stride"_a, py::kw_only(), "family"_a, "element"_a, \
-      "tile_rows"_a, "tile_cols"_a, "pow2"_a = false, "amax_epsilon"_a = 0.0f, "row_scaled"_a = false,                \
-      "rht"_a = false, "rht_sign"_a = true, "sr"_a = false, "four_over_six"_a = 0, "e4m3_max"_a = 448.0f,             \
-      "fast_error"_a = false, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "q_ptr"_a = 0, "s_ptr"_a = 0, "g_ptr"_a = 0,  \
-      "exact_ptr"_a = 0, "exact_dtype"_a = "fp32", "amax_ptr"_a = 0
+hq::Direction make_direction(const hq::Spec& spec, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t amax,
+                             uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
+                             int exact_dtype, uintptr_t sums, uintptr_t row_errors) {
+  const bool global_family = spec.family == hq::Family::current || spec.family == hq::Family::nvfp4;
+  require(!global_family || amax || found, "a format with a global amax needs `amax`, or `found` where it is found");
+  require(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + std::to_string(exact_dtype) + ", must be 0 or 1");
+  return {spec, {key0, key1, step}, pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes),
+          pointer<void>(scales), pointer<float>(global), pointer<void>(exact), static_cast<hq::Dtype>(exact_dtype),
+          pointer<hq::TileSums>(sums), pointer<float>(row_errors)};
+}
 
-#define HQ_QUANTIZE_PARAMETERS                                                                                        \
-  uintptr_t src_ptr, const std::string &dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride,    \
-      const std::string &family, const std::string &element, int tile_rows, int tile_cols, bool pow2,                 \
-      float amax_epsilon, bool row_scaled, bool rht, bool rht_sign, bool sr, int four_over_six, float e4m3_max,       \
-      bool fast_error, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t q_ptr, uintptr_t s_ptr,                 \
-      uintptr_t g_ptr, uintptr_t exact_ptr, const std::string &exact_dtype, uintptr_t amax_ptr
+void check_length(const hq::Direction* to, int64_t cols, const char* name) {
+  if (!to) return;
+  const int multiple = to->spec.family == hq::Family::nvfp4 ? 16 : (to->spec.element == hq::Element::e2m1 ? 2 : 1);
+  require(cols % multiple == 0, std::string(name) + ": the contracted axis has " + std::to_string(cols) +
+                                    " elements, must be a multiple of " + std::to_string(multiple) + " for this format");
+}
 
-#define HQ_QUANTIZE_VALUES                                                                                            \
-  src_ptr, dtype, rows, cols, row_stride, col_stride, family, element, tile_rows, tile_cols, pow2, amax_epsilon,      \
-      row_scaled, rht, rht_sign, sr, four_over_six, e4m3_max, fast_error, key0, key1, step, q_ptr, s_ptr, g_ptr,      \
-      exact_ptr, exact_dtype, amax_ptr
+// What the bindings take for a matrix; dtypes are 0 fp32, 1 bf16, 2 fp16.
+#define HQ_CALL_PARAMETERS                                                                                         \
+  uintptr_t data, int dtype, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride,                   \
+      const hq::Direction *row, const hq::Direction *column, bool dequantized
+#define HQ_CALL_VALUES data, dtype, rows, cols, row_stride, col_stride, row, column, dequantized
+#define HQ_CALL_ARGS                                                                                               \
+  "data"_a, "dtype"_a, "rows"_a, "cols"_a, "row_stride"_a, "col_stride"_a, "row"_a.none(true),                     \
+      "column"_a.none(true), "dequantized"_a = false
 
-void quantize_cpu(HQ_QUANTIZE_PARAMETERS, int threads, const std::string& isa) {
-  const Call call = parse(HQ_QUANTIZE_VALUES);
-  require(exact_dtype == "fp32", "exact_dtype is '" + exact_dtype + "', must be fp32 on the CPU");
+hq::Call make_call(HQ_CALL_PARAMETERS) {
+  require(dtype >= 0 && dtype <= 2, "dtype is " + std::to_string(dtype) + ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
+  require(rows >= 0 && cols >= 0,
+          "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
+  require(data != 0 || rows * cols == 0, "data is 0 but the matrix is not empty");
+  require(row || !dequantized, "a column made from the decoded row needs the row's format");
+  check_length(row, cols, "row");
+  check_length(column, rows, "column");
+  return {{pointer<void>(data), static_cast<hq::Dtype>(dtype), rows, cols, row_stride, col_stride}, row, column,
+          dequantized};
+}
+
+void check_cpu(int threads, const std::string& isa) {
   require(threads >= 1, "threads is " + std::to_string(threads) + ", must be at least 1");
-  require(isa.empty() || isa == "base" || isa == hq::best_isa(),
-          "isa is '" + isa + "', this build and processor have base and " + hq::best_isa());
-  py::gil_scoped_release release;
-  hq::quantize_cpu(call.spec, call.source, call.output, threads, isa.c_str());
+  const std::string known = std::string(" ") + HQ_ISAS + " ", best = std::string(" ") + hq::best_isa() + " ";
+  const bool runs = known.find(" " + isa + " ") != std::string::npos &&
+                    known.find(" " + isa + " ") <= known.find(best);  // listed from the least to the most demanding
+  require(isa.empty() || runs, "isa is '" + isa + "'; this build has" + known + "and this processor runs up to" + best);
 }
 
-#if defined(HQ_HAVE_CUDA)
-void quantize_cuda(HQ_QUANTIZE_PARAMETERS, uintptr_t stream) {
-  const Call call = parse(HQ_QUANTIZE_VALUES);
-  require(exact_dtype != "fp16", "exact_dtype is 'fp16', must be fp32 or bf16");
-  require(call.output.amax || call.output.global || call.spec.family != hq::Family::nvfp4,
-          "family nvfp4 without amax_ptr needs g_ptr, where the amax is found");
-  require(call.output.amax || call.output.scales || call.spec.family != hq::Family::current,
-          "family current without amax_ptr needs s_ptr, where the amax is found");
-  py::gil_scoped_release release;
-  hq::quantize_cuda(call.spec, call.source, call.output, stream);
+hq::Encoded make_encoded(const hq::Spec& spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales,
+                         uintptr_t global) {
+  require(spec.family != hq::Family::nvfp4 || global, "decoding nvfp4 needs its global amax");
+  return {spec, rows, cols, pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global)};
 }
-#endif
 
 py::dict build_info() {
   py::dict info("version"_a = HQ_VERSION, "compiler"_a = HQ_CXX_COMPILER, "cxx_flags"_a = HQ_CXX_FLAGS,
@@ -166,18 +158,53 @@ py::dict build_info() {
   return info;
 }
 
-}  // namespace
+#define HQ_DECODE_PARAMETERS                                                                                 \
+  const hq::Spec &spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales, uintptr_t global,     \
+      bool exact, uintptr_t out, int out_dtype
+#define HQ_DECODE_ARGS                                                                                       \
+  "spec"_a, "rows"_a, "cols"_a, "codes"_a, "scales"_a, "global_"_a, "exact"_a, "out"_a, "out_dtype"_a
 
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "Compiled quantizers of hqsweep: pointers, shapes and strides in elements; see hqsweep.ops for tensors.";
-  m.def("build_info", &build_info, "Version, compiler, flags and instruction sets of this build, as a dict.");
-  m.def("quantize_cpu", &quantize_cpu, HQ_QUANTIZE_ARGS, "threads"_a = 1, "isa"_a = "",
-        "Quantize the matrix at src_ptr along its last axis; results go to the pointers that are not 0.");
+void bind_cpu(py::module_& m) {
+  m.def("quantize_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa) {
+    const hq::Call call = make_call(HQ_CALL_VALUES);
+    check_cpu(threads, isa);
+    py::gil_scoped_release release;
+    hq::quantize_cpu(call, threads, isa.c_str());
+  }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "",
+     "Quantize X [rows, cols] along its rows and its columns; what is not 0 in the directions is written.");
+  m.def("find_amax_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa) {
+    const hq::Call call = make_call(HQ_CALL_VALUES);
+    check_cpu(threads, isa);
+    py::gil_scoped_release release;
+    hq::find_amax_cpu(call, threads, isa.c_str());
+  }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "", "found = max(found, amax) of each direction, in place.");
+  m.def("dequantize_cpu", [](HQ_DECODE_PARAMETERS, int threads) {
+    const hq::Encoded encoded = make_encoded(spec, rows, cols, codes, scales, global);
+    py::gil_scoped_release release;
+    hq::dequantize_cpu(encoded, exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
+                       static_cast<hq::Dtype>(out_dtype), threads);
+  }, HQ_DECODE_ARGS, "threads"_a = 1, "An operand's values, or (exact) its codes times block scales.");
+}
+
 #if defined(HQ_HAVE_CUDA)
-  m.def("quantize_cuda", &quantize_cuda, HQ_QUANTIZE_ARGS, "stream"_a = 0,
-        "quantize_cpu on the current GPU, enqueued on a stream (cudaStream_t as an integer).");
+void bind_cuda(py::module_& m) {
+  m.def("quantize_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream) {
+    hq::quantize_cuda(make_call(HQ_CALL_VALUES), stream);
+  }, HQ_CALL_ARGS, "stream"_a = 0, "quantize_cpu on the current GPU, enqueued on a stream (cudaStream_t as an integer).");
+  m.def("find_amax_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream) {
+    hq::find_amax_cuda(make_call(HQ_CALL_VALUES), stream);
+  }, HQ_CALL_ARGS, "stream"_a = 0, "find_amax_cpu on the current GPU.");
+  m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream) {
+    hq::dequantize_cuda(make_encoded(spec, rows, cols, codes, scales, global),
+                        exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
+                        static_cast<hq::Dtype>(out_dtype), stream);
+  }, HQ_DECODE_ARGS, "stream"_a = 0, "dequantize_cpu on the current GPU.");
   m.def("cuda_device_count", &hq::cuda_device_count, "Visible GPUs; 0 without a driver.");
+}
 #endif
+
+// One operation over n values, for tests.
+void bind_elements(py::module_& m) {
   m.def("cast_elements", [](const std::string& element, uintptr_t src_ptr, uintptr_t dst_ptr, int64_t n) {
     hq::encode_elements(lookup(kElements, "element", element), pointer<float>(src_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "element"_a, "src_ptr"_a, "dst_ptr"_a, "n"_a, "fp32 values to codes, one byte each.");
@@ -187,6 +214,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("e8m0_up", [](uintptr_t src_ptr, uintptr_t dst_ptr, int64_t n) {
     hq::e8m0_up_elements(pointer<float>(src_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "src_ptr"_a, "dst_ptr"_a, "n"_a, "Non-negative fp32 values to E8M0 codes, rounded up.");
+  m.def("e8m0_scale", [](const std::string& rounding, const std::string& element, uintptr_t amax_ptr, uintptr_t dst_ptr,
+                         int64_t n) {
+    hq::e8m0_elements(lookup(kRoundings, "rounding", rounding), lookup(kElements, "element", element),
+                      pointer<float>(amax_ptr), pointer<uint8_t>(dst_ptr), n);
+  }, "rounding"_a, "element"_a, "amax_ptr"_a, "dst_ptr"_a, "n"_a, "Block amaxes to the E8M0 codes of their scales.");
   m.def("stochastic_e2m1", [](uintptr_t src_ptr, uintptr_t bytes_ptr, uintptr_t dst_ptr, int64_t n) {
     hq::stochastic_e2m1_elements(pointer<float>(src_ptr), pointer<uint8_t>(bytes_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "src_ptr"_a, "bytes_ptr"_a, "dst_ptr"_a, "n"_a, "fp32 values and one random byte each to E2M1 codes.");
@@ -195,4 +227,25 @@ PYBIND11_MODULE(_C, m) {
     hq::philox(key0, key1, counter);
     return std::array<uint32_t, 4>{counter[0], counter[1], counter[2], counter[3]};
   }, "key0"_a, "key1"_a, "c0"_a, "c1"_a, "c2"_a, "c3"_a, "Philox4x32-10.");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled quantizers of hqsweep: pointers, shapes and strides in elements; see hqsweep.ops for tensors.";
+  m.def("build_info", &build_info, "Version, compiler, flags and instruction sets of this build, as a dict.");
+  py::class_<hq::Spec>(m, "Spec", "A format as the loops know it; made once, used in many calls.")
+      .def(py::init(&make_spec), py::kw_only(), "family"_a, "element"_a, "tile_rows"_a, "tile_cols"_a, "pow2"_a = false,
+           "amax_epsilon"_a = 0.0f, "scale_rounding"_a = "up", "row_scaled"_a = false, "rht"_a = false,
+           "rht_sign"_a = true, "sr"_a = false, "four_over_six"_a = "none", "e4m3_max"_a = 448.0f,
+           "fast_error"_a = false);
+  py::class_<hq::Direction>(m, "Direction", "What is made of a matrix in one direction, and the addresses it goes to.")
+      .def(py::init(&make_direction), "spec"_a, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "amax"_a = 0, "found"_a = 0,
+           "codes"_a = 0, "scales"_a = 0, "global_"_a = 0, "exact"_a = 0, "exact_dtype"_a = 0, "sums"_a = 0,
+           "row_errors"_a = 0);
+  bind_cpu(m);
+#if defined(HQ_HAVE_CUDA)
+  bind_cuda(m);
+#endif
+  bind_elements(m);
 }

@@ -1,42 +1,39 @@
-// The pass before the quantization that finds the amax it needs: of the whole matrix or of each row, after the Hadamard
-// transform where there is one. NaN is ignored. Magnitudes order like their bits, so atomicMax on integers joins them.
+// The largest magnitude of memory that lies in one piece, at the speed of reading it.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_scales.cuh"
-#include "cuda_tile.cuh"
-#include "numerics.h"
-#include "quantize.h"
-#include "segment.h"
+#include "cuda_direction.cuh"
+#include "cuda_words.cuh"
 
 namespace hq {
 
-constexpr int kAmaxRows = 32;
+constexpr int kAmaxThreads = 512;
+constexpr int kAmaxUnits = 8;  // 16-byte loads in flight in a thread
 
-// amax[0], or amax[row] when row_scaled, must be 0 before.
-__global__ void __launch_bounds__(kAmaxRows * kLanes)
-    find_amax(const __grid_constant__ Spec spec, const __grid_constant__ Source source, Path path, int32_t* amax) {
-  const Place place = locate<kAmaxRows>(source, path);
-  float x[kSegment];
-  load<kAmaxRows>(spec, source, path, place, x);
-  int32_t mine = largest_of_lanes(segment_amax(x), 1, kLanes);
-  if (spec.row_scaled) {
-    if (place.segment == 0 && place.count > 0) atomicMax(amax + place.row, mine);
-    return;
+// found = max(found, amax of `units` times 16 bytes).
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int64_t units, float* found) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
+  float most = 0.0f;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x; first < units;
+       first += kAmaxUnits * step) {
+    uint32_t words[4 * kAmaxUnits];
+#pragma unroll
+    for (int i = 0; i < kAmaxUnits; ++i) {
+      const int64_t unit = first + i * step;
+      const uint4 loaded = unit < units ? __ldg(data + unit) : make_uint4(0, 0, 0, 0);
+      words[4 * i] = loaded.x, words[4 * i + 1] = loaded.y, words[4 * i + 2] = loaded.z, words[4 * i + 3] = loaded.w;
+    }
+    const Largest part = largest<T>(words, 4 * kAmaxUnits);
+    most = fmaxf(most, fmaxf(part.of[0], part.of[1]));
   }
-  __shared__ int32_t block;
-  if (threadIdx.x == 0) block = 0;
+  __shared__ float warps[kAmaxThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
   __syncthreads();
-  mine = largest_of_lanes(mine, kLanes, 32);
-  if (threadIdx.x % 32 == 0) atomicMax(&block, mine);
-  __syncthreads();
-  if (threadIdx.x == 0) atomicMax(amax, block);
-}
-
-// The last step of current scaling: its amax was read from `amax`, which may be where scale_inv goes.
-__global__ void finish_current(const __grid_constant__ Spec spec, float element_max, const float* amax,
-                               float* scale_inv) {
-  *scale_inv = 1.0f / fp8_scale(*amax, element_max, spec.amax_epsilon, spec.pow2, kFloatMax);
+  if (threadIdx.x != 0) return;
+  for (int w = 1; w < kAmaxThreads / 32; ++w) most = fmaxf(most, warps[w]);
+  raise(found, most);
 }
 
 }  // namespace hq

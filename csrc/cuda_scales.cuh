@@ -1,88 +1,104 @@
-// Scale of the tile that a thread's segment belongs to: amax over the threads that share the tile, then numerics.h.
+// Scale of one scale tile from its amax, with all that does not depend on the tile worked out beforehand.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_tile.cuh"
+#include "cuda_elements.cuh"
 #include "numerics.h"
 #include "quantize.h"
-#include "segment.h"
 
 namespace hq {
 
-constexpr unsigned kFullWarp = 0xFFFFFFFFu;
+// x * encode is rounded to an element; the element times `exact` is what a GEMM multiplies, times `value` the value.
+struct BlockScale {
+  float encode, exact, value;
+  uint32_t code;  // E8M0 (mx) or E4M3 (nvfp4)
+};
 
-// Largest value over groups of `count` neighbouring lanes (a power of two).
-__device__ inline int32_t largest_of_lanes(int32_t value, int first, int count) {
-  for (int distance = first; distance < count; distance *= 2)
-    value = max(value, __shfl_xor_sync(kFullWarp, value, distance));
-  return value;
+// What follows from one global amax of NVFP4, or the amax of current scaling.
+struct GlobalScale {
+  float amax;
+  float encode, decode, sixth;  // nvfp4
+};
+
+__device__ __forceinline__ GlobalScale nvfp4_global(float amax, const Spec& spec) {
+  GlobalScale global{amax, nvfp4_global_scale(amax, 6.0f * spec.e4m3_max), 0.0f, 0.0f};
+  global.decode = 1.0f / global.encode;
+  global.sixth = global.encode * kSixth;
+  return global;
 }
 
-// amax of the scale tile of this thread. Tiles of one row live within 8 lanes; higher ones meet in shared memory. Every
-// thread of the block takes part, with 0 for what lies outside the matrix.
-template <int kRows>
-__device__ float tile_amax(const Spec& spec, const Place& place, int32_t amax) {
-  const int lanes = spec.tile_cols / kSegment;
-  amax = largest_of_lanes(amax, 1, lanes);
-  if (spec.tile_rows == 1) return to_float(static_cast<uint32_t>(amax));
-  __shared__ int32_t tiles[kRows / 16 * kLanes];
-  if (threadIdx.x < kRows / 16 * kLanes) tiles[threadIdx.x] = 0;
-  __syncthreads();
-  int32_t* mine = &tiles[place.r / spec.tile_rows * kLanes + place.segment / lanes];
-  amax = largest_of_lanes(amax, kLanes, 32);  // the warp's 4 rows
-  if (threadIdx.x % 32 < kLanes && place.segment % lanes == 0) atomicMax(mine, amax);
-  __syncthreads();
-  return to_float(static_cast<uint32_t>(*mine));
+__device__ __forceinline__ float e4m3_value(uint32_t code) {
+#if __CUDA_ARCH__ >= 890
+  return widen<Fp16>(e4m3_values(code), 0);
+#else
+  return decode<E4M3>(code);
+#endif
 }
 
-// 4over6 error of the scale tile: that of the segment, or of the 16 rows of a 16 x 16 tile added as a tree.
-template <int kRows>
-__device__ void tile_errors(const Spec& spec, const Place& place, float errors[2]) {
-  if (spec.tile_rows == 1) return;
-  __shared__ float rows[2][kRows][kLanes];
-#pragma unroll
-  for (int k = 0; k < 2; ++k) rows[k][place.r][place.segment] = errors[k];
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    float column[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) column[i] = rows[k][place.r / 16 * 16 + i][place.segment];
-    errors[k] = sum_row_errors(column);
+__device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, const GlobalScale& global, const Spec& spec) {
+  const float exact = e4m3_value(code);
+  const float full = spec.e4m3_max == 448.0f ? 1.0f / 2688.0f : 1.0f / 1536.0f;
+  return {nvfp4_encode_scale(exact, global.decode), exact, exact * global.amax * full, code};
+}
+
+__device__ __forceinline__ BlockScale nvfp4_scale(float amax, const GlobalScale& global, const Spec& spec) {
+#if __CUDA_ARCH__ >= 890
+  const uint32_t code = e4m3_pair(amax * global.sixth, 0.0f);
+#else
+  const uint32_t code = encode<E4M3>(amax * global.sixth);
+#endif
+  return nvfp4_scale_of(code, global, spec);
+}
+
+// fp8_scale with a power of two: 2^8 (E4M3) or 2^15 (E5M2) over the amax's exponent, one less where its mantissa is
+// beyond that of the largest element, 1.75. Far from the ends of the range, where the general form decides.
+__device__ __forceinline__ float fp8_pow2_scale(float amax, const ElementFacts& facts, float epsilon, float input_max) {
+  const uint32_t shift = facts.e5m2 ? 15 : 8;
+  const uint32_t bits = to_bits(fmaxf(amax, epsilon));
+  const uint32_t exponent = bits >> 23;
+  if (exponent - 32u < 192u) return to_float((254 + shift - exponent - ((bits & 0x7FFFFFu) > 0x600000u)) << 23);
+  return fp8_scale(amax, facts.max, epsilon, true, input_max);
+}
+
+// 1 / x; for powers of two far from the ends of the range by the exponent alone.
+__device__ __forceinline__ float reciprocal(float x) {
+  const uint32_t bits = to_bits(x);
+  if ((bits & 0x7FFFFFu) == 0 && bits - (1u << 23) < (252u << 23)) return to_float((254u << 23) - bits);
+  return 1.0f / x;
+}
+
+__device__ __forceinline__ BlockScale block_scale(float amax, const ElementFacts& facts, const Spec& spec,
+                                                  float input_max) {
+  const float encode = spec.pow2 ? fp8_pow2_scale(amax, facts, spec.amax_epsilon, input_max)
+                                 : fp8_scale(amax, facts.max, spec.amax_epsilon, false, input_max);
+  const float decode = reciprocal(encode);
+  return {encode, decode, decode, 0};
+}
+
+__device__ __forceinline__ BlockScale current_scale(float amax, const ElementFacts& facts, const Spec& spec) {
+  const float encode = fp8_scale(amax, facts.max, spec.amax_epsilon, spec.pow2, kFloatMax);
+  return {encode, 1.0f, 1.0f / encode, 0};
+}
+
+__device__ __forceinline__ BlockScale mx_scale(float amax, const ElementFacts& facts, const Spec& spec) {
+  const uint32_t code = spec.scale_rounding == ScaleRounding::up
+                            ? e8m0_up(amax * (1.0f / facts.max))
+                            : e8m0_scale_of(spec.element, spec.scale_rounding, amax);
+  const float decode = e8m0_decode(code);
+  return {e8m0_reciprocal(code), decode, decode, code};
+}
+
+// 4over6: error of a segment under a candidate scale, summed over its elements in order.
+__device__ __forceinline__ float segment_error(const float x[kSegment], const BlockScale& scale,
+                                               const GlobalScale& global, const Spec& spec) {
+  const float full = 6.0f * spec.e4m3_max;
+  float sum = 0.0f;
+  for (int i = 0; i < kSegment; ++i) {
+    const float product = decode<E2M1>(encode<E2M1>(x[i] * scale.encode)) * scale.exact;
+    const float d = spec.fast_error ? product - x[i] * global.encode : product * global.amax / full - x[i];
+    sum += spec.four_over_six == FourOverSix::mse ? d * d : fabsf(d);
   }
-}
-
-// The scale that maps the amax to 6, or the one that maps it to 4 where that has strictly less error.
-template <int kRows>
-__device__ BlockScale four_over_six_scale(const Spec& spec, const Place& place, const float x[kSegment], float amax,
-                                          float global_amax) {
-  const float global_encode = nvfp4_global_scale(global_amax, 6.0f * spec.e4m3_max);
-  BlockScale candidates[2];
-  float errors[2] = {0.0f, 0.0f};
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const uint32_t code = nvfp4_candidate_scale(amax, global_encode, k ? 1.5f : 1.0f);
-    candidates[k] = nvfp4_scale_of(code, global_encode);
-    // Rows outside the matrix add 0, also when the global amax is infinite.
-    if (place.count > 0) errors[k] = segment_error(x, candidates[k], global_amax, global_encode, spec);
-  }
-  tile_errors<kRows>(spec, place, errors);
-  return errors[1] < errors[0] ? candidates[1] : candidates[0];
-}
-
-// One thread of each scale tile writes its scale.
-__device__ inline void write_scale(const Spec& spec, const Source& source, const Place& place, const BlockScale& scale,
-                                   void* scales) {
-  const int lanes = spec.tile_cols / kSegment;
-  const bool leads = place.segment % lanes == 0 && (spec.tile_rows == 1 || place.r % spec.tile_rows == 0);
-  if (!scales || !leads || place.count == 0) return;
-  const int64_t per_row = ceil_div(source.cols, spec.tile_cols);
-  const int64_t tile_row = spec.tile_rows == 1 ? place.row : place.row / spec.tile_rows;
-  const int64_t offset = tile_row * per_row + place.col / spec.tile_cols;
-  if (spec.family == Family::block)
-    static_cast<float*>(scales)[offset] = scale.decode;
-  else
-    static_cast<uint8_t*>(scales)[offset] = static_cast<uint8_t>(scale.code);
+  return sum;
 }
 
 }  // namespace hq

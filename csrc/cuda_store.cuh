@@ -1,58 +1,136 @@
-// A thread's 16 codes and its 16 decoded values to global memory, in 16-byte stores where the address allows it.
+// What leaves a thread: 16 codes, 16 multiplied values, a scale, sums of errors.
 #pragma once
 #include <cuda_runtime.h>
 
+#include "cuda_scales.cuh"
 #include "cuda_tile.cuh"
-#include "numerics.h"
+#include "cuda_words.cuh"
 #include "quantize.h"
-#include "segment.h"
 
 namespace hq {
 
-// Whole words, or the first `bytes` of them one by one.
-template <int kWords>
-__device__ void store_words(uint8_t* to, const uint32_t words[kWords], int bytes) {
-  if (bytes == 4 * kWords && aligned16(to) && kWords % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i + 4 <= kWords; i += 4)
-      reinterpret_cast<uint4*>(to)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-  } else if (bytes == 4 * kWords && reinterpret_cast<uintptr_t>(to) % 8 == 0) {
-#pragma unroll
-    for (int i = 0; i < kWords; i += 2) reinterpret_cast<uint2*>(to)[i / 2] = make_uint2(words[i], words[i + 1]);
+// A segment in its operand: first element, and how many elements lie inside the matrix.
+struct Place {
+  int64_t row, col;
+  int count;
+};
+
+__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `count` words, or their first `bytes` bytes one by one. vector: all segments are whole and aligned.
+template <int kCount>
+__device__ __forceinline__ void store_words(void* to, const uint32_t words[kCount], int bytes, bool vector) {
+  if (!vector) {
+    for (int i = 0; i < bytes; ++i) static_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)));
+  } else if constexpr (kCount == 2) {
+    *static_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4 * kWords; ++i)
-      if (i < bytes) to[i] = static_cast<uint8_t>(words[i / 4] >> (8 * (i % 4)));
+    for (int i = 0; i < kCount; i += 4)
+      static_cast<uint4*>(to)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
   }
 }
 
-// kBits per code in memory: 8, or 4 with the even element in the low nibble.
-template <int kBits>
-__device__ void store_codes(const Source& source, const Place& place, const uint32_t codes[kSegment], uint8_t* to) {
-  constexpr int kPerWord = 32 / kBits, kWords = kSegment / kPerWord;
-  uint32_t words[kWords] = {};
-#pragma unroll
-  for (int i = 0; i < kSegment; ++i) words[i / kPerWord] |= codes[i] << (kBits * (i % kPerWord));
-  store_words<kWords>(to + (place.row * source.cols + place.col) / (8 / kBits), words, place.count / (8 / kBits));
+template <bool kFour>
+__device__ __forceinline__ void store_codes(uint8_t* codes, const Place& place, int64_t cols, bool vector,
+                                            const uint32_t words[kCodeWords<kFour>]) {
+  constexpr int per_byte = kFour ? 2 : 1;
+  store_words<kCodeWords<kFour>>(codes + (place.row * cols + place.col) / per_byte, words, place.count / per_byte, vector);
 }
 
 // NaN as the host's arithmetic leaves it: quiet and positive.
-__device__ inline uint32_t value_bits(float value) { return value != value ? 0x7FC00000u : to_bits(value); }
+__device__ __forceinline__ float clean(float value) { return value != value ? to_float(0x7FC00000u) : value; }
 
-template <class E>
-__device__ void store_exact(const Source& source, const Place& place, const uint32_t codes[kSegment], float scale,
-                            const Output& output) {
-  const int64_t start = place.row * source.cols + place.col;
+// 16 values to words of T. nan: there may be one among them, which the conversion instruction would leave in its own way.
+template <class T>
+__device__ __forceinline__ void round_segment(const float v[kSegment], bool nan, uint32_t words[kWords<T>]) {
+#pragma unroll
+  for (int i = 0; i < kWords<T>; ++i) {
+    if constexpr (T::kPack == 1) {
+      words[i] = to_bits(nan ? clean(v[i]) : v[i]);
+    } else {
+      words[i] = round_pair<T>(v[2 * i], v[2 * i + 1]);
+      if (nan) {
+        constexpr uint32_t quiet = std::is_same_v<T, Bf16> ? 0x7FC0u : 0x7E00u;
+        if (v[2 * i] != v[2 * i]) words[i] = (words[i] & 0xFFFF0000u) | quiet;
+        if (v[2 * i + 1] != v[2 * i + 1]) words[i] = (words[i] & 0xFFFFu) | quiet << 16;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_exact(const Direction& to, const Place& place, int64_t cols, bool vector,
+                                            const float v[kSegment], bool nan) {
+  const int64_t start = place.row * cols + place.col;
   uint32_t words[kSegment];
+  if (to.exact_dtype == Dtype::fp32) {
+    round_segment<Fp32>(v, nan, words);
+    store_words<kSegment>(static_cast<float*>(to.exact) + start, words, place.count * 4, vector);
+  } else {
+    round_segment<Bf16>(v, nan, words);
+    store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + start, words, place.count * 2, vector);
+  }
+}
+
+// One thread of each scale tile writes its scale.
+__device__ __forceinline__ void store_scale(const Direction& to, const Place& place, int64_t cols,
+                                            const BlockScale& scale) {
+  const Spec& spec = to.spec;
+  if (!to.scales || place.count == 0 || (place.col & (spec.tile_cols - 1)) || (place.row & (spec.tile_rows - 1))) return;
+  const int across = __ffs(spec.tile_cols) - 1, down = __ffs(spec.tile_rows) - 1;  // all are powers of two
+  const int64_t offset = (place.row >> down) * ((cols + spec.tile_cols - 1) >> across) + (place.col >> across);
+  if (spec.family == Family::block)
+    static_cast<float*>(to.scales)[offset] = scale.value;
+  else
+    static_cast<uint8_t*>(to.scales)[offset] = static_cast<uint8_t>(scale.code);
+}
+
+// ---- statistics ----------------------------------------------------------------------------------------------------
+
+// A thread's share of TileSums.
+struct Sums {
+  TileSums of = {};
+
+  __device__ __forceinline__ float add(const float x[kSegment], const float v[kSegment], int count, float limit) {
+    float error2 = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kSegment; ++i) words[i] = value_bits(decode<E>(codes[i]) * scale);
-  if (output.exact_dtype == Dtype::fp32)
-    return store_words<kSegment>(static_cast<uint8_t*>(output.exact) + start * 4, words, place.count * 4);
-  uint32_t pairs[kSegment / 2];
+    for (int i = 0; i < kSegment; ++i) {
+      if (i >= count) break;
+      const float d = x[i] - v[i];
+      error2 = __fmaf_rn(d, d, error2);
+      of.x2 = __fmaf_rn(x[i], x[i], of.x2);
+      of.q2 = __fmaf_rn(v[i], v[i], of.q2);
+      of.amax = fmaxf(of.amax, fabsf(x[i]));
+      of.nonzero += x[i] != 0.0f ? 1.0f : 0.0f;
+      of.lost += x[i] != 0.0f && v[i] == 0.0f ? 1.0f : 0.0f;
+      of.saturated += fabsf(x[i]) > limit ? 1.0f : 0.0f;
+    }
+    of.error2 += error2;
+    return error2;
+  }
+};
+
+// Sums of the whole thread block, in a fixed order, to `to`.
+__device__ inline void store_sums(const TileSums& mine, TileSums* to) {
+  __shared__ float warps[kThreads / 32][7];
+  const float values[7] = {mine.x2, mine.error2, mine.q2, mine.nonzero, mine.lost, mine.saturated, mine.amax};
 #pragma unroll
-  for (int i = 0; i < kSegment; i += 2)
-    pairs[i / 2] = to_bits(round_to_bf16(to_float(words[i]))) >> 16 | to_bits(round_to_bf16(to_float(words[i + 1])));
-  store_words<kSegment / 2>(static_cast<uint8_t*>(output.exact) + start * 2, pairs, place.count * 2);
+  for (int k = 0; k < 7; ++k) {
+    float value = values[k];
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const float other = __shfl_xor_sync(~0u, value, distance);
+      value = k == 6 ? fmaxf(value, other) : value + other;
+    }
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32][k] = value;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float total[7] = {};
+    for (int w = 0; w < kThreads / 32; ++w)
+      for (int k = 0; k < 7; ++k) total[k] = k == 6 ? fmaxf(total[k], warps[w][k]) : total[k] + warps[w][k];
+    *to = {total[0], total[1], total[2], total[6], total[3], total[4], total[5], 0.0f};
+  }
+  __syncthreads();
 }
 
 }  // namespace hq

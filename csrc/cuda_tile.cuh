@@ -1,149 +1,200 @@
-// Where a thread's 16 elements lie, and how they reach its registers as fp32 whatever dtype and strides the source has.
-// A thread block holds kRows rows x 128 columns: 8 neighbouring threads share a row, and a warp covers 4 rows.
+// The tile of 128 x 128 elements that a thread block holds, as the words of its rows: in shared memory, and in the two
+// orders in which threads take segments of it. A warp covers 16 rows of an operand over the whole tile either way, and
+// a thread 4 segments, so both orders serve the same code.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "numerics.h"
+#include "cuda_words.cuh"
 #include "quantize.h"
-#include "segment.h"
 
 namespace hq {
 
-constexpr int kWidth = 128;  // columns of a tile, a multiple of every block length
-constexpr int kLanes = kWidth / kSegment;
+constexpr int kThreads = 256;
+constexpr int kSegments = 4;  // of a thread
 
-// flat: threads count segments along rows, for scale tiles of one row and rows of whole tiles' width.
-// tiled: thread blocks are tiles. staged: tiled and read through shared memory, for rows as the contiguous axis.
-enum class Path { flat, tiled, staged };
+__device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
+__device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }
 
-struct Place {
-  int64_t row, col;  // of the first element
-  int count;         // elements inside the matrix: 0 to 16
-  int r, segment;    // row and segment within the thread block's tile
-};
+// Rows of X: 8 neighbouring threads share a row, and a warp reads 4 rows at a time.
+struct RowOrder {
+  static __device__ int row(int q) { return warp_of_block() * 16 + q * 4 + lane_of_warp() / 8; }
+  static __device__ int col(int) { return lane_of_warp() % 8 * kSegment; }
 
-struct Fp32 {
-  float value;
-  __device__ float widen() const { return value; }
-};
-struct Bf16 {
-  uint16_t bits;
-  __device__ float widen() const { return bf16_to_float(bits); }
-};
-struct Fp16 {
-  uint16_t bits;
-  __device__ float widen() const { return half_to_float(bits); }
-};
-
-__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// a / b for non-negative numbers; 64-bit division costs several times the 32-bit one.
-__device__ inline int64_t fast_divide(int64_t a, int64_t b) {
-  return ((a | b) >> 32) == 0 ? static_cast<uint32_t>(a) / static_cast<uint32_t>(b) : a / b;
-}
-
-__device__ inline bool aligned16(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
-
-template <int kRows>
-__device__ Place locate(const Source& source, Path path) {
-  Place place;
-  place.r = threadIdx.x / kLanes;
-  place.segment = threadIdx.x % kLanes;
-  if (path == Path::flat) {
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * (kRows * kLanes) + threadIdx.x;
-    const int64_t per_row = source.cols / kSegment;
-    place.row = fast_divide(index, per_row);
-    place.col = (index - place.row * per_row) * kSegment;
-  } else {
-    // Neighbouring thread blocks read neighbouring memory.
-    const uint32_t panels = static_cast<uint32_t>(ceil_div(source.rows, kRows));
-    const uint32_t columns = static_cast<uint32_t>(ceil_div(source.cols, kWidth));
-    const bool down = path == Path::staged;
-    const uint32_t panel = down ? blockIdx.x % panels : blockIdx.x / columns;
-    const uint32_t column = down ? blockIdx.x / panels : blockIdx.x % columns;
-    place.row = static_cast<int64_t>(panel) * kRows + place.r;
-    place.col = static_cast<int64_t>(column) * kWidth + place.segment * kSegment;
+  // Over `cols` elements of a row, as far as they are held at the same time (always).
+  template <class Join>
+  static __device__ float join_near(float value, int cols, Join join) {
+    for (int distance = 1; distance < cols / kSegment; distance *= 2)
+      value = join(value, __shfl_xor_sync(~0u, value, distance));
+    return value;
   }
-  const int64_t left = source.cols - place.col;
-  const int inside = left >= kSegment ? kSegment : (left > 0 ? static_cast<int>(left) : 0);
-  place.count = place.row < source.rows ? inside : 0;
-  return place;
-}
-
-// 16 aligned bytes, widened.
-template <class T>
-__device__ void load_chunk(const T* source, float* x) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(source);
-  T items[16 / sizeof(T)];
-  memcpy(items, &raw, sizeof(raw));
+  static __device__ void join_far(float[kSegments], int) {}
+  // Over the 16 rows of the warp as a tree: rows 8, 4, 2 and 1 apart.
+  template <class Join>
+  static __device__ void join_rows(float values[kSegments], Join join) {
+    float total = join(join(values[0], values[2]), join(values[1], values[3]));
+    for (int distance = 16; distance >= 8; distance /= 2) total = join(total, __shfl_xor_sync(~0u, total, distance));
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) x[i] = items[i].widen();
-}
-
-// Straight from global memory; elements outside the matrix are 0.
-template <class T>
-__device__ void load_direct(const Source& source, const Place& place, float x[kSegment]) {
-  constexpr int kChunk = 16 / sizeof(T);
-  const T* first = static_cast<const T*>(source.data) + place.row * source.row_stride + place.col * source.col_stride;
-  if (place.count == kSegment && source.col_stride == 1 && aligned16(first)) {
-#pragma unroll
-    for (int i = 0; i < kSegment; i += kChunk) load_chunk(first + i, x + i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSegment; ++i) x[i] = i < place.count ? first[i * source.col_stride].widen() : 0.0f;
+    for (int q = 0; q < kSegments; ++q) values[q] = total;
   }
-}
+};
 
-// Element (r, c) of a staged tile. Each segment of 16 columns is shifted by 4 banks, so that the 4 rows x 8 segments
-// of a warp lie in 32 different banks; runs of 4 rows stay aligned for float4.
-template <int kRows>
-__device__ int staged_offset(int r, int c) { return c * kRows + c / kSegment * 4 + r; }
+// Rows of X.T, which are columns of X: a thread takes 2 neighbouring columns, 16 rows at a time; 4 threads with the same
+// columns lie next to each other along the operand's row, so that their stores join.
+struct ColumnOrder {
+  static __device__ int row(int q) { return warp_of_block() * 16 + lane_of_warp() % 8 * 2 + q % 2; }
+  static __device__ int col(int q) { return q / 2 * 64 + lane_of_warp() / 8 * kSegment; }
 
-template <int kRows>
-constexpr size_t staged_bytes() { return sizeof(float) * (kRows * kWidth + kLanes * 4); }
-
-// Whole tile to shared memory by columns, which are contiguous in memory (row_stride 1), 16 bytes a load where aligned.
-template <class T, int kRows>
-__device__ void stage(const Source& source, int64_t row0, int64_t col0, float* tile) {
-  constexpr int kChunk = 16 / sizeof(T), kPerColumn = kRows / kChunk;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kPerColumn * kWidth; i += kRows * kLanes) {
-    const int c = i / kPerColumn, r = i % kPerColumn * kChunk;
-    const int64_t left = col0 + c < source.cols ? source.rows - (row0 + r) : 0;
-    const T* first = static_cast<const T*>(source.data) + (row0 + r) + (col0 + c) * source.col_stride;
-    float x[kChunk];
-    if (left >= kChunk && aligned16(first)) {
-      load_chunk(first, x);
-    } else {
+  template <class Join>
+  static __device__ float join_near(float value, int cols, Join join) {
+    for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)
+      value = join(value, __shfl_xor_sync(~0u, value, distance));
+    return value;
+  }
+  // The two halves of a row of 128 elements.
+  static __device__ void join_far(float amax[kSegments], int cols) {
+    if (cols < kTile) return;
 #pragma unroll
-      for (int j = 0; j < kChunk; ++j) x[j] = j < left ? first[j].widen() : 0.0f;
+    for (int q = 0; q < 2; ++q) amax[q] = amax[q + 2] = fmaxf(amax[q], amax[q + 2]);
+  }
+  template <class Join>
+  static __device__ void join_rows(float values[kSegments], Join join) {
+#pragma unroll
+    for (int q = 0; q < kSegments; q += 2) {
+      float columns[2] = {values[q], values[q + 1]};
+      for (int distance = 4; distance > 0; distance /= 2)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) columns[k] = join(columns[k], __shfl_xor_sync(~0u, columns[k], distance));
+      values[q] = values[q + 1] = join(columns[0], columns[1]);
     }
-    float4* to = reinterpret_cast<float4*>(tile + staged_offset<kRows>(r, c));
+  }
+};
+
+struct Larger {
+  __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+struct Sum {
+  __device__ float operator()(float a, float b) const { return a + b; }
+};
+
+// ---- shared memory -------------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr int kRowWords = kTile / T::kPack;
+
+template <class T>
+constexpr int kTileBytes = kTile * kRowWords<T> * 4;
+
+// Where word w of row r lies. Units of 16 bytes are swapped within their row so that neither the rows' 16-byte stores
+// nor the columns' 4-byte loads meet in a bank.
+template <class T>
+__device__ __forceinline__ int word_offset(int r, int w) {
+  constexpr int per_segment = 4 / T::kPack;  // units
+  int unit = w / 4;
+  unit ^= (unit >> 3) & (per_segment - 1);
+  unit ^= ((r >> 4) & 3) << 1;
+  return r * kRowWords<T> + unit * 4 + w % 4;
+}
+
+template <class T>
+__device__ __forceinline__ void put_segment(uint32_t* tile, int r, int c, const uint32_t words[kWords<T>]) {
 #pragma unroll
-    for (int j = 0; j < kChunk; j += 4) to[j / 4] = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
+  for (int i = 0; i < kWords<T>; i += 4)
+    *reinterpret_cast<uint4*>(tile + word_offset<T>(r, c / T::kPack + i)) =
+        make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+}
+
+template <class T>
+__device__ __forceinline__ void get_segment(const uint32_t* tile, int r, int c, uint32_t words[kWords<T>]) {
+#pragma unroll
+  for (int i = 0; i < kWords<T>; i += 4) {
+    const uint4 unit = *reinterpret_cast<const uint4*>(tile + word_offset<T>(r, c / T::kPack + i));
+    words[i] = unit.x, words[i + 1] = unit.y, words[i + 2] = unit.z, words[i + 3] = unit.w;
   }
 }
 
-template <class T, int kRows>
-__device__ void load_as(const Source& source, Path path, const Place& place, float x[kSegment]) {
-  if (path != Path::staged) return load_direct<T>(source, place, x);
-  extern __shared__ float4 staged_memory[];
-  float* tile = reinterpret_cast<float*>(staged_memory);
-  stage<T, kRows>(source, place.row - place.r, place.col - place.segment * kSegment, tile);
-  __syncthreads();
+// 16 words down a column of words, from row r.
+template <class T>
+__device__ __forceinline__ void get_column(const uint32_t* tile, int r, int w, uint32_t words[kSegment]) {
+  const uint32_t* first = tile + word_offset<T>(r, w);  // r is a multiple of 16: the swap is the same for all 16 rows
 #pragma unroll
-  for (int i = 0; i < kSegment; ++i) x[i] = tile[staged_offset<kRows>(place.r, place.segment * kSegment + i)];
+  for (int i = 0; i < kSegment; ++i) words[i] = first[i * kRowWords<T>];
 }
 
-// The thread's 16 elements, transformed if the format asks for it. Every thread of the block takes part.
-template <int kRows>
-__device__ void load(const Spec& spec, const Source& source, Path path, const Place& place, float x[kSegment]) {
+// The words that a thread works on at a time: one segment along a row, or 16 rows of a column of words.
+template <class Order, class W>
+constexpr int kGroups = std::is_same_v<Order, RowOrder> ? kSegments : kSegments / W::kPack;
+template <class Order, class W>
+constexpr int kGroupWords = std::is_same_v<Order, RowOrder> ? kWords<W> : kSegment;
+template <class Order, class W>
+constexpr int kGroupSegments = kSegments / kGroups<Order, W>;
+
+template <class Order, class W>
+__device__ __forceinline__ void get_group(const uint32_t* tile, int h, uint32_t words[kGroupWords<Order, W>]) {
+  const int q = h * kGroupSegments<Order, W>;
+  if constexpr (std::is_same_v<Order, RowOrder>)
+    get_segment<W>(tile, Order::row(q), Order::col(q), words);
+  else
+    get_column<W>(tile, Order::col(q), Order::row(q) / W::kPack, words);
+}
+
+// Element i of segment k of a group.
+template <class Order, class W>
+__device__ __forceinline__ float value_of(const uint32_t words[kGroupWords<Order, W>], int k, int i) {
+  if constexpr (std::is_same_v<Order, RowOrder>) return widen<W>(words[i / W::kPack], i % W::kPack);
+  return widen<W>(words[i], k);
+}
+
+// ---- global memory -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float element_of(const Source& source, int64_t offset) {
+  const void* data = source.data;
   switch (source.dtype) {
-    case Dtype::fp32: load_as<Fp32, kRows>(source, path, place, x); break;
-    case Dtype::bf16: load_as<Bf16, kRows>(source, path, place, x); break;
-    case Dtype::fp16: load_as<Fp16, kRows>(source, path, place, x); break;
+    case Dtype::fp32: return static_cast<const float*>(data)[offset];
+    case Dtype::bf16: return bf16_to_float(static_cast<const uint16_t*>(data)[offset]);
+    case Dtype::fp16: break;
   }
-  if (spec.rht) transform_segment(x, spec.rht_sign);
+  return half_to_float(static_cast<const uint16_t*>(data)[offset]);
+}
+
+// A thread's segment of a row of X as words of W: Bf16 for bf16, Fp32 for all dtypes; elements outside the matrix are 0.
+// vector: rows are contiguous and 16-byte aligned.
+template <class W>
+__device__ __forceinline__ void load_segment(const Source& source, int64_t r, int64_t c, bool vector,
+                                             uint32_t words[kWords<W>]) {
+  if (vector && r < source.rows && c + kSegment <= source.cols) {
+    const int64_t offset = r * source.row_stride + c;
+    if (std::is_same_v<W, Bf16> || source.dtype == Dtype::fp32) {
+      const uint4* units = reinterpret_cast<const uint4*>(static_cast<const char*>(source.data) + offset * (4 / W::kPack));
+#pragma unroll
+      for (int i = 0; i < kWords<W> / 4; ++i) {
+        const uint4 unit = __ldg(units + i);
+        words[4 * i] = unit.x, words[4 * i + 1] = unit.y, words[4 * i + 2] = unit.z, words[4 * i + 3] = unit.w;
+      }
+    } else {
+      const uint4* units = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(source.data) + offset);
+#pragma unroll
+      for (int i = 0; i < kSegment / 8; ++i) {
+        const uint4 unit = __ldg(units + i);
+        const uint32_t pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+        for (int k = 0; k < 8 && std::is_same_v<W, Fp32>; ++k)
+          words[8 * i + k] = to_bits(source.dtype == Dtype::bf16 ? widen<Bf16>(pairs[k / 2], k % 2)
+                                                                : widen<Fp16>(pairs[k / 2], k % 2));
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kWords<W>; ++i) {
+    words[i] = 0;
+#pragma unroll
+    for (int k = 0; k < W::kPack; ++k) {
+      const int64_t col = c + i * W::kPack + k;
+      if (r >= source.rows || col >= source.cols) continue;
+      const uint32_t bits = to_bits(element_of(source, r * source.row_stride + col * source.col_stride));
+      words[i] |= W::kPack == 1 ? bits : bits >> 16 << (16 * k);
+    }
+  }
 }
 
 }  // namespace hq

@@ -1,38 +1,66 @@
 // Chooses, once, among the copies of quantize.cpp compiled per instruction set. All give the same bytes.
 #include <cstring>
-#include <vector>
 
 #include "quantize.h"
 
 namespace hq {
 
-using Quantize = void(const Spec&, const Source&, const Output&, int);
-namespace base { Quantize quantize; }
+#define HQ_DECLARE(ISA)                                                                              \
+  namespace ISA {                                                                                   \
+  void quantize(const Call& call, int threads);                                                      \
+  void find_amax(const Call& call, int threads);                                                     \
+  void dequantize(const Encoded& encoded, Decoding decoding, void* out, Dtype dtype, int threads);   \
+  }
+HQ_DECLARE(base)
 #if defined(HQ_HAVE_AVX2)
-namespace avx2 { Quantize quantize; }
+HQ_DECLARE(avx2)
+HQ_DECLARE(avx512)
+#define HQ_CHOOSE(isa, call)                                   \
+  if (std::strcmp(isa, "avx512") == 0) return avx512::call;     \
+  if (std::strcmp(isa, "avx2") == 0) return avx2::call;         \
+  return base::call
+#else
+#define HQ_CHOOSE(isa, call) \
+  (void)isa;                 \
+  return base::call
 #endif
+
+namespace {
+
+// A thread costs about as much as this many elements; fewer elements are done on the calling thread.
+int useful_threads(int64_t elements, int threads) {
+  constexpr int64_t kGrain = 16384;
+  return static_cast<int>(1 + elements / kGrain < threads ? 1 + elements / kGrain : threads);
+}
+
+const char* named(const char* isa) { return isa[0] == '\0' ? best_isa() : isa; }
+
+}  // namespace
 
 const char* best_isa() {
 #if defined(HQ_HAVE_AVX2)
-  static const bool avx2_present = __builtin_cpu_supports("avx2");
-  if (avx2_present) return "avx2";
+  static const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) return "avx512";
+  static const bool avx2 = __builtin_cpu_supports("avx2");
+  if (avx2) return "avx2";
 #endif
   return "base";
 }
 
-void quantize_cpu(const Spec& spec, const Source& source, const Output& wanted, int threads, const char* isa) {
-  // A thread costs about as much as this many elements; fewer elements are done on the calling thread.
-  constexpr int64_t kGrain = 16384;
-  const int64_t useful = 1 + source.rows * source.cols / kGrain;
-  threads = static_cast<int>(useful < threads ? useful : threads);
-  Output output = wanted;
-  std::vector<float> global(wanted.global ? 0 : (spec.row_scaled ? static_cast<size_t>(source.rows) : 1));
-  if (!wanted.global) output.global = global.data();
-  const char* chosen = isa[0] == '\0' ? best_isa() : isa;
-#if defined(HQ_HAVE_AVX2)
-  if (std::strcmp(chosen, "avx2") == 0) return avx2::quantize(spec, source, output, threads);
-#endif
-  base::quantize(spec, source, output, threads);
+void quantize_cpu(const Call& call, int threads, const char* isa) {
+  threads = useful_threads(call.source.rows * call.source.cols, threads);
+  HQ_CHOOSE(named(isa), quantize(call, threads));
+}
+
+void find_amax_cpu(const Call& call, int threads, const char* isa) {
+  threads = useful_threads(call.source.rows * call.source.cols, threads);
+  HQ_CHOOSE(named(isa), find_amax(call, threads));
+}
+
+void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads) {
+  threads = useful_threads(encoded.rows * encoded.cols, threads);
+  HQ_CHOOSE(best_isa(), dequantize(encoded, decoding, out, out_dtype, threads));
 }
 
 }  // namespace hq

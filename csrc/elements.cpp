@@ -41,6 +41,10 @@ void e8m0_up_elements(const float* source, uint8_t* codes, int64_t n) {
   for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(e8m0_up(source[i]));
 }
 
+void e8m0_elements(ScaleRounding rounding, Element element, const float* amax, uint8_t* codes, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(e8m0_scale_of(element, rounding, amax[i]));
+}
+
 void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_t* codes, int64_t n) {
   for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(encode_e2m1_stochastic(source[i], random[i]));
 }

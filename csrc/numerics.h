@@ -17,6 +17,7 @@
 
 namespace hq {
 
+enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2 };
 enum class ScaleRounding { up, floor, even };  // how a block's amax becomes a power of two (MX)
 
 HQ_HD uint32_t to_bits(float value) {
@@ -121,6 +122,20 @@ HQ_HD float half_to_float(uint16_t half) {
                   (static_cast<uint32_t>(half & 0x8000u) << 16));
 }
 
+// fp32 rounded to half (nearest even; too large becomes inf).
+HQ_HD uint16_t float_to_half(float value) {
+  const uint32_t bits = to_bits(value);
+  const uint32_t magnitude = bits & kAbsMask;
+  const int32_t a = static_cast<int32_t>(magnitude);
+  const uint32_t normal = (magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  // Below 2^-14 the fp32 addition rounds to whole steps of 2^-24.
+  const uint32_t subnormal = to_bits(to_float(magnitude) + 0.5f) - 0x3F000000u;
+  uint32_t half = select(a < 0x38800000, subnormal, normal);
+  half = select(a < 0x47800000, half, 0x7C00u);
+  half = select(a > static_cast<int32_t>(kInfBits), 0x7E00u, half);
+  return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
+}
+
 // fp32 rounded to bf16 (nearest even), still as fp32.
 HQ_HD float round_to_bf16(float value) {
   const uint32_t bits = to_bits(value);
@@ -159,6 +174,18 @@ HQ_HD uint32_t e8m0_scale(ScaleRounding rounding, float amax) {
   if (rounding == ScaleRounding::up) return e8m0_up(amax * (1.0f / to_float(E::kMaxBits)));
   constexpr uint32_t emax = (E::kMaxBits >> 23) - 127;
   return e8m0_floor(amax, emax, select(rounding == ScaleRounding::even, 1u << (22 - E::kMan), 0u));
+}
+
+// The same for an element known at run time.
+HQ_HD uint32_t e8m0_scale_of(Element element, ScaleRounding rounding, float amax) {
+  switch (element) {
+    case Element::e4m3: return e8m0_scale<E4M3>(rounding, amax);
+    case Element::e5m2: return e8m0_scale<E5M2>(rounding, amax);
+    case Element::e2m3: return e8m0_scale<E2M3>(rounding, amax);
+    case Element::e3m2: return e8m0_scale<E3M2>(rounding, amax);
+    case Element::e2m1: break;
+  }
+  return e8m0_scale<E2M1>(rounding, amax);
 }
 
 // 2^(e-127), and its reciprocal 2^(127-e); 255 is NaN.

@@ -1,12 +1,11 @@
-// CPU loops of quantization. The matrix is cut into tiles of up to 128 x 128 that hold whole scale tiles. A tile goes
-// through stages, each a plain loop over contiguous fp32 that the compiler vectorizes: load (and transpose, when rows
-// are the contiguous axis; tile.h), amax per block and scale per scale tile (scales.h), encode and write (here).
-// Compiled once per instruction set into namespace HQ_ISA, and therefore without templates or inline functions of the
-// standard library: the linker would merge the copies.
+// CPU loops of quantization. X is cut into tiles of 128 x 128, which hold whole scale tiles; one read of a tile serves
+// both directions, the column's after a transposition. A tile goes through stages, each a plain loop over contiguous
+// fp32 that the compiler vectorizes: load (tile.h), amax per block and scale per scale tile (scales.h), encode, decode,
+// sum and write (encode.h). Compiled once per instruction set into namespace HQ_ISA, and therefore without templates or
+// inline functions of the standard library: the linker would merge the copies.
 #include "quantize.h"
 
-#include <cstring>
-
+#include "encode.h"
 #include "numerics.h"
 #include "scales.h"
 #include "tile.h"
@@ -14,115 +13,6 @@
 namespace hq {
 namespace HQ_ISA {
 namespace {
-
-// ---- encode and write ----------------------------------------------------------------------------------------------
-
-// 128 random bits per block of 16 elements; block n of the matrix has counter (n, step).
-void draw_random(const Job& job, Tile& tile, int64_t row) {
-  const uint64_t first = static_cast<uint64_t>(row * job.source.cols + tile.col0) / 16;
-  const uint32_t step0 = static_cast<uint32_t>(job.spec.step), step1 = static_cast<uint32_t>(job.spec.step >> 32);
-  for (int b = 0; b < kBlocks; ++b) {
-    const uint64_t block = first + static_cast<uint64_t>(b);
-    uint32_t counter[4] = {static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), step0, step1};
-    philox(job.spec.key0, job.spec.key1, counter);
-    for (int w = 0; w < 4; ++w) tile.random[b][w] = counter[w];
-  }
-}
-
-template <class E, int kBlock>
-void encode_row(const Job& job, Tile& tile, int r) {
-  const int t = job.spec.tile_rows ? r / job.spec.tile_rows : 0;
-  if (job.spec.sr) draw_random(job, tile, tile.row0 + r);
-  for (int b = 0; b < tile.blocks; ++b) {
-    const float* __restrict x = tile.x + r * kWidth + b * kBlock;
-    uint32_t* __restrict codes = tile.codes + b * kBlock;
-    const float scale = tile.encode_scale[t][b];
-    if (kBlock == 16 && job.spec.sr) {
-      const uint8_t* __restrict random = reinterpret_cast<const uint8_t*>(tile.random[b]);
-      for (int i = 0; i < 16; ++i) codes[i] = encode_e2m1_stochastic(x[i] * scale, random[i]);
-    } else {
-      for (int i = 0; i < kBlock; ++i) codes[i] = encode<E>(x[i] * scale);
-    }
-  }
-  if (!job.output.exact) return;
-  for (int b = 0; b < tile.blocks; ++b) {
-    const float scale = tile.decode_scale[t][b];
-    const uint32_t* __restrict codes = tile.codes + b * kBlock;
-    float* __restrict exact = tile.exact + b * kBlock;
-    for (int i = 0; i < kBlock; ++i) exact[i] = decode<E>(codes[i]) * scale;
-  }
-}
-
-void write_row(const Job& job, const Tile& tile, int r) {
-  const int64_t start = (tile.row0 + r) * job.source.cols + tile.col0;
-  if (job.output.exact)
-    memcpy(static_cast<float*>(job.output.exact) + start, tile.exact, sizeof(float) * static_cast<size_t>(tile.cols));
-  if (!job.output.codes) return;
-  uint8_t bytes[kWidth];
-  for (int i = 0; i < kWidth; ++i) bytes[i] = static_cast<uint8_t>(tile.codes[i]);
-  if (job.spec.element != Element::e2m1) {
-    memcpy(job.output.codes + start, bytes, static_cast<size_t>(tile.cols));
-    return;
-  }
-  uint16_t pairs[kWidth / 2];
-  memcpy(pairs, bytes, sizeof(pairs));
-  uint8_t packed[kWidth / 2];
-  for (int i = 0; i < kWidth / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | (pairs[i] >> 4));
-  memcpy(job.output.codes + start / 2, packed, static_cast<size_t>(tile.cols / 2));
-}
-
-template <class E, int kBlock>
-void quantize_tile(const Job& job, Tile& tile) {
-  const Spec& spec = job.spec;
-  if (spec.family == Family::current) {
-    tile.encode_scale[0][0] = job.whole_scale;
-    tile.decode_scale[0][0] = 1.0f;
-  } else {
-    block_amax<kBlock>(job, tile);
-    for (int t = 0; t * spec.tile_rows < tile.rows; ++t) {
-      if (spec.four_over_six == FourOverSix::none)
-        block_scales<kBlock>(job, tile, t);
-      else
-        four_over_six_scales(job, tile, t);
-      write_scales(job, tile, t);
-    }
-  }
-  for (int r = 0; r < tile.rows; ++r) {
-    encode_row<E, kBlock>(job, tile, r);
-    write_row(job, tile, r);
-  }
-}
-
-template <class E, int kBlock>
-void quantize_all(const Job& job, int64_t panels, int64_t columns, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    Tile tile;
-#pragma omp for schedule(static)
-    for (int64_t index = 0; index < panels * columns; ++index) {
-      load(job, index / columns, index % columns, tile);
-      quantize_tile<E, kBlock>(job, tile);
-    }
-  }
-}
-
-void prepare(Job& job, int64_t panels, int64_t columns, int threads) {
-  const Spec& spec = job.spec;
-  const Output& output = job.output;
-  if (spec.family == Family::current) {
-    const float amax = output.amax ? output.amax[0] : scan_whole(job.source, threads);
-    job.whole_scale = fp8_scale(amax, job.element_max, spec.amax_epsilon, spec.pow2, kFloatMax);
-    if (output.scales) static_cast<float*>(output.scales)[0] = 1.0f / job.whole_scale;
-  } else if (spec.family == Family::nvfp4) {
-    const size_t entries = spec.row_scaled ? static_cast<size_t>(job.source.rows) : 1;
-    if (output.amax)
-      memcpy(output.global, output.amax, entries * sizeof(float));
-    else if (spec.row_scaled)
-      scan_rows(job, panels, columns, threads, output.global);
-    else
-      output.global[0] = spec.rht ? scan_transformed(job, panels, columns, threads) : scan_whole(job.source, threads);
-  }
-}
 
 float max_of(Element element) {
   switch (element) {
@@ -135,31 +25,173 @@ float max_of(Element element) {
   return 0.0f;
 }
 
+float max_of(Dtype dtype) {
+  if (dtype == Dtype::fp32) return kFloatMax;
+  return dtype == Dtype::bf16 ? 0x1.FEp127f : 65504.0f;
+}
+
+// A call whose pointers follow its source: where X's rows are its contiguous axis, the directions may change places.
+struct Plan {
+  Call call;
+  Source source;
+  const Direction *row, *column;
+};
+
+Work work_of(const Source& source, const Direction& to, bool columns) {
+  const int block = to.spec.tile_cols ? to.spec.tile_cols : kWidth;
+  Work work{to, columns ? source.cols : source.rows, columns ? source.rows : source.cols, block, max_of(to.spec.element),
+            max_of(source.dtype), 1.0f, to.amax ? to.amax : to.found};
+  if (to.spec.family == Family::current && work.amax)
+    work.whole_scale = fp8_scale(*work.amax, work.element_max, to.spec.amax_epsilon, to.spec.pow2, kFloatMax);
+  return work;
+}
+
+// The tile of an operand that covers X's tile.
+void place(const Work& work, int64_t row0, int64_t col0, Tile& tile) {
+  tile.row0 = row0, tile.col0 = col0;
+  tile.rows = at_most(work.rows - row0, kWidth);
+  tile.cols = at_most(work.cols - col0, kWidth);
+  tile.blocks = (tile.cols + work.block - 1) / work.block;
+}
+
+// found = max(found, amax) of a tile, one thread at a time.
+void find_in_tile(const Work& work, const Tile& tile) {
+  int32_t rows[kWidth], most = 0;
+  for (int r = 0; r < tile.rows; ++r) {
+    rows[r] = amax_of(tile.x + r * kWidth, tile.cols);
+    most = rows[r] > most ? rows[r] : most;
+  }
+#pragma omp critical(hq_find)
+  {
+    float* found = work.to.found;
+    if (!work.to.spec.row_scaled) {
+      if (to_float(static_cast<uint32_t>(most)) > *found) *found = to_float(static_cast<uint32_t>(most));
+    } else {
+      for (int r = 0; r < tile.rows; ++r) {
+        const float amax = to_float(static_cast<uint32_t>(rows[r]));
+        if (amax > found[tile.row0 + r]) found[tile.row0 + r] = amax;
+      }
+    }
+  }
+}
+
+struct Pass {
+  const Source& source;
+  const Work *row, *column;    // null: not in this pass
+  bool find_row, find_column;  // only their amaxes
+  bool dequantized;
+};
+
+// X's tile in `x`; `turned` is scratch of the same size and becomes the column's tile.
+void run_tile(const Pass& pass, int64_t index, Tile& x, Tile& turned) {
+  load(pass.source, index, turned.x, x);
+  const int64_t row0 = x.row0, col0 = x.col0;
+  if (pass.row) {
+    const bool keep = pass.row->to.spec.rht && pass.column && !pass.dequantized;
+    Tile& tile = keep ? turned : x;
+    if (keep) memcpy(turned.x, x.x, sizeof(x.x));
+    place(*pass.row, row0, col0, tile);
+    transform(pass.row->to.spec, false, tile.x);
+    if (pass.find_row)
+      find_in_tile(*pass.row, tile);
+    else
+      quantize_tile(*pass.row, tile, index, pass.column && pass.dequantized ? &pass.source.dtype : nullptr);
+  }
+  if (!pass.column) return;
+  transform(pass.column->to.spec, true, x.x);
+  transpose(x.x, kWidth, kWidth, turned.x);
+  place(*pass.column, col0, row0, turned);
+  if (pass.find_column)
+    find_in_tile(*pass.column, turned);
+  else
+    quantize_tile(*pass.column, turned, index, nullptr);
+}
+
+void run(const Pass& pass, int threads) {
+  const int64_t down = (pass.source.rows + kWidth - 1) / kWidth, across = (pass.source.cols + kWidth - 1) / kWidth;
+#pragma omp parallel num_threads(threads)
+  {
+    Tile x, turned;
+#pragma omp for schedule(static)
+    for (int64_t index = 0; index < down * across; ++index) run_tile(pass, index, x, turned);
+  }
+}
+
+bool global_family(const Spec& spec) { return spec.family == Family::current || spec.family == Family::nvfp4; }
+bool plain(const Spec& spec) { return !spec.rht && !spec.row_scaled; }
+
+void find(const Plan& plan, bool column, int threads) {
+  const Direction& to = column ? *plan.column : *plan.row;
+  const bool from_row = column && plan.call.dequantized;
+  if (!from_row && plain(to.spec)) {
+    const float amax = scan_whole(plan.source, threads);
+    if (amax > *to.found) *to.found = amax;
+    return;
+  }
+  Direction silent = plan.row ? *plan.row : *plan.column;  // encoded for its decoded values only
+  silent.codes = nullptr, silent.scales = nullptr, silent.global = nullptr, silent.exact = nullptr;
+  silent.sums = nullptr, silent.row_errors = nullptr;
+  const Work mine = work_of(plan.source, to, column), row = work_of(plan.source, silent, false);
+  const Work* first = column ? (from_row ? &row : nullptr) : &mine;
+  run({plan.source, first, column ? &mine : nullptr, !column, column, from_row}, threads);
+}
+
+// A global amax that is not given is found in `found`, which then counts as given.
+void prepare(const Plan& plan, bool column, int threads, Direction& to) {
+  if (!global_family(to.spec)) return;
+  const int64_t entries = to.spec.row_scaled ? (column ? plan.source.cols : plan.source.rows) : 1;
+  if (!to.amax) {
+    const bool same = column && plan.row && !plan.call.dequantized && global_family(plan.row->spec) &&
+                      plain(plan.row->spec) && plain(to.spec) && plan.row->found && plan.row->amax == plan.row->found;
+    if (same) {
+      *to.found = *plan.row->amax;
+    } else {
+      memset(to.found, 0, sizeof(float) * static_cast<size_t>(entries));
+      find(plan, column, threads);
+    }
+    to.amax = to.found;
+  }
+  if (to.global && to.global != to.amax) memcpy(to.global, to.amax, sizeof(float) * static_cast<size_t>(entries));
+  if (to.spec.family == Family::current && to.scales)
+    *static_cast<float*>(to.scales) = 1.0f / work_of(plan.source, to, column).whole_scale;
+}
+
+Plan arrange(const Call& call) {
+  Plan plan{call, call.source, call.row, call.column};
+  const bool sums = (call.row && (call.row->sums || call.row->row_errors)) ||
+                    (call.column && (call.column->sums || call.column->row_errors));
+  if (rows_contiguous(call.source) && !call.dequantized && !sums) {
+    const Source& x = call.source;
+    plan.source = {x.data, x.dtype, x.cols, x.rows, x.col_stride, x.row_stride};
+    plan.row = call.column, plan.column = call.row;
+  }
+  return plan;
+}
+
 }  // namespace
 
-// output.global is never null for nvfp4.
-void quantize(const Spec& spec, const Source& source, const Output& output, int threads) {
-  const float half_max = source.dtype == Dtype::bf16 ? 0x1.FEp127f : 65504.0f;
-  const float input_max = source.dtype == Dtype::fp32 ? kFloatMax : half_max;
-  const int height = spec.tile_rows > 32 ? spec.tile_rows : 32;
-  const int block = spec.tile_cols ? spec.tile_cols : kWidth;
-  Job job{spec, source, output, height, block, max_of(spec.element), input_max, 1.0f};
-  const int64_t panels = (source.rows + height - 1) / height, columns = (source.cols + kWidth - 1) / kWidth;
-  prepare(job, panels, columns, threads);
-  const bool wide = block == kWidth;
-  switch (spec.element) {
-    case Element::e4m3:
-      return wide ? quantize_all<E4M3, 128>(job, panels, columns, threads)
-                  : quantize_all<E4M3, 32>(job, panels, columns, threads);
-    case Element::e5m2:
-      return wide ? quantize_all<E5M2, 128>(job, panels, columns, threads)
-                  : quantize_all<E5M2, 32>(job, panels, columns, threads);
-    case Element::e2m1:
-      return block == 16 ? quantize_all<E2M1, 16>(job, panels, columns, threads)
-                         : quantize_all<E2M1, 32>(job, panels, columns, threads);
-    case Element::e2m3: return quantize_all<E2M3, 32>(job, panels, columns, threads);
-    case Element::e3m2: return quantize_all<E3M2, 32>(job, panels, columns, threads);
+void quantize(const Call& call, int threads) {
+  Plan plan = arrange(call);
+  Direction row{}, column{};
+  if (plan.row) {
+    row = *plan.row;
+    prepare(plan, false, threads, row);
+    plan.row = &row;
   }
+  if (plan.column) {
+    column = *plan.column;
+    prepare(plan, true, threads, column);
+    plan.column = &column;
+  }
+  const Work row_work = work_of(plan.source, row, false), column_work = work_of(plan.source, column, true);
+  run({plan.source, plan.row ? &row_work : nullptr, plan.column ? &column_work : nullptr, false, false,
+       call.dequantized}, threads);
+}
+
+void find_amax(const Call& call, int threads) {
+  const Plan plan = arrange(call);
+  if (plan.row && plan.row->found && plan.row->amax != plan.row->found) find(plan, false, threads);
+  if (plan.column && plan.column->found) find(plan, true, threads);
 }
 
 }  // namespace HQ_ISA

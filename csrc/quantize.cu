@@ -1,73 +1,72 @@
-// CUDA quantization of every format: which kernels run for a call, and the one kernel that they all share. A thread
-// takes 16 consecutive elements of a row through load (cuda_tile.cuh), scale (cuda_scales.cuh), encode (segment.h) and
-// store (cuda_store.cuh). The arithmetic is numerics.h, so the bytes are those of the CPU. Everything is enqueued on the
-// caller's stream; a global amax that is not given is found first (cuda_amax.cuh), in memory that the outputs own.
+// CUDA quantization: both directions of a tile of 128 x 128 elements from one read of it, for every format. A thread
+// block loads its tile once; rows are encoded from registers, columns through shared memory, to which the row encoder
+// puts decoded values where the column is made from those. The arithmetic is numerics.h, so the bytes are the CPU's.
+// Everything is enqueued on the caller's stream; global amaxes that are not given are found in passes before.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
 
 #include "cuda_amax.cuh"
-#include "cuda_scales.cuh"
-#include "cuda_store.cuh"
+#include "cuda_direction.cuh"
 #include "cuda_tile.cuh"
-#include "numerics.h"
 #include "quantize.h"
-#include "segment.h"
 
 namespace hq {
 namespace {
 
-// What the kernel is compiled for: the families, and 4over6 apart because it needs many more registers.
-enum class Scaling { current, block, mx, nvfp4, four_over_six };
-
-constexpr int kRows = 32;       // of a thread block's tile
-constexpr int kHighRows = 128;  // the same for scale tiles of 128 x 128
-
 struct Job {
-  Spec spec;
   Source source;
-  Output output;
-  const float* amax;  // current, nvfp4: the global amax, or one per row
-  float input_max;    // largest finite value of the source dtype
-  Path path;
+  Direction row, column;
+  bool has_row, has_column;    // take part in this launch
+  bool find_row, find_column;  // only their amaxes
+  bool dequantized;
+  bool vector_in;                  // X's rows are contiguous and 16-byte aligned
+  bool vector_row, vector_column;  // the same of the outputs
+  bool backwards;  // last tiles first: what a pass before has just read is still in the L2 cache
 };
 
-template <class E, Scaling kScaling, int kRows>
-__device__ BlockScale find_scale(const Job& job, const Place& place, const float x[kSegment]) {
-  const Spec& spec = job.spec;
-  if constexpr (kScaling == Scaling::current) {
-    return {fp8_scale(*job.amax, max_of<E>(), spec.amax_epsilon, spec.pow2, kFloatMax), 1.0f, 0};
-  } else {
-    const float amax = tile_amax<kRows>(spec, place, segment_amax(x));
-    if constexpr (kScaling == Scaling::block) return block_fp8_scale(amax, max_of<E>(), job.input_max, spec);
-    if constexpr (kScaling == Scaling::mx) return mx_scale(amax, max_of<E>());
-    if constexpr (kScaling == Scaling::nvfp4 || kScaling == Scaling::four_over_six) {
-      const bool row_scaled = spec.row_scaled && place.count > 0;
-      const float global_amax = job.amax[row_scaled ? place.row : 0];
-      if constexpr (kScaling == Scaling::nvfp4) return nvfp4_scale(amax, global_amax, spec);
-      return four_over_six_scale<kRows>(spec, place, x, amax, global_amax);
-    }
-  }
+__device__ __forceinline__ Frame frame_of(const Job& job, const Direction& to, bool columns, int64_t r0, int64_t c0,
+                                          int64_t tile) {
+  const Source& x = job.source;
+  const float half_max = x.dtype == Dtype::bf16 ? Bf16::kMax : Fp16::kMax;
+  return {columns ? x.cols : x.rows, columns ? x.rows : x.cols, columns ? c0 : r0, columns ? r0 : c0,
+          columns ? job.vector_column : job.vector_row, x.dtype == Dtype::fp32 ? Fp32::kMax : half_max, to.amax, tile};
 }
 
-template <class E, Scaling kScaling, int kRows>
-__global__ void __launch_bounds__(kRows * kLanes) quantize_segments(const __grid_constant__ Job job) {
-  const Place place = locate<kRows>(job.source, job.path);
-  float x[kSegment];
-  load<kRows>(job.spec, job.source, job.path, place, x);
-  const BlockScale scale = find_scale<E, kScaling, kRows>(job, place, x);
-  if (kScaling != Scaling::current) write_scale(job.spec, job.source, place, scale, job.output.scales);
-  if (place.count == 0) return;
-  uint32_t codes[kSegment];
-  if (kScaling == Scaling::nvfp4 && job.spec.sr) {
-    const uint64_t segment = static_cast<uint64_t>(place.row * job.source.cols + place.col) / kSegment;
-    encode_segment_stochastic(x, scale.encode, job.spec, segment, codes);
-  } else {
-    encode_segment<E>(x, scale.encode, codes);
-  }
-  if (job.output.codes) store_codes<E::kWidth == 4 ? 4 : 8>(job.source, place, codes, job.output.codes);
-  if (job.output.exact) store_exact<E>(job.source, place, codes, scale.decode, job.output);
+// W: words of the tile, Bf16 for bf16 sources and Fp32 for the others.
+template <class W, bool kSums>
+__global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
+    quantize_tiles(const __grid_constant__ Job job) {
+  extern __shared__ uint4 shared[];
+  uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  const int64_t index = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
+  const int64_t r0 = static_cast<int64_t>(static_cast<uint32_t>(index) / across) * kTile;
+  const int64_t c0 = static_cast<int64_t>(static_cast<uint32_t>(index) % across) * kTile;
+  uint32_t rows[kSegments][kWords<W>];
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q)
+    load_segment<W>(job.source, r0 + RowOrder::row(q), c0 + RowOrder::col(q), job.vector_in, rows[q]);
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q) put_segment<W>(tile, RowOrder::row(q), RowOrder::col(q), rows[q]);
+  const Dtype dtype = job.source.dtype;
+  const bool replace = job.has_column && job.dequantized;
+  // A thread takes the rows that it has put there itself; columns need everybody's, and rows must be read before decoded
+  // values replace them only by their own thread.
+  if (job.has_row)
+    run_direction<RowOrder, W, kSums>(job.row, job.find_row, frame_of(job, job.row, false, r0, c0, index), tile, replace,
+                                      dtype);
+  if (!job.has_column) return;
+  __syncthreads();
+  run_direction<ColumnOrder, W, kSums>(job.column, job.find_column, frame_of(job, job.column, true, r0, c0, index), tile,
+                                       false, dtype);
+}
+
+// Current scaling stores what multiplies codes back.
+__global__ void store_scale_inv(const __grid_constant__ Spec spec, const float* amax, float* scale_inv) {
+  const float most = facts_of(spec.element).max;
+  *scale_inv = 1.0f / fp8_scale(*amax, most, spec.amax_epsilon, spec.pow2, kFloatMax);
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -77,90 +76,140 @@ void check(cudaError_t status) {
     throw std::runtime_error(std::string("hqsweep._C.quantize_cuda: ") + cudaGetErrorString(status));
 }
 
-Path choose_path(const Source& source, int tile_rows) {
-  if (source.row_stride == 1 && source.col_stride != 1) return Path::staged;
-  return tile_rows <= 1 && source.cols % kWidth == 0 ? Path::flat : Path::tiled;
-}
-
-// Thread blocks for a matrix that is not empty. A tile count covers the flat path too, whose rows are whole tiles wide.
-unsigned grid_of(const Source& source, int rows) {
-  const int64_t grid = ceil_div(source.rows, rows) * ceil_div(source.cols, kWidth);
+template <class W, bool kSums>
+void launch_tiles(const Job& job, cudaStream_t stream) {
+  const int64_t grid = ceil_div(job.source.rows, kTile) * ceil_div(job.source.cols, kTile);
+  if (grid == 0) return;
   if (grid > 0x7FFFFFFF) throw std::runtime_error("hqsweep._C.quantize_cuda: the matrix is too large for one launch");
-  return static_cast<unsigned>(grid);
-}
-
-template <class E, Scaling kScaling, int kRows>
-void launch(const Job& job, cudaStream_t stream) {
-  const auto kernel = quantize_segments<E, kScaling, kRows>;
-  const size_t shared = job.path == Path::staged ? staged_bytes<kRows>() : 0;
+  const int shared = kTileBytes<W>;
   if (shared > 48 * 1024)
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-  kernel<<<grid_of(job.source, kRows), kRows * kLanes, shared, stream>>>(job);
+    check(cudaFuncSetAttribute(quantize_tiles<W, kSums>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  quantize_tiles<W, kSums><<<static_cast<unsigned>(grid), kThreads, shared, stream>>>(job);
   check(cudaGetLastError());
 }
 
-template <class E>
-void launch_fp8(const Job& job, cudaStream_t stream) {
-  switch (job.spec.family) {
-    case Family::current: return launch<E, Scaling::current, kRows>(job, stream);
-    case Family::block:
-      return job.spec.tile_rows == 1 ? launch<E, Scaling::block, kRows>(job, stream)
-                                     : launch<E, Scaling::block, kHighRows>(job, stream);
-    default: return launch<E, Scaling::mx, kRows>(job, stream);
-  }
+void launch(const Job& job, cudaStream_t stream) {
+  const bool sums = (job.has_row && (job.row.sums || job.row.row_errors)) ||
+                    (job.has_column && (job.column.sums || job.column.row_errors));
+  if (job.source.dtype == Dtype::bf16)
+    return sums ? launch_tiles<Bf16, true>(job, stream) : launch_tiles<Bf16, false>(job, stream);
+  sums ? launch_tiles<Fp32, true>(job, stream) : launch_tiles<Fp32, false>(job, stream);
 }
 
-void launch_e2m1(const Job& job, cudaStream_t stream) {
-  if (job.spec.family == Family::mx) return launch<E2M1, Scaling::mx, kRows>(job, stream);
-  if (job.spec.four_over_six == FourOverSix::none) return launch<E2M1, Scaling::nvfp4, kRows>(job, stream);
-  launch<E2M1, Scaling::four_over_six, kRows>(job, stream);
-}
-
-void launch_element(const Job& job, cudaStream_t stream) {
-  switch (job.spec.element) {
-    case Element::e4m3: return launch_fp8<E4M3>(job, stream);
-    case Element::e5m2: return launch_fp8<E5M2>(job, stream);
-    case Element::e2m1: return launch_e2m1(job, stream);
-    case Element::e2m3: return launch<E2M3, Scaling::mx, kRows>(job, stream);
-    case Element::e3m2: return launch<E3M2, Scaling::mx, kRows>(job, stream);
+// The amax of a matrix without gaps, which does not care in what order elements lie.
+bool find_in_one_piece(const Source& x, float* found, cudaStream_t stream) {
+  const int64_t count = x.rows * x.cols;
+  const int64_t bytes = count * (x.dtype == Dtype::fp32 ? 4 : 2);
+  const bool dense = (x.col_stride == 1 && x.row_stride == x.cols) || (x.row_stride == 1 && x.col_stride == x.rows);
+  if (count == 0) return true;
+  if (!dense || bytes % 16 || reinterpret_cast<uintptr_t>(x.data) % 16) return false;
+  const int64_t units = bytes / 16, full = ceil_div(units, kAmaxThreads * kAmaxUnits);
+  const unsigned grid = static_cast<unsigned>(full < 65536 ? full : 65536);
+  const uint4* data = static_cast<const uint4*>(x.data);
+  switch (x.dtype) {
+    case Dtype::fp32: find_flat<Fp32><<<grid, kAmaxThreads, 0, stream>>>(data, units, found); break;
+    case Dtype::bf16: find_flat<Bf16><<<grid, kAmaxThreads, 0, stream>>>(data, units, found); break;
+    case Dtype::fp16: find_flat<Fp16><<<grid, kAmaxThreads, 0, stream>>>(data, units, found); break;
   }
-}
-
-// Where the global amax of a call stands once the work enqueued here has run; null for families without one.
-const float* prepare_amax(const Spec& spec, Source source, const Output& output, cudaStream_t stream) {
-  if (spec.family != Family::current && spec.family != Family::nvfp4) return nullptr;
-  const size_t bytes = sizeof(float) * (spec.row_scaled ? static_cast<size_t>(source.rows) : 1);
-  if (output.amax) {
-    if (spec.family == Family::nvfp4 && output.global)
-      check(cudaMemcpyAsync(output.global, output.amax, bytes, cudaMemcpyDeviceToDevice, stream));
-    return output.amax;
-  }
-  float* found = spec.family == Family::current ? static_cast<float*>(output.scales) : output.global;
-  check(cudaMemsetAsync(found, 0, bytes, stream));
-  if (source.rows == 0 || source.cols == 0) return found;
-  if (!spec.rht && !spec.row_scaled && source.row_stride == 1)  // a maximum does not care which axis is which
-    source = {source.data, source.dtype, source.cols, source.rows, source.col_stride, source.row_stride};
-  const Path path = choose_path(source, 1);
-  const size_t shared = path == Path::staged ? staged_bytes<kAmaxRows>() : 0;
-  const unsigned grid = grid_of(source, kAmaxRows);
-  find_amax<<<grid, kAmaxRows * kLanes, shared, stream>>>(spec, source, path, reinterpret_cast<int32_t*>(found));
   check(cudaGetLastError());
-  return found;
+  return true;
+}
+
+bool aligned(const Direction& to, int64_t cols) {
+  const uintptr_t together = reinterpret_cast<uintptr_t>(to.codes) | reinterpret_cast<uintptr_t>(to.exact);
+  return cols % 16 == 0 && together % 16 == 0;
+}
+
+// The call with X's contiguous axis along its rows: for column-major X the directions change places.
+Job arrange(const Call& call) {
+  Job job{};
+  job.source = call.source;
+  const Direction *row = call.row, *column = call.column;
+  Source& x = job.source;
+  const bool turn = x.row_stride == 1 && x.col_stride != 1 && !call.dequantized && !(row && (row->sums || row->row_errors)) &&
+                    !(column && (column->sums || column->row_errors));
+  if (turn) {
+    x = {x.data, x.dtype, x.cols, x.rows, x.col_stride, x.row_stride};
+    std::swap(row, column);
+  }
+  if (row) job.row = *row;
+  if (column) job.column = *column;
+  job.has_row = row != nullptr;
+  job.has_column = column != nullptr;
+  job.dequantized = call.dequantized;
+  const int64_t row_bytes = x.row_stride * (x.dtype == Dtype::fp32 ? 4 : 2);
+  job.vector_in = x.col_stride == 1 && row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+  job.vector_row = row && aligned(*row, x.cols);
+  job.vector_column = column && aligned(*column, x.rows);
+  return job;
+}
+
+bool global_family(const Spec& spec) { return spec.family == Family::current || spec.family == Family::nvfp4; }
+bool plain(const Spec& spec) { return !spec.rht && !spec.row_scaled; }
+
+// found = max(found, amax) for the row or the column of a job.
+void find(Job job, bool column, cudaStream_t stream) {
+  const Direction& to = column ? job.column : job.row;
+  const bool from_row = column && job.dequantized;
+  if (!from_row && plain(to.spec) && find_in_one_piece(job.source, to.found, stream)) return;
+  job.find_row = !column, job.find_column = column;
+  job.has_row = from_row || !column;
+  job.has_column = column;
+  if (from_row) {
+    job.row.codes = nullptr, job.row.exact = nullptr, job.row.scales = nullptr;
+    job.row.sums = nullptr, job.row.row_errors = nullptr;
+  }
+  launch(job, stream);
+}
+
+// A direction's global amax: where it stands once the work enqueued so far has run.
+void prepare(Job& job, bool column, cudaStream_t stream) {
+  Direction& to = column ? job.column : job.row;
+  if (!(column ? job.has_column : job.has_row) || !global_family(to.spec)) return;
+  const int64_t rows = column ? job.source.cols : job.source.rows;
+  const size_t bytes = sizeof(float) * (to.spec.row_scaled ? static_cast<size_t>(rows) : 1);
+  if (!to.amax) {
+    const Direction& row = job.row;
+    const bool shared = column && job.has_row && !job.dequantized && global_family(row.spec) && plain(row.spec) &&
+                        plain(to.spec) && row.amax == row.found;
+    if (shared) {
+      to.amax = row.amax;
+    } else {
+      check(cudaMemsetAsync(to.found, 0, bytes, stream));
+      find(job, column, stream);
+      to.amax = to.found;
+      job.backwards = true;
+    }
+  }
+  if (to.global && to.global != to.amax)
+    check(cudaMemcpyAsync(to.global, to.amax, bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+void finish(const Direction& to, cudaStream_t stream) {
+  if (to.spec.family != Family::current || !to.scales) return;
+  store_scale_inv<<<1, 1, 0, stream>>>(to.spec, to.amax, static_cast<float*>(to.scales));
+  check(cudaGetLastError());
 }
 
 }  // namespace
 
-void quantize_cuda(const Spec& spec, const Source& source, const Output& output, uintptr_t stream) {
+void quantize_cuda(const Call& call, uintptr_t stream) {
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
-  const float half_max = source.dtype == Dtype::bf16 ? 0x1.FEp127f : 65504.0f;
-  const float input_max = source.dtype == Dtype::fp32 ? kFloatMax : half_max;
-  const float* amax = prepare_amax(spec, source, output, queue);
-  if (source.rows > 0 && source.cols > 0)
-    launch_element({spec, source, output, amax, input_max, choose_path(source, spec.tile_rows)}, queue);
-  if (spec.family != Family::current || !output.scales) return;
-  const float element_max = spec.element == Element::e4m3 ? max_of<E4M3>() : max_of<E5M2>();
-  finish_current<<<1, 1, 0, queue>>>(spec, element_max, amax, static_cast<float*>(output.scales));
-  check(cudaGetLastError());
+  Job job = arrange(call);
+  prepare(job, false, queue);
+  prepare(job, true, queue);
+  launch(job, queue);
+  if (job.has_row) finish(job.row, queue);
+  if (job.has_column) finish(job.column, queue);
+}
+
+void find_amax_cuda(const Call& call, uintptr_t stream) {
+  const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
+  Job job = arrange(call);
+  if (job.has_row && job.row.found) find(job, false, queue);
+  if (!job.has_column || !job.column.found) return;
+  if (job.dequantized && !job.row.amax) job.row.amax = job.row.found;
+  find(job, true, queue);
 }
 
 int cuda_device_count() {

@@ -7,7 +7,6 @@
 namespace hq {
 
 enum class Family { current, block, mx, nvfp4 };
-enum class Element { e4m3, e5m2, e2m1, e2m3, e3m2 };
 enum class Dtype { fp32, bf16, fp16 };
 enum class FourOverSix { none, mae, mse };
 
@@ -96,6 +95,7 @@ const char* best_isa();
 // Test entry points: one operation over n values.
 void encode_elements(Element element, const float* source, uint8_t* codes, int64_t n);
 void decode_elements(Element element, const uint8_t* codes, float* values, int64_t n);
+void e8m0_up_elements(const float* source, uint8_t* codes, int64_t n);
 void e8m0_elements(ScaleRounding rounding, Element element, const float* amax, uint8_t* codes, int64_t n);
 void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_t* codes, int64_t n);
 

@@ -45,8 +45,8 @@ Eight row_amax(const float* x) {
 
 // amax of every scale tile, in tile.amax[t][b].
 template <int kBlock>
-void block_amax(const Job& job, Tile& tile) {
-  const int tile_rows = job.spec.tile_rows;
+void block_amax(const Work& work, Tile& tile) {
+  const int tile_rows = work.to.spec.tile_rows;
   for (int first = 0, t = 0; first < tile.rows; first += tile_rows, ++t) {
     Eight amax = {};
     for (int r = first; r < first + tile_rows && r < tile.rows; ++r)
@@ -55,31 +55,38 @@ void block_amax(const Job& job, Tile& tile) {
   }
 }
 
-float global_amax(const Job& job, const Tile& tile, int t) {
-  return job.output.global[job.spec.row_scaled ? tile.row0 + t : 0];
+float global_amax(const Work& work, const Tile& tile, int t) {
+  return work.amax[work.to.spec.row_scaled ? tile.row0 + t : 0];
+}
+
+void mx_codes(const Spec& spec, float element_max, const float* __restrict amax, int count, uint32_t* __restrict codes) {
+  const float reciprocal_max = 1.0f / element_max;
+  if (spec.scale_rounding == ScaleRounding::up)
+    for (int b = 0; b < count; ++b) codes[b] = e8m0_up(amax[b] * reciprocal_max);
+  else
+    for (int b = 0; b < count; ++b) codes[b] = e8m0_scale_of(spec.element, spec.scale_rounding, amax[b]);
 }
 
 // Scales of one row of scale tiles, from tile.amax. All of a full row's blocks are computed, whatever the padding
 // holds, so that the loops have a constant length.
 template <int kBlock>
-void block_scales(const Job& job, Tile& tile, int t) {
+void block_scales(const Work& work, Tile& tile, int t) {
   const float* __restrict amax = tile.amax[t];
   float* __restrict encode_scale = tile.encode_scale[t];
   float* __restrict decode_scale = tile.decode_scale[t];
   constexpr int kCount = kWidth / kBlock;
   uint32_t codes[kCount] = {};
-  if (job.spec.family == Family::block) {
-    encode_scale[0] = fp8_scale(amax[0], job.element_max, job.spec.amax_epsilon, job.spec.pow2, job.input_max);
+  if (work.to.spec.family == Family::block) {
+    encode_scale[0] = fp8_scale(amax[0], work.element_max, work.to.spec.amax_epsilon, work.to.spec.pow2, work.input_max);
     decode_scale[0] = 1.0f / encode_scale[0];
-  } else if (job.spec.family == Family::mx) {
-    const float reciprocal_max = 1.0f / job.element_max;
+  } else if (work.to.spec.family == Family::mx) {
+    mx_codes(work.to.spec, work.element_max, amax, kCount, codes);
     for (int b = 0; b < kCount; ++b) {
-      codes[b] = e8m0_up(amax[b] * reciprocal_max);
       encode_scale[b] = e8m0_reciprocal(codes[b]);
       decode_scale[b] = e8m0_decode(codes[b]);
     }
   } else {
-    const float global_encode = nvfp4_global_scale(global_amax(job, tile, t), 6.0f * job.spec.e4m3_max);
+    const float global_encode = nvfp4_global_scale(global_amax(work, tile, t), 6.0f * work.to.spec.e4m3_max);
     const float sixth = global_encode * kSixth, global_decode = 1.0f / global_encode;
     for (int b = 0; b < kCount; ++b) {
       codes[b] = nvfp4_block_scale(amax[b], sixth);
@@ -90,15 +97,15 @@ void block_scales(const Job& job, Tile& tile, int t) {
   for (int b = 0; b < kCount; ++b) tile.scale_codes[t][b] = static_cast<uint8_t>(codes[b]);
 }
 
-void write_scales(const Job& job, const Tile& tile, int t) {
-  if (!job.output.scales) return;
-  const int64_t per_row = (job.source.cols + job.block - 1) / job.block;
-  const int64_t offset = (tile.row0 / job.spec.tile_rows + t) * per_row + tile.col0 / job.block;
+void write_scales(const Work& work, const Tile& tile, int t) {
+  if (!work.to.scales) return;
+  const int64_t per_row = (work.cols + work.block - 1) / work.block;
+  const int64_t offset = (tile.row0 / work.to.spec.tile_rows + t) * per_row + tile.col0 / work.block;
   const size_t count = static_cast<size_t>(tile.blocks);
-  if (job.spec.family == Family::block)
-    memcpy(static_cast<float*>(job.output.scales) + offset, tile.decode_scale[t], count * sizeof(float));
+  if (work.to.spec.family == Family::block)
+    memcpy(static_cast<float*>(work.to.scales) + offset, tile.decode_scale[t], count * sizeof(float));
   else
-    memcpy(static_cast<uint8_t*>(job.output.scales) + offset, tile.scale_codes[t], count);
+    memcpy(static_cast<uint8_t*>(work.to.scales) + offset, tile.scale_codes[t], count);
 }
 
 // ---- NVFP4 four over six -------------------------------------------------------------------------------------------
@@ -142,14 +149,14 @@ void row_errors(const Spec& spec, const float x[16][kBlocks], const Candidates& 
 
 // Errors of the scale tiles of one row of tiles. Those of a 16 x 16 tile are added as a tree over its rows, in the
 // order of a warp's shuffles.
-void candidate_errors(const Job& job, const Tile& tile, int first, const Range& range, Candidates* candidates) {
-  const int tile_rows = job.spec.tile_rows;
+void candidate_errors(const Work& work, const Tile& tile, int first, const Range& range, Candidates* candidates) {
+  const int tile_rows = work.to.spec.tile_rows;
   float errors[2][16][kBlocks] = {};
   for (int r = 0; r < tile_rows && first + r < tile.rows; ++r) {
     float x[16][kBlocks];
     for (int b = 0; b < kBlocks; ++b)
       for (int i = 0; i < 16; ++i) x[i][b] = tile.x[(first + r) * kWidth + b * 16 + i];
-    for (int k = 0; k < 2; ++k) row_errors(job.spec, x, candidates[k], range, errors[k][r]);
+    for (int k = 0; k < 2; ++k) row_errors(work.to.spec, x, candidates[k], range, errors[k][r]);
   }
   for (int k = 0; k < 2; ++k) {
     for (int offset = tile_rows / 2; offset > 0; offset /= 2)
@@ -160,13 +167,13 @@ void candidate_errors(const Job& job, const Tile& tile, int first, const Range& 
 }
 
 // Per block the scale that maps the amax to 6, or the one that maps it to 4 where that has strictly less error.
-void four_over_six_scales(const Job& job, Tile& tile, int t) {
-  const float full = 6.0f * job.spec.e4m3_max, amax = global_amax(job, tile, t);
+void four_over_six_scales(const Work& work, Tile& tile, int t) {
+  const float full = 6.0f * work.to.spec.e4m3_max, amax = global_amax(work, tile, t);
   const Range range{amax, nvfp4_global_scale(amax, full), full};
   Candidates candidates[2];
   candidate_scales(tile.amax[t], range, 1.0f, candidates[0]);
   candidate_scales(tile.amax[t], range, 1.5f, candidates[1]);
-  candidate_errors(job, tile, t * job.spec.tile_rows, range, candidates);
+  candidate_errors(work, tile, t * work.to.spec.tile_rows, range, candidates);
   for (int b = 0; b < kBlocks; ++b) {
     const Candidates& best = candidates[candidates[1].error[b] < candidates[0].error[b] ? 1 : 0];
     tile.decode_scale[t][b] = best.decode_scale[b];

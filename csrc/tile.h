@@ -10,36 +10,35 @@ namespace hq {
 namespace HQ_ISA {
 namespace {
 
-constexpr int kWidth = 128;  // columns of a tile, a multiple of every block length
-constexpr int kMaxHeight = 128;
+constexpr int kWidth = kTile;  // a multiple of every block length
 constexpr int kBlocks = kWidth / 16;
 
-struct Job {
-  const Spec& spec;
-  const Source& source;
-  const Output& output;
-  int height;         // rows of a tile, a multiple of tile_rows
-  int block;          // elements along a row that share a scale
-  float element_max;  // largest value of the element format
-  float input_max;    // largest finite value of the source dtype
-  float whole_scale;  // current: the one encode scale
+// One direction of a call, with what follows from its spec.
+struct Work {
+  const Direction& to;
+  int64_t rows, cols;  // of the operand
+  int block;           // elements along a row that share a scale
+  float element_max;   // largest value of the element format
+  float input_max;     // largest finite value of X's dtype
+  float whole_scale;   // current: the one encode scale
+  const float* amax;   // nvfp4: the global amax, or one per row
 };
 
+// 128 x 128 elements of an operand, zero outside the matrix, and what is found for them.
 struct Tile {
   int64_t row0, col0;
   int rows, cols;  // valid part
-  int lanes;       // rows, padded with zeros to a multiple of 8
   int blocks;      // per row, the last one padded with zeros
-  alignas(64) float columns[kMaxHeight * kWidth];  // [kWidth][height]: as in memory when rows are contiguous
-  alignas(64) float x[kMaxHeight * kWidth];        // [height][kWidth]
+  alignas(64) float x[kWidth * kWidth];
   // Per row of scale tiles and block:
-  alignas(64) float amax[kMaxHeight][kBlocks];
-  alignas(64) float encode_scale[kMaxHeight][kBlocks];
-  alignas(64) float decode_scale[kMaxHeight][kBlocks];
-  alignas(64) uint8_t scale_codes[kMaxHeight][kBlocks];
+  alignas(64) float amax[kWidth][kBlocks];
+  alignas(64) float encode_scale[kWidth][kBlocks];
+  alignas(64) float decode_scale[kWidth][kBlocks];
+  alignas(64) uint8_t scale_codes[kWidth][kBlocks];
   // Of one row:
   alignas(64) uint32_t codes[kWidth];
-  alignas(64) float exact[kWidth];
+  alignas(64) float values[kWidth];
+  alignas(64) float scaled[kWidth];
   alignas(64) uint32_t random[kBlocks][4];
 };
 
@@ -88,69 +87,67 @@ void hadamard16(float* base, int stride, const float factors[16]) {
   for (int i = 0; i < 16; ++i) memcpy(base + i * stride, rounded[i], sizeof(V));
 }
 
-// x[r][c] = columns[c][r], in 4 x 4 blocks held in vector registers.
-void transpose(const float* columns, int height, int rows, int cols, float* x) {
+// out[r][c] = in[c][r] for the first `rows` rows and `cols` columns of out, in 4 x 4 blocks held in vector registers.
+void transpose(const float* in, int rows, int cols, float* out) {
   for (int c = 0; c < cols; c += 4)
     for (int r = 0; r < rows; r += 4) {
-      Four in[4];
-      for (int i = 0; i < 4; ++i) memcpy(&in[i], columns + (c + i) * height + r, sizeof(Four));
-      const Four low0 = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5);
-      const Four high0 = __builtin_shufflevector(in[0], in[1], 2, 6, 3, 7);
-      const Four low1 = __builtin_shufflevector(in[2], in[3], 0, 4, 1, 5);
-      const Four high1 = __builtin_shufflevector(in[2], in[3], 2, 6, 3, 7);
-      const Four out[4] = {
+      Four line[4];
+      for (int i = 0; i < 4; ++i) memcpy(&line[i], in + (c + i) * kWidth + r, sizeof(Four));
+      const Four low0 = __builtin_shufflevector(line[0], line[1], 0, 4, 1, 5);
+      const Four high0 = __builtin_shufflevector(line[0], line[1], 2, 6, 3, 7);
+      const Four low1 = __builtin_shufflevector(line[2], line[3], 0, 4, 1, 5);
+      const Four high1 = __builtin_shufflevector(line[2], line[3], 2, 6, 3, 7);
+      const Four turned[4] = {
           __builtin_shufflevector(low0, low1, 0, 1, 4, 5), __builtin_shufflevector(low0, low1, 2, 3, 6, 7),
           __builtin_shufflevector(high0, high1, 0, 1, 4, 5), __builtin_shufflevector(high0, high1, 2, 3, 6, 7)};
-      for (int i = 0; i < 4; ++i) memcpy(x + (r + i) * kWidth + c, &out[i], sizeof(Four));
+      for (int i = 0; i < 4; ++i) memcpy(out + (r + i) * kWidth + c, &turned[i], sizeof(Four));
     }
 }
 
 bool rows_contiguous(const Source& source) { return source.row_stride == 1 && source.col_stride != 1; }
 
-// Loads into tile.columns when rows are the contiguous axis, else into tile.x; transforms if asked to.
+int at_most(int64_t left, int limit) { return left < limit ? static_cast<int>(left) : limit; }
+
+// Tile `index` of X, counted along its rows of tiles, by lines of memory: [kWidth][kWidth] of X, or of X.T where its rows
+// are the contiguous axis.
 template <class T>
-void load_as(const Job& job, Tile& tile) {
-  const Source& source = job.source;
+void load_lines(const Source& source, const Tile& tile, float* out) {
+  const bool down = rows_contiguous(source);
+  const int lines = down ? tile.cols : tile.rows, count = down ? tile.rows : tile.cols;
+  const int64_t line_stride = down ? source.col_stride : source.row_stride;
+  const int64_t stride = down ? source.row_stride : source.col_stride;
   const T* first = static_cast<const T*>(source.data) + tile.row0 * source.row_stride + tile.col0 * source.col_stride;
-  const int padded = tile.blocks * job.block;
-  float factors[16];
-  for (int i = 0; i < 16; ++i) factors[i] = rht_factor(i, job.spec.rht_sign);
-  if (rows_contiguous(source)) {
-    for (int c = 0; c < padded; ++c)
-      widen_line(first + c * source.col_stride, 1, c < tile.cols ? tile.rows : 0, tile.lanes,
-                 tile.columns + c * job.height);
-    for (int c = 0; job.spec.rht && c < padded; c += 16)
-      for (int r = 0; r < tile.lanes; r += 8)
-        hadamard16<Eight>(tile.columns + c * job.height + r, job.height, factors);
-    return;
-  }
-  for (int r = 0; r < tile.rows; ++r) {
-    widen_line(first + r * source.row_stride, source.col_stride, tile.cols, padded, tile.x + r * kWidth);
-    for (int c = 0; job.spec.rht && c < padded; c += 16)
-      hadamard16<float>(tile.x + r * kWidth + c, 1, factors);
-  }
+  for (int line = 0; line < lines; ++line)
+    widen_line(first + line * line_stride, stride, count, kWidth, out + line * kWidth);
+  if (lines < kWidth)
+    memset(out + lines * kWidth, 0, sizeof(float) * static_cast<size_t>(kWidth * (kWidth - lines)));
 }
 
-void load_as_in_memory(const Job& job, int64_t panel, int64_t column, Tile& tile) {
-  const Source& source = job.source;
-  tile.row0 = panel * job.height;
-  tile.col0 = column * kWidth;
-  const int64_t rows = source.rows - tile.row0, cols = source.cols - tile.col0;
-  tile.rows = static_cast<int>(rows < job.height ? rows : job.height);
-  tile.lanes = (tile.rows + 7) / 8 * 8;
-  tile.cols = static_cast<int>(cols < kWidth ? cols : kWidth);
-  tile.blocks = (tile.cols + job.block - 1) / job.block;
+void load(const Source& source, int64_t index, float* scratch, Tile& tile) {
+  const int64_t across = (source.cols + kWidth - 1) / kWidth;
+  tile.row0 = index / across * kWidth;
+  tile.col0 = index % across * kWidth;
+  tile.rows = at_most(source.rows - tile.row0, kWidth);
+  tile.cols = at_most(source.cols - tile.col0, kWidth);
+  float* lines = rows_contiguous(source) ? scratch : tile.x;
   switch (source.dtype) {
-    case Dtype::fp32: return load_as<Fp32>(job, tile);
-    case Dtype::bf16: return load_as<Bf16>(job, tile);
-    case Dtype::fp16: return load_as<Fp16>(job, tile);
+    case Dtype::fp32: load_lines<Fp32>(source, tile, lines); break;
+    case Dtype::bf16: load_lines<Bf16>(source, tile, lines); break;
+    case Dtype::fp16: load_lines<Fp16>(source, tile, lines); break;
   }
+  if (lines == scratch) transpose(scratch, kWidth, kWidth, tile.x);
 }
 
-void load(const Job& job, int64_t panel, int64_t column, Tile& tile) {
-  load_as_in_memory(job, panel, column, tile);
-  if (rows_contiguous(job.source))
-    transpose(tile.columns, job.height, tile.lanes, tile.blocks * job.block, tile.x);
+// Random Hadamard transform of 16 elements along rows, or (down) along columns, of a [kWidth][kWidth] array.
+void transform(const Spec& spec, bool down, float* x) {
+  if (!spec.rht) return;
+  float factors[16];
+  for (int i = 0; i < 16; ++i) factors[i] = rht_factor(i, spec.rht_sign);
+  if (down)
+    for (int r = 0; r < kWidth; r += 16)
+      for (int c = 0; c < kWidth; c += 8) hadamard16<Eight>(x + r * kWidth + c, kWidth, factors);
+  else
+    for (int i = 0; i < kWidth * kWidth; i += 16) hadamard16<float>(x + i, 1, factors);
 }
 
 // ---- amax ----------------------------------------------------------------------------------------------------------
@@ -206,42 +203,6 @@ float scan_whole(const Source& source, int threads) {
     result = bits > result ? bits : result;
   }
   return to_float(static_cast<uint32_t>(result));
-}
-
-// Largest magnitude of everything after the Hadamard transform; needs no transposition.
-float scan_transformed(const Job& job, int64_t panels, int64_t columns, int threads) {
-  int32_t result = 0;
-#pragma omp parallel for schedule(static) reduction(max : result) num_threads(threads)
-  for (int64_t index = 0; index < panels * columns; ++index) {
-    Tile tile;
-    load_as_in_memory(job, index / columns, index % columns, tile);
-    const bool by_column = rows_contiguous(job.source);
-    const int lines = by_column ? tile.cols : tile.rows;
-    for (int line = 0; line < lines; ++line) {
-      const int32_t bits = by_column ? amax_of(tile.columns + line * job.height, tile.lanes)
-                                     : amax_of(tile.x + line * kWidth, tile.cols);
-      result = bits > result ? bits : result;
-    }
-  }
-  return to_float(static_cast<uint32_t>(result));
-}
-
-// Largest magnitude of every row.
-void scan_rows(const Job& job, int64_t panels, int64_t columns, int threads, float* amax) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    Tile tile;
-    int32_t rows[kMaxHeight] = {};
-    for (int64_t column = 0; column < columns; ++column) {
-      load(job, panel, column, tile);
-      for (int r = 0; r < tile.rows; ++r) {
-        const int32_t bits = amax_of(tile.x + r * kWidth, tile.cols);
-        rows[r] = bits > rows[r] ? bits : rows[r];
-      }
-    }
-    for (int64_t r = panel * job.height; r < job.source.rows && r < (panel + 1) * job.height; ++r)
-      amax[r] = to_float(static_cast<uint32_t>(rows[r - panel * job.height]));
-  }
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ FORMATS = [
 
 
 def rowwise(text, x):
-    return HybridQuantizer.parse(f"{text}|bf16").quantize(x, columnwise=False, key=KEY).rowwise
+    return HybridQuantizer.parse(f"{text}|bf16").quantize(x, columnwise=None, key=KEY).rowwise
 
 
 @pytest.mark.parametrize("b", FORMATS)

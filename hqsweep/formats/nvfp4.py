@@ -146,7 +146,7 @@ class NVFP4(Format):
         return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / (6.0 * self.scale_max))
 
     def basis(self, x: Tensor) -> Tensor:
-        return hadamard(x, signed=self.rht_signed) if self.rht else x.float()
+        return self._transform(x).float()
 
     def codes(self, buffers: Buffers) -> Tensor:
         return unpack_nibbles(buffers["q"])

@@ -7,6 +7,7 @@ and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: 
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,7 +31,12 @@ class RngKey:
     @property
     def words(self) -> tuple[int, int]:
         """The two 32-bit words of the Philox key: seed, and the first four bytes of SHA-256 of the slot's name."""
-        return self.seed & _MASK, int.from_bytes(hashlib.sha256(self.slot.encode()).digest()[:4], "little")
+        return self.seed & _MASK, _slot_word(self.slot)
+
+
+@cache
+def _slot_word(slot: str) -> int:
+    return int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:

@@ -144,7 +144,7 @@ def dequantized_check(config: "ParityConfig", device: torch.device) -> Rows:
     columnwise = [f for f in _formats(config) if not getattr(f, "row_scaled", False)]
     for a in rowwise:
         for b in columnwise:
-            column = HybridQuantizer(a, b, "rowwise_dequantized").quantize(x, rowwise=False, key=KEY).columnwise
+            column = HybridQuantizer(a, b, "rowwise_dequantized").quantize(x, rowwise=None, key=KEY).columnwise
             row_key, column_key = (RngKey(seed=1, slot=f"parity/{d}", step=3) for d in ("rowwise", "columnwise"))
             dequantized = a.decode(a.encode(x, None, row_key), tuple(x.shape)).to(x.dtype)
             expected = b.encode(dequantized.t(), None, column_key)

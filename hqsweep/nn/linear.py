@@ -10,6 +10,7 @@ from hqsweep.formats import RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.nn.context import Context, current
 from hqsweep.quant import QuantizerRole, flatten, unflatten
+from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.quant.recipe import LinearQuantizers
 from hqsweep.quant.roles import TENSOR_TYPES
 
@@ -41,18 +42,16 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, call: _Call) -> Tensor:
         q, w = call.quantizers, weight.to(call.dtype)
-        y = mm_t(
-            q.input.exact(x, "rowwise", call.key("input")),
-            q.weight.exact(w, "rowwise", call.key("weight")),
-            out_dtype=call.dtype,
-        )
+        column = "codes" if ctx.needs_input_grad[1] else None
+        x_made = q.input.quantize(x, rowwise="exact", columnwise=column, key=call.key("input"))
+        w_made = q.weight.quantize(w, rowwise="exact", columnwise=None, key=call.key("weight"))
+        y = mm_t(x_made.rowwise, w_made.rowwise, out_dtype=call.dtype)
         call.probe_tensor("input", x)
         call.probe_tensor("weight", w)
         call.probe_gemm("fprop", x, w, y)
         saved, ctx.skeleton = [], None
         if ctx.needs_input_grad[1]:
-            column = q.input.quantize(x, rowwise=False, key=call.key("input")).columnwise
-            saved, ctx.skeleton = flatten(column)
+            saved, ctx.skeleton = flatten(x_made.columnwise)
         ctx.call, ctx.probed_x = call, x if call.context.probe else None
         ctx.save_for_backward(weight, *saved)
         return y
@@ -62,16 +61,17 @@ class _LinearFunction(torch.autograd.Function):
         call, q = ctx.call, ctx.call.quantizers
         weight, *saved = ctx.saved_tensors
         dy, w = dy.to(call.dtype), weight.to(call.dtype)
-        key = call.key("grad_output")
         dx = dw = None
         call.probe_tensor("grad_output", dy)
+        wanted = ("exact" if needed else None for needed in ctx.needs_input_grad[:2])
+        dy_made = q.grad_output.quantize(dy, **dict(zip(DIRECTIONS, wanted, strict=True)), key=call.key("grad_output"))
         if ctx.needs_input_grad[0]:
-            w_column = q.weight.exact(w, "columnwise", call.key("weight"))
-            dx = mm_t(q.grad_output.exact(dy, "rowwise", key), w_column, out_dtype=call.dtype)
+            w_made = q.weight.quantize(w, rowwise=None, columnwise="exact", key=call.key("weight"))
+            dx = mm_t(dy_made.rowwise, w_made.columnwise, out_dtype=call.dtype)
             call.probe_gemm("dgrad", dy, w.t(), dx)
         if ctx.needs_input_grad[1]:
             x_column = unflatten(saved, ctx.skeleton)
-            dw = mm_t(q.grad_output.exact(dy, "columnwise", key), x_column, out_dtype=weight.dtype)
+            dw = mm_t(dy_made.columnwise, x_column, out_dtype=weight.dtype)
             if ctx.probed_x is not None:
                 call.probe_gemm("wgrad", dy.t(), ctx.probed_x.t(), dw)
         return dx, dw, None

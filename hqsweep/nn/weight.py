@@ -14,7 +14,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, quantizer: HybridQuantizer, slot: str) -> Tensor:
         matrix = weight.view(-1, weight.shape[-1])
-        row = quantizer.quantize(matrix, columnwise=False, key=current().key(slot)).rowwise
+        row = quantizer.quantize(matrix, columnwise=None, key=current().key(slot)).rowwise
         return row.dequantize().view(weight.shape)
 
     @staticmethod

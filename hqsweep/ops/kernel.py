@@ -1,17 +1,21 @@
-"""The compiled extension as functions on tensors: which inputs it takes, and the call with pointers and strides.
+"""The compiled extension as torch operators: hqsweep::quantize, find_amax_ and dequantize, on CPU and CUDA.
 
 The extension does not link to torch (one build serves every torch), so this is the only place where tensors become
-addresses. Bytes equal the reference's; tests and the parity job hold that.
+addresses. Bytes equal the reference's; tests and the parity job hold that. Formats travel as their canonical text. Work
+is enqueued on the current stream and nothing waits for it. Autograd is left to the modules.
 """
 
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.library import Library, register_fake
 
-from hqsweep.formats import MX, NVFP4, ExactOperand, Format, Fp8Block, Fp8Current, RngKey
+from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, parse
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TILE = 128
+"""Side of the tiles of X over which statistics are summed."""
 
 
 @cache
@@ -25,20 +29,18 @@ def extension():
 
 
 @cache
-def spec(format: Format) -> dict[str, object] | None:
-    """Keyword arguments that describe a format to the extension, or None for a format without a kernel (Identity)."""
+def spec_fields(format: Format) -> dict[str, object] | None:
+    """Keyword arguments of _C.Spec for a format, or None for one without a kernel (Identity)."""
     match format:
         case Fp8Current() | Fp8Block():
-            given = {"pow2": format.pow2, "amax_epsilon": format.amax_epsilon}
-            given |= {
-                "family": "current" if isinstance(format, Fp8Current) else "block",
-                "element": format.element_name,
-            }
+            family = "current" if isinstance(format, Fp8Current) else "block"
+            given = {"family": family, "element": format.element_name, "pow2": format.pow2}
+            given |= {"amax_epsilon": format.amax_epsilon}
         case MX():
-            given = {"family": "mx", "element": format.element_name}
+            given = {"family": "mx", "element": format.element_name, "scale_rounding": format.scale_rounding}
         case NVFP4():
-            error = {"mae": 1, "mse": 2}[format.error_mode] if format.four_over_six else 0
-            given = {"family": "nvfp4", "element": "e2m1", "four_over_six": error, "fast_error": format.fast_error}
+            given = {"family": "nvfp4", "element": "e2m1", "fast_error": format.fast_error}
+            given |= {"four_over_six": format.error_mode if format.four_over_six else "none"}
             given |= {"row_scaled": format.row_scaled, "rht": format.rht, "rht_sign": format.rht_signed}
             given |= {"sr": format.sr, "e4m3_max": format.scale_max}
         case _:
@@ -52,65 +54,191 @@ def has_cuda() -> bool:
     return extension() is not None and extension().build_info()["cuda"]
 
 
-def supports(x: Tensor, format: Format) -> bool:
-    """Whether encode and exact_operand take this input: every format but Identity, on CPU and on CUDA."""
-    if x.numel() == 0 or x.dtype not in DTYPES or spec(format) is None:
+def supports(x: Tensor, *formats: Format) -> bool:
+    """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
+    if x.dtype not in DTYPES or any(spec_fields(f) is None for f in formats):
         return False
     return has_cuda() if x.device.type == "cuda" else x.device.type == "cpu" and extension() is not None
 
 
-def encode(x: Tensor, format: Format, key: RngKey | None) -> dict[str, Tensor]:
-    """[rows, cols] of any strides -> packed buffers of the format's layout, on x's device and current stream."""
-    buffers = format.empty(*x.shape, x.device)
-    _launch(x, format, key, buffers, None)
-    return buffers
+def exact_dtype(format: Format, device_type: str) -> torch.dtype:
+    """dtype of the matrix that gemm=exact multiplies: float32 on CPU; on CUDA bfloat16, rounded to nearest even, and
+    float32 only for the format whose product needs it (fp8_block+fp32_scale)."""
+    needs_fp32 = device_type == "cpu" or (isinstance(format, Fp8Block) and not format.pow2)
+    return torch.float32 if needs_fp32 else torch.bfloat16
 
 
-def exact_operand(x: Tensor, format: Format, key: RngKey | None) -> ExactOperand:
-    """[rows, cols] of any strides -> the operand of gemm=exact, written without packing codes, on x's device.
+class _Plan:
+    """All about a format's outputs that does not depend on the matrix."""
 
-    The matrix has the dtype that the device multiplies: float32 on CPU; on CUDA bfloat16, rounded to nearest even, and
-    float32 only for the format whose product needs it (fp8_block+fp32_scale).
-    """
-    format.check_shape(*x.shape)
-    needs_fp32 = x.device.type == "cpu" or (isinstance(format, Fp8Block) and not format.pow2)
-    matrix = torch.empty(x.shape, dtype=torch.float32 if needs_fp32 else torch.bfloat16, device=x.device)
-    factors = {
-        n: torch.empty(b.shape(*x.shape), dtype=b.dtype, device=x.device)
-        for n, b in format.layout.items()
-        if _is_factor(format, n)
-    }
-    _launch(x, format, key, factors, matrix)
-    divisor = 6.0 * format.scale_max if isinstance(format, NVFP4) else 1.0
-    return ExactOperand(matrix, next(iter(factors.values()), None), divisor)
+    def __init__(self, text: str) -> None:
+        format = parse(text)
+        fields = spec_fields(format)
+        self.format = format
+        self.spec = extension().Spec(**fields) if fields and extension() else None
+        self.layout = format.layout
+        self.buffers = [(b.rows, b.cols, b.dtype) for b in format.layout.values()]
+        self.factor = next((n for n in format.layout if _is_factor(format, n)), None)
+        self.global_family = isinstance(format, (Fp8Current, NVFP4))
+        self.row_scaled = getattr(format, "row_scaled", False)
+
+    def outputs(self, rows: int, cols: int, device: torch.device, exact: bool, statistics: bool) -> list[Tensor]:
+        """Uninitialised: the format's buffers, or the exact matrix and its factor; then sums and row errors."""
+        self.format.check_shape(rows, cols)
+        if exact:
+            made = [torch.empty((rows, cols), dtype=exact_dtype(self.format, device.type), device=device)]
+            if self.factor:
+                buffer = self.layout[self.factor]
+                made.append(torch.empty(buffer.shape(rows, cols), dtype=buffer.dtype, device=device))
+        else:
+            made = [
+                torch.empty(
+                    (-(-rows // down) if down else 1, -(-cols // across) if across else 1), dtype=dtype, device=device
+                )
+                for down, across, dtype in self.buffers
+            ]
+        if statistics:
+            down, across = -(-rows // TILE), -(-cols // TILE)
+            made.append(torch.empty((down * across, 8), dtype=torch.float32, device=device))
+            made.append(torch.empty((rows, across), dtype=torch.float32, device=device))
+        return made
+
+    def direction(
+        self, made: list[Tensor], key: list[int], amax: Tensor | None, found: Tensor | None, exact: bool, stats: bool
+    ):
+        """The extension's Direction that writes to these outputs."""
+        sums, errors = (t.data_ptr() for t in made[-2:]) if stats else (0, 0)
+        amax_ptr = 0 if amax is None else amax.data_ptr()
+        found_ptr = 0 if found is None else found.data_ptr()
+        matrix, matrix_dtype, codes, scales, globals_ = 0, 0, 0, 0, 0
+        if exact:
+            matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
+            if self.factor == "g":
+                globals_ = made[1].data_ptr()
+            elif self.factor == "s":
+                scales = made[1].data_ptr()
+        else:
+            codes, scales = made[0].data_ptr(), made[1].data_ptr()
+            globals_ = made[2].data_ptr() if "g" in self.layout else 0
+        if self.global_family and not amax_ptr and not found_ptr:
+            found_ptr = globals_
+        return extension().Direction(
+            self.spec, key[0], key[1], key[2], amax_ptr, found_ptr, codes, scales, globals_, matrix, matrix_dtype, sums,
+            errors,
+        )  # fmt: skip
+
+
+@cache
+def plan(text: str) -> _Plan:
+    """The plan of a format's text; "" stands for a direction that is not wanted and has none."""
+    return _Plan(text)
 
 
 def _is_factor(format: Format, name: str) -> bool:
     return name == "g" or (name == "s" and isinstance(format, Fp8Current))
 
 
-def _launch(x: Tensor, format: Format, key: RngKey | None, buffers: dict[str, Tensor], exact: Tensor | None) -> None:
-    if key is None and getattr(format, "sr", False):
-        raise ValueError(f"{format}: encode needs an RngKey")
-    words = (*key.words, key.step) if key else (0, 0, 0)
-    pointer = {name: tensor.data_ptr() for name, tensor in buffers.items()}
-    arguments = {
-        "src_ptr": x.data_ptr(),
-        "dtype": DTYPES[x.dtype],
-        "rows": x.shape[0],
-        "cols": x.shape[1],
-        "row_stride": x.stride(0),
-        "col_stride": x.stride(1),
-        **spec(format),
-        "key0": words[0],
-        "key1": words[1],
-        "step": words[2],
-        **{f"{name}_ptr": pointer.get(name, 0) for name in ("q", "s", "g")},
-        "exact_ptr": exact.data_ptr() if exact is not None else 0,
-        "exact_dtype": DTYPES[exact.dtype] if exact is not None else "fp32",
-    }
+def _scratch(p: _Plan, amax: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
+    """Where a current scaling's amax is found: apart from its scale, which is written in the end."""
+    if amax is not None or not isinstance(p.format, Fp8Current):
+        return None
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+_library = Library("hqsweep", "DEF")
+_library.define(
+    "quantize(Tensor x, str rowwise, str columnwise, bool dequantized, bool rowwise_exact, bool columnwise_exact, "
+    "int[] rowwise_key, int[] columnwise_key, Tensor? rowwise_amax, Tensor? columnwise_amax, bool statistics)"
+    " -> Tensor[]"
+)
+_library.define(
+    "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, int[] rowwise_key, Tensor? rowwise_amax, "
+    "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found) -> ()"
+)
+_library.define("dequantize(Tensor[] buffers, str format, int rows, int cols, bool exact, ScalarType dtype) -> Tensor")
+
+
+def _call(name: str, x: Tensor, row, column, dequantized: bool) -> None:
     if x.device.type == "cpu":
-        extension().quantize_cpu(**arguments, threads=torch.get_num_threads())
+        function, last = getattr(extension(), f"{name}_cpu"), torch.get_num_threads()
+        function(
+            x.data_ptr(), DTYPES[x.dtype], x.shape[0], x.shape[1], *x.stride(), row, column, dequantized, last, ""
+        )  # fmt: skip
         return
+    function = getattr(extension(), f"{name}_cuda")
     with torch.cuda.device(x.device):
-        extension().quantize_cuda(**arguments, stream=torch.cuda.current_stream().cuda_stream)
+        stream = torch.cuda.current_stream().cuda_stream
+        function(x.data_ptr(), DTYPES[x.dtype], x.shape[0], x.shape[1], *x.stride(), row, column, dequantized, stream)
+
+
+def _quantize(
+    x, rowwise, columnwise, dequantized, rowwise_exact, columnwise_exact, rowwise_key, columnwise_key, rowwise_amax,
+    columnwise_amax, statistics,
+):  # fmt: skip
+    made, row, column, kept = [], None, None, []
+    rows, cols = x.shape
+    if rowwise:
+        p = plan(rowwise)
+        mine = p.outputs(rows, cols, x.device, rowwise_exact, statistics)
+        kept.append(_scratch(p, rowwise_amax, rows, x.device))
+        row = p.direction(mine, rowwise_key, rowwise_amax, kept[-1], rowwise_exact, statistics)
+        made += mine
+    if columnwise:
+        p = plan(columnwise)
+        mine = p.outputs(cols, rows, x.device, columnwise_exact, statistics)
+        kept.append(_scratch(p, columnwise_amax, cols, x.device))
+        column = p.direction(mine, columnwise_key, columnwise_amax, kept[-1], columnwise_exact, statistics)
+        made += mine
+    _call("quantize", x, row, column, dequantized)
+    return made
+
+
+def _quantize_fake(
+    x, rowwise, columnwise, dequantized, rowwise_exact, columnwise_exact, rowwise_key, columnwise_key, rowwise_amax,
+    columnwise_amax, statistics,
+):  # fmt: skip
+    rows, cols = x.shape
+    made = plan(rowwise).outputs(rows, cols, x.device, rowwise_exact, statistics) if rowwise else []
+    if columnwise:
+        made += plan(columnwise).outputs(cols, rows, x.device, columnwise_exact, statistics)
+    return made
+
+
+def _find_amax(
+    x, rowwise, columnwise, dequantized, rowwise_key, rowwise_amax, rowwise_found, columnwise_found
+):  # fmt: skip
+    def direction(text: str, amax: Tensor | None, found: Tensor | None):
+        if not text:
+            return None
+        pointers = (0 if t is None else t.data_ptr() for t in (amax, found))
+        return extension().Direction(plan(text).spec, *rowwise_key, *pointers)
+
+    row = direction(rowwise, rowwise_amax, rowwise_found)
+    _call("find_amax", x, row, direction(columnwise, None, columnwise_found), dequantized)
+
+
+def _dequantize(buffers, format, rows, cols, exact, dtype):
+    p = plan(format)
+    pointers = [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
+    out = torch.empty((rows, cols), dtype=dtype, device=buffers[0].device)
+    if out.device.type == "cpu":
+        threads = torch.get_num_threads()
+        extension().dequantize_cpu(p.spec, rows, cols, *pointers, exact, out.data_ptr(), DTYPES[dtype], threads)
+        return out
+    with torch.cuda.device(out.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        extension().dequantize_cuda(p.spec, rows, cols, *pointers, exact, out.data_ptr(), DTYPES[dtype], stream)
+    return out
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("quantize", _quantize, _device)
+    _library.impl("find_amax_", _find_amax, _device)
+    _library.impl("dequantize", _dequantize, _device)
+register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
+register_fake("hqsweep::find_amax_", lambda *_: None, lib=_library)
+register_fake(
+    "hqsweep::dequantize",
+    lambda buffers, format, rows, cols, exact, dtype: buffers[0].new_empty((rows, cols), dtype=dtype),
+    lib=_library,
+)

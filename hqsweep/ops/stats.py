@@ -43,14 +43,37 @@ def tensor_error(x: Tensor, format: Format, buffers: Buffers) -> dict[str, float
     }
 
 
+def from_sums(sums: Tensor, elements: int, format: Format, buffers: Buffers | None) -> dict[str, float]:
+    """The same from what kernels gather while they quantize `elements` of them, added in float64.
+
+    sums: float32 [tiles, 8] over tiles of 128 x 128: x^2, error^2, q^2, amax, counts of non-zero, lost and saturated
+    elements. buffers: for the scales; None (exact output) leaves these out as NaN.
+    """
+    x2, error2, q2, _, nonzero, lost, saturated, _ = sums.double().sum(dim=0).tolist()
+    return {
+        "sqnr_db": _decibel(x2, error2),
+        "rel_l2": math.sqrt(error2 / x2) if x2 else math.nan,
+        "cosine": (x2 + q2 - error2) / (2 * math.sqrt(x2 * q2)) if x2 and q2 else math.nan,
+        "amax": sums[:, 3].max().item() if sums.numel() else 0.0,
+        "underflow_pct": 100.0 * lost / max(nonzero, 1),
+        "saturation_pct": 100.0 * saturated / max(elements, 1),
+        **_scale_range(None if buffers is None else format.value_scales(buffers)),
+    }
+
+
 def _scale_statistics(basis: Tensor, format: Format, buffers: Buffers) -> dict[str, float]:
     scale = format.value_scales(buffers)
     if scale is None:
-        return {"saturation_pct": 0.0, "scale_min": math.nan, "scale_max": math.nan}
+        return {"saturation_pct": 0.0} | _scale_range(None)
     limit = expand_tiles(scale, tuple(basis.shape), *format.tile) * (format.element.max * SATURATION_MARGIN)
+    return {"saturation_pct": 100.0 * (basis.abs() > limit).double().mean().item()} | _scale_range(scale)
+
+
+def _scale_range(scale: Tensor | None) -> dict[str, float]:
+    if scale is None or scale.numel() == 0:
+        return {"scale_min": math.nan, "scale_max": math.nan}
     positive = scale[scale > 0]
     return {
-        "saturation_pct": 100.0 * (basis.abs() > limit).double().mean().item(),
         "scale_min": positive.min().item() if positive.numel() else math.nan,
         "scale_max": scale.max().item(),
     }

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
@@ -18,7 +19,9 @@ from hqsweep.quant.operand import HybridOperand, Operand
 
 SOURCES = ("original", "rowwise_dequantized")
 FIELDS = ("rowwise", "columnwise", "columnwise_source")
+DIRECTIONS = ("rowwise", "columnwise")
 Direction = Literal["rowwise", "columnwise"]
+Output = ops.Output
 
 
 @dataclass(frozen=True)
@@ -75,33 +78,40 @@ class HybridQuantizer:
         return formats if self.columnwise_source == "original" else f"{formats}@{self.columnwise_source}"
 
     def quantize(
-        self, x: Tensor, *, rowwise: bool = True, columnwise: bool = True, key: RngKey | None = None
+        self,
+        x: Tensor,
+        *,
+        rowwise: Output | None = "codes",
+        columnwise: Output | None = "codes",
+        key: RngKey | None = None,
     ) -> HybridOperand:
-        """[rows, cols] -> operands of the directions asked for; the columnwise one encodes x.T.
+        """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
-        With rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype.
+        Each is wanted as "codes" (an Operand, to keep), "exact" (an ExactOperand, to multiply at once) or None. With
+        rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype.
         """
-        row = self._encode(x, self.rowwise, _slot(key, "rowwise")) if rowwise or self._needs_row(columnwise) else None
-        column = None
-        if columnwise:
-            source = row.dequantize() if self._needs_row(True) else x
-            column = self._encode(source.t(), self.columnwise, _slot(key, "columnwise"))
-        return HybridOperand(rowwise=row if rowwise else None, columnwise=column)
+        needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
+        made = ops.quantize(
+            x,
+            self.rowwise if needs_row else None,
+            self.columnwise if columnwise else None,
+            columnwise_source=self.columnwise_source if columnwise else "original",
+            rowwise_output=rowwise or "codes",
+            columnwise_output=columnwise or "codes",
+            rowwise_key=_slot(key, "rowwise"),
+            columnwise_key=_slot(key, "columnwise"),
+        )
+        shape = tuple(x.shape)
+        row = _operand(made.rowwise, self.rowwise, shape, x.dtype) if rowwise else None
+        return HybridOperand(rowwise=row, columnwise=_operand(made.columnwise, self.columnwise, shape[::-1], x.dtype))
 
-    def exact(self, x: Tensor, direction: Direction, key: RngKey | None = None) -> ExactOperand:
-        """quantize(x).<direction>.operand() without packing codes, for an operand that is used at once."""
-        if direction == "rowwise":
-            return ops.exact_operand(x, self.rowwise, key=_slot(key, "rowwise"))
-        if self._needs_row(True):
-            x = self.quantize(x, columnwise=False, key=key).rowwise.dequantize()
-        return ops.exact_operand(x.t(), self.columnwise, key=_slot(key, "columnwise"))
 
-    def _needs_row(self, columnwise: bool) -> bool:
-        return columnwise and self.columnwise_source == "rowwise_dequantized"
-
-    @staticmethod
-    def _encode(x: Tensor, format: Format, key: RngKey | None) -> Operand:
-        return Operand(format=format, shape=tuple(x.shape), dtype=x.dtype, buffers=ops.encode(x, format, key=key))
+def _operand(
+    made: dict[str, Tensor] | ExactOperand | None, format: Format, shape: tuple[int, int], dtype: torch.dtype
+) -> Operand | ExactOperand | None:
+    if made is None or isinstance(made, ExactOperand):
+        return made
+    return Operand(format=format, shape=shape, dtype=dtype, buffers=made)
 
 
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, ExactOperand, Format
+from hqsweep.ops import quantize as ops
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,11 +26,11 @@ class Operand:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the source's)."""
-        return self.format.decode(self.buffers, self.shape).to(dtype or self.dtype)
+        return ops.dequantize(self.buffers, self.format, self.shape, dtype or self.dtype)
 
     def operand(self) -> ExactOperand:
         """Exact matrix and epilogue factor for gemm=exact."""
-        return self.format.operand(self.buffers, self.shape)
+        return ops.exact_operand_of(self.buffers, self.format, self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -39,10 +40,10 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridOperand:
-    """Both directions of one tensor; a direction that was not asked for is None."""
+    """Both directions of one tensor; a direction that was not asked for is None, one to multiply at once is exact."""
 
-    rowwise: Operand | None
-    columnwise: Operand | None
+    rowwise: Operand | ExactOperand | None
+    columnwise: Operand | ExactOperand | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,8 +62,8 @@ def test_wrong_quantizers(value, message):
 
 def test_only_the_directions_asked_for_are_made():
     x, quantizer = draw("normal", 32, 64), HybridQuantizer.parse("nvfp4|mxfp8")
-    only_row = quantizer.quantize(x, columnwise=False)
-    only_column = quantizer.quantize(x, rowwise=False)
+    only_row = quantizer.quantize(x, columnwise=None)
+    only_column = quantizer.quantize(x, rowwise=None)
     assert only_row.columnwise is None and only_row.rowwise.shape == (32, 64)
     assert only_column.rowwise is None and only_column.columnwise.shape == (64, 32)
 
@@ -86,7 +86,8 @@ def test_columnwise_source(text, source):
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_exact_is_the_operand_of_quantize(text, direction):
     x, quantizer = draw("heavy", 32, 64), HybridQuantizer.parse(text)
-    exact = quantizer.exact(x, direction, KEY)
+    wanted = {d: "exact" if d == direction else None for d in ("rowwise", "columnwise")}
+    exact = getattr(quantizer.quantize(x, **wanted, key=KEY), direction)
     operand = getattr(quantizer.quantize(x, key=KEY), direction).operand()
     assert torch.equal(exact.matrix.float(), operand.matrix.float())
     assert exact.divisor == operand.divisor

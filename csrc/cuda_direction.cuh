@@ -1,0 +1,321 @@
+// One direction of a tile: from words in registers to codes, scales, multiplied values and sums. The order in which
+// threads hold the segments (rows of X, or rows of X.T) is a template argument; the rest is the same.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "cuda_elements.cuh"
+#include "cuda_scales.cuh"
+#include "cuda_store.cuh"
+#include "cuda_tile.cuh"
+#include "cuda_words.cuh"
+#include "quantize.h"
+
+namespace hq {
+
+// A direction as a thread block sees it.
+struct Frame {
+  int64_t rows, cols;       // of the operand
+  int64_t row0, col0;       // of the tile
+  bool vector;              // outputs take whole, aligned segments
+  float input_max;          // largest finite value of X's dtype
+  const float* amax;        // global amax, or one per row
+  int64_t tile_index;       // of X's tiles, for the sums
+};
+
+template <class Order>
+__device__ __forceinline__ Place place_of(const Frame& frame, int q) {
+  Place place{frame.row0 + Order::row(q), frame.col0 + Order::col(q), kSegment};
+  if (place.row >= frame.rows || place.col >= frame.cols)
+    place.count = 0;
+  else if (frame.cols - place.col < kSegment)
+    place.count = static_cast<int>(frame.cols - place.col);
+  return place;
+}
+
+// The group's words after the random Hadamard transform, rounded to bf16, if the format has one.
+template <class Order, class W>
+__device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, int h,
+                                          uint32_t words[kGroupWords<Order, W>]) {
+  get_group<Order, W>(tile, h, words);
+  if (!spec.rht) return;
+  float x[kGroupSegments<Order, W>][kSegment];
+#pragma unroll
+  for (int k = 0; k < kGroupSegments<Order, W>; ++k) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      x[k][i] = __fmul_rn(value_of<Order, W>(words, k, i),
+                          spec.rht_sign && ((kRhtSignMask >> i) & 1u) ? -0.25f : 0.25f);
+    butterfly16(x[k]);
+  }
+#pragma unroll
+  for (int i = 0; i < kGroupWords<Order, W>; ++i) {
+    if constexpr (W::kPack == 1)
+      words[i] = to_bits(round_to_bf16(x[0][i]));
+    else if constexpr (std::is_same_v<Order, RowOrder>)
+      words[i] = round_pair<Bf16>(x[0][2 * i], x[0][2 * i + 1]);
+    else
+      words[i] = round_pair<Bf16>(x[0][i], x[kGroupSegments<Order, W> - 1][i]);
+  }
+}
+
+// amax of each segment of a group, and whether one holds a NaN.
+template <class Order, class W>
+__device__ __forceinline__ bool group_amax(const uint32_t words[kGroupWords<Order, W>],
+                                           float amax[kGroupSegments<Order, W>]) {
+  const Largest found = largest<W>(words, kGroupWords<Order, W>);
+  if constexpr (kGroupSegments<Order, W> == 2)
+    amax[0] = found.of[0], amax[1] = found.of[1];
+  else
+    amax[0] = fmaxf(found.of[0], found.of[1]);
+  return found.nan;
+}
+
+// amax of every segment of the thread, joined over `cols` elements of a row.
+template <class Order, class W>
+__device__ __forceinline__ void all_amax(const uint32_t* tile, const Spec& spec, int cols, float amax[kSegments]) {
+#pragma unroll
+  for (int h = 0; h < kGroups<Order, W>; ++h) {
+    constexpr int per_group = kGroupSegments<Order, W>;
+    uint32_t words[kGroupWords<Order, W>];
+    get_basis<Order, W>(tile, spec, h, words);
+    group_amax<Order, W>(words, amax + h * per_group);
+#pragma unroll
+    for (int k = 0; k < per_group; ++k)
+      amax[h * per_group + k] = Order::join_near(amax[h * per_group + k], cols, Larger());
+  }
+  Order::join_far(amax, cols);
+}
+
+// amax of each segment -> amax of its scale tile of several rows. Every thread of the block takes part.
+template <class Order>
+__device__ __forceinline__ void join_tile(const Spec& spec, float amax[kSegments]) {
+  Order::join_rows(amax, Larger());
+  if (spec.tile_rows == 16) return;
+  __shared__ float strips[kThreads / 32][4];  // of 16 rows x 32 columns, or all 128 columns in the first entry
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q)
+    if (Order::row(q) % 16 == 0 && Order::col(q) % spec.tile_cols == 0)
+      strips[warp_of_block()][Order::col(q) / 32] = amax[q];
+  __syncthreads();
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q) {
+    const int column = Order::col(q) / spec.tile_cols;
+    if (spec.tile_rows == 32)
+      amax[q] = fmaxf(strips[warp_of_block()][column], strips[warp_of_block() ^ 1][column]);
+    else
+      for (int w = 0; w < kThreads / 32; ++w) amax[q] = fmaxf(amax[q], strips[w][0]);
+  }
+  __syncthreads();
+}
+
+// values[q] without an address, which would put the array in memory.
+__device__ __forceinline__ float pick(const float values[kSegments], int q) {
+  return q < 2 ? (q ? values[1] : values[0]) : (q == 2 ? values[2] : values[3]);
+}
+
+// Decoded values of segment q of a row, rounded to X's dtype, in place of the elements they came from.
+template <class W>
+__device__ __forceinline__ void put_values(uint32_t* tile, int q, const float v[kSegment], bool nan, Dtype dtype) {
+  uint32_t words[kWords<W>];
+  if (W::kPack == 1 && dtype == Dtype::fp16) {
+#pragma unroll
+    for (int i = 0; i < kWords<W>; ++i) words[i] = to_bits(clean(widen<Fp16>(round_pair<Fp16>(v[i], 0.0f), 0)));
+  } else {
+    round_segment<W>(v, nan, words);
+  }
+  put_segment<W>(tile, RowOrder::row(q), RowOrder::col(q), words);
+}
+
+// Sum of squared errors of a row of the tile, from the share of each of its threads and visits.
+template <class Order>
+__device__ __forceinline__ void store_row_error(const Direction& to, const Frame& frame, const Place& place, int q,
+                                                float error2) {
+  if (!to.row_errors) return;
+  const float sum = Order::join_near(error2, kTile, Sum());
+  const bool again = std::is_same_v<Order, ColumnOrder> && q >= 2;  // the second half of the row
+  float* target = to.row_errors + place.row * ceil_div(frame.cols, kTile) + frame.col0 / kTile;
+  if (Order::col(q % 2) == 0 && place.row < frame.rows) *target = again ? *target + sum : sum;
+}
+
+// ---- find ----------------------------------------------------------------------------------------------------------
+
+// found = max(found, amax). Magnitudes order like their bits; the value there is read first, which saves most atomics.
+__device__ __forceinline__ void raise(float* found, float amax) {
+  if (amax > __ldcg(found)) atomicMax(reinterpret_cast<int*>(found), __float_as_int(amax));
+}
+
+template <class Order, class W>
+__device__ __forceinline__ void find_direction(const Direction& to, const Frame& frame, const uint32_t* tile) {
+  float amax[kSegments];
+  all_amax<Order, W>(tile, to.spec, kTile, amax);
+  if (to.spec.row_scaled) {
+#pragma unroll
+    for (int q = 0; q < kSegments; ++q) {
+      const Place place = place_of<Order>(frame, q);
+      if (Order::col(q) == 0 && place.count > 0) raise(to.found + place.row, amax[q]);
+    }
+    return;
+  }
+  Order::join_rows(amax, Larger());
+  if (lane_of_warp() == 0) raise(to.found, amax[0]);
+}
+
+// ---- encode --------------------------------------------------------------------------------------------------------
+
+template <bool kFour>
+__device__ __forceinline__ BlockScale find_scale(const Spec& spec, const ElementFacts& facts, const Frame& frame,
+                                                 float amax, const GlobalScale& global) {
+  if constexpr (kFour) {
+    if (spec.family == Family::nvfp4) return nvfp4_scale(amax, global, spec);
+  } else {
+    if (spec.family == Family::current) return current_scale(global.amax, facts, spec);
+    if (spec.family == Family::block) return block_scale(amax, facts, spec, frame.input_max);
+  }
+  return mx_scale(amax, facts, spec);
+}
+
+__device__ __forceinline__ BlockScale candidate(float amax, const GlobalScale& global, const Spec& spec, bool four) {
+  return nvfp4_scale_of(nvfp4_candidate_scale(amax, global.encode, four ? 1.5f : 1.0f), global, spec);
+}
+
+// 4over6: error with the scale that maps the amax to 4, and with the one that maps it to 6. Takes a copy of x, which
+// would otherwise have to live in memory.
+static __device__ __noinline__ float2 candidate_errors(const float* x, float amax, GlobalScale global, const Spec* spec) {
+  return {segment_error(x, candidate(amax, global, *spec, true), global, *spec),
+          segment_error(x, candidate(amax, global, *spec, false), global, *spec)};
+}
+
+template <class Order, class W>
+__device__ __forceinline__ float2 errors_of(const uint32_t words[kGroupWords<Order, W>], int k, float amax,
+                                            const GlobalScale& global, const Spec& spec) {
+  float copy[kSegment];
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) copy[i] = value_of<Order, W>(words, k, i);
+  return candidate_errors(copy, amax, global, &spec);
+}
+
+// What the scales of a direction follow from: its global amax, or the segment's row's.
+__device__ __forceinline__ GlobalScale global_of(const Spec& spec, const Frame& frame, const Place& place) {
+  if (spec.family == Family::current) return {*frame.amax, 0.0f, 0.0f, 0.0f};
+  return nvfp4_global(spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax, spec);
+}
+
+// 4over6 over tiles of 16 rows: whether each segment's tile maps its amax to 4.
+template <class Order, class W>
+__device__ __forceinline__ void choose_in_tiles(const Spec& spec, const Frame& frame, const uint32_t* tile,
+                                                const float amax[kSegments], float errors[2][kSegments]) {
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q) {
+    uint32_t words[kGroupWords<Order, W>];
+    get_basis<Order, W>(tile, spec, q / kGroupSegments<Order, W>, words);
+    const Place place = place_of<Order>(frame, q);
+    // Rows outside the matrix add 0, also when the global amax is infinite.
+    const float2 found = errors_of<Order, W>(words, q % kGroupSegments<Order, W>, amax[q],
+                                             global_of(spec, frame, place), spec);
+    errors[0][q] = place.count > 0 ? found.x : 0.0f;
+    errors[1][q] = place.count > 0 ? found.y : 0.0f;
+  }
+  for (int k = 0; k < 2; ++k) Order::join_rows(errors[k], Sum());
+}
+
+__device__ __forceinline__ void draw(const Key& key, uint64_t segment, uint32_t random[4]) {
+  random[0] = static_cast<uint32_t>(segment), random[1] = static_cast<uint32_t>(segment >> 32);
+  random[2] = static_cast<uint32_t>(key.step), random[3] = static_cast<uint32_t>(key.step >> 32);
+  philox(key.key0, key.key1, random);
+}
+
+// replace: where decoded values, rounded to `rounded`, take the place of the elements they came from; or null.
+template <class Order, class W, bool kFour, bool kSums>
+__device__ __forceinline__ void encode_direction(const Direction& to, const Frame& frame, uint32_t* tile, bool replace,
+                                                 Dtype rounded) {
+  const Spec& spec = to.spec;
+  const ElementFacts facts = facts_of(spec.element);
+  constexpr int per_group = kGroupSegments<Order, W>;
+  // Whether a scale depends on segments that the thread does not hold at the same time.
+  const bool ahead = spec.tile_rows > 1 || (spec.tile_cols == kTile && std::is_same_v<Order, ColumnOrder>);
+  const bool chooses = kFour && spec.four_over_six != FourOverSix::none;
+  float tile_amax[kSegments] = {}, errors[2][kSegments] = {};
+  if (ahead) {
+    all_amax<Order, W>(tile, spec, spec.tile_cols, tile_amax);
+    if (spec.tile_rows > 1) join_tile<Order>(spec, tile_amax);
+    if (chooses) choose_in_tiles<Order, W>(spec, frame, tile, tile_amax, errors);
+  }
+  GlobalScale global{};
+  if (spec.family == Family::current || spec.family == Family::nvfp4)
+    if (!spec.row_scaled) global = global_of(spec, frame, Place{});
+  Sums sums;
+#pragma unroll 1
+  for (int h = 0; h < kGroups<Order, W>; ++h) {
+    uint32_t words[kGroupWords<Order, W>];
+    get_basis<Order, W>(tile, spec, h, words);
+    float amax[per_group];
+    const bool nan = group_amax<Order, W>(words, amax);
+#pragma unroll
+    for (int k = 0; k < per_group; ++k) {
+      const int q = h * per_group + k;
+      const Place place = place_of<Order>(frame, q);
+      if (spec.row_scaled) global = global_of(spec, frame, place);
+      const float most = ahead ? pick(tile_amax, q) : Order::join_near(amax[k], spec.tile_cols, Larger());
+      BlockScale scale;
+      if (chooses) {
+        float2 error = {pick(errors[0], q), pick(errors[1], q)};
+        if (!ahead) error = errors_of<Order, W>(words, k, most, global, spec);
+        scale = candidate(most, global, spec, error.x < error.y);
+      } else {
+        scale = find_scale<kFour>(spec, facts, frame, most, global);
+      }
+      float x[kSegment];
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) x[i] = value_of<Order, W>(words, k, i);
+      uint32_t codes[kCodeWords<kFour>];
+      if (kFour && spec.sr) {
+        uint32_t random[4];
+        draw(to.key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
+        if (nan)
+          encode_slowly<kCodeWords<kFour>>(x, scale.encode, spec.element, random, codes);
+        else
+          encode_four(x, scale.encode, random, codes);
+      } else if (nan) {
+        encode_slowly<kCodeWords<kFour>>(x, scale.encode, spec.element, nullptr, codes);
+      } else {
+        if constexpr (kFour)
+          encode_four(x, scale.encode, nullptr, codes);
+        else
+          encode_eight(x, scale.encode, spec.element, facts, codes);
+      }
+      if (spec.family != Family::current) store_scale(to, place, frame.cols, scale);
+      if (to.codes && place.count > 0) store_codes<kFour>(to.codes, place, frame.cols, frame.vector, codes);
+      if (!to.exact && !replace && !kSums) continue;
+      float v[kSegment], scaled[kSegment];
+      if constexpr (kFour)
+        decode_four(codes, v);
+      else
+        decode_eight(codes, spec.element, facts, v);
+      if (to.exact && place.count > 0) {
+#pragma unroll
+        for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
+        store_exact(to, place, frame.cols, frame.vector, scaled, nan);
+      }
+      if (!replace && !kSums) continue;
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.value);
+      if constexpr (std::is_same_v<Order, RowOrder>)
+        if (replace) put_values<W>(tile, q, scaled, nan, rounded);
+      if constexpr (kSums)
+        store_row_error<Order>(to, frame, place, q, sums.add(x, scaled, place.count,
+                                                             scale.value * (facts.max * (1.0f + 0x1p-8f))));
+    }
+  }
+  if constexpr (kSums)
+    if (to.sums) store_sums(sums.of, to.sums + frame.tile_index);
+}
+
+template <class Order, class W, bool kSums>
+__device__ __forceinline__ void run_direction(const Direction& to, bool find, const Frame& frame, uint32_t* tile,
+                                              bool replace, Dtype rounded) {
+  if (find) return find_direction<Order, W>(to, frame, tile);
+  if (to.spec.element == Element::e2m1) return encode_direction<Order, W, true, kSums>(to, frame, tile, replace, rounded);
+  encode_direction<Order, W, false, kSums>(to, frame, tile, replace, rounded);
+}
+
+}  // namespace hq

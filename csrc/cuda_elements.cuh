@@ -1,0 +1,243 @@
+// A segment of 16 values to codes and back, in few instructions. The codes are those of encode<E> in numerics.h for all
+// values but NaN, which takes the slow forms below; a test compares every fp32 value.
+#pragma once
+#include <type_traits>
+
+#include "cuda_words.cuh"
+#include "numerics.h"
+#include "quantize.h"
+
+namespace hq {
+
+// What the loops are compiled for: 4-bit codes, or codes in a byte of their own; the element itself is known at run time.
+template <bool kFour>
+constexpr int kCodeWords = kFour ? 2 : 4;  // of a segment
+
+struct ElementFacts {
+  float max;
+  bool e5m2;       // E5M2 and E3M2 are made by the conversion to E5M2, the others by that to E4M3
+  bool six;        // E2M3 is E4M3 shifted: the same steps, 2^6 smaller. So is E3M2 to E5M2, 2^12 smaller
+  float shift;
+};
+
+__device__ __forceinline__ ElementFacts facts_of(Element element) {
+  switch (element) {
+    case Element::e4m3: return {448.0f, false, false, 1.0f};
+    case Element::e5m2: return {57344.0f, true, false, 1.0f};
+    case Element::e2m3: return {7.5f, false, true, 0x1p-6f};
+    case Element::e3m2: return {28.0f, true, true, 0x1p-12f};
+    case Element::e2m1: break;
+  }
+  return {6.0f, false, false, 1.0f};
+}
+
+__device__ inline uint32_t encode_one(Element element, float value) {
+  switch (element) {
+    case Element::e4m3: return encode<E4M3>(value);
+    case Element::e5m2: return encode<E5M2>(value);
+    case Element::e2m3: return encode<E2M3>(value);
+    case Element::e3m2: return encode<E3M2>(value);
+    case Element::e2m1: break;
+  }
+  return encode<E2M1>(value);
+}
+
+// ---- 8 and 6 bits: the FP8 conversions of sm_89 and later ----------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ uint32_t e5m2_pair(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Two halves.
+__device__ __forceinline__ uint32_t e4m3_values(uint32_t codes) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  return halves;
+}
+__device__ __forceinline__ uint32_t e5m2_values(uint32_t codes) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  return halves;
+}
+#endif
+
+// 8-bit codes of the wider element, sign on bit 7, to 6-bit codes with the sign on bit 5, four at a time; and back.
+__device__ __forceinline__ uint32_t narrow_codes(uint32_t codes) {
+  return (codes & 0x1F1F1F1Fu) | ((codes >> 2) & 0x20202020u);
+}
+__device__ __forceinline__ uint32_t widen_codes(uint32_t codes) {
+  return (codes & 0x1F1F1F1Fu) | ((codes & 0x20202020u) << 2);
+}
+
+// ---- 4 bits --------------------------------------------------------------------------------------------------------
+
+constexpr float kMagic = 0x1p23f;  // its ulp is 1: adding it rounds to an integer
+constexpr uint32_t kMagicBits = 0x4B000000u;
+
+// The E2M1 magnitude of a >= 0 is the smallest of RNE(2a), RNE(a + 2), RNE(a / 2 + 4) and 7: the lines through its codes
+// below 2, below 4 and from 4 on. Each is one rounded sum (an exact product and kMagic), whose ties go to even codes.
+__device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
+  const float first = __fmaf_rn(a, 2.0f, kMagic);
+  const float second = __fadd_rn(a, kMagic + 2.0f);
+  const float third = __fadd_rn(__saturatef(__fmaf_rn(a, 0.5f, -2.0f)), kMagic + 6.0f);
+  return static_cast<uint32_t>(__vimin3_s32(__float_as_int(first), __float_as_int(second), __float_as_int(third)));
+}
+
+// The same of a + random / 256 of its step, rounded down: stochastic rounding as encode_e2m1_stochastic has it. byte:
+// kMagic with the random byte in its lowest bits.
+__device__ __forceinline__ uint32_t e2m1_stochastic_magnitude(float a, float byte) {
+  const float power = to_float(to_bits(a) & kInfBits);
+  const float step = fminf(fmaxf(power, 1.0f), 4.0f) * 0x1p-9f;
+  const float sum = __fmaf_rn(__fadd_rn(byte, -kMagic), step, a);
+  const float first = __fmaf_rd(sum, 2.0f, kMagic);
+  const float second = __fadd_rd(sum, kMagic + 2.0f);
+  const float third = __fadd_rd(__saturatef(__fmaf_rn(sum, 0.5f, -2.0f)), kMagic + 6.0f);
+  return static_cast<uint32_t>(__vimin3_s32(__float_as_int(first), __float_as_int(second), __float_as_int(third)));
+}
+
+// Signs of 8 values on the sign bits of 8 nibbles.
+__device__ __forceinline__ uint32_t nibble_signs(const float* x) {
+  uint32_t bytes[2];  // of the even values, of the odd ones
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t front = permute(to_bits(x[k]), to_bits(x[k + 2]), 0x0073);
+    const uint32_t back = permute(to_bits(x[k + 4]), to_bits(x[k + 6]), 0x7300);
+    bytes[k] = permute(front, back, 0x7610);
+  }
+  return ((bytes[0] >> 4) & 0x08080808u) | (bytes[1] & 0x80808080u);
+}
+
+// ---- segments ------------------------------------------------------------------------------------------------------
+
+// random: bits of one segment for stochastic rounding; null: round to nearest even.
+__device__ __forceinline__ void encode_four(const float x[kSegment], float scale, const uint32_t* random,
+                                            uint32_t codes[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t packed = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) {
+      const int n = 8 * half + i;
+      const float a = fabsf(__fmul_rn(x[n], scale));
+      const uint32_t magnitude =
+          random ? e2m1_stochastic_magnitude(a, to_float(permute(random[n / 4], kMagicBits, 0x7550 + n % 4)))
+                 : e2m1_magnitude(a);
+      packed = packed * 16 + magnitude;
+    }
+    codes[half] = (packed - kMagicBits * 0x11111111u) | nibble_signs(x + 8 * half);
+  }
+}
+
+__device__ __forceinline__ void encode_eight(const float x[kSegment], float scale, Element element,
+                                             const ElementFacts& facts, uint32_t codes[4]) {
+#if __CUDA_ARCH__ >= 890
+  float y[kSegment];
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) y[i] = __fmul_rn(x[i], scale);
+  if (facts.six) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) y[i] = __fmul_rn(fmaxf(fminf(y[i], facts.max), -facts.max), facts.shift);
+  }
+  if (facts.e5m2) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      codes[w] = e5m2_pair(y[4 * w], y[4 * w + 1]) | e5m2_pair(y[4 * w + 2], y[4 * w + 3]) << 16;
+  } else {
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      codes[w] = e4m3_pair(y[4 * w], y[4 * w + 1]) | e4m3_pair(y[4 * w + 2], y[4 * w + 3]) << 16;
+  }
+  if (facts.six) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) codes[w] = narrow_codes(codes[w]);
+  }
+#else
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    codes[w] = 0;
+    for (int i = 0; i < 4; ++i) codes[w] |= encode_one(element, x[4 * w + i] * scale) << (8 * i);
+  }
+#endif
+}
+
+// Values of the codes, without scale.
+__device__ __forceinline__ void decode_four(const uint32_t codes[2], float v[kSegment]) {
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    const uint32_t nibbles = codes[quarter / 2] >> (16 * (quarter % 2));
+    // Bytes of the bf16 magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, looked up by the low three bits of each nibble.
+    const uint32_t high = permute(0x3F3F3F00u, 0x40404040u, nibbles & 0x7777u);
+    const uint32_t low = permute(0xC0800000u, 0xC0804000u, nibbles & 0x7777u);
+    const uint32_t pairs[2] = {permute(low, high, 0x5140), permute(low, high, 0x7362)};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[4 * quarter + i] =
+          to_float(to_bits(widen<Bf16>(pairs[i / 2], i % 2)) | ((nibbles << (28 - 4 * i)) & 0x80000000u));
+  }
+}
+
+__device__ __forceinline__ void decode_eight(const uint32_t codes[4], Element element, const ElementFacts& facts,
+                                             float v[kSegment]) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t wide[4], halves[8];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) wide[w] = facts.six ? widen_codes(codes[w]) : codes[w];
+  if (facts.e5m2) {
+#pragma unroll
+    for (int h = 0; h < 8; ++h) halves[h] = e5m2_values(wide[h / 2] >> (16 * (h % 2)));
+  } else {
+#pragma unroll
+    for (int h = 0; h < 8; ++h) halves[h] = e4m3_values(wide[h / 2] >> (16 * (h % 2)));
+  }
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) v[i] = widen<Fp16>(halves[i / 2], i % 2);
+  if (facts.six) {
+    const float back = facts.e5m2 ? 0x1p12f : 0x1p6f;
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) v[i] = __fmul_rn(v[i], back);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) {
+    const uint32_t code = (codes[i / 4] >> (8 * (i % 4))) & 0xFFu;
+    v[i] = facts.six ? (facts.e5m2 ? decode<E3M2>(code) : decode<E2M3>(code))
+                     : (facts.e5m2 ? decode<E5M2>(code) : decode<E4M3>(code));
+  }
+#endif
+}
+
+// Segments that hold a NaN: rare, so one element after the other. Takes copies, or the callers' arrays would have to
+// live in memory.
+static __device__ __noinline__ void encode_each(const float* x, float scale, Element element, const uint32_t* random,
+                                                uint32_t* codes) {
+  const int bits = element == Element::e2m1 ? 4 : 8;
+  for (int w = 0; w < bits / 2; ++w) codes[w] = 0;
+  for (int i = 0; i < kSegment; ++i) {
+    const uint32_t code = random ? encode_e2m1_stochastic(x[i] * scale, (random[i / 4] >> (8 * (i % 4))) & 0xFFu)
+                                 : encode_one(element, x[i] * scale);
+    codes[i * bits / 32] |= code << (i * bits % 32);
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void encode_slowly(const float x[kSegment], float scale, Element element,
+                                              const uint32_t* random, uint32_t codes[kCount]) {
+  float values[kSegment];
+  uint32_t bits[4], result[4];
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) values[i] = x[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) bits[i] = random ? random[i] : 0;
+  encode_each(values, scale, element, random ? bits : nullptr, result);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) codes[i] = result[i];
+}
+
+}  // namespace hq
