@@ -13,7 +13,7 @@ from torch import Tensor
 from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.ops.quantize import Backend, quantize
 
-EXPECTED = "0" * 64
+EXPECTED = "c3eb54d3bb66d10b2365dccb18a08576075e0525bfcb9c758189476d41c55c78"
 """The hash of the reference, and of every kernel that keeps its promise."""
 
 FORMATS = (
@@ -64,8 +64,8 @@ def fingerprint(device: torch.device | str = "cpu", backend: Backend = "auto") -
 
 
 def wide_range(mantissa_bits: int) -> Tensor:
-    """float32 [ROWS, COLS] by integer arithmetic: signs, zeros, and neighbouring blocks of 16 far apart, from subnormals
-    up to 2^64. Few mantissa bits bring many ties."""
+    """float32 [ROWS, COLS] by integer arithmetic: both signs, zeros, and neighbouring blocks of 16 far apart, from
+    subnormals up to 2^64. Few mantissa bits bring many ties."""
     row, column, mixed = _mixed()
     block = (row // 4 * 7 + column // 16 * 13) % 48 * 4
     biased = (block - 4 + (mixed >> 9) % 5).clamp(min=0)
