@@ -4,6 +4,7 @@ A Case holds plain values only, so its repr is the reproducer of a failure. Form
 test_quantize.py); `variants` derives many cases of one draw from a seed, as hypothesis costs more than a small case.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -38,10 +39,13 @@ class Case:
     seed: int
 
     def formats(self) -> tuple[Format | None, Format | None]:
-        return tuple(text and parse(text) for text in (self.row, self.column))
+        return tuple(text and cached_parse(text) for text in (self.row, self.column))
 
     def keys(self) -> tuple[RngKey, RngKey]:
         return tuple(RngKey(seed=self.seed, slot=slot, step=self.seed % 5 << 30) for slot in ("row", "column"))
+
+
+cached_parse = functools.cache(parse)
 
 
 def texts(name: str) -> list[str]:
@@ -231,7 +235,7 @@ def same_bits(got: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 def variants(drawn: dict, seed: int, count: int):
     """`count` cases with the drawn formats, dtype and distribution; the rest varies."""
     rng = np.random.default_rng(seed)
-    row, column = (parse(text) if text else None for text in (drawn["row"], drawn["column"]))
+    row, column = (cached_parse(text) if text else None for text in (drawn["row"], drawn["column"]))
     multiples = (column.column_multiple if column else 1, row.column_multiple if row else 1)
     for _ in range(count):
         limits = (40, 180) if rng.random() < 0.5 else (180, 40)
