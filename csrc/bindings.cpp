@@ -96,16 +96,18 @@ std::unique_ptr<hq::Spec> make_spec(const std::string& family, const std::string
 hq::Direction make_direction(const hq::Spec& spec, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t amax,
                              uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
                              int exact_dtype, uintptr_t sums, uintptr_t row_errors) {
-  const bool global_family = spec.family == hq::Family::current || spec.family == hq::Family::nvfp4;
-  require(!global_family || amax || found, "a format with a global amax needs `amax`, or `found` where it is found");
   require(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + std::to_string(exact_dtype) + ", must be 0 or 1");
   return {spec, {key0, key1, step}, pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes),
           pointer<void>(scales), pointer<float>(global), pointer<void>(exact), static_cast<hq::Dtype>(exact_dtype),
           pointer<hq::TileSums>(sums), pointer<float>(row_errors)};
 }
 
-void check_length(const hq::Direction* to, int64_t cols, const char* name) {
+void check_direction(const hq::Direction* to, int64_t rows, int64_t cols, const char* name) {
   if (!to) return;
+  const bool global_family = to->spec.family == hq::Family::current || to->spec.family == hq::Family::nvfp4;
+  const bool no_amaxes = to->spec.row_scaled && rows == 0;  // an empty tensor's address is null
+  require(!global_family || to->amax || to->found || no_amaxes,
+          "a format with a global amax needs `amax`, or `found` where it is found");
   const int multiple = to->spec.family == hq::Family::nvfp4 ? 16 : (to->spec.element == hq::Element::e2m1 ? 2 : 1);
   require(cols % multiple == 0, std::string(name) + ": the contracted axis has " + std::to_string(cols) +
                                     " elements, must be a multiple of " + std::to_string(multiple) + " for this format");
@@ -126,8 +128,8 @@ hq::Call make_call(HQ_CALL_PARAMETERS) {
           "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
   require(data != 0 || rows * cols == 0, "data is 0 but the matrix is not empty");
   require(row || !dequantized, "a column made from the decoded row needs the row's format");
-  check_length(row, cols, "row");
-  check_length(column, rows, "column");
+  check_direction(row, rows, cols, "row");
+  check_direction(column, cols, rows, "column");
   return {{pointer<void>(data), static_cast<hq::Dtype>(dtype), rows, cols, row_stride, col_stride}, row, column,
           dequantized};
 }
@@ -142,7 +144,7 @@ void check_cpu(int threads, const std::string& isa) {
 
 hq::Encoded make_encoded(const hq::Spec& spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales,
                          uintptr_t global) {
-  require(spec.family != hq::Family::nvfp4 || global, "decoding nvfp4 needs its global amax");
+  require(spec.family != hq::Family::nvfp4 || global || rows == 0, "decoding nvfp4 needs its global amax");
   return {spec, rows, cols, pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global)};
 }
 

@@ -108,8 +108,7 @@ class NVFP4(Format):
 
     def grid(self, x: Tensor) -> dict[str, Tensor]:
         x = self._transform(x)
-        blocks = tile_amax(x, *self.tile)
-        return {"s": blocks, "g": blocks.amax(dim=1 if self.row_scaled else (0, 1)).view(-1, 1)}
+        return {"s": tile_amax(x, *self.tile), "g": tile_amax(x, 1 if self.row_scaled else WHOLE, WHOLE)}
 
     def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
         self.check_shape(*x.shape)

@@ -62,8 +62,8 @@ def _sum_tiles(error: Tensor, two_d: bool) -> Tensor:
         total = total + groups[:, :, i]
     if not two_d:
         return total
-    missing = -rows % BLOCK
-    tiles = torch.nn.functional.pad(total, (0, 0, 0, missing)).view(-1, BLOCK, cols // BLOCK)
+    down = -(-rows // BLOCK)
+    tiles = torch.nn.functional.pad(total, (0, 0, 0, down * BLOCK - rows)).view(down, BLOCK, cols // BLOCK)
     for offset in (8, 4, 2, 1):
         tiles = tiles[:, :offset] + tiles[:, offset : 2 * offset]
     return tiles[:, 0]

@@ -9,6 +9,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.gemm import plan
 from hqsweep.jobs.sink import Diverged, Sink
+from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.quant.pairs import GEMMS
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
@@ -60,11 +61,12 @@ def make_deterministic() -> None:
 
 
 def facts(trainer: Trainer) -> dict[str, object]:
-    """For the manifest: device, data, sizes, and the plan of every GEMM."""
+    """For the manifest: device, the hash of its kernels' numbers, data, sizes, and the plan of every GEMM."""
     device = trainer.device
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
+        "kernel_digest": fingerprint(device),
         "data_hash": trainer.dataset.hash,
         "data": trainer.dataset.facts,
         "params": sum(p.numel() for p in trainer.model.parameters()),

@@ -26,6 +26,7 @@ from hqsweep.jobs.inputs import draw
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
 from hqsweep.ops import kernel, quantize
+from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.recipe import LinearQuantizers
 from hqsweep.train import data
@@ -49,7 +50,8 @@ def run(config: "ParityConfig", sink: Sink, workspace: Path) -> None:
     """Run the named checks in order; a mismatch is a row, not an exception."""
     device = pick_device(config.parity.device)
     sink.rewind(-1)
-    sink.manifest(device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    sink.manifest(device=name, kernel_digest=fingerprint(device))
     names = config.parity.checks
     for i, name in enumerate(names, start=1):
         rows = list(CHECKS[name](config, device))

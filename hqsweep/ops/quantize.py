@@ -1,5 +1,6 @@
 """Quantize a matrix along its rows, its columns, or both in one read: check, dispatch, return."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,7 +160,7 @@ def dequantize(
 ) -> Tensor:  # fmt: skip
     """Buffers of an operand -> its values [rows, cols] in TransformerEngine's order of operations, rounded to dtype."""
     if _decodes_by_kernel(buffers, format, backend) and dtype in kernel.DTYPES:
-        return torch.ops.hqsweep.dequantize(list(buffers.values()), str(format), *shape, False, dtype)
+        return torch.ops.hqsweep.dequantize([buffers[n] for n in format.layout], str(format), *shape, False, dtype)
     return format.decode(buffers, shape).to(dtype)
 
 
@@ -170,14 +171,14 @@ def exact_operand_of(
     if not _decodes_by_kernel(buffers, format, backend):
         return format.operand(buffers, shape)
     dtype = kernel.exact_dtype(format, next(iter(buffers.values())).device.type)
-    matrix = torch.ops.hqsweep.dequantize(list(buffers.values()), str(format), *shape, True, dtype)
+    matrix = torch.ops.hqsweep.dequantize([buffers[n] for n in format.layout], str(format), *shape, True, dtype)
     return _exact(format, [matrix, *(buffers[n] for n in (kernel.plan(str(format)).factor,) if n)])
 
 
 def _matrix(x: Tensor) -> Tensor:
     if x.dim() < 2:
         raise ValueError(f"quantize: input has shape {tuple(x.shape)}; it takes [..., rows, cols]")
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _amax_name(format: Format) -> str:

@@ -123,6 +123,37 @@ def test_scale_from_reciprocal_equals_scale_from_division(element):
         assert np.array_equal(e8m0_up(amax * (np.float32(1) / fmax)), e8m0_up(amax / fmax)), exponent
 
 
+def e8m0_scale(rounding: str, element: str, amax: np.ndarray) -> np.ndarray:
+    codes = np.full(amax.shape, 0xEE, np.uint8)
+    _C.e8m0_scale(rounding, element, amax.ctypes.data, codes.ctypes.data, amax.size)
+    return codes
+
+
+@elements
+@pytest.mark.parametrize("rounding", ["floor", "even"])
+def test_e8m0_scale_is_the_power_below_over_the_largest_power_of_the_element(element, rounding):
+    """By the words of OCP MX v1.0 section 6.3, in float64; even first rounds to the element's mantissa, ties up."""
+    rng = np.random.default_rng(0)
+    amax = rng.integers(1, 0x7F800000, 200_000, dtype=np.uint32).view(np.float32)
+    bits = {"e4m3": 3, "e5m2": 2, "e2m1": 1, "e2m3": 3, "e3m2": 2}[element]
+    ties = (2 - 2.0 ** -(bits + 1)) * np.ldexp(1.0, np.arange(-120, 127))
+    ties = ties.astype(np.float32)
+    amax = np.concatenate([amax, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(np.inf))])
+    fraction, exponent = np.frexp(amax.astype(np.float64))  # in [1/2, 1)
+    if rounding == "even":
+        exponent += np.floor(fraction * 2 ** (bits + 1) + 0.5) == 2 ** (bits + 1)
+    emax = int(np.floor(np.log2(MAX[element])))
+    assert np.array_equal(e8m0_scale(rounding, element, amax), np.clip(exponent - 1 - emax + 127, 0, 254))
+    ends = np.float32([0.0, np.inf, np.nan])
+    assert e8m0_scale(rounding, element, ends).tolist() == [0, 255 - emax, 255]
+
+
+@elements
+def test_e8m0_scale_up_is_that_of_the_quotient(element):
+    amax = np.random.default_rng(1).integers(0, 0x7F800001, 200_000, dtype=np.uint32).view(np.float32)
+    assert np.array_equal(e8m0_scale("up", element, amax), e8m0_up(amax / np.float32(MAX[element])))
+
+
 def test_stochastic_rounding_equals_transformer_engine():
     f = golden("extra_sr_*.npz")
     x, random = np.ascontiguousarray(f["x"]), np.ascontiguousarray(f["rbits8"].astype(np.uint8))

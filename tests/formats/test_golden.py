@@ -21,6 +21,7 @@ from hqsweep.formats import Format, parse
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
 from hqsweep.formats.fp8 import FLT_MAX, fp8_scale
 from hqsweep.formats.nvfp4 import stochastic_e2m1
+from hqsweep.ops.quantize import dequantize, quantize
 
 COMMITTED = Path(__file__).parents[1] / "golden"
 ROOT = Path(os.environ.get("HQSWEEP_GOLDEN", COMMITTED))
@@ -152,16 +153,42 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 def check_quantizer(case: dict, arrays: Arrays) -> None:
     x = as_matrix(arrays.raw(case["input_key"]))
+    for direction in directions(arrays):
+        view = x if direction == "rowwise" else x.T.contiguous()
+        format = format_of(case, direction)
+        golden = golden_buffers(case, arrays, direction, format, *view.shape)
+        check_encoded(case, arrays, direction, format.encode(view), golden)
+        if case["format"] == "fp8_current" and "amax" in arrays:
+            check_current_scale(arrays, format, view)
+        if "rht_bf16_bits" in arrays and direction == "columnwise":
+            bits = torch.from_numpy(arrays["rht_bf16_bits"])
+            assert_same(format.basis(view).bfloat16().view(torch.uint16), bits, f"{format}: transform")
+        check_decoded(case, arrays, direction, format.decode(golden, view.shape))
+
+
+def check_kernel(case: dict, arrays: Arrays, device: str) -> None:
+    """All directions of the case from one call, and the golden codes decoded by the kernel."""
+    x = as_matrix(arrays.raw(case["input_key"]))
+    formats = {direction: format_of(case, direction) for direction in directions(arrays)}
+    made = quantize(x.to(device), *(formats.get(direction) for direction in DIRECTIONS), backend="kernel")
+    for direction, format in formats.items():
+        view = x if direction == "rowwise" else x.T
+        golden = golden_buffers(case, arrays, direction, format, *view.shape)
+        got = {name: buffer.cpu() for name, buffer in getattr(made, direction).items()}
+        check_encoded(case, arrays, direction, got, golden)
+        on_device = {name: buffer.contiguous().to(device) for name, buffer in golden.items()}
+        decoded = dequantize(on_device, format, tuple(view.shape), backend="kernel")
+        check_decoded(case, arrays, direction, decoded.cpu())
+
+
+def directions(arrays: Arrays) -> list[str]:
     present = [direction for direction in DIRECTIONS if f"{direction}_data" in arrays]
     assert present
-    for direction in present:
-        check_direction(case, arrays, direction, x if direction == "rowwise" else x.T.contiguous())
+    return present
 
 
-def check_direction(case: dict, arrays: Arrays, direction: str, x: torch.Tensor) -> None:
+def check_encoded(case: dict, arrays: Arrays, direction: str, got: dict, expected: dict) -> None:
     format = format_of(case, direction)
-    expected = golden_buffers(case, arrays, direction, format, *x.shape)
-    got = format.encode(x)
     where = f"{direction} {format}"
     assert got.keys() == expected.keys() == format.layout.keys()
     for name in set(expected) - {"q"}:
@@ -170,12 +197,6 @@ def check_direction(case: dict, arrays: Arrays, direction: str, x: torch.Tensor)
     if "disputed" in case or any(f"{word}_{direction}_data" in arrays for word in ("specialized", "kernel")):
         codes, golden = (unsigned_zero(each, format.element_bits) for each in (codes, golden))
     assert_same(codes, golden, f"{where}: codes")
-    if case["format"] == "fp8_current" and "amax" in arrays:
-        check_current_scale(arrays, format, x)
-    if "rht_bf16_bits" in arrays and direction == "columnwise":
-        bits = torch.from_numpy(arrays["rht_bf16_bits"])
-        assert_same(format.basis(x).bfloat16().view(torch.uint16), bits, f"{where}: transform")
-    check_decoded(case, arrays, direction, format.decode(expected, x.shape))
 
 
 def unsigned_zero(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -249,6 +270,20 @@ def test_case(case):
     if case["format"] == "fp8_delayed":
         pytest.skip("delayed scaling keeps a history across steps; it is no format of its own")
     CHECKS[case["format"]](case, Arrays(case))
+
+
+QUANTIZER_CASES = [case for case in CASES if case["format"] in QUANTIZERS]
+
+
+@pytest.mark.parametrize("case", QUANTIZER_CASES, ids=lambda case: case["id"])
+def test_kernel_makes_both_directions_in_one_call(case):
+    check_kernel(case, Arrays(case), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", QUANTIZER_CASES, ids=lambda case: case["id"])
+def test_cuda_kernel_makes_both_directions_in_one_call(case):
+    check_kernel(case, Arrays(case), "cuda")
 
 
 def test_committed_cases_cover_every_reference():

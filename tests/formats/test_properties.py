@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.formats import RngKey, parse
+from hqsweep.formats import FORMATS, RngKey, options, parse
 from hqsweep.formats.elements import E2M1
 from hqsweep.formats.hadamard import hadamard
 from hqsweep.formats.nvfp4 import stochastic_e2m1
@@ -91,3 +91,14 @@ def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"nvfp4\+2d: the contracted axis has 40 elements; it takes a multiple of 16"):
         parse("nvfp4+2d").shapes(16, 40)
     assert parse("mxfp8").shapes(3, 33) == {"q": (3, 33), "s": (3, 2)}
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (16, 0), (0, 0)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_empty_matrices_have_empty_codes_and_zero_amaxes(name, shape):
+    for text in (name, *(f"{name}+{option}" for option in options(name) if option in ("2d", "row_scaled", "4over6"))):
+        format = parse(text)
+        buffers = format.encode(torch.zeros(shape))
+        assert {n: tuple(b.shape) for n, b in buffers.items()} == format.shapes(*shape)
+        assert format.decode(buffers, shape).shape == shape
+        assert all((amax == 0).all() for amax in format.grid(torch.zeros(shape)).values())

@@ -8,6 +8,7 @@ import torch
 from hqsweep.config import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
+from hqsweep.ops import fingerprint
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, learning_rate, load_checkpoint, save_checkpoint
 
@@ -112,6 +113,7 @@ def test_manifest_facts(tmp_path):
     convergence.run(config("nvfp4|mxfp8"), sink, tmp_path)
     assert sink.facts["gemm_plan"]["layers.0.mlp.fc2"]["fprop"] == "nvfp4 x nvfp4: exact: bf16 operands, float32 GEMM"
     assert sink.facts["gemm_plan"]["head"]["wgrad"].startswith("bf16 x bf16")
+    assert sink.facts["kernel_digest"] == fingerprint.EXPECTED
     assert sink.facts["device"] == "cpu" and len(sink.facts["data_hash"]) == 64
 
 

@@ -1,0 +1,72 @@
+"""The fixed computation gives the committed hash by the reference, by every instruction set and on the GPU."""
+
+import time
+
+import instruction_sets
+import pytest
+import torch
+
+from hqsweep.formats import FORMATS as NAMES
+from hqsweep.formats import parse
+from hqsweep.ops import fingerprint as module
+from hqsweep.ops.fingerprint import EXPECTED, FORMATS, fingerprint, wide_range
+
+
+def test_reference():
+    assert fingerprint(backend="reference") == EXPECTED
+
+
+@pytest.mark.parametrize("isa", instruction_sets.available())
+def test_cpu_kernels(isa, monkeypatch):
+    instruction_sets.use(monkeypatch, isa)
+    assert fingerprint(backend="kernel") == EXPECTED
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "kernel"])
+def test_gpu(backend):
+    assert fingerprint("cuda", backend) == EXPECTED
+
+
+def test_every_format_and_option_takes_part():
+    assert {text.split("+")[0] for text in FORMATS} == {n for n in NAMES if n not in ("bf16", "fp16", "fp32")}
+    options = {option for text in FORMATS for option in text.split("+")[1:]}
+    assert options == {"e5m2", "pow2", "2d", "fp32_scale", "floor", "even", "sr", "rht", "row_scaled", "4over6", "mse",
+                       "fast_error"}  # fmt: skip
+    assert all(str(parse(text)) == text for text in FORMATS)
+
+
+def test_input_reaches_both_ends():
+    x = wide_range(3)
+    assert (x == 0).sum() > 100 and ((x != 0) & (x.abs() < 2.0**-126)).sum() > 100 and x.abs().max() > 2.0**60
+
+
+def test_takes_under_a_fifth_of_a_second():
+    fingerprint()
+    began = time.perf_counter()
+    fingerprint()
+    assert time.perf_counter() - began < 0.2
+
+
+@pytest.mark.parametrize("backend", ["reference", "kernel"])
+def test_flushed_subnormals_change_the_hash(backend):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        assert fingerprint(backend=backend) != EXPECTED
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_one_other_bit_changes_the_hash(text, monkeypatch):
+    real = module.quantize
+
+    def broken(x, rowwise, columnwise, **options):
+        made = real(x, rowwise, columnwise, **options)
+        if str(rowwise) == text and options["rowwise_output"] == "codes":
+            made.rowwise["q"][-1, -1] ^= 1
+        return made
+
+    monkeypatch.setattr(module, "quantize", broken)
+    assert fingerprint() != EXPECTED
