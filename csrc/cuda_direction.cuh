@@ -32,12 +32,9 @@ __device__ __forceinline__ Place place_of(const Frame& frame, int q) {
   return place;
 }
 
-// The group's words after the random Hadamard transform, rounded to bf16, if the format has one.
+// Random Hadamard transform of a group's words, rounded to bf16, in place.
 template <class Order, class W>
-__device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, int h,
-                                          uint32_t words[kGroupWords<Order, W>]) {
-  get_group<Order, W>(tile, h, words);
-  if (!spec.rht) return;
+__device__ __forceinline__ void transform_group(const Spec& spec, uint32_t words[kGroupWords<Order, W>]) {
   float x[kGroupSegments<Order, W>][kSegment];
 #pragma unroll
   for (int k = 0; k < kGroupSegments<Order, W>; ++k) {
@@ -56,6 +53,14 @@ __device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec
     else
       words[i] = round_pair<Bf16>(x[0][i], x[kGroupSegments<Order, W> - 1][i]);
   }
+}
+
+// The group's words in the basis that the format approximates.
+template <class Order, class W>
+__device__ __forceinline__ void get_basis(const uint32_t* tile, const Spec& spec, int h,
+                                          uint32_t words[kGroupWords<Order, W>]) {
+  get_group<Order, W>(tile, h, words);
+  if (spec.rht) transform_group<Order, W>(spec, words);
 }
 
 // amax of each segment of a group, and whether one holds a NaN.

@@ -14,7 +14,7 @@ template <bool kFour>
 constexpr int kCodeWords = kFour ? 2 : 4;  // of a segment
 
 struct ElementFacts {
-  float max;
+  float max, inverse_max;
   bool e5m2;       // E5M2 and E3M2 are made by the conversion to E5M2, the others by that to E4M3
   bool six;        // E2M3 is E4M3 shifted: the same steps, 2^6 smaller. So is E3M2 to E5M2, 2^12 smaller
   float shift;
@@ -22,13 +22,13 @@ struct ElementFacts {
 
 __device__ __forceinline__ ElementFacts facts_of(Element element) {
   switch (element) {
-    case Element::e4m3: return {448.0f, false, false, 1.0f};
-    case Element::e5m2: return {57344.0f, true, false, 1.0f};
-    case Element::e2m3: return {7.5f, false, true, 0x1p-6f};
-    case Element::e3m2: return {28.0f, true, true, 0x1p-12f};
+    case Element::e4m3: return {448.0f, 1.0f / 448.0f, false, false, 1.0f};
+    case Element::e5m2: return {57344.0f, 1.0f / 57344.0f, true, false, 1.0f};
+    case Element::e2m3: return {7.5f, 1.0f / 7.5f, false, true, 0x1p-6f};
+    case Element::e3m2: return {28.0f, 1.0f / 28.0f, true, true, 0x1p-12f};
     case Element::e2m1: break;
   }
-  return {6.0f, false, false, 1.0f};
+  return {6.0f, 1.0f / 6.0f, false, false, 1.0f};
 }
 
 __device__ inline uint32_t encode_one(Element element, float value) {

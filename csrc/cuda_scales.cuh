@@ -80,10 +80,15 @@ __device__ __forceinline__ BlockScale current_scale(float amax, const ElementFac
   return {encode, 1.0f, 1.0f / encode, 0};
 }
 
+__device__ __forceinline__ BlockScale mx_scale_up(float amax, const ElementFacts& facts) {
+  const uint32_t code = e8m0_up(amax * facts.inverse_max);
+  const float decode = e8m0_decode(code);
+  return {e8m0_reciprocal(code), decode, decode, code};
+}
+
 __device__ __forceinline__ BlockScale mx_scale(float amax, const ElementFacts& facts, const Spec& spec) {
-  const uint32_t code = spec.scale_rounding == ScaleRounding::up
-                            ? e8m0_up(amax * (1.0f / facts.max))
-                            : e8m0_scale_of(spec.element, spec.scale_rounding, amax);
+  if (spec.scale_rounding == ScaleRounding::up) return mx_scale_up(amax, facts);
+  const uint32_t code = e8m0_scale_of(spec.element, spec.scale_rounding, amax);
   const float decode = e8m0_decode(code);
   return {e8m0_reciprocal(code), decode, decode, code};
 }

@@ -28,6 +28,12 @@ struct RowOrder {
     return value;
   }
   static __device__ void join_far(float[kSegments], int) {}
+  // amax over `cols` elements of a row for all segments at once.
+  static __device__ __forceinline__ void join_all(float amax[kSegments], int cols) {
+    for (int distance = 1; distance < cols / kSegment; distance *= 2)
+#pragma unroll
+      for (int q = 0; q < kSegments; ++q) amax[q] = fmaxf(amax[q], __shfl_xor_sync(~0u, amax[q], distance));
+  }
   // Over the 16 rows of the warp as a tree: rows 8, 4, 2 and 1 apart.
   template <class Join>
   static __device__ void join_rows(float values[kSegments], Join join) {
@@ -55,6 +61,12 @@ struct ColumnOrder {
     if (cols < kTile) return;
 #pragma unroll
     for (int q = 0; q < 2; ++q) amax[q] = amax[q + 2] = fmaxf(amax[q], amax[q + 2]);
+  }
+  static __device__ __forceinline__ void join_all(float amax[kSegments], int cols) {
+    for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)
+#pragma unroll
+      for (int q = 0; q < kSegments; ++q) amax[q] = fmaxf(amax[q], __shfl_xor_sync(~0u, amax[q], distance));
+    join_far(amax, cols);
   }
   template <class Join>
   static __device__ void join_rows(float values[kSegments], Join join) {

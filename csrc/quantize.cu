@@ -9,6 +9,7 @@
 
 #include "cuda_amax.cuh"
 #include "cuda_direction.cuh"
+#include "cuda_lean.cuh"
 #include "cuda_tile.cuh"
 #include "quantize.h"
 
@@ -34,27 +35,59 @@ __device__ __forceinline__ Frame frame_of(const Job& job, const Direction& to, b
           columns ? job.vector_column : job.vector_row, x.dtype == Dtype::fp32 ? Fp32::kMax : half_max, to.amax, tile};
 }
 
+// The tile whose number in X, along its rows of tiles, a thread block has.
+struct Corner {
+  int64_t index, r0, c0;
+};
+
+__device__ __forceinline__ Corner corner_of(const Job& job) {
+  const int64_t index = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
+  const uint32_t down = static_cast<uint32_t>(index) / across;
+  return {index, static_cast<int64_t>(down) * kTile, static_cast<int64_t>(static_cast<uint32_t>(index) - down * across) * kTile};
+}
+
 // W: words of the tile, Bf16 for bf16 sources and Fp32 for the others.
 template <class W, bool kSums>
 __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
     quantize_tiles(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
-  const int64_t index = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
-  const int64_t r0 = static_cast<int64_t>(static_cast<uint32_t>(index) / across) * kTile;
-  const int64_t c0 = static_cast<int64_t>(static_cast<uint32_t>(index) % across) * kTile;
-  load_tile<W>(job.source, r0, c0, job.vector_in, tile);
+  const Corner at = corner_of(job);
+  load_tile<W>(job.source, at.r0, at.c0, job.vector_in, tile);
   const Dtype dtype = job.source.dtype;
   const bool replace = job.has_column && job.dequantized;
   // A thread takes segments of rows that it has put there itself, and replaces them; columns need everybody's.
   if (job.has_row)
-    run_direction<RowOrder, W, kSums>(job.row, job.find_row, frame_of(job, job.row, false, r0, c0, index), tile, replace,
+    run_direction<RowOrder, W, kSums>(job.row, job.find_row, frame_of(job, job.row, false, at.r0, at.c0, at.index), tile, replace,
                                       dtype);
   if (!job.has_column) return;
   __syncthreads();
-  run_direction<ColumnOrder, W, kSums>(job.column, job.find_column, frame_of(job, job.column, true, r0, c0, index), tile,
+  run_direction<ColumnOrder, W, kSums>(job.column, job.find_column, frame_of(job, job.column, true, at.r0, at.c0, at.index), tile,
                                        false, dtype);
+}
+
+// Whole tiles of bf16 in the formats and with the outputs of cuda_lean.cuh: rows never leave the registers.
+__global__ void __launch_bounds__(kThreads, 4) quantize_lean(const __grid_constant__ Job job) {
+  extern __shared__ uint4 shared[];
+  uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  const Corner at = corner_of(job);
+  LeanWords<RowOrder> rows;
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q)
+    load_segment<Bf16>(job.source, at.r0 + RowOrder::row(q), at.c0 + RowOrder::col(q), rows[q]);
+  if (job.has_column && !job.dequantized)
+#pragma unroll
+    for (int q = 0; q < kSegments; ++q) put_segment<Bf16>(tile, RowOrder::row(q), RowOrder::col(q), rows[q]);
+  if (job.has_row)
+    run_lean<RowOrder>(job.row, frame_of(job, job.row, false, at.r0, at.c0, at.index), rows, tile,
+                       job.has_column && job.dequantized);
+  if (!job.has_column) return;
+  __syncthreads();
+  LeanWords<ColumnOrder> columns;
+#pragma unroll
+  for (int h = 0; h < kGroups<ColumnOrder, Bf16>; ++h) get_group<ColumnOrder, Bf16>(tile, h, columns[h]);
+  run_lean<ColumnOrder>(job.column, frame_of(job, job.column, true, at.r0, at.c0, at.index), columns, tile, false);
 }
 
 // Current scaling stores what multiplies codes back.
@@ -82,7 +115,20 @@ void launch_tiles(const Job& job, cudaStream_t stream) {
   check(cudaGetLastError());
 }
 
+bool lean(const Job& job) {
+  const Source& x = job.source;
+  return x.dtype == Dtype::bf16 && job.vector_in && !job.find_row && !job.find_column &&
+         (!job.has_row || lean(job.row, x.rows, x.cols, job.vector_row)) &&
+         (!job.has_column || lean(job.column, x.cols, x.rows, job.vector_column));
+}
+
 void launch(const Job& job, cudaStream_t stream) {
+  if (lean(job)) {
+    const int64_t grid = job.source.rows / kTile * (job.source.cols / kTile);
+    if (grid == 0) return;
+    quantize_lean<<<static_cast<unsigned>(grid), kThreads, job.has_column ? kTileBytes<Bf16> : 0, stream>>>(job);
+    return check(cudaGetLastError());
+  }
   const bool sums = (job.has_row && (job.row.sums || job.row.row_errors)) ||
                     (job.has_column && (job.column.sums || job.column.row_errors));
   if (job.source.dtype == Dtype::bf16)
