@@ -1,7 +1,8 @@
-// The same direction with nothing but what training needs: a whole tile of bf16 words in registers, aligned outputs of
-// less than 2^31 elements in 128 rows, no 4over6, no amax per row, MX scales rounded up. All segments of a thread are
-// unrolled side by side, and addresses are a base and a 32-bit offset: less than half the instructions of the general
-// form in cuda_direction.cuh, and the same bytes.
+// The same direction with nothing but what training needs: a whole tile of bf16 words, aligned outputs of less than 2^31
+// elements in 128 rows, no 4over6, no amax per row, MX scales rounded up. A thread takes its four segments in two pairs,
+// side by side, and addresses are a base and a 32-bit offset: less than half the instructions of the general form in
+// cuda_direction.cuh, and the same bytes. The pairs are a loop, not unrolled, because two directions of unrolled code
+// do not fit the instruction cache (benchmarks/NOTES.md).
 #pragma once
 #include <cuda_runtime.h>
 
@@ -11,143 +12,179 @@ namespace hq {
 
 enum class Lean { eight, four, stochastic };  // codes of 8 or 6 bits, E2M1, E2M1 with stochastic rounding
 
-template <class Order>
-using LeanWords = uint32_t[kGroups<Order, Bf16>][kGroupWords<Order, Bf16>];
+constexpr int kPair = 2;  // segments 2p and 2p + 1
 
-// Random Hadamard transform of the words, in place.
 template <class Order>
-__device__ __forceinline__ void transform_words(const Spec& spec, LeanWords<Order>& words) {
+__device__ __forceinline__ void get_pair(const uint32_t* tile, const Spec& spec, int p, uint32_t words[kSegment]) {
+  if constexpr (std::is_same_v<Order, RowOrder>) {
 #pragma unroll
-  for (int h = 0; h < kGroups<Order, Bf16>; ++h) transform_group<Order, Bf16>(spec, words[h]);
-}
-
-template <class Order, Lean kLean>
-__device__ __forceinline__ void lean_scales(const Direction& to, const Frame& frame, float amax[kSegments],
-                                            BlockScale scales[kSegments]) {
-  const Spec& spec = to.spec;
-  if (spec.family != Family::current) {
-    Order::join_all(amax, spec.tile_cols);
-    if (spec.tile_rows > 1) join_tile<Order>(spec, amax);
-  }
-  if constexpr (kLean == Lean::eight) {
-    const ElementFacts facts = facts_of(spec.element);
-    if (spec.family == Family::mx) {
-#pragma unroll
-      for (int q = 0; q < kSegments; ++q) scales[q] = mx_scale_up(amax[q], facts);
-    } else if (spec.family == Family::block) {
-#pragma unroll
-      for (int q = 0; q < kSegments; ++q) scales[q] = block_scale(amax[q], facts, spec, frame.input_max);
-    } else {
-      scales[0] = current_scale(*frame.amax, facts, spec);
-#pragma unroll
-      for (int q = 1; q < kSegments; ++q) scales[q] = scales[0];
+    for (int k = 0; k < kPair; ++k) {
+      uint32_t* segment = words + k * kWords<Bf16>;
+      get_segment<Bf16>(tile, RowOrder::row(kPair * p + k), RowOrder::col(0), segment);
+      if (spec.rht) transform_group<RowOrder, Bf16>(spec, segment);
     }
-  } else if (spec.family == Family::nvfp4) {
-    const GlobalScale global = nvfp4_global(*frame.amax, spec);
-#pragma unroll
-    for (int q = 0; q < kSegments; ++q) scales[q] = nvfp4_scale(amax[q], global, spec);
   } else {
-    const ElementFacts facts = facts_of(Element::e2m1);
-#pragma unroll
-    for (int q = 0; q < kSegments; ++q) scales[q] = mx_scale_up(amax[q], facts);
+    get_group<ColumnOrder, Bf16>(tile, p, words);
+    if (spec.rht) transform_group<ColumnOrder, Bf16>(spec, words);
   }
 }
 
-// Scales of the segments that lead their scale tiles.
 template <class Order>
-__device__ __forceinline__ void store_lean_scales(const Direction& to, const Frame& frame,
-                                                  const BlockScale scales[kSegments]) {
+__device__ __forceinline__ bool pair_amax(const uint32_t words[kSegment], float amax[kPair]) {
+  if constexpr (std::is_same_v<Order, RowOrder>) {
+    const bool first = group_amax<RowOrder, Bf16>(words, amax);
+    return group_amax<RowOrder, Bf16>(words + kWords<Bf16>, amax + 1) || first;
+  } else {
+    return group_amax<ColumnOrder, Bf16>(words, amax);
+  }
+}
+
+template <class Order>
+__device__ __forceinline__ float pair_value(const uint32_t words[kSegment], int k, int i) {
+  if constexpr (std::is_same_v<Order, RowOrder>) return widen<Bf16>(words[k * kWords<Bf16> + i / 2], i % 2);
+  return widen<Bf16>(words[i], k);
+}
+
+// What all scales of a direction share, and where its tile's results begin.
+struct LeanFrame {
+  ElementFacts facts;
+  GlobalScale global;
+  BlockScale whole;  // current scaling
+  uint32_t cols, per_row;
+  int64_t base, scale_base;
+  int across, down;
+};
+
+template <bool kFour>
+__device__ __forceinline__ LeanFrame lean_frame(const Direction& to, const Frame& frame) {
+  const Spec& spec = to.spec;
+  LeanFrame lean{};
+  lean.facts = facts_of(spec.element);
+  if (kFour && spec.family == Family::nvfp4) lean.global = nvfp4_global(*frame.amax, spec);
+  if (!kFour && spec.family == Family::current) lean.whole = current_scale(*frame.amax, lean.facts, spec);
+  lean.cols = static_cast<uint32_t>(frame.cols);
+  lean.base = frame.row0 * frame.cols + frame.col0;
+  lean.across = __ffs(spec.tile_cols) - 1, lean.down = __ffs(spec.tile_rows) - 1;
+  if (spec.family == Family::current) return lean;
+  lean.per_row = static_cast<uint32_t>(frame.cols >> lean.across);
+  lean.scale_base = (frame.row0 >> lean.down) * lean.per_row + (frame.col0 >> lean.across);
+  return lean;
+}
+
+template <bool kFour>
+__device__ __forceinline__ BlockScale lean_scale(const Spec& spec, const Frame& frame, const LeanFrame& lean, float amax) {
+  if constexpr (kFour) {
+    if (spec.family == Family::nvfp4) return nvfp4_scale(amax, lean.global, spec);
+  } else {
+    if (spec.family == Family::current) return lean.whole;
+    if (spec.family == Family::block) return block_scale(amax, lean.facts, spec, frame.input_max);
+  }
+  return mx_scale_up(amax, lean.facts);
+}
+
+template <class Order>
+__device__ __forceinline__ void store_lean_scale(const Direction& to, const LeanFrame& lean, int row, int col,
+                                                 const BlockScale& scale) {
   const Spec& spec = to.spec;
   if (!to.scales || spec.family == Family::current) return;
-  const int across = __ffs(spec.tile_cols) - 1, down = __ffs(spec.tile_rows) - 1;
-  const uint32_t per_row = static_cast<uint32_t>((frame.cols + spec.tile_cols - 1) >> across);
-  const int64_t base = (frame.row0 >> down) * per_row + (frame.col0 >> across);
+  if ((col & (spec.tile_cols - 1)) | (row & (spec.tile_rows - 1))) return;
+  const uint32_t offset = static_cast<uint32_t>(row >> lean.down) * lean.per_row + (col >> lean.across);
+  if (spec.family == Family::block)
+    (static_cast<float*>(to.scales) + lean.scale_base)[offset] = scale.value;
+  else
+    (static_cast<uint8_t*>(to.scales) + lean.scale_base)[offset] = static_cast<uint8_t>(scale.code);
+}
+
+// exact, or replace (rows only): what decoded values are for.
+template <class Order, bool kFour>
+__device__ __forceinline__ void use_values(const Direction& to, const LeanFrame& lean, uint32_t offset, int q,
+                                           const uint32_t codes[kCodeWords<kFour>], const BlockScale& scale, bool nan,
+                                           uint32_t* tile, bool replace) {
+  float v[kSegment], scaled[kSegment];
+  if constexpr (kFour)
+    decode_four(codes, v);
+  else
+    decode_eight(codes, to.spec.element, lean.facts, v);
+  if (to.exact) {
 #pragma unroll
-  for (int q = 0; q < kSegments; ++q) {
-    const int row = Order::row(q), col = Order::col(q);
-    if ((col & (spec.tile_cols - 1)) | (row & (spec.tile_rows - 1))) continue;
-    const uint32_t offset = static_cast<uint32_t>(row >> down) * per_row + (col >> across);
-    if (spec.family == Family::block)
-      (static_cast<float*>(to.scales) + base)[offset] = scales[q].value;
-    else
-      (static_cast<uint8_t*>(to.scales) + base)[offset] = static_cast<uint8_t>(scales[q].code);
+    for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
+    uint32_t pairs[kSegment / 2];
+    round_segment<Bf16>(scaled, nan, pairs);
+    store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + lean.base + offset, pairs);
+  }
+  if (std::is_same_v<Order, RowOrder> && replace) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.value);
+    put_values<Bf16>(tile, q, scaled, nan, Dtype::bf16);
   }
 }
 
 template <class Order, Lean kLean>
-__device__ __forceinline__ void encode_lean(const Direction& to, const Frame& frame, LeanWords<Order>& words,
-                                            uint32_t* tile, bool replace) {
+__device__ __forceinline__ void encode_lean(const Direction& to, const Frame& frame, uint32_t* tile, bool replace) {
   constexpr bool four = kLean != Lean::eight;
-  constexpr int per_group = kGroupSegments<Order, Bf16>;
-  if (four && to.spec.rht) transform_words<Order>(to.spec, words);
-  float amax[kSegments];
-  bool nan = false;
+  const Spec& spec = to.spec;
+  const LeanFrame lean = lean_frame<four>(to, frame);
+  const bool ahead = spec.tile_rows > 1 || (spec.tile_cols == kTile && std::is_same_v<Order, ColumnOrder>);
+  float tile_amax[kSegments] = {};
+  if (ahead) {
 #pragma unroll
-  for (int h = 0; h < kGroups<Order, Bf16>; ++h) nan |= group_amax<Order, Bf16>(words[h], amax + h * per_group);
-  BlockScale scales[kSegments];
-  lean_scales<Order, kLean>(to, frame, amax, scales);
-  store_lean_scales<Order>(to, frame, scales);
-  const ElementFacts facts = facts_of(to.spec.element);
-  const uint32_t cols = static_cast<uint32_t>(frame.cols);
-  const int64_t base = frame.row0 * frame.cols + frame.col0;
+    for (int p = 0; p < kSegments / kPair; ++p) {
+      uint32_t words[kSegment];
+      get_pair<Order>(tile, spec, p, words);
+      pair_amax<Order>(words, tile_amax + kPair * p);
+    }
+    Order::join_all(tile_amax, spec.tile_cols);
+    if (spec.tile_rows > 1) join_tile<Order>(spec, tile_amax);
+  }
+#pragma unroll 1
+  for (int p = 0; p < kSegments / kPair; ++p) {
+    uint32_t words[kSegment];
+    get_pair<Order>(tile, spec, p, words);
+    float amax[kPair];
+    const bool nan = pair_amax<Order>(words, amax);
+    if (ahead) {
 #pragma unroll
-  for (int q = 0; q < kSegments; ++q) {
-    const uint32_t offset = static_cast<uint32_t>(Order::row(q)) * cols + Order::col(q);
-    float x[kSegment];
+      for (int k = 0; k < kPair; ++k) amax[k] = p ? tile_amax[kPair + k] : tile_amax[k];
+    } else if (spec.tile_cols > kSegment) {
+      Order::join_pair(amax, spec.tile_cols);
+    }
 #pragma unroll
-    for (int i = 0; i < kSegment; ++i) x[i] = value_of<Order, Bf16>(words[q / per_group], q % per_group, i);
-    uint32_t codes[kCodeWords<four>];
-    if constexpr (four) {
-      if constexpr (kLean == Lean::stochastic) {
+    for (int k = 0; k < kPair; ++k) {
+      const int q = kPair * p + k, row = Order::row(q), col = Order::col(q);
+      const uint32_t offset = static_cast<uint32_t>(row) * lean.cols + col;
+      const BlockScale scale = lean_scale<four>(spec, frame, lean, amax[k]);
+      store_lean_scale<Order>(to, lean, row, col, scale);
+      float x[kSegment];
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) x[i] = pair_value<Order>(words, k, i);
+      uint32_t codes[kCodeWords<four>];
+      if constexpr (four) {
         uint32_t random[4];
-        draw(to.key, static_cast<uint64_t>(base + offset) / kSegment, random);
-        encode_four(x, scales[q].encode, random, codes);
+        if (kLean == Lean::stochastic) draw(to.key, static_cast<uint64_t>(lean.base + offset) / kSegment, random);
+        encode_four(x, scale.encode, kLean == Lean::stochastic ? random : nullptr, codes);
+        if (nan) mark_nan(x, codes);
       } else {
-        encode_four(x, scales[q].encode, nullptr, codes);
+        encode_eight(x, scale.encode, spec.element, lean.facts, codes);
       }
-      if (nan) mark_nan(x, codes);
-    } else {
-      encode_eight(x, scales[q].encode, to.spec.element, facts, codes);
-    }
-    if (to.codes) {
-      uint8_t* first = to.codes + base / (four ? 2 : 1);
-      store_words<kCodeWords<four>>(first + offset / (four ? 2 : 1), codes);
-    }
-    if (!to.exact && !replace) continue;
-    float v[kSegment], scaled[kSegment];
-    if constexpr (four)
-      decode_four(codes, v);
-    else
-      decode_eight(codes, to.spec.element, facts, v);
-    if (to.exact) {
-#pragma unroll
-      for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scales[q].exact);
-      uint32_t pairs[kSegment / 2];
-      round_segment<Bf16>(scaled, nan, pairs);
-      store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + base + offset, pairs);
-    }
-    if constexpr (std::is_same_v<Order, RowOrder>) {
-      if (!replace) continue;
-#pragma unroll
-      for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scales[q].value);
-      put_values<Bf16>(tile, q, scaled, nan, Dtype::bf16);
+      if (to.codes)
+        store_words<kCodeWords<four>>(to.codes + lean.base / (four ? 2 : 1) + offset / (four ? 2 : 1), codes);
+      if (to.exact || replace) use_values<Order, four>(to, lean, offset, q, codes, scale, nan, tile, replace);
     }
   }
 }
 
 template <class Order>
-__device__ __forceinline__ void run_lean(const Direction& to, const Frame& frame, LeanWords<Order>& words,
-                                         uint32_t* tile, bool replace) {
-  if (to.spec.element != Element::e2m1) return encode_lean<Order, Lean::eight>(to, frame, words, tile, replace);
-  if (to.spec.sr) return encode_lean<Order, Lean::stochastic>(to, frame, words, tile, replace);
-  encode_lean<Order, Lean::four>(to, frame, words, tile, replace);
+__device__ __forceinline__ void run_lean(const Direction& to, const Frame& frame, uint32_t* tile, bool replace) {
+  if (to.spec.element != Element::e2m1) return encode_lean<Order, Lean::eight>(to, frame, tile, replace);
+  if (to.spec.sr) return encode_lean<Order, Lean::stochastic>(to, frame, tile, replace);
+  encode_lean<Order, Lean::four>(to, frame, tile, replace);
 }
 
 // Whether a direction is of this kind, given that X is bf16.
 inline bool lean(const Direction& to, int64_t rows, int64_t cols, bool vector) {
   const Spec& spec = to.spec;
   return vector && rows % kTile == 0 && cols % kTile == 0 && cols < (1 << 24) && !spec.row_scaled &&
-         spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up && !to.sums &&
+         spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) && !to.sums &&
          !to.row_errors && (!to.exact || to.exact_dtype == Dtype::bf16);
 }
 

@@ -28,6 +28,11 @@ struct RowOrder {
     return value;
   }
   static __device__ void join_far(float[kSegments], int) {}
+  static __device__ __forceinline__ void join_pair(float amax[2], int cols) {
+    for (int distance = 1; distance < cols / kSegment; distance *= 2)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(~0u, amax[k], distance));
+  }
   // amax over `cols` elements of a row for all segments at once.
   static __device__ __forceinline__ void join_all(float amax[kSegments], int cols) {
     for (int distance = 1; distance < cols / kSegment; distance *= 2)
@@ -61,6 +66,11 @@ struct ColumnOrder {
     if (cols < kTile) return;
 #pragma unroll
     for (int q = 0; q < 2; ++q) amax[q] = amax[q + 2] = fmaxf(amax[q], amax[q + 2]);
+  }
+  static __device__ __forceinline__ void join_pair(float amax[2], int cols) {
+    for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(~0u, amax[k], distance));
   }
   static __device__ __forceinline__ void join_all(float amax[kSegments], int cols) {
     for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)

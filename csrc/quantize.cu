@@ -67,27 +67,18 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
                                        false, dtype);
 }
 
-// Whole tiles of bf16 in the formats and with the outputs of cuda_lean.cuh: rows never leave the registers.
+// Whole tiles of bf16 in the formats and with the outputs of cuda_lean.cuh.
 __global__ void __launch_bounds__(kThreads, 4) quantize_lean(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   const Corner at = corner_of(job);
-  LeanWords<RowOrder> rows;
-#pragma unroll
-  for (int q = 0; q < kSegments; ++q)
-    load_segment<Bf16>(job.source, at.r0 + RowOrder::row(q), at.c0 + RowOrder::col(q), rows[q]);
-  if (job.has_column && !job.dequantized)
-#pragma unroll
-    for (int q = 0; q < kSegments; ++q) put_segment<Bf16>(tile, RowOrder::row(q), RowOrder::col(q), rows[q]);
+  load_tile<Bf16>(job.source, at.r0, at.c0, true, tile);
   if (job.has_row)
-    run_lean<RowOrder>(job.row, frame_of(job, job.row, false, at.r0, at.c0, at.index), rows, tile,
+    run_lean<RowOrder>(job.row, frame_of(job, job.row, false, at.r0, at.c0, at.index), tile,
                        job.has_column && job.dequantized);
   if (!job.has_column) return;
   __syncthreads();
-  LeanWords<ColumnOrder> columns;
-#pragma unroll
-  for (int h = 0; h < kGroups<ColumnOrder, Bf16>; ++h) get_group<ColumnOrder, Bf16>(tile, h, columns[h]);
-  run_lean<ColumnOrder>(job.column, frame_of(job, job.column, true, at.r0, at.c0, at.index), columns, tile, false);
+  run_lean<ColumnOrder>(job.column, frame_of(job, job.column, true, at.r0, at.c0, at.index), tile, false);
 }
 
 // Current scaling stores what multiplies codes back.
@@ -126,7 +117,7 @@ void launch(const Job& job, cudaStream_t stream) {
   if (lean(job)) {
     const int64_t grid = job.source.rows / kTile * (job.source.cols / kTile);
     if (grid == 0) return;
-    quantize_lean<<<static_cast<unsigned>(grid), kThreads, job.has_column ? kTileBytes<Bf16> : 0, stream>>>(job);
+    quantize_lean<<<static_cast<unsigned>(grid), kThreads, kTileBytes<Bf16>, stream>>>(job);
     return check(cudaGetLastError());
   }
   const bool sums = (job.has_row && (job.row.sums || job.row.row_errors)) ||
