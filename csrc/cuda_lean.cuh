@@ -1,8 +1,7 @@
 // The same direction with nothing but what training needs: a whole tile of bf16 words, aligned outputs of less than 2^31
-// elements in 128 rows, no 4over6, no amax per row, MX scales rounded up. A thread takes its four segments in two pairs,
-// side by side, and addresses are a base and a 32-bit offset: less than half the instructions of the general form in
-// cuda_direction.cuh, and the same bytes. The pairs are a loop, not unrolled, because two directions of unrolled code
-// do not fit the instruction cache (benchmarks/NOTES.md).
+// elements in 128 rows, no 4over6, no amax per row, MX scales rounded up. The kind of the format is compiled in, addresses
+// are worked out once, and the loop over a thread's four segments stays a loop, because the code of two directions must
+// fit the instruction cache (benchmarks/NOTES.md). The bytes are those of cuda_direction.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,107 +9,81 @@
 
 namespace hq {
 
-enum class Lean { eight, four, stochastic };  // codes of 8 or 6 bits, E2M1, E2M1 with stochastic rounding
+enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic };
 
-constexpr int kPair = 2;  // segments 2p and 2p + 1
+template <Kind kKind>
+constexpr bool kFourBits = kKind == Kind::mx_four || kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
+template <Kind kKind>
+constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
 
+// A thread's words in shared memory: one segment of a row (two units of 16 bytes) for each of four groups, or 16 rows of
+// a word for each of two groups.
 template <class Order>
-__device__ __forceinline__ void get_pair(const uint32_t* tile, const Spec& spec, int p, uint32_t words[kSegment]) {
-  if constexpr (std::is_same_v<Order, RowOrder>) {
-#pragma unroll
-    for (int k = 0; k < kPair; ++k) {
-      uint32_t* segment = words + k * kWords<Bf16>;
-      get_segment<Bf16>(tile, RowOrder::row(kPair * p + k), RowOrder::col(0), segment);
-      if (spec.rht) transform_group<RowOrder, Bf16>(spec, segment);
+struct LeanSource {
+  const uint32_t* first;
+  const uint32_t* second;
+
+  __device__ __forceinline__ explicit LeanSource(const uint32_t* tile) {
+    if constexpr (std::is_same_v<Order, RowOrder>) {
+      first = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2);
+      second = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2 + 4);
+    } else {
+      first = second = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(0) / 2);
     }
-  } else {
-    get_group<ColumnOrder, Bf16>(tile, p, words);
-    if (spec.rht) transform_group<ColumnOrder, Bf16>(spec, words);
   }
-}
-
-template <class Order>
-__device__ __forceinline__ bool pair_amax(const uint32_t words[kSegment], float amax[kPair]) {
-  if constexpr (std::is_same_v<Order, RowOrder>) {
-    const bool first = group_amax<RowOrder, Bf16>(words, amax);
-    return group_amax<RowOrder, Bf16>(words + kWords<Bf16>, amax + 1) || first;
-  } else {
-    return group_amax<ColumnOrder, Bf16>(words, amax);
+  // 4 rows further down, or 64: the swaps of word_offset repeat.
+  __device__ __forceinline__ void get(int h, uint32_t words[kGroupWords<Order, Bf16>]) const {
+    if constexpr (std::is_same_v<Order, RowOrder>) {
+      const int step = h * 4 * kRowWords<Bf16>;
+      const uint4 front = *reinterpret_cast<const uint4*>(first + step);
+      const uint4 back = *reinterpret_cast<const uint4*>(second + step);
+      words[0] = front.x, words[1] = front.y, words[2] = front.z, words[3] = front.w;
+      words[4] = back.x, words[5] = back.y, words[6] = back.z, words[7] = back.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) words[i] = first[(h * 64 + i) * kRowWords<Bf16>];
+    }
   }
-}
-
-template <class Order>
-__device__ __forceinline__ float pair_value(const uint32_t words[kSegment], int k, int i) {
-  if constexpr (std::is_same_v<Order, RowOrder>) return widen<Bf16>(words[k * kWords<Bf16> + i / 2], i % 2);
-  return widen<Bf16>(words[i], k);
-}
-
-// What all scales of a direction share, and where its tile's results begin.
-struct LeanFrame {
-  ElementFacts facts;
-  GlobalScale global;
-  BlockScale whole;  // current scaling
-  uint32_t cols, per_row;
-  int64_t base, scale_base;
-  int across, down;
 };
 
-template <bool kFour>
-__device__ __forceinline__ LeanFrame lean_frame(const Direction& to, const Frame& frame) {
-  const Spec& spec = to.spec;
-  LeanFrame lean{};
-  lean.facts = facts_of(spec.element);
-  if (kFour && spec.family == Family::nvfp4) lean.global = nvfp4_global(*frame.amax, spec);
-  if (!kFour && spec.family == Family::current) lean.whole = current_scale(*frame.amax, lean.facts, spec);
-  lean.cols = static_cast<uint32_t>(frame.cols);
-  lean.base = frame.row0 * frame.cols + frame.col0;
-  lean.across = __ffs(spec.tile_cols) - 1, lean.down = __ffs(spec.tile_rows) - 1;
-  if (spec.family == Family::current) return lean;
-  lean.per_row = static_cast<uint32_t>(frame.cols >> lean.across);
-  lean.scale_base = (frame.row0 >> lean.down) * lean.per_row + (frame.col0 >> lean.across);
-  return lean;
-}
-
-template <bool kFour>
-__device__ __forceinline__ BlockScale lean_scale(const Spec& spec, const Frame& frame, const LeanFrame& lean, float amax) {
-  if constexpr (kFour) {
-    if (spec.family == Family::nvfp4) return nvfp4_scale(amax, lean.global, spec);
-  } else {
-    if (spec.family == Family::current) return lean.whole;
-    if (spec.family == Family::block) return block_scale(amax, lean.facts, spec, frame.input_max);
-  }
-  return mx_scale_up(amax, lean.facts);
-}
-
+// Segment k of a group as fp32; k of a column is known only at run time.
 template <class Order>
-__device__ __forceinline__ void store_lean_scale(const Direction& to, const LeanFrame& lean, int row, int col,
-                                                 const BlockScale& scale) {
-  const Spec& spec = to.spec;
-  if (!to.scales || spec.family == Family::current) return;
-  if ((col & (spec.tile_cols - 1)) | (row & (spec.tile_rows - 1))) return;
-  const uint32_t offset = static_cast<uint32_t>(row >> lean.down) * lean.per_row + (col >> lean.across);
-  if (spec.family == Family::block)
-    (static_cast<float*>(to.scales) + lean.scale_base)[offset] = scale.value;
-  else
-    (static_cast<uint8_t*>(to.scales) + lean.scale_base)[offset] = static_cast<uint8_t>(scale.code);
+__device__ __forceinline__ void lean_values(const uint32_t words[kGroupWords<Order, Bf16>], int k, float x[kSegment]) {
+  const uint32_t half = k ? 0x3244 : 0x1044;
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) {
+    if constexpr (std::is_same_v<Order, RowOrder>)
+      x[i] = widen<Bf16>(words[i / 2], i % 2);
+    else
+      x[i] = to_float(permute(words[i], 0, half));
+  }
+}
+
+template <Kind kKind>
+__device__ __forceinline__ BlockScale lean_scale(const Spec& spec, const Frame& frame, const ElementFacts& facts,
+                                                 const GlobalScale& global, const BlockScale& whole, float amax) {
+  if constexpr (kNvfp4<kKind>) return nvfp4_scale(amax, global, spec);
+  if constexpr (kKind == Kind::current) return whole;
+  if constexpr (kKind == Kind::block) return block_scale(amax, facts, spec, frame.input_max);
+  return mx_scale_up(amax, facts);
 }
 
 // exact, or replace (rows only): what decoded values are for.
 template <class Order, bool kFour>
-__device__ __forceinline__ void use_values(const Direction& to, const LeanFrame& lean, uint32_t offset, int q,
+__device__ __forceinline__ void use_values(const Direction& to, const ElementFacts& facts, int64_t offset, int q,
                                            const uint32_t codes[kCodeWords<kFour>], const BlockScale& scale, bool nan,
                                            uint32_t* tile, bool replace) {
   float v[kSegment], scaled[kSegment];
   if constexpr (kFour)
     decode_four(codes, v);
   else
-    decode_eight(codes, to.spec.element, lean.facts, v);
+    decode_eight(codes, to.spec.element, facts, v);
   if (to.exact) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
     uint32_t pairs[kSegment / 2];
     round_segment<Bf16>(scaled, nan, pairs);
-    store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + lean.base + offset, pairs);
+    store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + offset, pairs);
   }
   if (std::is_same_v<Order, RowOrder> && replace) {
 #pragma unroll
@@ -119,65 +92,95 @@ __device__ __forceinline__ void use_values(const Direction& to, const LeanFrame&
   }
 }
 
-template <class Order, Lean kLean>
+template <class Order, Kind kKind>
 __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& frame, uint32_t* tile, bool replace) {
-  constexpr bool four = kLean != Lean::eight;
+  constexpr bool four = kFourBits<kKind>;
+  constexpr int per_group = kGroupSegments<Order, Bf16>, groups = kGroups<Order, Bf16>;
+  constexpr int row_step = std::is_same_v<Order, RowOrder> ? 4 : 0, col_step = std::is_same_v<Order, RowOrder> ? 0 : 64;
   const Spec& spec = to.spec;
-  const LeanFrame lean = lean_frame<four>(to, frame);
-  const bool ahead = spec.tile_rows > 1 || (spec.tile_cols == kTile && std::is_same_v<Order, ColumnOrder>);
+  const ElementFacts facts = facts_of(spec.element);
+  const LeanSource<Order> source(tile);
+  GlobalScale global{};
+  BlockScale whole{};
+  if constexpr (kNvfp4<kKind>) global = nvfp4_global(*frame.amax, spec);
+  if constexpr (kKind == Kind::current) whole = current_scale(*frame.amax, facts, spec);
+  const int block = four ? (kNvfp4<kKind> ? 16 : 32) : (kKind == Kind::block ? 128 : 32);
+  const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
+  const bool ahead = tiled || (kKind == Kind::block && std::is_same_v<Order, ColumnOrder>);
   float tile_amax[kSegments] = {};
   if (ahead) {
 #pragma unroll
-    for (int p = 0; p < kSegments / kPair; ++p) {
-      uint32_t words[kSegment];
-      get_pair<Order>(tile, spec, p, words);
-      pair_amax<Order>(words, tile_amax + kPair * p);
+    for (int h = 0; h < groups; ++h) {
+      uint32_t words[kGroupWords<Order, Bf16>];
+      source.get(h, words);
+      group_amax<Order, Bf16>(words, tile_amax + h * per_group);
     }
-    Order::join_all(tile_amax, spec.tile_cols);
-    if (spec.tile_rows > 1) join_tile<Order>(spec, tile_amax);
+    Order::join_all(tile_amax, block);
+    if (tiled) join_tile<Order>(spec, tile_amax);
   }
+  // The thread's first element in the operand, and the first of its scales.
+  const int64_t start = (frame.row0 + Order::row(0)) * frame.cols + frame.col0 + Order::col(0);
+  const int64_t across = frame.cols / block;
+  const int down = tiled ? __ffs(spec.tile_rows) - 1 : 0;
+  const int64_t scale_start = (frame.col0 + Order::col(0)) / block;
+  const bool leads = Order::col(0) % block == 0 && to.scales;
 #pragma unroll 1
-  for (int p = 0; p < kSegments / kPair; ++p) {
-    uint32_t words[kSegment];
-    get_pair<Order>(tile, spec, p, words);
-    float amax[kPair];
-    const bool nan = pair_amax<Order>(words, amax);
-    if (ahead) {
-#pragma unroll
-      for (int k = 0; k < kPair; ++k) amax[k] = p ? tile_amax[kPair + k] : tile_amax[k];
-    } else if (spec.tile_cols > kSegment) {
-      Order::join_pair(amax, spec.tile_cols);
-    }
-#pragma unroll
-    for (int k = 0; k < kPair; ++k) {
-      const int q = kPair * p + k, row = Order::row(q), col = Order::col(q);
-      const uint32_t offset = static_cast<uint32_t>(row) * lean.cols + col;
-      const BlockScale scale = lean_scale<four>(spec, frame, lean, amax[k]);
-      store_lean_scale<Order>(to, lean, row, col, scale);
+  for (int h = 0; h < groups; ++h) {
+    uint32_t words[kGroupWords<Order, Bf16>];
+    source.get(h, words);
+    if (kNvfp4<kKind> && spec.rht) transform_group<Order, Bf16>(spec, words);
+    float amax[per_group] = {};
+    bool nan = false;
+    if (four || kKind != Kind::current) nan = group_amax<Order, Bf16>(words, amax);
+#pragma unroll 1
+    for (int k = 0; k < per_group; ++k) {
+      const int q = h * per_group + k;
+      float most = k ? amax[per_group - 1] : amax[0];
+      if (ahead) most = pick(tile_amax, q);
+      else if (block > 16 && kKind != Kind::current) most = Order::join_near(most, block, Larger());
+      const BlockScale scale = lean_scale<kKind>(spec, frame, facts, global, whole, most);
+      const int row = h * row_step + k, col = h * col_step;  // from the first segment
+      if (kKind != Kind::current && leads && !(tiled && ((Order::row(0) + row) & (spec.tile_rows - 1)))) {
+        const int64_t offset = ((frame.row0 + Order::row(0) + row) >> down) * across + scale_start + col / block;
+        if constexpr (kKind == Kind::block)
+          static_cast<float*>(to.scales)[offset] = scale.value;
+        else
+          static_cast<uint8_t*>(to.scales)[offset] = static_cast<uint8_t>(scale.code);
+      }
       float x[kSegment];
-#pragma unroll
-      for (int i = 0; i < kSegment; ++i) x[i] = pair_value<Order>(words, k, i);
+      lean_values<Order>(words, k, x);
+      const int64_t offset = start + row * frame.cols + col;
       uint32_t codes[kCodeWords<four>];
       if constexpr (four) {
         uint32_t random[4];
-        if (kLean == Lean::stochastic) draw(to.key, static_cast<uint64_t>(lean.base + offset) / kSegment, random);
-        encode_four(x, scale.encode, kLean == Lean::stochastic ? random : nullptr, codes);
+        constexpr bool draws = kKind == Kind::nvfp4_stochastic;
+        if (draws) draw(to.key, static_cast<uint64_t>(offset) / kSegment, random);
+        encode_four(x, scale.encode, draws ? random : nullptr, codes);
         if (nan) mark_nan(x, codes);
       } else {
-        encode_eight(x, scale.encode, spec.element, lean.facts, codes);
+        encode_eight(x, scale.encode, spec.element, facts, codes);
       }
-      if (to.codes)
-        store_words<kCodeWords<four>>(to.codes + lean.base / (four ? 2 : 1) + offset / (four ? 2 : 1), codes);
-      if (to.exact || replace) use_values<Order, four>(to, lean, offset, q, codes, scale, nan, tile, replace);
+      if (to.codes) store_words<kCodeWords<four>>(to.codes + (four ? offset / 2 : offset), codes);
+      // Current scaling has not looked for a NaN, which only decoding minds.
+      if (to.exact || replace)
+        use_values<Order, four>(to, facts, offset, q, codes, scale, nan || kKind == Kind::current, tile, replace);
     }
   }
 }
 
 template <class Order>
 __device__ __forceinline__ void run_lean(const Direction& to, const Frame& frame, uint32_t* tile, bool replace) {
-  if (to.spec.element != Element::e2m1) return encode_lean<Order, Lean::eight>(to, frame, tile, replace);
-  if (to.spec.sr) return encode_lean<Order, Lean::stochastic>(to, frame, tile, replace);
-  encode_lean<Order, Lean::four>(to, frame, tile, replace);
+  const Spec& spec = to.spec;
+  switch (spec.family) {
+    case Family::current: return encode_lean<Order, Kind::current>(to, frame, tile, replace);
+    case Family::block: return encode_lean<Order, Kind::block>(to, frame, tile, replace);
+    case Family::mx:
+      if (spec.element == Element::e2m1) return encode_lean<Order, Kind::mx_four>(to, frame, tile, replace);
+      return encode_lean<Order, Kind::mx_eight>(to, frame, tile, replace);
+    case Family::nvfp4: break;
+  }
+  if (spec.sr) return encode_lean<Order, Kind::nvfp4_stochastic>(to, frame, tile, replace);
+  encode_lean<Order, Kind::nvfp4>(to, frame, tile, replace);
 }
 
 // Whether a direction is of this kind, given that X is bf16.
