@@ -17,13 +17,13 @@ template <Kind kKind>
 constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
 
 // A thread's words in shared memory: one segment of a row (two units of 16 bytes) for each of four groups, or 16 rows of
-// a word for each of two groups.
+// a word for each of two groups. Groups lie 4 rows apart, or 64: the swaps of word_offset repeat.
 template <class Order>
-struct LeanSource {
-  const uint32_t* first;
-  const uint32_t* second;
+struct LeanWords {
+  uint32_t* first;
+  uint32_t* second;
 
-  __device__ __forceinline__ explicit LeanSource(const uint32_t* tile) {
+  __device__ __forceinline__ explicit LeanWords(uint32_t* tile) {
     if constexpr (std::is_same_v<Order, RowOrder>) {
       first = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2);
       second = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2 + 4);
@@ -31,7 +31,6 @@ struct LeanSource {
       first = second = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(0) / 2);
     }
   }
-  // 4 rows further down, or 64: the swaps of word_offset repeat.
   __device__ __forceinline__ void get(int h, uint32_t words[kGroupWords<Order, Bf16>]) const {
     if constexpr (std::is_same_v<Order, RowOrder>) {
       const int step = h * 4 * kRowWords<Bf16>;
@@ -45,6 +44,24 @@ struct LeanSource {
     }
   }
 };
+
+// A whole tile to shared memory; each thread puts the segments of rows that it will get.
+__device__ __forceinline__ void load_lean_tile(const Source& source, int64_t r0, int64_t c0, uint32_t* tile) {
+  const LeanWords<RowOrder> words(tile);
+  const int64_t pitch = source.row_stride * 2;  // bytes
+  const char* from = static_cast<const char*>(source.data) + (r0 + RowOrder::row(0)) * pitch + (c0 + RowOrder::col(0)) * 2;
+  uint4 units[kSegments][2];
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q) {
+    const uint4* segment = reinterpret_cast<const uint4*>(from + q * 4 * pitch);
+    units[q][0] = __ldg(segment), units[q][1] = __ldg(segment + 1);
+  }
+#pragma unroll
+  for (int q = 0; q < kSegments; ++q) {
+    *reinterpret_cast<uint4*>(words.first + q * 4 * kRowWords<Bf16>) = units[q][0];
+    *reinterpret_cast<uint4*>(words.second + q * 4 * kRowWords<Bf16>) = units[q][1];
+  }
+}
 
 // Segment k of a group as fp32; k of a column is known only at run time.
 template <class Order>
@@ -99,7 +116,7 @@ __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& fr
   constexpr int row_step = std::is_same_v<Order, RowOrder> ? 4 : 0, col_step = std::is_same_v<Order, RowOrder> ? 0 : 64;
   const Spec& spec = to.spec;
   const ElementFacts facts = facts_of(spec.element);
-  const LeanSource<Order> source(tile);
+  const LeanWords<Order> source(tile);
   GlobalScale global{};
   BlockScale whole{};
   if constexpr (kNvfp4<kKind>) global = nvfp4_global(*frame.amax, spec);
@@ -122,7 +139,7 @@ __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& fr
   const int64_t start = (frame.row0 + Order::row(0)) * frame.cols + frame.col0 + Order::col(0);
   const int64_t across = frame.cols / block;
   const int down = tiled ? __ffs(spec.tile_rows) - 1 : 0;
-  const int64_t scale_start = (frame.col0 + Order::col(0)) / block;
+  const int64_t scale_start = (tiled ? 0 : (frame.row0 + Order::row(0)) * across) + (frame.col0 + Order::col(0)) / block;
   const bool leads = Order::col(0) % block == 0 && to.scales;
 #pragma unroll 1
   for (int h = 0; h < groups; ++h) {
@@ -141,7 +158,9 @@ __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& fr
       const BlockScale scale = lean_scale<kKind>(spec, frame, facts, global, whole, most);
       const int row = h * row_step + k, col = h * col_step;  // from the first segment
       if (kKind != Kind::current && leads && !(tiled && ((Order::row(0) + row) & (spec.tile_rows - 1)))) {
-        const int64_t offset = ((frame.row0 + Order::row(0) + row) >> down) * across + scale_start + col / block;
+        const int64_t offset =
+            tiled ? ((frame.row0 + Order::row(0) + row) >> down) * across + scale_start + col / block
+                  : scale_start + static_cast<uint32_t>(row) * static_cast<uint32_t>(across) + col / block;
         if constexpr (kKind == Kind::block)
           static_cast<float*>(to.scales)[offset] = scale.value;
         else
@@ -149,7 +168,7 @@ __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& fr
       }
       float x[kSegment];
       lean_values<Order>(words, k, x);
-      const int64_t offset = start + row * frame.cols + col;
+      const int64_t offset = start + static_cast<uint32_t>(row) * static_cast<uint32_t>(frame.cols) + col;
       uint32_t codes[kCodeWords<four>];
       if constexpr (four) {
         uint32_t random[4];
@@ -186,7 +205,7 @@ __device__ __forceinline__ void run_lean(const Direction& to, const Frame& frame
 // Whether a direction is of this kind, given that X is bf16.
 inline bool lean(const Direction& to, int64_t rows, int64_t cols, bool vector) {
   const Spec& spec = to.spec;
-  return vector && rows % kTile == 0 && cols % kTile == 0 && cols < (1 << 24) && !spec.row_scaled &&
+  return vector && rows % kTile == 0 && cols % kTile == 0 && cols < (1 << 24) && rows < (1 << 22) && !spec.row_scaled &&
          spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) && !to.sums &&
          !to.row_errors && (!to.exact || to.exact_dtype == Dtype::bf16);
 }

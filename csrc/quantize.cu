@@ -71,14 +71,15 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
 __global__ void __launch_bounds__(kThreads, 4) quantize_lean(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
-  const Corner at = corner_of(job);
-  load_tile<Bf16>(job.source, at.r0, at.c0, true, tile);
+  const uint32_t c = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t r = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
+  const int64_t r0 = static_cast<int64_t>(r) * kTile, c0 = static_cast<int64_t>(c) * kTile;
+  load_lean_tile(job.source, r0, c0, tile);
   if (job.has_row)
-    run_lean<RowOrder>(job.row, frame_of(job, job.row, false, at.r0, at.c0, at.index), tile,
-                       job.has_column && job.dequantized);
+    run_lean<RowOrder>(job.row, frame_of(job, job.row, false, r0, c0, 0), tile, job.has_column && job.dequantized);
   if (!job.has_column) return;
   __syncthreads();
-  run_lean<ColumnOrder>(job.column, frame_of(job, job.column, true, at.r0, at.c0, at.index), tile, false);
+  run_lean<ColumnOrder>(job.column, frame_of(job, job.column, true, r0, c0, 0), tile, false);
 }
 
 // Current scaling stores what multiplies codes back.
@@ -115,9 +116,9 @@ bool lean(const Job& job) {
 
 void launch(const Job& job, cudaStream_t stream) {
   if (lean(job)) {
-    const int64_t grid = job.source.rows / kTile * (job.source.cols / kTile);
-    if (grid == 0) return;
-    quantize_lean<<<static_cast<unsigned>(grid), kThreads, kTileBytes<Bf16>, stream>>>(job);
+    const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(job.source.rows / kTile));
+    if (grid.x == 0 || grid.y == 0) return;
+    quantize_lean<<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
     return check(cudaGetLastError());
   }
   const bool sums = (job.has_row && (job.row.sums || job.row.row_errors)) ||
