@@ -45,20 +45,22 @@ struct LeanWords {
   }
 };
 
-// A whole tile to shared memory. A warp reads the 16 rows that its own row segments lie in, two whole lines of 256 bytes
-// at a time, which nobody reads again.
+// A whole tile to shared memory; each thread puts the segments of rows that it will get.
 __device__ __forceinline__ void load_lean_tile(const Source& source, int64_t r0, int64_t c0, uint32_t* tile) {
-  constexpr int loads = 8;
-  const int row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
+  const LeanWords<RowOrder> words(tile);
   const int64_t pitch = source.row_stride * 2;  // bytes
-  const char* from = static_cast<const char*>(source.data) + (r0 + row) * pitch + c0 * 2 + unit * 16;
-  uint32_t* to = tile + word_offset<Bf16>(row, unit * 4);
-  uint4 units[loads];
+  const char* from = static_cast<const char*>(source.data) + (r0 + RowOrder::row(0)) * pitch + (c0 + RowOrder::col(0)) * 2;
+  uint4 units[kSegments][2];
 #pragma unroll
-  for (int i = 0; i < loads; ++i) units[i] = __ldcs(reinterpret_cast<const uint4*>(from + i * 2 * pitch));
+  for (int q = 0; q < kSegments; ++q) {
+    const uint4* segment = reinterpret_cast<const uint4*>(from + q * 4 * pitch);
+    units[q][0] = __ldg(segment), units[q][1] = __ldg(segment + 1);
+  }
 #pragma unroll
-  for (int i = 0; i < loads; ++i) *reinterpret_cast<uint4*>(to + i * 2 * kRowWords<Bf16>) = units[i];
-  __syncwarp();
+  for (int q = 0; q < kSegments; ++q) {
+    *reinterpret_cast<uint4*>(words.first + q * 4 * kRowWords<Bf16>) = units[q][0];
+    *reinterpret_cast<uint4*>(words.second + q * 4 * kRowWords<Bf16>) = units[q][1];
+  }
 }
 
 // Segment k of a group as fp32; k of a column is known only at run time.
