@@ -54,11 +54,18 @@ def has_cuda() -> bool:
     return extension() is not None and extension().build_info()["cuda"]
 
 
-def supports(x: Tensor, *formats: Format) -> bool:
-    """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
-    if x.dtype not in DTYPES or any(spec_fields(f) is None for f in formats):
+@cache
+def takes(dtype: torch.dtype, device_type: str, *formats: Format | None) -> bool:
+    """Whether the kernels quantize that dtype there in these formats, None aside: all but Identity, on CPU and CUDA."""
+    wanted = [f for f in formats if f is not None]
+    if dtype not in DTYPES or not wanted or any(spec_fields(f) is None for f in wanted):
         return False
-    return has_cuda() if x.device.type == "cuda" else x.device.type == "cpu" and extension() is not None
+    return has_cuda() if device_type == "cuda" else device_type == "cpu" and extension() is not None
+
+
+def supports(x: Tensor, *formats: Format) -> bool:
+    """takes() for a tensor."""
+    return takes(x.dtype, x.device.type, *formats)
 
 
 def exact_dtype(format: Format, device_type: str) -> torch.dtype:
@@ -69,7 +76,7 @@ def exact_dtype(format: Format, device_type: str) -> torch.dtype:
 
 
 class _Plan:
-    """All about a format's outputs that does not depend on the matrix."""
+    """All about a format's outputs that does not depend on the matrix; shapes are kept per matrix size."""
 
     def __init__(self, text: str) -> None:
         format = parse(text)
@@ -77,30 +84,35 @@ class _Plan:
         self.format = format
         self.spec = extension().Spec(**fields) if fields and extension() else None
         self.layout = format.layout
-        self.buffers = [(b.rows, b.cols, b.dtype) for b in format.layout.values()]
+        self.names = tuple(format.layout)
         self.factor = next((n for n in format.layout if _is_factor(format, n)), None)
-        self.global_family = isinstance(format, (Fp8Current, NVFP4))
-        self.row_scaled = getattr(format, "row_scaled", False)
+        self.has_global = "g" in format.layout
+        self.needs_amax = isinstance(format, (Fp8Current, NVFP4))
+        self.needs_scratch = isinstance(format, Fp8Current)
+        self._outputs: dict[tuple, list[tuple]] = {}
 
     def outputs(self, rows: int, cols: int, device: torch.device, exact: bool, statistics: bool) -> list[Tensor]:
         """Uninitialised: the format's buffers, or the exact matrix and its factor; then sums and row errors."""
+        wanted = (rows, cols, device.type, exact, statistics)
+        found = self._outputs.get(wanted)
+        if found is None:
+            found = self._outputs_of(*wanted)
+            if all(type(n) is int for n in (rows, cols)):  # not the symbols of a traced graph
+                self._outputs[wanted] = found
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in found]
+
+    def _outputs_of(self, rows: int, cols: int, device_type: str, exact: bool, statistics: bool) -> list[tuple]:
         self.format.check_shape(rows, cols)
+        buffers = self.layout.values()
         if exact:
-            made = [torch.empty((rows, cols), dtype=exact_dtype(self.format, device.type), device=device)]
-            if self.factor:
-                buffer = self.layout[self.factor]
-                made.append(torch.empty(buffer.shape(rows, cols), dtype=buffer.dtype, device=device))
+            made = [((rows, cols), exact_dtype(self.format, device_type))]
+            buffers = [self.layout[self.factor]] if self.factor else []
         else:
-            made = [
-                torch.empty(
-                    (-(-rows // down) if down else 1, -(-cols // across) if across else 1), dtype=dtype, device=device
-                )
-                for down, across, dtype in self.buffers
-            ]
+            made = []
+        made += [(b.shape(rows, cols), b.dtype) for b in buffers]
         if statistics:
             down, across = -(-rows // TILE), -(-cols // TILE)
-            made.append(torch.empty((down * across, 8), dtype=torch.float32, device=device))
-            made.append(torch.empty((rows, across), dtype=torch.float32, device=device))
+            made += [((down * across, 8), torch.float32), ((rows, across), torch.float32)]
         return made
 
     def direction(
@@ -110,7 +122,7 @@ class _Plan:
         sums, errors = (t.data_ptr() for t in made[-2:]) if stats else (0, 0)
         amax_ptr = 0 if amax is None else amax.data_ptr()
         found_ptr = 0 if found is None else found.data_ptr()
-        matrix, matrix_dtype, codes, scales, globals_ = 0, 0, 0, 0, 0
+        matrix = matrix_dtype = codes = scales = globals_ = 0
         if exact:
             matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
             if self.factor == "g":
@@ -119,13 +131,17 @@ class _Plan:
                 scales = made[1].data_ptr()
         else:
             codes, scales = made[0].data_ptr(), made[1].data_ptr()
-            globals_ = made[2].data_ptr() if "g" in self.layout else 0
-        if self.global_family and not amax_ptr and not found_ptr:
+            globals_ = made[2].data_ptr() if self.has_global else 0
+        if self.needs_amax and not amax_ptr and not found_ptr:
             found_ptr = globals_
-        return extension().Direction(
-            self.spec, key[0], key[1], key[2], amax_ptr, found_ptr, codes, scales, globals_, matrix, matrix_dtype, sums,
-            errors,
-        )  # fmt: skip
+        return _direction()(
+            self.spec, *key, amax_ptr, found_ptr, codes, scales, globals_, matrix, matrix_dtype, sums, errors
+        )
+
+
+@cache
+def _direction():
+    return extension().Direction
 
 
 @cache
@@ -138,11 +154,15 @@ def _is_factor(format: Format, name: str) -> bool:
     return name == "g" or (name == "s" and isinstance(format, Fp8Current))
 
 
-def _scratch(p: _Plan, amax: Tensor | None, rows: int, device: torch.device) -> Tensor | None:
+def _scratch(p: _Plan, amax: Tensor | None, device: torch.device) -> Tensor | None:
     """Where a current scaling's amax is found: apart from its scale, which is written in the end."""
-    if amax is not None or not isinstance(p.format, Fp8Current):
-        return None
-    return torch.empty(1, dtype=torch.float32, device=device)
+    return torch.empty(1, dtype=torch.float32, device=device) if p.needs_scratch and amax is None else None
+
+
+@cache
+def text_of(format: Format | None) -> str:
+    """The canonical text; "" for no format."""
+    return str(format) if format else ""
 
 
 _library = Library("hqsweep", "DEF")
@@ -159,16 +179,21 @@ _library.define("dequantize(Tensor[] buffers, str format, int rows, int cols, bo
 
 
 def _call(name: str, x: Tensor, row, column, dequantized: bool) -> None:
+    matrix = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), row, column, dequantized)
     if x.device.type == "cpu":
-        function, last = getattr(extension(), f"{name}_cpu"), torch.get_num_threads()
-        function(
-            x.data_ptr(), DTYPES[x.dtype], x.shape[0], x.shape[1], *x.stride(), row, column, dequantized, last, ""
-        )  # fmt: skip
+        getattr(extension(), f"{name}_cpu")(*matrix, torch.get_num_threads(), "")
         return
     function = getattr(extension(), f"{name}_cuda")
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        function(x.data_ptr(), DTYPES[x.dtype], x.shape[0], x.shape[1], *x.stride(), row, column, dequantized, stream)
+    index = x.device.index
+    if index == torch.cuda.current_device():
+        function(*matrix, _stream(index))
+    else:
+        with torch.cuda.device(index):
+            function(*matrix, _stream(index))
+
+
+def _stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
 
 
 def _quantize(
@@ -180,13 +205,13 @@ def _quantize(
     if rowwise:
         p = plan(rowwise)
         mine = p.outputs(rows, cols, x.device, rowwise_exact, statistics)
-        kept.append(_scratch(p, rowwise_amax, rows, x.device))
+        kept.append(_scratch(p, rowwise_amax, x.device))
         row = p.direction(mine, rowwise_key, rowwise_amax, kept[-1], rowwise_exact, statistics)
         made += mine
     if columnwise:
         p = plan(columnwise)
         mine = p.outputs(cols, rows, x.device, columnwise_exact, statistics)
-        kept.append(_scratch(p, columnwise_amax, cols, x.device))
+        kept.append(_scratch(p, columnwise_amax, x.device))
         column = p.direction(mine, columnwise_key, columnwise_amax, kept[-1], columnwise_exact, statistics)
         made += mine
     _call("quantize", x, row, column, dequantized)
@@ -226,9 +251,17 @@ def _dequantize(buffers, format, rows, cols, exact, dtype):
         extension().dequantize_cpu(p.spec, rows, cols, *pointers, exact, out.data_ptr(), DTYPES[dtype], threads)
         return out
     with torch.cuda.device(out.device):
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = _stream(out.device.index)
         extension().dequantize_cuda(p.spec, rows, cols, *pointers, exact, out.data_ptr(), DTYPES[dtype], stream)
     return out
+
+
+def quantize(x: Tensor, *arguments) -> list[Tensor]:
+    """hqsweep::quantize. Outside a traced graph the function behind the operator is called at once: dispatch costs more
+    than the launch, and there is nothing to record (no gradient flows through codes)."""
+    if type(x) is Tensor and not torch.compiler.is_compiling():
+        return _quantize(x, *arguments)
+    return torch.ops.hqsweep.quantize(x, *arguments)
 
 
 for _device in ("CPU", "CUDA"):

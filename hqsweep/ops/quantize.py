@@ -29,22 +29,18 @@ class Quantized:
     columnwise_row_errors: Tensor | None = None
 
 
-@dataclass(frozen=True)
 class _Side:
     """One direction of a request."""
 
-    format: Format | None
-    output: Output
-    key: RngKey | None
-    grid: Buffers | None
+    __slots__ = ("exact", "format", "grid", "key", "output")
+
+    def __init__(self, format: Format | None, output: Output, key: RngKey | None, grid: Buffers | None) -> None:
+        self.format, self.output, self.key, self.grid = format, output, key, grid
+        self.exact = output == "exact"
 
     @property
     def text(self) -> str:
-        return str(self.format) if self.format else ""
-
-    @property
-    def exact(self) -> bool:
-        return self.output == "exact"
+        return kernel.text_of(self.format)
 
     @property
     def key_words(self) -> list[int]:
@@ -57,9 +53,7 @@ class _Side:
     @property
     def amax(self) -> Tensor | None:
         """The given global amax, which is all of a grid that kernels take."""
-        if self.grid is None:
-            return None
-        return self.grid[_amax_name(self.format)]
+        return None if self.grid is None else self.grid[_amax_name(self.format)]
 
     @property
     def kernel_grid(self) -> bool:
@@ -91,18 +85,27 @@ def quantize(
     fp8_current's {"s": ...}), the reference all. key: stream of +sr. statistics: rows of ops.stats, gathered while
     quantizing; reading them waits for the device. backend "auto": the kernel where there is one, with the same bytes.
     """
-    x = _matrix(x)
-    if columnwise_source == "rowwise_dequantized" and rowwise is None:
+    x = x if x.dim() == 2 else _matrix(x)
+    dequantized = columnwise is not None and columnwise_source == "rowwise_dequantized"
+    if dequantized and rowwise is None:
         raise ValueError("quantize: columnwise_source is rowwise_dequantized but there is no rowwise format")
     row = _Side(rowwise, rowwise_output, rowwise_key, rowwise_grid)
     column = _Side(columnwise, columnwise_output, columnwise_key, columnwise_grid)
-    if columnwise is None and rowwise is None:
-        return Quantized()
-    dequantized = columnwise is not None and columnwise_source == "rowwise_dequantized"
-    sides = [s for s in (row, column) if s.format is not None]
-    supported = kernel.supports(x, *(s.format for s in sides)) and all(s.kernel_grid for s in sides)
-    if _use_kernel(x, sides, backend, supported):
+    supported = kernel.takes(x.dtype, x.device.type, rowwise, columnwise) and row.kernel_grid and column.kernel_grid
+    if supported and backend != "reference":
         return _by_kernel(x, row, column, dequantized, statistics)
+    return _without_kernel(x, row, column, dequantized, statistics, backend)
+
+
+def _without_kernel(
+    x: Tensor, row: "_Side", column: "_Side", dequantized: bool, statistics: bool, backend: Backend
+) -> Quantized:
+    sides = [s for s in (row, column) if s.format is not None]
+    if not sides:
+        return Quantized()
+    if backend == "kernel":
+        texts = " and ".join(s.text for s in sides)
+        raise UserError(f"no kernel for {texts} of {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
     if len(sides) == 2 and backend == "auto":  # perhaps one of them has a kernel
         return _one_by_one(x, row, column, dequantized, statistics)
     return _by_reference(x, row, column, dequantized, statistics)
@@ -185,36 +188,46 @@ def _amax_name(format: Format) -> str:
     return "g" if isinstance(format, NVFP4) else "s"
 
 
-def _use_kernel(x: Tensor, sides: list[_Side], backend: Backend, supported: bool) -> bool:
-    if backend == "kernel" and not supported:
-        texts = " and ".join(s.text for s in sides)
-        raise UserError(f"no kernel for {texts} of {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
-    return supported and backend != "reference"
-
-
 def _decodes_by_kernel(buffers: Buffers, format: Format, backend: Backend) -> bool:
     first = next(iter(buffers.values()))
     known = kernel.spec_fields(format) is not None
-    return known and backend != "reference" and kernel.supports(first.new_empty(0, dtype=torch.float32), format)
+    return known and backend != "reference" and kernel.takes(torch.float32, first.device.type, format)
 
 
 def _by_kernel(x: Tensor, row: _Side, column: _Side, dequantized: bool, statistics: bool) -> Quantized:
-    keys = [s.key_words if s.format else _NO_KEY for s in (row, column)]
-    made = torch.ops.hqsweep.quantize(
-        x, row.text, column.text, dequantized, row.exact, column.exact, *keys, row.amax, column.amax, statistics
+    made = kernel.quantize(
+        x, row.text, column.text, dequantized, row.exact, column.exact, row.key_words, column.key_words, row.amax,
+        column.amax, statistics,
     )  # fmt: skip
-    results, rows, errors = [None, None], [None, None], [None, None]
-    for i, side in enumerate((row, column)):
-        if side.format is None:
-            continue
-        p = kernel.plan(side.text)
-        count = (2 if p.factor else 1) if side.exact else len(p.layout)
-        mine, made = made[:count], made[count:]
-        results[i] = _exact(side.format, mine) if side.exact else dict(zip(p.layout, mine, strict=True))
-        if statistics:
-            sums, errors[i], made = made[0], made[1].double().sum(dim=1), made[2:]
-            rows[i] = stats.from_sums(sums, x.numel(), side.format, None if side.exact else results[i])
-    return Quantized(*results, *rows, *errors)
+    first, rest = _take(row, made, statistics)
+    second, _ = _take(column, rest, statistics)
+    if not statistics:
+        return Quantized(first[0], second[0])
+    rows = [_statistics(x, side, taken) for side, taken in ((row, first), (column, second))]
+    return Quantized(first[0], second[0], rows[0][0], rows[1][0], rows[0][1], rows[1][1])
+
+
+def _take(side: _Side, made: list[Tensor], statistics: bool) -> tuple[list, list[Tensor]]:
+    """A side's results from the front of all: [buffers or ExactOperand, sums, row errors], and the others'."""
+    if side.format is None:
+        return [None], made
+    p = kernel.plan(side.text)
+    if side.exact:
+        count = 2 if p.factor else 1
+        result = _exact(side.format, made[:count])
+    else:
+        count = len(p.names)
+        result = dict(zip(p.names, made, strict=False))
+    end = count + 2 if statistics else count
+    return [result, *made[count:end]], made[end:]
+
+
+def _statistics(x: Tensor, side: _Side, taken: list) -> tuple[dict[str, float] | None, Tensor | None]:
+    if side.format is None:
+        return None, None
+    made, sums, row_errors = taken
+    values = stats.from_sums(sums, x.numel(), side.format, None if side.exact else made)
+    return values, row_errors.double().sum(dim=1)
 
 
 def _exact(format: Format, tensors: list[Tensor]) -> ExactOperand:
