@@ -1,12 +1,12 @@
 """parity: is the arithmetic what it claims to be? Every check compares bytes, and a row holds the first that differs.
 
-kernel               compiled kernel against the torch reference: codes, scales, amaxes and the exact operand; on a
-                     GPU also the reference and the kernel there, against the CPU's bytes
-vanilla              Linear with one format in both directions against its GEMMs composed by hand
-routing              Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
-rowwise_dequantized  the columnwise operand equals quantize(dequantize(rowwise)) done in two steps
-repeat               the same training twice
-resume               training interrupted by a checkpoint against uninterrupted training
+kernel   compiled kernel against the torch reference, both directions in one call: codes, scales, amaxes (found and
+         given), exact operands, decoded values; on a GPU also the reference and the kernel there, against the CPU's
+pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
+vanilla  Linear with one format in both directions against its GEMMs composed by hand
+routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
+repeat   the same training twice
+resume   training interrupted by a checkpoint against uninterrupted training
 """
 
 import tempfile
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hqsweep.formats import NVFP4, ExactOperand, Format, RngKey, parse
+from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Block, Fp8Current, RngKey, parse
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.compare_bytes import row, skip
 from hqsweep.jobs.inputs import draw
@@ -28,6 +28,7 @@ from hqsweep.nn import Linear
 from hqsweep.ops import kernel, quantize
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.hybrid import SOURCES
 from hqsweep.quant.recipe import LinearQuantizers
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, pick_device, save_checkpoint
@@ -60,35 +61,57 @@ def run(config: "ParityConfig", sink: Sink, workspace: Path) -> None:
 
 
 def kernel_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Each format over every distribution, shape, input dtype and both orientations of the input."""
+    """Each format, in both directions of one call, over every distribution, shape and input dtype."""
     for format in _formats(config):
         for distribution in config.parity.distributions:
             for rows, cols in config.parity.shapes:
                 for dtype in (torch.bfloat16, torch.float32):
                     x = draw(distribution, rows, cols, config.seed, dtype)
-                    for direction, matrix in (("rowwise", x), ("columnwise", x.t())):
-                        case = f"{distribution} {rows}x{cols} {str(dtype).removeprefix('torch.')} {direction}"
-                        yield from _kernel_rows(format, case, matrix, device)
+                    case = f"{distribution} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
+                    yield from _kernel_rows(format, case, x, device)
 
 
 def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> Rows:
     if not kernel.supports(x, format):
         yield skip("kernel", str(format), case, "no compiled kernel: the reference is what runs")
         return
-    expected = format.encode(x, None, KEY)
-    actual = quantize.encode(x, format, key=KEY, backend="kernel")
-    pairs = {name: (expected[name], actual[name]) for name in expected}
-    exact, reference = (quantize.exact_operand(x, format, key=KEY, backend=b) for b in ("kernel", "reference"))
-    pairs["exact operand"] = (reference.matrix.float(), exact.matrix.to(reference.matrix.dtype).float())
-    yield row("kernel", str(format), case, pairs)
+    expected = _all_results(format, x, "reference")
+    yield row("kernel", str(format), case, _pairs(expected, _all_results(format, x, "kernel")))
     if device.type == "cuda":
-        on_device = x.to(device)
-        yield row("cuda reference", str(format), case, _cpu_pairs(expected, format.encode(on_device, None, KEY)))
-        if kernel.supports(on_device, format):
-            pairs = _cpu_pairs(expected, quantize.encode(on_device, format, key=KEY, backend="kernel"))
-            exact = quantize.exact_operand(on_device, format, key=KEY, backend="kernel")
-            pairs["exact operand"] = (_one_nan(reference.matrix), _one_nan(exact.matrix.cpu()))
-            yield row("cuda kernel", str(format), case, pairs)
+        for name in ("reference", "kernel"):
+            actual = _all_results(format, x.to(device), name)
+            yield row(f"cuda {name}", str(format), case, {k: (t, actual[k].cpu()) for k, t in expected.items()})
+
+
+def _all_results(format: Format, x: Tensor, backend: str) -> dict[str, Tensor]:
+    """Codes, scales, amaxes and exact matrices of both directions in one call each, with found and with given amaxes,
+    and what decoding the codes gives."""
+    options = {"rowwise_key": KEY, "columnwise_key": KEY, "backend": backend}
+    made = quantize.quantize(x, format, format, **options)
+    exact = quantize.quantize(x, format, format, rowwise_output="exact", columnwise_output="exact", **options)
+    amaxes = {}
+    if isinstance(format, (NVFP4, Fp8Current)):
+        name = "g" if isinstance(format, NVFP4) else "s"
+        for direction, matrix in (("rowwise", x), ("columnwise", x.t())):
+            amaxes[f"{direction}_grid"] = {name: format.grid(matrix)[name] * 2}
+    given = quantize.quantize(x, format, format, **amaxes, **options)
+    results = {}
+    for direction, shape in (("rowwise", tuple(x.shape)), ("columnwise", tuple(x.shape)[::-1])):
+        buffers = getattr(made, direction)
+        results |= {f"{direction} {name}": tensor for name, tensor in buffers.items()}
+        results |= {f"{direction} {name}, given amax": t for name, t in getattr(given, direction).items()}
+        decoded = quantize.dequantize(buffers, format, shape, x.dtype, backend)
+        again = quantize.exact_operand_of(buffers, format, shape, backend)
+        results[f"{direction} dequantized"] = _one_nan(decoded)
+        results[f"{direction} exact operand"] = _exact_matrix(getattr(exact, direction), format)
+        results[f"{direction} exact operand of codes"] = _exact_matrix(again, format)
+    return results
+
+
+def _exact_matrix(operand: ExactOperand, format: Format) -> Tensor:
+    """float32, as the CPU has it, or rounded to the bfloat16 of the others where the format fits it."""
+    fits = not (isinstance(format, Fp8Block) and not format.pow2)
+    return _one_nan(operand.matrix.bfloat16().float() if fits else operand.matrix)
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -139,19 +162,23 @@ def routing_check(config: "ParityConfig", device: torch.device) -> Rows:
         yield row("routing", f"{a}|{b}", "linear", _pairs(expected, mixed))
 
 
-def dequantized_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """All ordered pairs: the hybrid's columnwise buffers against encode(dequantize(rowwise).T) by the reference."""
+def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Every ordered pair of formats with both sources, in one call, against the reference in two steps."""
     x, _, _ = _problem(config, device)
     rowwise = [f for f in _formats(config) if not getattr(f, "rht", False)]
     columnwise = [f for f in _formats(config) if not getattr(f, "row_scaled", False)]
     for a in rowwise:
         for b in columnwise:
-            column = HybridQuantizer(a, b, "rowwise_dequantized").quantize(x, rowwise=None, key=KEY).columnwise
-            row_key, column_key = (RngKey(seed=1, slot=f"parity/{d}", step=3) for d in ("rowwise", "columnwise"))
-            dequantized = a.decode(a.encode(x, None, row_key), tuple(x.shape)).to(x.dtype)
-            expected = b.encode(dequantized.t(), None, column_key)
-            pairs = {name: (expected[name], column.buffers[name]) for name in expected}
-            yield row("rowwise_dequantized", f"{a}|{b}", "columnwise", pairs)
+            for source in SOURCES:
+                quantizer = HybridQuantizer(a, b, source)
+                made = quantizer.quantize(x, key=KEY)
+                row_key, column_key = (RngKey(seed=1, slot=f"parity/{d}", step=3) for d in ("rowwise", "columnwise"))
+                first = a.encode(x, None, row_key)
+                original = a.decode(first, tuple(x.shape)).to(x.dtype) if source == "rowwise_dequantized" else x
+                second = b.encode(original.t(), None, column_key)
+                pairs = {f"rowwise {name}": (t, made.rowwise.buffers[name]) for name, t in first.items()}
+                pairs |= {f"columnwise {name}": (t, made.columnwise.buffers[name]) for name, t in second.items()}
+                yield row("pairs", str(quantizer), "both directions", pairs)
 
 
 def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -211,10 +238,6 @@ def _problem(config: "ParityConfig", device: torch.device) -> tuple[Tensor, Tens
     return tuple(draw("heavy", *s, config.seed + i).clamp(-1e3, 1e3).to(device) for i, s in enumerate(shapes))
 
 
-def _cpu_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {name: (expected[name], actual[name].cpu()) for name in expected}
-
-
 def _one_nan(x: Tensor) -> Tensor:
     """x with one bit pattern for every NaN: torch's float32 to bfloat16 has several, by device and vector width."""
     return torch.where(x.isnan(), torch.nan, x)
@@ -232,7 +255,7 @@ CHECKS: dict[str, Callable[["ParityConfig", torch.device], Rows]] = {
     "kernel": kernel_check,
     "vanilla": vanilla_check,
     "routing": routing_check,
-    "rowwise_dequantized": dequantized_check,
+    "pairs": pairs_check,
     "repeat": repeat_check,
     "resume": resume_check,
 }

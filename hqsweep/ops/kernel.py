@@ -94,11 +94,10 @@ class _Plan:
     def outputs(self, rows: int, cols: int, device: torch.device, exact: bool, statistics: bool) -> list[Tensor]:
         """Uninitialised: the format's buffers, or the exact matrix and its factor; then sums and row errors."""
         wanted = (rows, cols, device.type, exact, statistics)
-        found = self._outputs.get(wanted)
-        if found is None:
+        if type(rows) is not int or type(cols) is not int:  # the symbols of a traced graph
             found = self._outputs_of(*wanted)
-            if all(type(n) is int for n in (rows, cols)):  # not the symbols of a traced graph
-                self._outputs[wanted] = found
+        elif (found := self._outputs.get(wanted)) is None:
+            found = self._outputs[wanted] = self._outputs_of(*wanted)
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in found]
 
     def _outputs_of(self, rows: int, cols: int, device_type: str, exact: bool, statistics: bool) -> list[tuple]:

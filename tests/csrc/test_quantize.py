@@ -30,8 +30,8 @@ SPECS = {
     "nvfp4_2d": NVFP4 | {"tile_rows": 16},
     "nvfp4_rht_sr": NVFP4 | {"rht": True, "sr": True, "key0": 7, "key1": 9, "step": 2**40 + 3},
     "nvfp4_row_scaled": NVFP4 | {"row_scaled": True},
-    "nvfp4_4over6": NVFP4 | {"four_over_six": 1, "e4m3_max": 256.0},
-    "nvfp4_4over6_2d": NVFP4 | {"four_over_six": 2, "tile_rows": 16},
+    "nvfp4_4over6": NVFP4 | {"four_over_six": "mae", "e4m3_max": 256.0},
+    "nvfp4_4over6_2d": NVFP4 | {"four_over_six": "mse", "tile_rows": 16},
 }
 
 
@@ -60,24 +60,42 @@ def outputs(shape: tuple[int, int], spec: dict, exact_dtype: type = np.float32) 
     )
 
 
+DTYPES = {"float32": 0, "uint16": 1, "float16": 2}  # uint16 means bfloat16 bits
+KEY = ("key0", "key1", "step")
+ISAS = _C.build_info()["isas"].split()
+ISAS = ISAS[: ISAS.index(_C.build_info()["isa"]) + 1]
+
+
 def source(x: np.ndarray) -> tuple:
-    """Type, shape and strides of a 2-D array as the extension takes them; uint16 means bfloat16 bits."""
-    dtype = {"uint16": "bf16", "float32": "fp32", "float16": "fp16"}[x.dtype.name]
-    return dtype, *x.shape, *(stride // x.itemsize for stride in x.strides)
+    """dtype, shape and strides of a 2-D array as the extension takes them."""
+    return DTYPES[x.dtype.name], *x.shape, *(stride // x.itemsize for stride in x.strides)
 
 
-def quantize(x: np.ndarray, *, threads: int = 1, isa: str = "", amax: np.ndarray | None = None, **spec) -> Result:
-    """Quantize a 2-D array of any strides on the CPU."""
-    result = outputs(x.shape, spec)
-    _C.quantize_cpu(
-        x.ctypes.data,
-        *source(x),
-        **spec,
-        **{f"{name}_ptr": array.ctypes.data for name, array in vars(result).items()},
-        amax_ptr=0 if amax is None else amax.ctypes.data,
-        threads=threads,
-        isa=isa,
-    )
+def direction(fields: dict, pointers: dict[str, int], exact_dtype: type, amax: int, found: int) -> _C.Direction:
+    """A Direction that writes to those addresses; a found amax goes where the format keeps it, or to `found`."""
+    key = [fields.get(name, 0) for name in KEY]
+    spec = _C.Spec(**{name: value for name, value in fields.items() if name not in KEY})
+    scales = pointers["s"]
+    found = 0 if amax else (pointers["g"] if fields["family"] == "nvfp4" else found)
+    target = (pointers["q"], scales, pointers["g"], pointers["exact"], DTYPES[np.dtype(exact_dtype).name])
+    return _C.Direction(spec, *key, amax, found, *target)
+
+
+def quantize(
+    x: np.ndarray,
+    *,
+    threads: int = 1,
+    isa: str = "",
+    amax: np.ndarray | None = None,
+    exact_dtype: type = np.float32,
+    **spec,
+) -> Result:
+    """Quantize a 2-D array of any strides along its rows on the CPU."""
+    result, found = outputs(x.shape, spec, exact_dtype), np.zeros(1, np.float32)
+    pointers = {name: array.ctypes.data for name, array in vars(result).items()}
+    given = 0 if amax is None else amax.ctypes.data
+    to = direction(spec, pointers, exact_dtype, given, found.ctypes.data)
+    _C.quantize_cpu(x.ctypes.data, *source(x), to, None, False, threads, isa)
     return result
 
 
@@ -88,15 +106,11 @@ def quantize_on_gpu(x: np.ndarray, *, amax: np.ndarray | None = None, exact_dtyp
     garbage = vars(outputs(x.shape, spec, exact_dtype))
     arrays = {name: to_gpu(array) for name, array in garbage.items()}
     given = None if amax is None else to_gpu(amax)
-    _C.quantize_cuda(
-        memory.data_ptr(),
-        *source(x),
-        **spec,
-        **{f"{name}_ptr": array.data_ptr() for name, array in arrays.items()},
-        exact_dtype="bf16" if exact_dtype is np.uint16 else "fp32",
-        amax_ptr=0 if given is None else given.data_ptr(),
-        stream=torch.cuda.current_stream().cuda_stream,
-    )
+    found = torch.zeros(1, device="cuda")
+    pointers = {name: array.data_ptr() for name, array in arrays.items()}
+    to = direction(spec, pointers, exact_dtype, 0 if given is None else given.data_ptr(), found.data_ptr())
+    stream = torch.cuda.current_stream().cuda_stream
+    _C.quantize_cuda(memory.data_ptr(), *source(x), to, None, False, stream)
     back = {name: array.cpu().numpy().view(garbage[name].dtype) for name, array in arrays.items()}
     return Result(**{name: array.reshape(garbage[name].shape) for name, array in back.items()})
 
@@ -139,7 +153,7 @@ def golden_spec(case: dict, direction: str) -> dict:
         case "row_scaled":
             spec |= {"row_scaled": True}
         case "4over6":
-            spec |= {"four_over_six": {"MAE": 1, "MSE": 2}[case["err_mode"]]}
+            spec |= {"four_over_six": case["err_mode"].lower()}
             spec |= {"e4m3_max": case["nvfp4_e4m3_max"], "fast_error": case["err_use_fast_math"]}
     return spec
 
@@ -253,7 +267,8 @@ def test_any_strides_threads_and_instruction_set_give_the_same_bytes(spec, dtype
     assert quantize(np.asfortranarray(x), **spec).same_bytes(expected)
     assert quantize(padded[::2, ::2][:150, :336], **spec).same_bytes(expected)
     assert quantize(x, threads=3, **spec).same_bytes(expected)
-    assert quantize(x, isa="base", **spec).same_bytes(expected)
+    for isa in ISAS:
+        assert quantize(x, isa=isa, **spec).same_bytes(expected), isa
 
 
 @pytest.mark.parametrize("name", ["current", "nvfp4", "nvfp4_row_scaled"])
@@ -283,30 +298,57 @@ def test_empty_matrix(spec):
     assert got.q.size == 0
 
 
-WRONG = {
+WRONG_SPECS = {
     "family is 'fp8', must be one of current, block, mx, nvfp4": {"family": "fp8"},
     "element is 'e3m4', must be one of e4m3, e5m2, e2m1, e2m3, e3m2": {"element": "e3m4"},
     "family mx has scale tile 1 x 32 or 32 x 32, got 1 x 16": {"tile_cols": 16},
-    "cols is 31, must be a multiple of 2": {"element": "e2m1", "cols": 31},
+    "scale_rounding is 'down', must be one of up, floor, even": {"scale_rounding": "down"},
     "belong to family nvfp4 only": {"rht": True},
-    "cols is 31, must be a multiple of 16": NVFP4 | {"cols": 31},
     "row_scaled needs scale tile 1 x 16, got 16 x 16": NVFP4 | {"row_scaled": True, "tile_rows": 16},
     "e4m3_max is 300.* must be 448 or 256": NVFP4 | {"e4m3_max": 300.0},
-    "four_over_six cannot be combined with sr or rht": NVFP4 | {"four_over_six": 1, "sr": True},
-    "threads is 0, must be at least 1": {"threads": 0},
-    "isa is 'sve', this build and processor have base": {"isa": "sve"},
-    "dtype is 'fp64', must be one of fp32, bf16, fp16": {"dtype": "fp64"},
-    "exact_dtype is 'bf16', must be fp32 on the CPU": {"exact_dtype": "bf16"},
-    "src_ptr is 0 but the matrix is not empty": {"src_ptr": 0},
+    "four_over_six cannot be combined with sr or rht": NVFP4 | {"four_over_six": "mae", "sr": True},
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments_say_what_is_allowed(message):
-    x = np.zeros((4, 32), np.float32)
-    call = {"src_ptr": x.ctypes.data, "dtype": "fp32", "rows": 4, "cols": 32, "row_stride": 32, "col_stride": 1}
+@pytest.mark.parametrize("message", WRONG_SPECS)
+def test_wrong_specs_say_what_is_allowed(message):
     with pytest.raises(ValueError, match=message):
-        _C.quantize_cpu(**call | MX | WRONG[message])
+        _C.Spec(**MX | WRONG_SPECS[message])
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    {
+        "threads is 0, must be at least 1": {"threads": 0},
+        "isa is 'sve'; this build has base": {"isa": "sve"},
+        "dtype is 3, must be 0": {"dtype": 3},
+        "data is 0 but the matrix is not empty": {"data": 0},
+        "row: the contracted axis has 31 elements, must be a multiple of 16": {"cols": 31},
+        "column: the contracted axis has 4 elements, must be a multiple of 16": {"columnwise": True},
+        "a column made from the decoded row needs the row's format": {"columnwise": True, "dequantized": True},
+    }.items(),
+)
+def test_wrong_arguments_say_what_is_allowed(message, changes):
+    x = np.zeros((4, 32), np.float32)
+    to = _C.Direction(_C.Spec(**NVFP4), amax=x.ctypes.data)
+    call = {"data": x.ctypes.data, "dtype": 0, "rows": 4, "cols": 32, "row_stride": 32, "col_stride": 1}
+    changes = dict(changes)
+    sides = {"row": None, "column": to} if changes.pop("columnwise", False) else {"row": to, "column": None}
+    with pytest.raises(ValueError, match=message):
+        _C.quantize_cpu(**call | sides | changes)
+
+
+def test_a_global_amax_is_given_or_has_a_place():
+    x = np.zeros((4, 32), np.float32)
+    with pytest.raises(ValueError, match="needs `amax`, or `found` where it is found"):
+        _C.quantize_cpu(x.ctypes.data, *source(x), _C.Direction(_C.Spec(**NVFP4)), None)
+
+
+def test_exact_in_bf16_is_the_fp32_one_rounded():
+    for name, spec in SPECS.items():
+        exact = torch.from_numpy(quantize(sample(40, 304), **spec).exact).bfloat16()
+        rounded = quantize(sample(40, 304), exact_dtype=np.uint16, **spec).exact
+        assert np.array_equal(rounded, exact.view(torch.uint16).numpy()), name
 
 
 # ---- CUDA: the same calls, and the same bytes as the CPU -------------------------------------------------------------
@@ -380,18 +422,3 @@ def test_cuda_takes_more_tiles_of_rows_than_a_grid_has_in_y():
     for view, spec in ((x, MX), (x, NVFP4), (np.asfortranarray(x), NVFP4)):
         got, expected = quantize_on_gpu(view, **spec), quantize(view, **spec)
         assert np.array_equal(got.q, expected.q) and np.array_equal(got.s, expected.s)
-
-
-@gpu
-@pytest.mark.parametrize(
-    "message, spec",
-    {
-        "exact_dtype is 'fp16', must be fp32 or bf16": MX | {"exact_dtype": "fp16"},
-        "nvfp4 without amax_ptr needs g_ptr": NVFP4,
-        "current without amax_ptr needs s_ptr": CURRENT,
-    }.items(),
-)
-def test_cuda_wrong_arguments_say_what_is_needed(message, spec):
-    x = torch.zeros(4, 32, device="cuda")
-    with pytest.raises(ValueError, match=message):
-        _C.quantize_cuda(x.data_ptr(), "fp32", 4, 32, 32, 1, **spec)

@@ -1,0 +1,178 @@
+"""The operators in traced graphs: fake shapes, torch.compile, CUDA graphs, no synchronisation."""
+
+import pytest
+import torch
+
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops import kernel
+from hqsweep.ops.quantize import dequantize, find_amax, quantize
+
+KEY = RngKey(seed=7, slot="test", step=5)
+PAIRS = [("mxfp8", "nvfp4+sr"), ("fp8_current", "fp8_block+2d"), ("nvfp4+row_scaled", "mxfp4+floor")]
+pairs = pytest.mark.parametrize("pair", PAIRS, ids="|".join)
+
+
+def operator_arguments(x, row, column, *, exact=False, statistics=False):
+    return (x, row, column, False, exact, exact, [1, 2, 3], [4, 5, 6], None, None, statistics)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("statistics", [False, True])
+@pairs
+def test_the_operator_keeps_the_rules_of_torch_library(pair, exact, statistics):
+    x = draw("heavy", 64, 160)
+    arguments = operator_arguments(x, *pair, exact=exact, statistics=statistics)
+    if not statistics:  # opcheck compares outputs of two calls; sums over NaN-free data are equal too, but it is slow
+        torch.library.opcheck(torch.ops.hqsweep.quantize.default, arguments)
+    with torch._subclasses.FakeTensorMode() as mode:
+        expected = torch.ops.hqsweep.quantize(mode.from_tensor(x), *arguments[1:])
+    made = torch.ops.hqsweep.quantize(*arguments)
+    assert [(t.shape, t.dtype, t.device) for t in made] == [(t.shape, t.dtype, t.device) for t in expected]
+
+
+def test_dequantize_and_find_amax_keep_the_rules_of_torch_library():
+    buffers = list(parse("nvfp4").encode(draw("heavy", 32, 64)).values())
+    torch.library.opcheck(torch.ops.hqsweep.dequantize.default, (buffers, "nvfp4", 32, 64, False, torch.bfloat16))
+    found = torch.zeros(1, 1)
+    arguments = (draw("heavy", 32, 64), "nvfp4", "", False, [0, 0, 0], None, found, None)
+    torch.library.opcheck(torch.ops.hqsweep.find_amax_.default, arguments)
+
+
+def both_and_back(x, row, column):
+    made = quantize(x, row, column, rowwise_key=KEY, columnwise_key=KEY)
+    value = dequantize(made.rowwise, row, tuple(x.shape), torch.float32)
+    return list(made.rowwise.values()), list(made.columnwise.values()), value.sum() + x.sum()
+
+
+def operators(x, row, column):
+    made = torch.ops.hqsweep.quantize(*operator_arguments(x * 2, row, column))
+    count = 3 if row.startswith("nvfp4") else 2
+    value = torch.ops.hqsweep.dequantize(made[:count], row, *x.shape, False, torch.float32)
+    return [*made, value + 1]
+
+
+@pairs
+def test_the_operators_compile_without_a_break(pair):
+    compiled = torch.compile(lambda x: operators(x, *pair), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (64, 96):
+        x = draw("heavy", rows, 160)
+        for a, b in zip(operators(x, *pair), compiled(x), strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_quantize_compiles_with_breaks():
+    row, column = parse("mxfp8"), parse("nvfp4+sr")
+    x = draw("heavy", 64, 160)
+    expected, actual = both_and_back(x, row, column), torch.compile(both_and_back, backend="eager")(x, row, column)
+    for a, b in zip(expected[0] + expected[1], actual[0] + actual[1], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_find_amax_raises_what_stands_there():
+    x = draw("normal", 32, 64)
+    amax, row, column = x.float().abs().max(), torch.tensor([[1e9]]), torch.zeros(1, 1)
+    find_amax(x, parse("nvfp4"), parse("fp8_current"), out_rowwise=row, out_columnwise=column)
+    assert row.item() == pytest.approx(1e9) and column.item() == amax.item()
+    per_row = torch.zeros(32, 1)
+    find_amax(x, parse("nvfp4+row_scaled"), None, out_rowwise=per_row)
+    assert torch.equal(per_row, x.float().abs().amax(dim=1, keepdim=True))
+
+
+def test_leading_axes_are_rows_and_gaps_between_rows_are_skipped():
+    x = draw("heavy", 64, 160)
+    expected = quantize(x, parse("mxfp8"), parse("nvfp4"))
+    wide = torch.full((64, 200), torch.nan, dtype=x.dtype)
+    wide[:, 8:168] = x
+    for view in (x.view(4, 16, 160), wide[:, 8:168], x.view(2, 2, 16, 160)):
+        made = quantize(view, parse("mxfp8"), parse("nvfp4"), backend="kernel")
+        for direction in ("rowwise", "columnwise"):
+            got, wanted = getattr(made, direction), getattr(expected, direction)
+            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (32, 0), (0, 0)])
+def test_nothing_in_gives_nothing_out(shape):
+    for text in ("mxfp8", "fp8_current", "nvfp4", "fp8_block+2d"):
+        made = quantize(torch.empty(shape, dtype=torch.bfloat16), parse(text), parse(text), backend="kernel")
+        assert made.rowwise["q"].numel() == 0 and made.columnwise["q"].numel() == 0
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "fp8_block+2d", "fp8_current", "nvfp4+rht+sr"])
+def test_statistics_of_the_kernel_are_those_of_the_reference(text):
+    x, format = draw("heavy", 208, 272), parse(text)
+    options = {"rowwise_key": KEY, "columnwise_key": KEY, "statistics": True}
+    ours, theirs = (quantize(x, format, format, backend=b, **options) for b in ("kernel", "reference"))
+    for direction in ("rowwise", "columnwise"):
+        got, wanted = (getattr(made, f"{direction}_statistics") for made in (ours, theirs))
+        for name in wanted:
+            close = {"abs": 1e-4} if name == "sqnr_db" else {"rel": 2e-5}
+            assert got[name] == pytest.approx(wanted[name], **close, nan_ok=True), name
+        rows = [getattr(made, f"{direction}_row_errors") for made in (ours, theirs)]
+        assert torch.allclose(*rows, rtol=1e-4)
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+@pairs
+def test_a_cuda_graph_replays_on_new_data(pair):
+    """Capture fails at a synchronisation and at work on another stream."""
+    row, column = (parse(text) for text in pair)
+    x, other = draw("heavy", 256, 384).cuda(), draw("normal", 256, 384, 1).cuda()
+    both_and_back(x, row, column)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = both_and_back(x, row, column)
+    x.copy_(other)
+    graph.replay()
+    expected = both_and_back(other, row, column)
+    for a, b in zip(made[0] + made[1], expected[0] + expected[1], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@gpu
+def test_nothing_waits_for_the_device():
+    x = draw("heavy", 256, 384).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for row, column in PAIRS:
+            both_and_back(x, parse(row), parse(column))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "fp8_block+2d"])
+def test_more_elements_than_32_bits_count(text):
+    """The last rows of a matrix of more than 2^31 elements, in both directions, against the same rows alone."""
+    rows, cols, format = 2**16 + 256, 2**15, parse(text)
+    x = torch.zeros(rows, cols, dtype=torch.bfloat16, device="cuda")
+    x[-128:] = draw("heavy", 128, cols).cuda()
+    grid = {"g": format.grid(x[-128:])["g"]} if text == "nvfp4" else None
+    made = quantize(x, format, format, rowwise_grid=grid, columnwise_grid=grid, backend="kernel")
+    alone = quantize(x[-128:].cpu(), format, format, **_given(grid))
+    assert torch.equal(made.rowwise["q"][-128:].cpu(), alone.rowwise["q"])
+    last = alone.columnwise["q"].shape[1]
+    assert torch.equal(made.columnwise["q"][:, -last:].cpu(), alone.columnwise["q"])
+
+
+def _given(grid):
+    if grid is None:
+        return {}
+    cpu = {name: tensor.cpu() for name, tensor in grid.items()}
+    return {"rowwise_grid": cpu, "columnwise_grid": cpu}
+
+
+@gpu
+def test_another_gpu_than_the_current_one_is_used():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = draw("heavy", 64, 160)
+    on_second = quantize(x.to("cuda:1"), parse("mxfp8"), parse("nvfp4"))
+    assert on_second.rowwise["q"].device.index == 1 and kernel.has_cuda()
+    assert torch.equal(on_second.rowwise["q"].cpu(), quantize(x, parse("mxfp8"), None).rowwise["q"])
