@@ -76,8 +76,9 @@ def direction(fields: dict, pointers: dict[str, int], exact_dtype: type, amax: i
     key = [fields.get(name, 0) for name in KEY]
     spec = _C.Spec(**{name: value for name, value in fields.items() if name not in KEY})
     scales = pointers["s"]
-    found = 0 if amax else (pointers["g"] if fields["family"] == "nvfp4" else found)
-    target = (pointers["q"], scales, pointers["g"], pointers["exact"], DTYPES[np.dtype(exact_dtype).name])
+    keeps = pointers["g"] if fields["family"] == "nvfp4" else 0
+    found = 0 if amax else (keeps or found)
+    target = (pointers["q"], scales, keeps, pointers["exact"], DTYPES[np.dtype(exact_dtype).name])
     return _C.Direction(spec, *key, amax, found, *target)
 
 
