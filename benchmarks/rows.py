@@ -61,7 +61,7 @@ class Writer:
         try:
             self.add(named | measure())
         except Exception as error:
-            self.add(named | {"error": f"{type(error).__name__}: {str(error).strip()[:400]}"})
+            self.add(named | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"})
 
     @property
     def failed(self) -> bool:

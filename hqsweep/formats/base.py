@@ -69,6 +69,11 @@ class Format:
         return "+".join(words)
 
     @cached_property
+    def text(self) -> str:
+        """str(self), made once."""
+        return str(self)
+
+    @cached_property
     def layout(self) -> dict[str, Buffer]:
         """Buffer name -> Buffer, in the order in which they are saved and sent."""
         raise NotImplementedError

@@ -1,8 +1,7 @@
 """Quantize a matrix along its rows, its columns, or both in one read: check, dispatch, return."""
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ Output = Literal["codes", "exact"]
 _NO_KEY = [0, 0, 0]
 
 
-@dataclass(frozen=True, eq=False)
-class Quantized:
+class Quantized(NamedTuple):
     """What quantize() made; None for what was not asked for. The columnwise results are those of x.T."""
 
     rowwise: dict[str, Tensor] | ExactOperand | None = None
@@ -40,7 +38,7 @@ class _Side:
 
     @property
     def text(self) -> str:
-        return kernel.text_of(self.format)
+        return "" if self.format is None else self.format.text
 
     @property
     def key_words(self) -> list[int]:
@@ -91,7 +89,9 @@ def quantize(
         raise ValueError("quantize: columnwise_source is rowwise_dequantized but there is no rowwise format")
     row = _Side(rowwise, rowwise_output, rowwise_key, rowwise_grid)
     column = _Side(columnwise, columnwise_output, columnwise_key, columnwise_grid)
-    supported = kernel.takes(x.dtype, x.device.type, rowwise, columnwise) and row.kernel_grid and column.kernel_grid
+    known = rowwise is not None or columnwise is not None
+    supported = known and kernel.takes(x.dtype, x.device.type, rowwise, columnwise)
+    supported = supported and row.kernel_grid and column.kernel_grid
     if supported and backend != "reference":
         return _by_kernel(x, row, column, dequantized, statistics)
     return _without_kernel(x, row, column, dequantized, statistics, backend)
@@ -142,7 +142,7 @@ def find_amax(
     x = _matrix(x)
     dequantized = columnwise is not None and columnwise_source == "rowwise_dequantized"
     if kernel.supports(x, *(f for f in (rowwise, columnwise) if f)):
-        texts = (str(rowwise) if rowwise else "", str(columnwise) if columnwise else "")
+        texts = tuple(f.text if f else "" for f in (rowwise, columnwise))
         key = _Side(rowwise, "codes", rowwise_key, None).key_words if rowwise else _NO_KEY
         torch.ops.hqsweep.find_amax_(x, *texts, dequantized, key, rowwise_amax, out_rowwise, out_columnwise)
         return
@@ -175,7 +175,7 @@ def exact_operand_of(
         return format.operand(buffers, shape)
     dtype = kernel.exact_dtype(format, next(iter(buffers.values())).device.type)
     matrix = torch.ops.hqsweep.dequantize([buffers[n] for n in format.layout], str(format), *shape, True, dtype)
-    return _exact(format, [matrix, *(buffers[n] for n in (kernel.plan(str(format)).factor,) if n)])
+    return _exact(format, [matrix, *(buffers[n] for n in (kernel.plan(format.text).factor,) if n)])
 
 
 def _matrix(x: Tensor) -> Tensor:
