@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.stats import finite_or_none, output_error, tensor_error
+from hqsweep.ops.stats import finite_or_none, output_error
 from hqsweep.quant import HybridQuantizer
 
 COLUMNS = (
@@ -24,12 +24,8 @@ class Probe:
 
         Errors are against the original values, also with columnwise_source rowwise_dequantized.
         """
-        x = x.detach()
-        operands = quantizer.quantize(x, key=key)
-        for direction, operand in (("rowwise", operands.rowwise), ("columnwise", operands.columnwise)):
-            source = x if direction == "rowwise" else x.t()
-            values = tensor_error(source, operand.format, operand.buffers)
-            self._add(layer, tensor, direction, str(operand.format), values)
+        for direction, values in quantizer.statistics(x.detach(), key).items():
+            self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
 
     def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """actual [m, n] against a [m, k] @ b [n, k].T of the unquantized tensors in FP32."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import NVFP4, ExactOperand, Format, Identity, RngKey, parse
 from hqsweep.ops import quantize as ops
+from hqsweep.ops import stats
 from hqsweep.quant.operand import HybridOperand, Operand
 
 SOURCES = ("original", "rowwise_dequantized")
@@ -104,6 +105,25 @@ class HybridQuantizer:
         shape = tuple(x.shape)
         row = _operand(made.rowwise, self.rowwise, shape, x.dtype) if rowwise else None
         return HybridOperand(rowwise=row, columnwise=_operand(made.columnwise, self.columnwise, shape[::-1], x.dtype))
+
+    def statistics(self, x: Tensor, key: RngKey | None = None) -> dict[str, dict[str, float]]:
+        """Error rows of ops.stats for both directions of x [rows, cols], gathered while it is quantized.
+
+        Errors are against the original values, also with rowwise_dequantized: that column is compared again, decoded.
+        """
+        made = ops.quantize(
+            x,
+            self.rowwise,
+            self.columnwise,
+            columnwise_source=self.columnwise_source,
+            rowwise_key=_slot(key, "rowwise"),
+            columnwise_key=_slot(key, "columnwise"),
+            statistics=True,
+        )
+        column = made.columnwise_statistics
+        if self.columnwise_source == "rowwise_dequantized":
+            column = stats.tensor_error(x.t(), self.columnwise, made.columnwise)
+        return {"rowwise": made.rowwise_statistics, "columnwise": column}
 
 
 def _operand(

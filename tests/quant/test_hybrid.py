@@ -8,6 +8,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.jobs.inputs import draw
+from hqsweep.ops.stats import tensor_error
 from hqsweep.quant import HybridQuantizer, flatten, unflatten
 
 KEY = RngKey(seed=0, slot="t", step=1)
@@ -106,3 +107,15 @@ def test_flatten_gives_everything_back():
     again = unflatten(tensors, pickle.loads(pickle.dumps(skeleton)))
     assert torch.equal(again.dequantize(), operand.dequantize()) and again.dtype == torch.bfloat16
     assert operand.nbytes == 16 * 16 + 16 * 2 + 4
+
+
+def test_statistics_are_errors_against_the_original_values_in_both_directions():
+    x = draw("normal", 64, 96)
+    for text in ("nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized", "bf16|nvfp4"):
+        quantizer = HybridQuantizer.parse(text)
+        made, rows = quantizer.quantize(x), quantizer.statistics(x)
+        for direction, source in (("rowwise", x), ("columnwise", x.t())):
+            operand = getattr(made, direction)
+            wanted = tensor_error(source, operand.format, operand.buffers)
+            assert rows[direction]["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=1e-3)
+            assert rows[direction]["scale_max"] == pytest.approx(wanted["scale_max"], nan_ok=True)
