@@ -201,6 +201,12 @@ void bind_cuda(py::module_& m) {
                         exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
                         static_cast<hq::Dtype>(out_dtype), stream);
   }, HQ_DECODE_ARGS, "stream"_a = 0, "dequantize_cpu on the current GPU.");
+  m.def("scale_product_cuda", [](uintptr_t product, uintptr_t factor, int64_t rows, int64_t cols, int row_step,
+                                 int col_step, uintptr_t out, int out_dtype, uintptr_t stream) {
+    hq::scale_product_cuda(pointer<float>(product), pointer<float>(factor), rows, cols, row_step, col_step,
+                           pointer<void>(out), static_cast<hq::Dtype>(out_dtype), stream);
+  }, "product"_a, "factor"_a, "rows"_a, "cols"_a, "row_step"_a, "col_step"_a, "out"_a, "out_dtype"_a, "stream"_a = 0,
+     "A GEMM's fp32 product times a factor, one or per row or per column, rounded to the output's dtype.");
   m.def("cuda_device_count", &hq::cuda_device_count, "Visible GPUs; 0 without a driver.");
 }
 #endif

@@ -104,6 +104,9 @@ void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_
 void quantize_cuda(const Call& call, uintptr_t stream);
 void find_amax_cuda(const Call& call, uintptr_t stream);
 void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
+// out[r, c] = fl(product[r, c] * factor[r * row_step + c * col_step]), rounded to out_dtype; out may be product.
+void scale_product_cuda(const float* product, const float* factor, int64_t rows, int64_t cols, int row_step,
+                        int col_step, void* out, Dtype out_dtype, uintptr_t stream);
 int cuda_device_count();
 #endif
 

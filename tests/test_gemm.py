@@ -131,3 +131,13 @@ def test_gpu_product_leaves_torchs_setting_alone():
     a = ExactOperand(torch.ones(16, 16, device="cuda", dtype=torch.bfloat16))
     assert mm_t(a, a, out_dtype=torch.bfloat16).eq(16).all()
     assert matmul.allow_bf16_reduced_precision_reduction == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(64, 128), (33, 70), (1, 8), (0, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gpu_epilogue_is_torchs_product_rounded_once(shape, dtype):
+    product = torch.randn(shape, device="cuda")
+    for factor in (torch.full((1, 1), 0.3), torch.rand(shape[0], 1), torch.rand(shape[1], 1).t()):
+        factor = factor.cuda()
+        assert torch.equal(torch.ops.hqsweep.scale_product(product, factor, dtype), (product * factor).to(dtype))

@@ -1,4 +1,4 @@
-"""The compiled extension as torch operators: hqsweep::quantize, find_amax_ and dequantize, on CPU and CUDA.
+"""The compiled extension as torch operators: hqsweep::quantize, find_amax_, dequantize, and on CUDA scale_product.
 
 The extension does not link to torch (one build serves every torch), so this is the only place where tensors become
 addresses. Bytes equal the reference's; tests and the parity job hold that. Formats travel as their canonical text. Work
@@ -169,6 +169,21 @@ _library.define(
 _library.define("dequantize(Tensor[] buffers, str format, int rows, int cols, bool exact, ScalarType dtype) -> Tensor")
 
 
+_library.define("scale_product(Tensor product, Tensor factor, ScalarType dtype) -> Tensor")
+
+
+def _scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """fl(product * factor) in dtype; product float32 [m, n], factor float32 [1, 1], [m, 1] or [1, n]."""
+    out = torch.empty_like(product, dtype=dtype)
+    steps = tuple(0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
+    index = product.device.index
+    with torch.cuda.device(index):
+        extension().scale_product_cuda(
+            product.data_ptr(), factor.data_ptr(), *product.shape, *steps, out.data_ptr(), DTYPES[dtype], _stream(index)
+        )
+    return out
+
+
 def _call(name: str, x: Tensor, row, column, dequantized: bool) -> None:
     matrix = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), row, column, dequantized)
     if x.device.type == "cpu":
@@ -259,7 +274,11 @@ for _device in ("CPU", "CUDA"):
     _library.impl("quantize", _quantize, _device)
     _library.impl("find_amax_", _find_amax, _device)
     _library.impl("dequantize", _dequantize, _device)
+_library.impl("scale_product", _scale_product, "CUDA")
 register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
+register_fake(
+    "hqsweep::scale_product", lambda product, factor, dtype: torch.empty_like(product, dtype=dtype), lib=_library
+)
 register_fake("hqsweep::find_amax_", lambda *_: None, lib=_library)
 register_fake(
     "hqsweep::dequantize",
