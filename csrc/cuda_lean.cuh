@@ -148,7 +148,8 @@ __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& fr
     if (kNvfp4<kKind> && spec.rht) transform_group<Order, Bf16>(spec, words);
     float amax[per_group] = {};
     bool nan = false;
-    if (four || kKind != Kind::current) nan = group_amax<Order, Bf16>(words, amax);
+    // Current scaling has its amax; only decoding minds a NaN there.
+    if (kKind != Kind::current || to.exact || replace) nan = group_amax<Order, Bf16>(words, amax);
 #pragma unroll 1
     for (int k = 0; k < per_group; ++k) {
       const int q = h * per_group + k;
@@ -180,9 +181,7 @@ __device__ __forceinline__ void encode_lean(const Direction& to, const Frame& fr
         encode_eight(x, scale.encode, spec.element, facts, codes);
       }
       if (to.codes) store_words<kCodeWords<four>>(to.codes + (four ? offset / 2 : offset), codes);
-      // Current scaling has not looked for a NaN, which only decoding minds.
-      if (to.exact || replace)
-        use_values<Order, four>(to, facts, offset, q, codes, scale, nan || kKind == Kind::current, tile, replace);
+      if (to.exact || replace) use_values<Order, four>(to, facts, offset, q, codes, scale, nan, tile, replace);
     }
   }
 }
