@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand, Format, Fp8Block, Identity
-from hqsweep.ops import kernel
+from hqsweep.ops.plan import DTYPES, has_kernels
 from hqsweep.quant.operand import Operand
 
 
@@ -107,7 +107,7 @@ def _epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torc
 
 def _scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype) -> Tensor:
     """fl(product * factor) rounded to out_dtype, in one pass."""
-    if product.is_cuda and isinstance(factor, Tensor) and kernel.has_cuda() and out_dtype in kernel.DTYPES:
+    if product.is_cuda and isinstance(factor, Tensor) and has_kernels("cuda") and out_dtype in DTYPES:
         return torch.ops.hqsweep.scale_product(product, factor, out_dtype)
     if product.dtype == out_dtype:
         return product.mul_(factor)

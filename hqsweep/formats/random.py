@@ -7,7 +7,6 @@ and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: 
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,9 +33,15 @@ class RngKey:
         return self.seed & _MASK, _slot_word(self.slot)
 
 
-@cache
+_SLOT_WORDS: dict[str, int] = {}
+
+
+@torch.compiler.assume_constant_result
 def _slot_word(slot: str) -> int:
-    return int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
+    word = _SLOT_WORDS.get(slot)
+    if word is None:
+        word = _SLOT_WORDS[slot] = int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
+    return word
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """parity: is the arithmetic what it claims to be? Every check compares bytes, and a row holds the first that differs.
 
-kernel   compiled kernel against the torch reference, both directions in one call: codes, scales, amaxes (found and
-         given), exact operands, decoded values; on a GPU also the reference and the kernel there, against the CPU's
+kernel   both directions in one call: codes, scales, amaxes (found and given), exact operands, decoded values. Its rows
+         are named cpu, for the kernel against the torch reference, and on a GPU reference and cuda, for the reference
+         and the kernel there against the same bytes
+statistics  what is gathered while quantizing: counts exactly, sums up to the rounding of float32
 pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
 vanilla  Linear with one format in both directions against its GEMMs composed by hand
 routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
@@ -19,16 +21,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Block, Fp8Current, RngKey, parse
+from hqsweep.formats import NVFP4, ExactOperand, Format, RngKey, parse
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.compare_bytes import row, skip
 from hqsweep.jobs.inputs import draw
+from hqsweep.jobs.outcomes import gathered, outcomes, same_up_to_rounding
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
-from hqsweep.ops import kernel, quantize
+from hqsweep.ops import kernel
 from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.request import SOURCES
 from hqsweep.quant import HybridQuantizer
-from hqsweep.quant.hybrid import SOURCES
 from hqsweep.quant.recipe import LinearQuantizers
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, pick_device, save_checkpoint
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 Rows = Iterator[dict[str, object]]
 KEY = RngKey(seed=1, slot="parity", step=3)
+STATISTICS_SHAPE = (208, 304)
 TRAINING_RECIPES = {
     "bf16": "bf16",
     "mxfp8": "mxfp8",
@@ -73,45 +77,27 @@ def kernel_check(config: "ParityConfig", device: torch.device) -> Rows:
 
 def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> Rows:
     if not kernel.supports(x, format):
-        yield skip("kernel", str(format), case, "no compiled kernel: the reference is what runs")
+        yield skip("cpu", str(format), case, "no compiled kernel: the reference is what runs")
         return
-    expected = _all_results(format, x, "reference")
-    yield row("kernel", str(format), case, _pairs(expected, _all_results(format, x, "kernel")))
+    expected = outcomes(format, x, KEY, "reference")
     if device.type == "cuda":
-        for name in ("reference", "kernel"):
-            actual = _all_results(format, x.to(device), name)
-            yield row(f"cuda {name}", str(format), case, {k: (t, actual[k].cpu()) for k, t in expected.items()})
+        again = outcomes(format, x.to(device), KEY, "reference")
+        yield row("reference", str(format), case, _cpu_pairs(expected, again))
+    yield row("cpu", str(format), case, _pairs(expected, outcomes(format, x, KEY, "kernel")))
+    if device.type == "cuda":
+        yield row("cuda", str(format), case, _cpu_pairs(expected, outcomes(format, x.to(device), KEY, "kernel")))
 
 
-def _all_results(format: Format, x: Tensor, backend: str) -> dict[str, Tensor]:
-    """Codes, scales, amaxes and exact matrices of both directions in one call each, with found and with given amaxes,
-    and what decoding the codes gives."""
-    options = {"rowwise_key": KEY, "columnwise_key": KEY, "backend": backend}
-    made = quantize.quantize(x, format, format, **options)
-    exact = quantize.quantize(x, format, format, rowwise_output="exact", columnwise_output="exact", **options)
-    amaxes = {}
-    if isinstance(format, (NVFP4, Fp8Current)):
-        name = "g" if isinstance(format, NVFP4) else "s"
-        for direction, matrix in (("rowwise", x), ("columnwise", x.t())):
-            amaxes[f"{direction}_grid"] = {name: format.grid(matrix)[name] * 2}
-    given = quantize.quantize(x, format, format, **amaxes, **options)
-    results = {}
-    for direction, shape in (("rowwise", tuple(x.shape)), ("columnwise", tuple(x.shape)[::-1])):
-        buffers = getattr(made, direction)
-        results |= {f"{direction} {name}": tensor for name, tensor in buffers.items()}
-        results |= {f"{direction} {name}, given amax": t for name, t in getattr(given, direction).items()}
-        decoded = quantize.dequantize(buffers, format, shape, x.dtype, backend)
-        again = quantize.exact_operand_of(buffers, format, shape, backend)
-        results[f"{direction} dequantized"] = _one_nan(decoded)
-        results[f"{direction} exact operand"] = _exact_matrix(getattr(exact, direction), format)
-        results[f"{direction} exact operand of codes"] = _exact_matrix(again, format)
-    return results
-
-
-def _exact_matrix(operand: ExactOperand, format: Format) -> Tensor:
-    """float32, as the CPU has it, or rounded to the bfloat16 of the others where the format fits it."""
-    fits = not (isinstance(format, Fp8Block) and not format.pow2)
-    return _one_nan(operand.matrix.bfloat16().float() if fits else operand.matrix)
+def statistics_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Each format over every distribution, on a matrix of six tiles of sums that ends in partial ones."""
+    for format in _formats(config):
+        for distribution in config.parity.distributions:
+            x = draw(distribution, *STATISTICS_SHAPE, config.seed).to(device)
+            if not kernel.supports(x, format):
+                yield skip("statistics", str(format), distribution, "no compiled kernel: the reference is what runs")
+                continue
+            expected, actual = (gathered(format, x, KEY, backend) for backend in ("reference", "kernel"))
+            yield row("statistics", str(format), distribution, same_up_to_rounding(expected, actual))
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -178,7 +164,8 @@ def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
                 second = b.encode(original.t(), None, column_key)
                 pairs = {f"rowwise {name}": (t, made.rowwise.buffers[name]) for name, t in first.items()}
                 pairs |= {f"columnwise {name}": (t, made.columnwise.buffers[name]) for name, t in second.items()}
-                yield row("pairs", str(quantizer), "both directions", pairs)
+                subject = f"{a}|{b}" if source == "original" else f"{a}|{b}@{source}"  # also where a is b
+                yield row("pairs", subject, "both directions", pairs)
 
 
 def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -238,9 +225,8 @@ def _problem(config: "ParityConfig", device: torch.device) -> tuple[Tensor, Tens
     return tuple(draw("heavy", *s, config.seed + i).clamp(-1e3, 1e3).to(device) for i, s in enumerate(shapes))
 
 
-def _one_nan(x: Tensor) -> Tensor:
-    """x with one bit pattern for every NaN: torch's float32 to bfloat16 has several, by device and vector width."""
-    return torch.where(x.isnan(), torch.nan, x)
+def _cpu_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: (expected[name], actual[name].cpu()) for name in expected}
 
 
 def _pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -253,6 +239,7 @@ def _formats(config: "ParityConfig") -> list[Format]:
 
 CHECKS: dict[str, Callable[["ParityConfig", torch.device], Rows]] = {
     "kernel": kernel_check,
+    "statistics": statistics_check,
     "vanilla": vanilla_check,
     "routing": routing_check,
     "pairs": pairs_check,

@@ -8,6 +8,7 @@ from hqsweep.quant import HybridQuantizer
 
 COLUMNS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
+    "row_sqnr_db_median", "row_sqnr_db_p5",
 )  # fmt: skip
 
 

@@ -1,159 +1,36 @@
 """The compiled extension as torch operators: hqsweep::quantize, find_amax_, dequantize, and on CUDA scale_product.
 
 The extension does not link to torch (one build serves every torch), so this is the only place where tensors become
-addresses. Bytes equal the reference's; tests and the parity job hold that. Formats travel as their canonical text. Work
-is enqueued on the current stream and nothing waits for it. Autograd is left to the modules.
+addresses. Bytes equal the reference's; tests and the parity job hold that. Formats travel as their canonical text, ""
+where a direction is not wanted. Work is enqueued on the current stream and nothing waits for it. Autograd is left to
+the modules.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import partial, wraps
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, parse
+from hqsweep.formats import Format
+from hqsweep.ops.plan import DTYPES, NO_KEY, Allocation, Plan, allocations, extension, has_kernels, plan, plan_of
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-TILE = 128
-"""Side of the tiles of X over which statistics are summed."""
+__all__ = ["extension", "supports"]
 
+try:  # what Inductor's code allocates by, on the current device: a third of torch.empty's time
+    from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
+except ImportError:
 
-@cache
-def extension():
-    """The compiled module hqsweep._C, or None when it was not built."""
-    try:
-        from hqsweep import _C
-    except ImportError:
-        return None
-    return _C
+    def _strided(device, size, stride, dtype):
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-
-@cache
-def spec_fields(format: Format) -> dict[str, object] | None:
-    """Keyword arguments of _C.Spec for a format, or None for one without a kernel (Identity)."""
-    match format:
-        case Fp8Current() | Fp8Block():
-            family = "current" if isinstance(format, Fp8Current) else "block"
-            given = {"family": family, "element": format.element_name, "pow2": format.pow2}
-            given |= {"amax_epsilon": format.amax_epsilon}
-        case MX():
-            given = {"family": "mx", "element": format.element_name, "scale_rounding": format.scale_rounding}
-        case NVFP4():
-            given = {"family": "nvfp4", "element": "e2m1", "fast_error": format.fast_error}
-            given |= {"four_over_six": format.error_mode if format.four_over_six else "none"}
-            given |= {"row_scaled": format.row_scaled, "rht": format.rht, "rht_sign": format.rht_signed}
-            given |= {"sr": format.sr, "e4m3_max": format.scale_max}
-        case _:
-            return None
-    return given | {"tile_rows": format.tile[0], "tile_cols": format.tile[1]}
-
-
-@cache
-def has_cuda() -> bool:
-    """Whether the extension was built, and with its CUDA kernels."""
-    return extension() is not None and extension().build_info()["cuda"]
-
-
-def takes(dtype: torch.dtype, device_type: str, *formats: Format | None) -> bool:
-    """Whether the kernels quantize that dtype there in these formats, None aside: all but Identity, on CPU and CUDA."""
-    if dtype not in DTYPES or any(f is not None and plan(f.text).spec is None for f in formats):
-        return False
-    return device_type == "cpu" or (device_type == "cuda" and has_cuda())
+    _empty_strided_cpu, _empty_strided_cuda = partial(_strided, "cpu"), partial(_strided, "cuda")
 
 
 def supports(x: Tensor, *formats: Format) -> bool:
-    """takes() for a tensor."""
-    return takes(x.dtype, x.device.type, *formats)
-
-
-def exact_dtype(format: Format, device_type: str) -> torch.dtype:
-    """dtype of the matrix that gemm=exact multiplies: float32 on CPU; on CUDA bfloat16, rounded to nearest even, and
-    float32 only for the format whose product needs it (fp8_block+fp32_scale)."""
-    needs_fp32 = device_type == "cpu" or (isinstance(format, Fp8Block) and not format.pow2)
-    return torch.float32 if needs_fp32 else torch.bfloat16
-
-
-class _Plan:
-    """All about a format's outputs that does not depend on the matrix; shapes are kept per matrix size."""
-
-    def __init__(self, text: str) -> None:
-        format = parse(text)
-        fields = spec_fields(format)
-        self.format = format
-        self.spec = extension().Spec(**fields) if fields and extension() else None
-        self.layout = format.layout
-        self.names = tuple(format.layout)
-        self.factor = next((n for n in format.layout if _is_factor(format, n)), None)
-        self.has_global = "g" in format.layout
-        self.needs_amax = isinstance(format, (Fp8Current, NVFP4))
-        self.needs_scratch = isinstance(format, Fp8Current)
-        self._outputs: dict[tuple, list[tuple]] = {}
-
-    def outputs(self, rows: int, cols: int, device: torch.device, exact: bool, statistics: bool) -> list[Tensor]:
-        """Uninitialised: the format's buffers, or the exact matrix and its factor; then sums and row errors."""
-        wanted = (rows, cols, device.type, exact, statistics)
-        if type(rows) is not int or type(cols) is not int:  # the symbols of a traced graph
-            found = self._outputs_of(*wanted)
-        elif (found := self._outputs.get(wanted)) is None:
-            found = self._outputs[wanted] = self._outputs_of(*wanted)
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in found]
-
-    def _outputs_of(self, rows: int, cols: int, device_type: str, exact: bool, statistics: bool) -> list[tuple]:
-        self.format.check_shape(rows, cols)
-        buffers = self.layout.values()
-        if exact:
-            made = [((rows, cols), exact_dtype(self.format, device_type))]
-            buffers = [self.layout[self.factor]] if self.factor else []
-        else:
-            made = []
-        made += [(b.shape(rows, cols), b.dtype) for b in buffers]
-        if statistics:
-            down, across = -(-rows // TILE), -(-cols // TILE)
-            made += [((down * across, 8), torch.float32), ((rows, across), torch.float32)]
-        return made
-
-    def direction(
-        self, made: list[Tensor], key: list[int], amax: Tensor | None, found: Tensor | None, exact: bool, stats: bool
-    ):
-        """The extension's Direction that writes to these outputs."""
-        sums, errors = (t.data_ptr() for t in made[-2:]) if stats else (0, 0)
-        amax_ptr = 0 if amax is None else amax.data_ptr()
-        found_ptr = 0 if found is None else found.data_ptr()
-        matrix = matrix_dtype = codes = scales = globals_ = 0
-        if exact:
-            matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
-            if self.factor == "g":
-                globals_ = made[1].data_ptr()
-            elif self.factor == "s":
-                scales = made[1].data_ptr()
-        else:
-            codes, scales = made[0].data_ptr(), made[1].data_ptr()
-            globals_ = made[2].data_ptr() if self.has_global else 0
-        if self.needs_amax and not amax_ptr and not found_ptr:
-            found_ptr = globals_
-        return _direction()(
-            self.spec, *key, amax_ptr, found_ptr, codes, scales, globals_, matrix, matrix_dtype, sums, errors
-        )
-
-
-@cache
-def _direction():
-    return extension().Direction
-
-
-@cache
-def plan(text: str) -> _Plan:
-    """The plan of a format's text; "" stands for a direction that is not wanted and has none."""
-    return _Plan(text)
-
-
-def _is_factor(format: Format, name: str) -> bool:
-    return name == "g" or (name == "s" and isinstance(format, Fp8Current))
-
-
-def _scratch(p: _Plan, amax: Tensor | None, device: torch.device) -> Tensor | None:
-    """Where a current scaling's amax is found: apart from its scale, which is written in the end."""
-    return torch.empty(1, dtype=torch.float32, device=device) if p.needs_scratch and amax is None else None
+    """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
+    return x.dtype in DTYPES and has_kernels(x.device.type) and all(plan_of(f).spec is not None for f in formats)
 
 
 _library = Library("hqsweep", "DEF")
@@ -167,115 +44,147 @@ _library.define(
     "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found) -> ()"
 )
 _library.define("dequantize(Tensor[] buffers, str format, int rows, int cols, bool exact, ScalarType dtype) -> Tensor")
-
-
 _library.define("scale_product(Tensor product, Tensor factor, ScalarType dtype) -> Tensor")
+
+
+# Arguments in the order of the schema.
+def _quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
+              statistics):  # fmt: skip
+    rows, cols = x.shape
+    made, kept, row, column, rest = [], [], None, None, (x.is_cuda, statistics)
+    if rowwise:
+        mine = _empty(x, allocations(rowwise, rows, cols, row_exact, row_amax is not None, *rest))
+        row = _direction(plan(rowwise), x, rows, mine, row_key, row_amax, row_exact, statistics, kept)
+        made += mine
+    if columnwise:
+        mine = _empty(x, allocations(columnwise, cols, rows, column_exact, column_amax is not None, *rest))
+        column = _direction(plan(columnwise), x, cols, mine, column_key, column_amax, column_exact, statistics, kept)
+        made += mine
+    call = extension().quantize_cuda if x.is_cuda else extension().quantize_cpu
+    _run(x, call, x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
+    return made
+
+
+def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax,
+                   column_amax, statistics):  # fmt: skip
+    rows, cols = x.shape
+    made, rest = [], (x.device.type == "cuda", statistics)
+    if rowwise:
+        made += plan(rowwise).allocations(rows, cols, row_exact, row_amax is not None, *rest)
+    if columnwise:
+        made += plan(columnwise).allocations(cols, rows, column_exact, column_amax is not None, *rest)
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in made]
+
+
+def _find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found):
+    rows, cols = x.shape
+    row = _finder(plan(rowwise), x, rows, row_key, row_amax, row_found) if rowwise else None
+    column = _finder(plan(columnwise), x, cols, NO_KEY, None, column_found) if columnwise else None
+    call = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
+    _run(x, call, x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
+
+
+def _dequantize(buffers, format, rows, cols, exact, dtype):
+    first, addresses = buffers[0], [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
+    (out,) = _empty(first, [((rows, cols), dtype)])
+    call = extension().dequantize_cuda if first.is_cuda else extension().dequantize_cpu
+    arguments = (plan(format).spec, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype])
+    if first.is_cuda:
+        _run(first, call, *arguments)
+    else:
+        call(*arguments, torch.get_num_threads())
+    return out
 
 
 def _scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """fl(product * factor) in dtype; product float32 [m, n], factor float32 [1, 1], [m, 1] or [1, n]."""
     out = torch.empty_like(product, dtype=dtype)
-    steps = tuple(0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
-    index = product.device.index
-    with torch.cuda.device(index):
-        extension().scale_product_cuda(
-            product.data_ptr(), factor.data_ptr(), *product.shape, *steps, out.data_ptr(), DTYPES[dtype], _stream(index)
-        )
+    steps = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
+    addresses = (product.data_ptr(), factor.data_ptr(), *product.shape, *steps, out.data_ptr())
+    _run(product, extension().scale_product_cuda, *addresses, DTYPES[dtype])
     return out
 
 
-def _call(name: str, x: Tensor, row, column, dequantized: bool) -> None:
-    matrix = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), row, column, dequantized)
-    if x.device.type == "cpu":
-        getattr(extension(), f"{name}_cpu")(*matrix, torch.get_num_threads(), "")
-        return
-    function = getattr(extension(), f"{name}_cuda")
-    index = x.device.index
-    if index == torch.cuda.current_device():
-        function(*matrix, _stream(index))
+def _empty(x: Tensor, wanted: list[Allocation]) -> list[Tensor]:
+    """Outputs on x's device, which is the current one."""
+    make = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    return [make(shape, (shape[1] or 1, 1), dtype) for shape, dtype in wanted]
+
+
+def _direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Tensor | None, exact: bool,
+               statistics: bool, kept: list[Tensor]):  # fmt: skip
+    """The extension's Direction that fills the tensors `made`; `kept` holds what it needs beside them until it ran."""
+    codes = scales = factor = matrix = matrix_dtype = found = given = sums = errors = 0
+    if exact:
+        matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
+        if p.amax_name == "g" and amax is None:
+            factor = made[1].data_ptr()
+        elif p.amax_name == "s":
+            scales = made[1].data_ptr()
     else:
-        with torch.cuda.device(index):
-            function(*matrix, _stream(index))
+        codes, scales = made[0].data_ptr(), made[1].data_ptr()
+        if p.amax_name == "g" and amax is None:
+            factor = made[2].data_ptr()
+    if statistics:
+        sums, errors = made[-2].data_ptr(), made[-1].data_ptr()
+    if amax is not None:
+        p.check_amax("given amax", amax, rows, x)
+        given = amax.data_ptr()
+    elif p.amax_name == "s":  # found apart from the scale, which takes its buffer in the end
+        kept += _empty(x, [((1, 1), torch.float32)])
+        found = kept[-1].data_ptr()
+    else:
+        found = factor
+    return extension().Direction(p.spec, *key, given, found, codes, scales, factor, matrix, matrix_dtype, sums, errors)
 
 
-def _stream(index: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(index)  # what current_stream() wraps in an object, at a tenth of its time
+def _finder(p: Plan, x: Tensor, rows: int, key, amax: Tensor | None, found: Tensor | None):
+    """The Direction that only finds a global amax."""
+    p.check_amax("given amax", amax, rows, x)
+    p.check_amax("found amax", found, rows, x)
+    return extension().Direction(p.spec, *key, *(0 if t is None else t.data_ptr() for t in (amax, found)))
 
 
-def _quantize(
-    x, rowwise, columnwise, dequantized, rowwise_exact, columnwise_exact, rowwise_key, columnwise_key, rowwise_amax,
-    columnwise_amax, statistics,
-):  # fmt: skip
-    made, row, column, kept = [], None, None, []
-    rows, cols = x.shape
-    if rowwise:
-        p = plan(rowwise)
-        mine = p.outputs(rows, cols, x.device, rowwise_exact, statistics)
-        kept.append(_scratch(p, rowwise_amax, x.device))
-        row = p.direction(mine, rowwise_key, rowwise_amax, kept[-1], rowwise_exact, statistics)
-        made += mine
-    if columnwise:
-        p = plan(columnwise)
-        mine = p.outputs(cols, rows, x.device, columnwise_exact, statistics)
-        kept.append(_scratch(p, columnwise_amax, x.device))
-        column = p.direction(mine, columnwise_key, columnwise_amax, kept[-1], columnwise_exact, statistics)
-        made += mine
-    _call("quantize", x, row, column, dequantized)
-    return made
-
-
-def _quantize_fake(
-    x, rowwise, columnwise, dequantized, rowwise_exact, columnwise_exact, rowwise_key, columnwise_key, rowwise_amax,
-    columnwise_amax, statistics,
-):  # fmt: skip
-    rows, cols = x.shape
-    made = plan(rowwise).outputs(rows, cols, x.device, rowwise_exact, statistics) if rowwise else []
-    if columnwise:
-        made += plan(columnwise).outputs(cols, rows, x.device, columnwise_exact, statistics)
-    return made
-
-
-def _find_amax(
-    x, rowwise, columnwise, dequantized, rowwise_key, rowwise_amax, rowwise_found, columnwise_found
-):  # fmt: skip
-    def direction(text: str, amax: Tensor | None, found: Tensor | None):
-        if not text:
-            return None
-        pointers = (0 if t is None else t.data_ptr() for t in (amax, found))
-        return extension().Direction(plan(text).spec, *rowwise_key, *pointers)
-
-    row = direction(rowwise, rowwise_amax, rowwise_found)
-    _call("find_amax", x, row, direction(columnwise, None, columnwise_found), dequantized)
-
-
-def _dequantize(buffers, format, rows, cols, exact, dtype):
-    p = plan(format)
-    pointers = [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
-    out = torch.empty((rows, cols), dtype=dtype, device=buffers[0].device)
-    if out.device.type == "cpu":
-        threads = torch.get_num_threads()
-        extension().dequantize_cpu(p.spec, rows, cols, *pointers, exact, out.data_ptr(), DTYPES[dtype], threads)
-        return out
-    with torch.cuda.device(out.device):
-        stream = _stream(out.device.index)
-        extension().dequantize_cuda(p.spec, rows, cols, *pointers, exact, out.data_ptr(), DTYPES[dtype], stream)
-    return out
+def _run(x: Tensor, call: Callable, *arguments) -> None:
+    """On the current stream, or on torch's threads by the best instruction set."""
+    if x.is_cuda:
+        # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
+        call(*arguments, torch._C._cuda_getCurrentRawStream(x.get_device()))
+    else:
+        call(*arguments, torch.get_num_threads(), "")
 
 
 def quantize(x: Tensor, *arguments) -> list[Tensor]:
-    """hqsweep::quantize. Outside a traced graph the function behind the operator is called at once: dispatch costs more
-    than the launch, and there is nothing to record (no gradient flows through codes)."""
-    if type(x) is Tensor and not torch.compiler.is_compiling():
-        return _quantize(x, *arguments)
-    return torch.ops.hqsweep.quantize(x, *arguments)
+    """hqsweep::quantize. Outside of traced graphs and dispatch modes the function behind the operator is called at
+    once: dispatch costs more than the launch, and there is nothing to record (no gradient flows through codes)."""
+    plain = type(x) is Tensor and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    if plain and (x.is_cpu or x.is_cuda):
+        return (_quantize if x.is_cpu else _quantize_on_cuda)(x, *arguments)
+    return torch.ops.hqsweep.quantize.default(x, *arguments)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("quantize", _quantize, _device)
-    _library.impl("find_amax_", _find_amax, _device)
-    _library.impl("dequantize", _dequantize, _device)
-_library.impl("scale_product", _scale_product, "CUDA")
+def _on_its_device(function: Callable) -> Callable:
+    """function(tensor or tensors, ...) with the tensor's device as the current one."""
+
+    @wraps(function)
+    def guarded(first, *others):
+        device = (first[0] if isinstance(first, list) else first).get_device()
+        if device == torch.cuda.current_device():
+            return function(first, *others)
+        with torch.cuda.device(device):
+            return function(first, *others)
+
+    return guarded
+
+
+_quantize_on_cuda = _on_its_device(_quantize)
+_library.impl("quantize", _quantize, "CPU")
+_library.impl("quantize", _quantize_on_cuda, "CUDA")
+for _name, _function in {"find_amax_": _find_amax, "dequantize": _dequantize}.items():
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _on_its_device(_function), "CUDA")
 register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
+_library.impl("scale_product", _on_its_device(_scale_product), "CUDA")
 register_fake(
     "hqsweep::scale_product", lambda product, factor, dtype: torch.empty_like(product, dtype=dtype), lib=_library
 )

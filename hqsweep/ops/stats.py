@@ -3,70 +3,131 @@
 sqnr_db        10 log10(sum x^2 / sum (x - Qx)^2)
 rel_l2         sqrt(sum (x - Qx)^2 / sum x^2)
 cosine         <x, Qx> / (|x| |Qx|)
+amax           largest |x|; a NaN does not count
 underflow_pct  share of non-zero x with Qx = 0, in percent
 saturation_pct share of x more than 2^-8 beyond the largest value its block can hold, in percent
 scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
+row_sqnr_db_*  median and 5th percentile of the rows' own SQNR, rows of zeros left out
+
+Sums over tiles of 128 x 128 elements are gathered in float32 by the kernels while they quantize, and in float64 by
+gather(), the reference; both are added in float64. With squares beyond float32 the kernels' ratios are NaN.
 """
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
 from hqsweep.formats.base import expand_tiles
+from hqsweep.ops.plan import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
 """Rounding of scales puts a block's own amax up to an ulp above the top code; that is not counted as saturation."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Statistics:
+    """What was gathered about one operand. The tensors stay on the device until row() reads them."""
+
+    sums: Tensor
+    """[tiles of X in row-major order, 8]: x^2, error^2, q^2, amax, counts of non-zero, lost, saturated; unused."""
+    row_errors: Tensor
+    """[operand rows, tiles across]: sums of (x - Qx)^2 over 128 elements of a row."""
+    elements: int
+    x: Tensor | None
+    """What was quantized, in the operand's orientation: read once more for the power of each row, so unchanged. None
+    for an operand made from decoded values, which nobody holds; its rows' SQNR is NaN."""
+    format: Format
+    buffers: Buffers | None
+    """For the scales, which are NaN without."""
+
+    def row(self) -> dict[str, float]:
+        """All statistics; waits for the device."""
+        x2, error2, q2, amax, nonzero, lost, saturated, _ = self._totals()
+        scales = None if self.buffers is None else self.format.value_scales(self.buffers)
+        return {
+            **_ratios(x2, error2, q2, (x2 + q2 - error2) / 2, amax),
+            "underflow_pct": 100.0 * lost / max(nonzero, 1),
+            "saturation_pct": 100.0 * saturated / max(self.elements, 1),
+            **_scale_range(scales),
+            **_row_quantiles(self.x, self.row_errors),
+        }
+
+    def _totals(self) -> list[float]:
+        totals = self.sums.double().sum(dim=0)
+        if self.sums.shape[0]:
+            totals[3] = self.sums[:, 3].max()
+        return totals.tolist()
+
+
 def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
     """sqnr_db, rel_l2, cosine and amax (of expected) for two tensors of one shape, summed in float64."""
     x, q = expected.double().flatten(), actual.double().flatten()
-    power, error, norm = (x @ x).item(), (x - q).square().sum().item(), math.sqrt((q @ q).item())
-    return {
-        "sqnr_db": _decibel(power, error),
-        "rel_l2": math.sqrt(error / power) if power else math.nan,
-        "cosine": (x @ q).item() / (math.sqrt(power) * norm) if power and norm else math.nan,
-        "amax": expected.abs().max().item() if expected.numel() else 0.0,
-    }
+    sums = ((x @ x), (x - q).square().sum(), (q @ q), (x @ q), _magnitude(x).max() if x.numel() else x.new_zeros(()))
+    return _ratios(*(s.item() for s in sums))
 
 
 def tensor_error(x: Tensor, format: Format, buffers: Buffers) -> dict[str, float]:
     """All statistics of buffers = encode(x), with x [rows, cols] in the operand's own orientation."""
+    return gather(x, format, buffers).row()
+
+
+def gather(
+    x: Tensor,
+    format: Format,
+    buffers: Buffers,
+    *,
+    columns: bool = False,
+    keep_buffers: bool = True,
+    keep_x: bool = True,
+) -> Statistics:
+    """Statistics of buffers = encode(x) by torch alone. columns: x is X.T, and the order of tiles is that of X."""
     shape = tuple(x.shape)
     basis, decoded = format.basis(x), format.decode(buffers, shape)
-    nonzero = basis != 0
-    lost = (nonzero & (decoded == 0)).sum().item()
-    return output_error(basis, decoded) | {
-        "underflow_pct": 100.0 * lost / max(nonzero.sum().item(), 1),
-        **_scale_statistics(basis, format, buffers),
-    }
+    magnitude, nonzero = _magnitude(basis), basis != 0
+    scale = format.value_scales(buffers)
+    limit = torch.inf
+    if scale is not None:
+        limit = expand_tiles(scale, shape, *format.tile) * (format.element.max * SATURATION_MARGIN)
+    error2 = (basis.double() - decoded.double()).square()
+    summed = (basis.double().square(), error2, decoded.double().square())
+    counted = (nonzero, nonzero & (decoded == 0), magnitude > limit)
+    parts = [_by_tile(t).sum(dim=(1, 3)) for t in summed] + [_by_tile(magnitude.double()).amax(dim=(1, 3))]
+    parts += [_by_tile(t.double()).sum(dim=(1, 3)) for t in counted]
+    sums = torch.stack([*parts, torch.zeros_like(parts[0])], dim=-1)
+    if columns:
+        sums = sums.transpose(0, 1)
+    return Statistics(
+        sums=sums.flatten(0, 1),
+        row_errors=_by_row(error2),
+        elements=x.numel(),
+        x=x if keep_x else None,
+        format=format,
+        buffers=buffers if keep_buffers else None,
+    )
 
 
-def from_sums(sums: Tensor, elements: int, format: Format, buffers: Buffers | None) -> dict[str, float]:
-    """The same from what kernels gather while they quantize `elements` of them, added in float64.
+def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:
+    """NaN (a statistic that does not exist) as None, for JSON rows."""
+    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
-    sums: float32 [tiles, 8] over tiles of 128 x 128: x^2, error^2, q^2, amax, counts of non-zero, lost and saturated
-    elements. buffers: for the scales; None (exact output) leaves these out as NaN.
-    """
-    x2, error2, q2, _, nonzero, lost, saturated, _ = sums.double().sum(dim=0).tolist()
+
+def _ratios(x2: float, error2: float, q2: float, dot: float, amax: float) -> dict[str, float]:
+    norms = math.sqrt(x2) * math.sqrt(q2)
     return {
         "sqnr_db": _decibel(x2, error2),
         "rel_l2": math.sqrt(error2 / x2) if x2 else math.nan,
-        "cosine": (x2 + q2 - error2) / (2 * math.sqrt(x2 * q2)) if x2 and q2 else math.nan,
-        "amax": sums[:, 3].max().item() if sums.numel() else 0.0,
-        "underflow_pct": 100.0 * lost / max(nonzero, 1),
-        "saturation_pct": 100.0 * saturated / max(elements, 1),
-        **_scale_range(None if buffers is None else format.value_scales(buffers)),
+        "cosine": dot / norms if norms else math.nan,
+        "amax": amax,
     }
 
 
-def _scale_statistics(basis: Tensor, format: Format, buffers: Buffers) -> dict[str, float]:
-    scale = format.value_scales(buffers)
-    if scale is None:
-        return {"saturation_pct": 0.0} | _scale_range(None)
-    limit = expand_tiles(scale, tuple(basis.shape), *format.tile) * (format.element.max * SATURATION_MARGIN)
-    return {"saturation_pct": 100.0 * (basis.abs() > limit).double().mean().item()} | _scale_range(scale)
+def _decibel(power: float, error: float) -> float:
+    if not power or not math.isfinite(power + error):
+        return math.nan
+    return 10 * math.log10(power / error) if error else math.inf
 
 
 def _scale_range(scale: Tensor | None) -> dict[str, float]:
@@ -79,12 +140,36 @@ def _scale_range(scale: Tensor | None) -> dict[str, float]:
     }
 
 
-def _decibel(power: float, error: float) -> float:
-    if error == 0:
-        return math.inf
-    return 10 * math.log10(power / error) if power else math.nan
+def _row_quantiles(x: Tensor | None, row_errors: Tensor) -> dict[str, float]:
+    """The transform of +rht keeps the power of a row, which is therefore that of x."""
+    if x is None:
+        return dict.fromkeys(("row_sqnr_db_median", "row_sqnr_db_p5"), math.nan)
+    power = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
+    ratio = 10 * torch.log10(power / row_errors.double().sum(dim=1))
+    ratio = ratio[(power > 0) & ~ratio.isnan()].sort().values
+    place = {"median": 0.5, "p5": 0.05}
+    last = ratio.numel() - 1
+    return {f"row_sqnr_db_{n}": ratio[int(q * last)].item() if last >= 0 else math.nan for n, q in place.items()}
 
 
-def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:
-    """NaN (a statistic that does not exist) as None, for JSON rows."""
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+def _magnitude(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), 0.0, x.abs())
+
+
+def _tiles(size: int) -> int:
+    return -(-size // TILE)
+
+
+def _by_tile(x: Tensor) -> Tensor:
+    """[rows, cols] -> [tiles down, 128, tiles across, 128], zeros beyond the edges."""
+    rows, cols = x.shape
+    down, across = _tiles(rows), _tiles(cols)
+    return torch.nn.functional.pad(x.double(), (0, across * TILE - cols, 0, down * TILE - rows)).view(
+        down, TILE, across, TILE
+    )
+
+
+def _by_row(error2: Tensor) -> Tensor:
+    rows, cols = error2.shape
+    across = _tiles(cols)
+    return torch.nn.functional.pad(error2, (0, across * TILE - cols)).view(rows, across, TILE).sum(dim=2)

@@ -15,14 +15,13 @@ from torch import Tensor
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import NVFP4, ExactOperand, Format, Identity, RngKey, parse
 from hqsweep.ops import quantize as ops
-from hqsweep.ops import stats
+from hqsweep.ops.request import SOURCES, Output
+from hqsweep.ops.stats import gather
 from hqsweep.quant.operand import HybridOperand, Operand
 
-SOURCES = ("original", "rowwise_dequantized")
 FIELDS = ("rowwise", "columnwise", "columnwise_source")
 DIRECTIONS = ("rowwise", "columnwise")
 Direction = Literal["rowwise", "columnwise"]
-Output = ops.Output
 
 
 @dataclass(frozen=True)
@@ -99,31 +98,32 @@ class HybridQuantizer:
             columnwise_source=self.columnwise_source if columnwise else "original",
             rowwise_output=rowwise or "codes",
             columnwise_output=columnwise or "codes",
-            rowwise_key=_slot(key, "rowwise"),
-            columnwise_key=_slot(key, "columnwise"),
+            rowwise_key=_slot(key, self.rowwise, "rowwise"),
+            columnwise_key=_slot(key, self.columnwise, "columnwise"),
         )
         shape = tuple(x.shape)
         row = _operand(made.rowwise, self.rowwise, shape, x.dtype) if rowwise else None
         return HybridOperand(rowwise=row, columnwise=_operand(made.columnwise, self.columnwise, shape[::-1], x.dtype))
 
-    def statistics(self, x: Tensor, key: RngKey | None = None) -> dict[str, dict[str, float]]:
-        """Error rows of ops.stats for both directions of x [rows, cols], gathered while it is quantized.
+    def statistics(self, x: Tensor, key: RngKey | None = None) -> dict[Direction, dict[str, float]]:
+        """Rows of ops.stats for both directions of x [rows, cols], gathered in the pass that quantizes it.
 
-        Errors are against the original values, also with rowwise_dequantized: that column is compared again, decoded.
+        Errors are against the values of x. The pass compares an operand with what it is made from, so that with
+        rowwise_dequantized the columnwise one is decoded and compared again.
         """
         made = ops.quantize(
             x,
             self.rowwise,
             self.columnwise,
             columnwise_source=self.columnwise_source,
-            rowwise_key=_slot(key, "rowwise"),
-            columnwise_key=_slot(key, "columnwise"),
+            rowwise_key=_slot(key, self.rowwise, "rowwise"),
+            columnwise_key=_slot(key, self.columnwise, "columnwise"),
             statistics=True,
         )
         column = made.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
-            column = stats.tensor_error(x.t(), self.columnwise, made.columnwise)
-        return {"rowwise": made.rowwise_statistics, "columnwise": column}
+            column = gather(x.t(), self.columnwise, made.columnwise)
+        return {"rowwise": made.rowwise_statistics.row(), "columnwise": column.row()}
 
 
 def _operand(
@@ -143,5 +143,6 @@ def _without_rht(format: Format) -> Format:
     return replace(format, rht=False, rht_signed=True) if isinstance(format, NVFP4) else format
 
 
-def _slot(key: RngKey | None, direction: Direction) -> RngKey | None:
-    return replace(key, slot=f"{key.slot}/{direction}") if key else None
+def _slot(key: RngKey | None, format: Format, direction: Direction) -> RngKey | None:
+    """The key of one direction, where its format draws random bits."""
+    return replace(key, slot=f"{key.slot}/{direction}") if key and getattr(format, "sr", False) else None

@@ -19,7 +19,8 @@ from hqsweep.sweep.store import NOT_IN_ID, RunDir
 
 METRIC_COLUMNS = ["step", "metric", "value"]
 STATS_COLUMNS = ["step", "layer", "tensor", "direction", "format", "sqnr_db", "rel_l2", "cosine", "amax",
-                 "underflow_pct", "saturation_pct", "scale_min", "scale_max"]  # fmt: skip
+                 "underflow_pct", "saturation_pct", "scale_min", "scale_max", "row_sqnr_db_median",
+                 "row_sqnr_db_p5"]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def test_every_check_passes(check, tmp_path):
     rows = run(check, tmp_path=tmp_path)
     assert [r for r in rows if r["status"] == "FAIL"] == []
     assert sum(r["status"] == "PASS" and r["total"] > 0 for r in rows) >= 5
-    assert {r["check"] for r in rows} == {check}
+    assert {r["check"] for r in rows} == {"cpu" if check == "kernel" else check}
 
 
 def test_routing_covers_all_ordered_pairs(tmp_path):
@@ -57,6 +57,25 @@ def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):
     assert {r["subject"] for r in failed} == {"mxfp8"} and len(failed) == 4
     assert failed[0]["first_index"] == "rowwise q[3, 5]"
     assert int(failed[0]["got"], 16) ^ int(failed[0]["expected"], 16) == 1
+
+
+def test_a_wrong_count_or_sum_in_the_statistics_is_found(tmp_path, monkeypatch):
+    right, change = kernel.quantize, {}
+
+    def wrong(x, rowwise, *arguments):
+        made = right(x, rowwise, *arguments)
+        sums = [t for t in made if t.shape[-1] == 8 and t.dtype == torch.float32]
+        if rowwise == "mxfp8" and sums:
+            sums[0][0, change["entry"]] = sums[0][0, change["entry"]] * change["factor"] + change["more"]
+        return made
+
+    monkeypatch.setattr(kernel, "quantize", wrong)
+    for change["entry"], change["factor"], change["more"] in ((5, 1, 1), (1, 1.001, 0)):
+        failed = [r for r in run("statistics", tmp_path=tmp_path) if r["status"] == "FAIL"]
+        assert {r["subject"] for r in failed} == {"mxfp8"} and failed[0]["mismatches"] == 1
+        assert failed[0]["first_index"].startswith("rowwise ")
+    change.update(entry=1, factor=1 + 1e-7, more=0)
+    assert not any(r["status"] == "FAIL" for r in run("statistics", tmp_path=tmp_path))
 
 
 def test_a_gradient_from_the_wrong_direction_is_found(tmp_path, monkeypatch):

@@ -61,12 +61,33 @@ def test_the_operators_compile_without_a_break(pair):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def test_quantize_compiles_with_breaks():
-    row, column = parse("mxfp8"), parse("nvfp4+sr")
-    x = draw("heavy", 64, 160)
-    expected, actual = both_and_back(x, row, column), torch.compile(both_and_back, backend="eager")(x, row, column)
-    for a, b in zip(expected[0] + expected[1], actual[0] + actual[1], strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+@pairs
+def test_quantize_and_dequantize_compile_in_one_graph(pair):
+    """Keys, errors and plans are worked out while tracing; another step is another graph."""
+    torch.compiler.reset()
+    row, column = (parse(text) for text in pair)
+    compiled = torch.compile(both_and_back, fullgraph=True, backend="aot_eager")
+    for rows in (64, 96, 32):
+        x = draw("heavy", rows, 160)
+        expected, actual = both_and_back(x, row, column), compiled(x, row, column)
+        for a, b in zip(expected[0] + expected[1], actual[0] + actual[1], strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        assert expected[2] == actual[2]
+
+
+def test_a_dispatch_mode_sees_the_operator():
+    """Outside of traced graphs the operator is bypassed; modes that record or fake operators must not miss it."""
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    names, x = [], draw("heavy", 32, 64)
+    expected = quantize(x, parse("mxfp8"), None).rowwise
+    with Seen():
+        made = quantize(x, parse("mxfp8"), None).rowwise
+    assert names == ["hqsweep::quantize"] and all(torch.equal(made[n], expected[n]) for n in expected)
 
 
 def test_find_amax_raises_what_stands_there():
@@ -98,6 +119,19 @@ def test_nothing_in_gives_nothing_out(shape):
         assert made.rowwise["q"].numel() == 0 and made.columnwise["q"].numel() == 0
 
 
+COUNTS = slice(4, 7)
+
+
+def assert_same_statistics(got, wanted):
+    """Tile by tile: sums up to float32, the largest magnitude and the counts exactly; then what is told of them."""
+    sums, counted = (s.sums.double().cpu() for s in (got, wanted))
+    assert torch.equal(sums[:, 3], counted[:, 3]) and torch.equal(sums[:, COUNTS], counted[:, COUNTS])
+    torch.testing.assert_close(sums[:, :3], counted[:, :3], rtol=1e-5, atol=0)
+    torch.testing.assert_close(got.row_errors.double().cpu(), wanted.row_errors.double(), rtol=1e-5, atol=0)
+    for name, value in wanted.row().items():
+        assert got.row()[name] == pytest.approx(value, rel=1e-5, nan_ok=True), name
+
+
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "fp8_block+2d", "fp8_current", "nvfp4+rht+sr"])
 def test_statistics_of_the_kernel_are_those_of_the_reference(text):
     x, format = draw("heavy", 208, 272), parse(text)
@@ -105,11 +139,7 @@ def test_statistics_of_the_kernel_are_those_of_the_reference(text):
     ours, theirs = (quantize(x, format, format, backend=b, **options) for b in ("kernel", "reference"))
     for direction in ("rowwise", "columnwise"):
         got, wanted = (getattr(made, f"{direction}_statistics") for made in (ours, theirs))
-        for name in wanted:
-            close = {"abs": 1e-4} if name == "sqnr_db" else {"rel": 2e-5}
-            assert got[name] == pytest.approx(wanted[name], **close, nan_ok=True), name
-        rows = [getattr(made, f"{direction}_row_errors") for made in (ours, theirs)]
-        assert torch.allclose(*rows, rtol=1e-4)
+        assert_same_statistics(got, wanted)
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
@@ -174,5 +204,5 @@ def test_another_gpu_than_the_current_one_is_used():
         pytest.skip("needs two GPUs")
     x = draw("heavy", 64, 160)
     on_second = quantize(x.to("cuda:1"), parse("mxfp8"), parse("nvfp4"))
-    assert on_second.rowwise["q"].device.index == 1 and kernel.has_cuda()
+    assert on_second.rowwise["q"].device.index == 1 and kernel.has_kernels("cuda")
     assert torch.equal(on_second.rowwise["q"].cpu(), quantize(x, parse("mxfp8"), None).rowwise["q"])

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from hqsweep.formats import parse
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops.quantize import quantize
 from hqsweep.ops.stats import finite_or_none, output_error, tensor_error
 
 
@@ -55,3 +57,55 @@ def test_scales_include_the_global_factor():
     x[0, 0], x[0, 16] = 12.0, 3.0
     row = tensor_error(x, parse("nvfp4"), parse("nvfp4").encode(x))
     assert (row["scale_min"], row["scale_max"]) == (0.5, 2.0)
+
+
+def test_rows_are_summarised_by_their_median_and_worst():
+    """Row r is ones but for 1 + r / 4096, which rounds to 1; the last row has no error."""
+    x = torch.ones(21, 32)
+    x[:20, 0] = 1 + torch.arange(1, 21) / 2.0**12  # rounds to 1 in E4M3
+    row = tensor_error(x, parse("mxfp8"), parse("mxfp8").encode(x))
+    power = x.double().square().sum(dim=1)
+    sqnr = 10 * torch.log10(power[:20] / (torch.arange(1, 21).double() / 2.0**12).square())
+    assert row["row_sqnr_db_median"] == pytest.approx(sqnr[9].item())  # the 11th of 21, the last being infinite
+    assert row["row_sqnr_db_p5"] == pytest.approx(sqnr[18].item())  # one row of 21 is worse
+    zeros = tensor_error(torch.zeros(4, 32), parse("mxfp8"), parse("mxfp8").encode(torch.zeros(4, 32)))
+    assert math.isnan(zeros["row_sqnr_db_median"]) and zeros["amax"] == 0
+
+
+def test_squares_beyond_float32_have_no_ratios():
+    x, format = draw("huge", 64, 64), parse("mxfp8")
+    kernel, reference = (quantize(x, format, statistics=True, backend=b) for b in ("kernel", "reference"))
+    got, wanted = kernel.rowwise_statistics.row(), reference.rowwise_statistics.row()
+    assert math.isnan(got["sqnr_db"]) and wanted["sqnr_db"] > 20
+    assert (got["amax"], got["saturation_pct"]) == (wanted["amax"], wanted["saturation_pct"])
+
+
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+@pytest.mark.parametrize("output", ["codes", "exact"])
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("mxfp8", "nvfp4"), ("nvfp4+row_scaled", "mxfp4+floor"), ("fp8_current+e5m2", "nvfp4+rht+sr"),
+        ("fp8_block+2d", "mxfp6_e2m3"), ("nvfp4+4over6", "fp8_block+fp32_scale"),
+    ],
+    ids="|".join,
+)  # fmt: skip
+def test_kernels_gather_what_the_reference_does(texts, output, source, device):
+    """Tile by tile: sums up to float32, the largest magnitude and the counts exactly."""
+    x, key = draw("heavy", 208, 304).to(device), RngKey(seed=1, slot="t", step=2)
+    options = {"columnwise_source": source, "rowwise_key": key, "columnwise_key": key, "statistics": True}
+    options |= {"rowwise_output": output, "columnwise_output": output}
+    ours, theirs = (quantize(x, *map(parse, texts), backend=b, **options) for b in ("kernel", "reference"))
+    for direction in ("rowwise", "columnwise"):
+        got, wanted = (getattr(made, f"{direction}_statistics") for made in (ours, theirs))
+        sums = got.sums.double()
+        assert torch.equal(sums[:, 3:7], wanted.sums[:, 3:7])
+        torch.testing.assert_close(sums[:, :3], wanted.sums[:, :3], rtol=1e-5, atol=0)
+        torch.testing.assert_close(got.row_errors.double(), wanted.row_errors, rtol=1e-5, atol=0)
+        told, expected = got.row(), wanted.row()
+        assert told == pytest.approx(expected, rel=1e-5, nan_ok=True)
+        assert math.isnan(told["scale_max"]) == (output == "exact")

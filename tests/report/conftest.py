@@ -81,6 +81,8 @@ def stats_rows(run: FakeRun) -> list[dict]:
                         "saturation_pct": 0.0,
                         "scale_min": 0.5,
                         "scale_max": 2.0,
+                        "row_sqnr_db_median": sqnr,
+                        "row_sqnr_db_p5": sqnr - 1,
                     }
                 )
             for gemm in ("fprop", "dgrad", "wgrad"):
@@ -99,6 +101,8 @@ def stats_rows(run: FakeRun) -> list[dict]:
                         "saturation_pct": None,
                         "scale_min": None,
                         "scale_max": None,
+                        "row_sqnr_db_median": None,
+                        "row_sqnr_db_p5": None,
                     }
                 )
     return rows
