@@ -41,13 +41,6 @@ def test_input_reaches_both_ends():
     assert (x == 0).sum() > 100 and ((x != 0) & (x.abs() < 2.0**-126)).sum() > 100 and x.abs().max() > 2.0**60
 
 
-def test_takes_under_a_fifth_of_a_second():
-    fingerprint()
-    began = time.perf_counter()
-    fingerprint()
-    assert time.perf_counter() - began < 0.2
-
-
 @pytest.mark.parametrize("backend", ["reference", "kernel"])
 def test_flushed_subnormals_change_the_hash(backend):
     if not torch.set_flush_denormal(True):
