@@ -88,7 +88,6 @@ __device__ __forceinline__ void all_amax(const uint32_t* tile, const Spec& spec,
     for (int k = 0; k < per_group; ++k)
       amax[h * per_group + k] = Order::join_near(amax[h * per_group + k], cols, Larger());
   }
-  Order::join_far(amax, cols);
 }
 
 // amax of each segment -> amax of its scale tile of several rows. Every thread of the block takes part.
@@ -131,15 +130,14 @@ __device__ __forceinline__ void put_values(uint32_t* tile, int q, const float v[
   put_segment<W>(tile, RowOrder::row(q), RowOrder::col(q), words);
 }
 
-// Sum of squared errors of a row of the tile, from the share of each of its threads and visits.
+// Sum of squared errors of a row of the tile, from the share of each of its threads.
 template <class Order>
 __device__ __forceinline__ void store_row_error(const Direction& to, const Frame& frame, const Place& place, int q,
                                                 float error2) {
   if (!to.row_errors) return;
   const float sum = Order::join_near(error2, kTile, Sum());
-  const bool again = std::is_same_v<Order, ColumnOrder> && q >= 2;  // the second half of the row
   float* target = to.row_errors + place.row * ceil_div(frame.cols, kTile) + frame.col0 / kTile;
-  if (Order::col(q % 2) == 0 && place.row < frame.rows) *target = again ? *target + sum : sum;
+  if (Order::col(q) == 0 && place.row < frame.rows) *target = sum;
 }
 
 // ---- find ----------------------------------------------------------------------------------------------------------
@@ -171,7 +169,7 @@ template <bool kFour>
 __device__ __forceinline__ BlockScale find_scale(const Spec& spec, const ElementFacts& facts, const Frame& frame,
                                                  float amax, const GlobalScale& global) {
   if constexpr (kFour) {
-    if (spec.family == Family::nvfp4) return nvfp4_scale(amax, global, spec);
+    if (spec.family == Family::nvfp4) return nvfp4_scale_of(nvfp4_scale_code(amax, global), global, spec);
   } else {
     if (spec.family == Family::current) return current_scale(global.amax, facts, spec);
     if (spec.family == Family::block) return block_scale(amax, facts, spec, frame.input_max);
@@ -228,14 +226,13 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
   const Spec& spec = to.spec;
   const ElementFacts facts = facts_of(spec.element);
   constexpr int per_group = kGroupSegments<Order, W>;
-  // Whether a scale depends on segments that the thread does not hold at the same time.
-  const bool ahead = spec.tile_rows > 1 || (spec.tile_cols == kTile && std::is_same_v<Order, ColumnOrder>);
+  const bool ahead = spec.tile_rows > 1;  // a scale depends on segments that the thread does not hold at the same time
   const bool chooses = kFour && spec.four_over_six != FourOverSix::none;
-  float tile_amax[kSegments] = {}, errors[2][kSegments] = {};
+  float amax_of_tile[kSegments] = {}, errors[2][kSegments] = {};
   if (ahead) {
-    all_amax<Order, W>(tile, spec, spec.tile_cols, tile_amax);
-    if (spec.tile_rows > 1) join_tile<Order>(spec, tile_amax);
-    if (chooses) choose_in_tiles<Order, W>(spec, frame, tile, tile_amax, errors);
+    all_amax<Order, W>(tile, spec, spec.tile_cols, amax_of_tile);
+    join_tile<Order>(spec, amax_of_tile);
+    if (chooses) choose_in_tiles<Order, W>(spec, frame, tile, amax_of_tile, errors);
   }
   GlobalScale global{};
   if (spec.family == Family::current || spec.family == Family::nvfp4)
@@ -252,7 +249,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       const int q = h * per_group + k;
       const Place place = place_of<Order>(frame, q);
       if (spec.row_scaled) global = global_of(spec, frame, place);
-      const float most = ahead ? pick(tile_amax, q) : Order::join_near(amax[k], spec.tile_cols, Larger());
+      const float most = ahead ? pick(amax_of_tile, q) : Order::join_near(amax[k], spec.tile_cols, Larger());
       BlockScale scale;
       if (chooses) {
         float2 error = {pick(errors[0], q), pick(errors[1], q)};

@@ -20,7 +20,7 @@ struct ElementFacts {
   float shift;
 };
 
-__device__ __forceinline__ ElementFacts facts_of(Element element) {
+__host__ __device__ inline ElementFacts facts_of(Element element) {
   switch (element) {
     case Element::e4m3: return {448.0f, 1.0f / 448.0f, false, false, 1.0f};
     case Element::e5m2: return {57344.0f, 1.0f / 57344.0f, true, false, 1.0f};

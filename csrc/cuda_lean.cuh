@@ -1,11 +1,12 @@
-// The same direction with nothing but what training needs: a whole tile of bf16 words, aligned outputs of less than 2^31
-// elements in 128 rows, no 4over6, no amax per row, MX scales rounded up. The kind of the format is compiled in, addresses
-// are worked out once, and the loop over a thread's four segments stays a loop, because the code of two directions must
-// fit the instruction cache (benchmarks/NOTES.md). The bytes are those of cuda_direction.cuh.
+// A direction with what training needs and nothing else: a whole tile of bf16 words, aligned outputs, no amax per row, no
+// 4over6, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's four segments stays a
+// loop, because the code of two directions must fit the instruction cache (benchmarks/NOTES.md). The bytes are those of
+// cuda_direction.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "cuda_direction.cuh"
+#include "cuda_tally.cuh"
 
 namespace hq {
 
@@ -15,9 +16,34 @@ template <Kind kKind>
 constexpr bool kFourBits = kKind == Kind::mx_four || kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
 template <Kind kKind>
 constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
+template <Kind kKind>
+constexpr int kBlock = kNvfp4<kKind> ? 16 : (kKind == Kind::block ? kTile : 32);
 
-// A thread's words in shared memory: one segment of a row (two units of 16 bytes) for each of four groups, or 16 rows of
-// a word for each of two groups. Groups lie 4 rows apart, or 64: the swaps of word_offset repeat.
+// NVFP4: what multiplies elements, by the code of their block scale, so that no division is left in the loops.
+struct Nvfp4Scales {
+  float encode[128];
+  GlobalScale global;
+};
+
+__device__ __forceinline__ void fill_scales(const Direction& to, Nvfp4Scales& scales, int code) {
+  const GlobalScale global = nvfp4_global(*to.amax, to.spec);
+  scales.encode[code] = nvfp4_encode_scale(e4m3_value(code), global.decode);
+  if (code == 0) scales.global = global;
+}
+
+// One direction of a launch as a thread block sees it. cols: of the operand, whose tile begins at (row0, col0).
+struct LeanSide {
+  const Direction& to;
+  const ElementFacts& facts;
+  uint32_t row0, col0, cols;
+  const Nvfp4Scales& scales;
+  const float (*strips)[8];  // amaxes of 16 x 16 elements of the tile of X, for scale tiles of several rows
+  bool tile_nan;             // with strips: the tile has a NaN
+  bool replace;              // decoded rows take the place of the elements they came from
+};
+
+// A thread's words in shared memory: the two units of a segment of a row in each of four groups, 4 rows apart; or 16 rows
+// of one word in each of two groups, whose units lie next to each other.
 template <class Order>
 struct LeanWords {
   uint32_t* first;
@@ -28,7 +54,8 @@ struct LeanWords {
       first = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2);
       second = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2 + 4);
     } else {
-      first = second = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(0) / 2);
+      first = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(0) / 2);
+      second = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(2) / 2);
     }
   }
   __device__ __forceinline__ void get(int h, uint32_t words[kGroupWords<Order, Bf16>]) const {
@@ -39,29 +66,67 @@ struct LeanWords {
       words[0] = front.x, words[1] = front.y, words[2] = front.z, words[3] = front.w;
       words[4] = back.x, words[5] = back.y, words[6] = back.z, words[7] = back.w;
     } else {
+      const uint32_t* from = h ? second : first;
 #pragma unroll
-      for (int i = 0; i < kSegment; ++i) words[i] = first[(h * 64 + i) * kRowWords<Bf16>];
+      for (int i = 0; i < kSegment; ++i) words[i] = from[i * kRowWords<Bf16>];
     }
   }
 };
 
-// A whole tile to shared memory; each thread puts the segments of rows that it will get.
-__device__ __forceinline__ void load_lean_tile(const Source& source, int64_t r0, int64_t c0, uint32_t* tile) {
-  const LeanWords<RowOrder> words(tile);
-  const int64_t pitch = source.row_stride * 2;  // bytes
-  const char* from = static_cast<const char*>(source.data) + (r0 + RowOrder::row(0)) * pitch + (c0 + RowOrder::col(0)) * 2;
+// A thread's segments of rows of a whole tile, on their way to shared memory.
+struct LeanTile {
   uint4 units[kSegments][2];
+
+  __device__ __forceinline__ void load(const Source& source, uint32_t r0, uint32_t c0) {
+    const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
+    const char* from = static_cast<const char*>(source.data) + (r0 + RowOrder::row(0)) * pitch + (c0 + RowOrder::col(0)) * 2;
 #pragma unroll
-  for (int q = 0; q < kSegments; ++q) {
-    const uint4* segment = reinterpret_cast<const uint4*>(from + q * 4 * pitch);
-    units[q][0] = __ldg(segment), units[q][1] = __ldg(segment + 1);
+    for (int q = 0; q < kSegments; ++q) {
+      const uint4* segment = reinterpret_cast<const uint4*>(from + q * 4 * pitch);
+      units[q][0] = __ldg(segment), units[q][1] = __ldg(segment + 1);
+    }
   }
+  __device__ __forceinline__ void put(uint32_t* tile) const {
+    const LeanWords<RowOrder> words(tile);
 #pragma unroll
-  for (int q = 0; q < kSegments; ++q) {
-    *reinterpret_cast<uint4*>(words.first + q * 4 * kRowWords<Bf16>) = units[q][0];
-    *reinterpret_cast<uint4*>(words.second + q * 4 * kRowWords<Bf16>) = units[q][1];
+    for (int q = 0; q < kSegments; ++q) {
+      *reinterpret_cast<uint4*>(words.first + q * 4 * kRowWords<Bf16>) = units[q][0];
+      *reinterpret_cast<uint4*>(words.second + q * 4 * kRowWords<Bf16>) = units[q][1];
+    }
   }
+};
+
+// ---- scale tiles of several rows -----------------------------------------------------------------------------------
+
+// Amaxes of the strips of 16 x 16 elements in the rows that a thread has put; whether the tile has a NaN. All threads.
+__device__ __forceinline__ bool find_strips(uint32_t* tile, float strips[8][8]) {
+  const LeanWords<RowOrder> source(tile);
+  uint32_t words[kSegments * kWords<Bf16>];
+#pragma unroll
+  for (int h = 0; h < kSegments; ++h) source.get(h, words + h * kWords<Bf16>);
+  const Largest found = largest<Bf16>(words, kSegments * kWords<Bf16>);
+  float most = fmaxf(found.of[0], found.of[1]);
+  for (int distance = 16; distance >= 8; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  if (lane_of_warp() < 8) strips[warp_of_block()][lane_of_warp()] = most;
+  return __syncthreads_or(found.nan);
 }
+
+// Amax of the scale tile of `size` rows and columns in which a thread's segments lie: all of them in the same.
+template <class Order>
+__device__ __forceinline__ float tile_amax(const float strips[8][8], int size) {
+  constexpr bool along_rows = std::is_same_v<Order, RowOrder>;
+  const int r = along_rows ? warp_of_block() : Order::col(0) / kSegment;
+  const int c = along_rows ? Order::col(0) / kSegment : warp_of_block();
+  if (size == 16) return strips[r][c];
+  if (size == 32)
+    return fmaxf(fmaxf(strips[r][c], strips[r ^ 1][c]), fmaxf(strips[r][c ^ 1], strips[r ^ 1][c ^ 1]));
+  const int lane = lane_of_warp();
+  float most = fmaxf(strips[lane / 8][lane % 8], strips[lane / 8 + 4][lane % 8]);
+  for (int distance = 16; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  return most;
+}
+
+// ---- segments ------------------------------------------------------------------------------------------------------
 
 // Segment k of a group as fp32; k of a column is known only at run time.
 template <class Order>
@@ -77,136 +142,137 @@ __device__ __forceinline__ void lean_values(const uint32_t words[kGroupWords<Ord
 }
 
 template <Kind kKind>
-__device__ __forceinline__ BlockScale lean_scale(const Spec& spec, const Frame& frame, const ElementFacts& facts,
-                                                 const GlobalScale& global, const BlockScale& whole, float amax) {
-  if constexpr (kNvfp4<kKind>) return nvfp4_scale(amax, global, spec);
+__device__ __forceinline__ BlockScale lean_scale(const LeanSide& side, const BlockScale& whole, float amax) {
+  if constexpr (kNvfp4<kKind>) {
+    const uint32_t code = nvfp4_scale_code(amax, side.scales.global);
+    return nvfp4_scale_of(code, side.scales.encode[code], side.scales.global, side.to.spec);
+  }
   if constexpr (kKind == Kind::current) return whole;
-  if constexpr (kKind == Kind::block) return block_scale(amax, facts, spec, frame.input_max);
-  return mx_scale_up(amax, facts);
+  if constexpr (kKind == Kind::block) return block_scale(amax, side.facts, side.to.spec, Bf16::kMax);
+  return mx_scale_up(amax, side.facts);
 }
 
-// exact, or replace (rows only): what decoded values are for.
-template <class Order, bool kFour>
-__device__ __forceinline__ void use_values(const Direction& to, const ElementFacts& facts, int64_t offset, int q,
-                                           const uint32_t codes[kCodeWords<kFour>], const BlockScale& scale, bool nan,
-                                           uint32_t* tile, bool replace) {
-  float v[kSegment], scaled[kSegment];
-  if constexpr (kFour)
-    decode_four(codes, v);
+// The scale of a segment at `row` of the operand, whose first element is number `element`.
+template <class Order, Kind kKind>
+__device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, uint64_t element,
+                                                 const BlockScale& scale) {
+  const uint32_t rows = side.to.spec.tile_rows;
+  if (rows > 1) {
+    if (row & (rows - 1)) return;
+    element = static_cast<uint64_t>(row >> (__ffs(rows) - 1)) * side.cols + side.col0 + Order::col(0);
+  }
+  const uint64_t at = element / kBlock<kKind>;
+  if constexpr (kKind == Kind::block)
+    static_cast<float*>(side.to.scales)[at] = scale.value;
   else
-    decode_eight(codes, to.spec.element, facts, v);
-  if (to.exact) {
+    static_cast<uint8_t*>(side.to.scales)[at] = static_cast<uint8_t>(scale.code);
+}
+
+// exact, or replace (rows only): what decoded values v are for.
+template <class Order>
+__device__ __forceinline__ void use_values(const LeanSide& side, const float v[kSegment], uint64_t element, int q,
+                                           const BlockScale& scale, bool nan, uint32_t* tile) {
+  float scaled[kSegment];
+  if (side.to.exact) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
     uint32_t pairs[kSegment / 2];
     round_segment<Bf16>(scaled, nan, pairs);
-    store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + offset, pairs);
+    store_words<kSegment / 2>(static_cast<uint16_t*>(side.to.exact) + element, pairs);
   }
-  if (std::is_same_v<Order, RowOrder> && replace) {
+  if (std::is_same_v<Order, RowOrder> && side.replace) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.value);
     put_values<Bf16>(tile, q, scaled, nan, Dtype::bf16);
   }
 }
 
-template <class Order, Kind kKind>
-__device__ __forceinline__ void encode_lean(const Direction& to, const Frame& frame, uint32_t* tile, bool replace) {
-  constexpr bool four = kFourBits<kKind>;
+// tally: a thread's share of the statistics, or nothing.
+template <class Order, Kind kKind, class Tally>
+__device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
+  constexpr bool four = kFourBits<kKind>, rows_of_x = std::is_same_v<Order, RowOrder>;
   constexpr int per_group = kGroupSegments<Order, Bf16>, groups = kGroups<Order, Bf16>;
-  constexpr int row_step = std::is_same_v<Order, RowOrder> ? 4 : 0, col_step = std::is_same_v<Order, RowOrder> ? 0 : 64;
+  const Direction& to = side.to;
   const Spec& spec = to.spec;
-  const ElementFacts facts = facts_of(spec.element);
   const LeanWords<Order> source(tile);
-  GlobalScale global{};
   BlockScale whole{};
-  if constexpr (kNvfp4<kKind>) global = nvfp4_global(*frame.amax, spec);
-  if constexpr (kKind == Kind::current) whole = current_scale(*frame.amax, facts, spec);
-  const int block = four ? (kNvfp4<kKind> ? 16 : 32) : (kKind == Kind::block ? 128 : 32);
+  if constexpr (kKind == Kind::current) whole = current_scale(*to.amax, side.facts, spec);
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
-  const bool ahead = tiled || (kKind == Kind::block && std::is_same_v<Order, ColumnOrder>);
-  float tile_amax[kSegments] = {};
-  if (ahead) {
-#pragma unroll
-    for (int h = 0; h < groups; ++h) {
-      uint32_t words[kGroupWords<Order, Bf16>];
-      source.get(h, words);
-      group_amax<Order, Bf16>(words, tile_amax + h * per_group);
-    }
-    Order::join_all(tile_amax, block);
-    if (tiled) join_tile<Order>(spec, tile_amax);
-  }
-  // The thread's first element in the operand, and the first of its scales.
-  const int64_t start = (frame.row0 + Order::row(0)) * frame.cols + frame.col0 + Order::col(0);
-  const int64_t across = frame.cols / block;
-  const int down = tiled ? __ffs(spec.tile_rows) - 1 : 0;
-  const int64_t scale_start = (tiled ? 0 : (frame.row0 + Order::row(0)) * across) + (frame.col0 + Order::col(0)) / block;
-  const bool leads = Order::col(0) % block == 0 && to.scales;
+  const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
+  const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales;
+  const bool decodes = Tally::kWanted || to.exact || side.replace;
+  uint32_t row = side.row0 + Order::row(0);
+  uint64_t element = static_cast<uint64_t>(row) * side.cols + side.col0 + Order::col(0);
 #pragma unroll 1
   for (int h = 0; h < groups; ++h) {
     uint32_t words[kGroupWords<Order, Bf16>];
     source.get(h, words);
     if (kNvfp4<kKind> && spec.rht) transform_group<Order, Bf16>(spec, words);
     float amax[per_group] = {};
-    bool nan = false;
-    // Current scaling has its amax; only decoding minds a NaN there.
-    if (kKind != Kind::current || to.exact || replace) nan = group_amax<Order, Bf16>(words, amax);
+    bool nan = side.tile_nan;
+    // A tile has its amax, current scaling too; only decoding minds a NaN there.
+    if (kKind == Kind::current ? decodes : !tiled) nan = group_amax<Order, Bf16>(words, amax);
+    tally.template count_words<kGroupWords<Order, Bf16>>(words);
 #pragma unroll 1
     for (int k = 0; k < per_group; ++k) {
-      const int q = h * per_group + k;
       float most = k ? amax[per_group - 1] : amax[0];
-      if (ahead) most = pick(tile_amax, q);
-      else if (block > 16 && kKind != Kind::current) most = Order::join_near(most, block, Larger());
-      const BlockScale scale = lean_scale<kKind>(spec, frame, facts, global, whole, most);
-      const int row = h * row_step + k, col = h * col_step;  // from the first segment
-      if (kKind != Kind::current && leads && !(tiled && ((Order::row(0) + row) & (spec.tile_rows - 1)))) {
-        const int64_t offset =
-            tiled ? ((frame.row0 + Order::row(0) + row) >> down) * across + scale_start + col / block
-                  : scale_start + static_cast<uint32_t>(row) * static_cast<uint32_t>(across) + col / block;
-        if constexpr (kKind == Kind::block)
-          static_cast<float*>(to.scales)[offset] = scale.value;
-        else
-          static_cast<uint8_t*>(to.scales)[offset] = static_cast<uint8_t>(scale.code);
-      }
+      if (tiled)
+        most = amax_of_tile;
+      else if (kKind != Kind::current && kBlock<kKind> > kSegment)
+        most = Order::join_near(most, kBlock<kKind>, Larger());
+      const BlockScale scale = lean_scale<kKind>(side, whole, most);
+      if (leads) store_lean_scale<Order, kKind>(side, row, element, scale);
       float x[kSegment];
       lean_values<Order>(words, k, x);
-      const int64_t offset = start + static_cast<uint32_t>(row) * static_cast<uint32_t>(frame.cols) + col;
       uint32_t codes[kCodeWords<four>];
       if constexpr (four) {
         uint32_t random[4];
         constexpr bool draws = kKind == Kind::nvfp4_stochastic;
-        if (draws) draw(to.key, static_cast<uint64_t>(offset) / kSegment, random);
+        if (draws) draw(to.key, element / kSegment, random);
         encode_four(x, scale.encode, draws ? random : nullptr, codes);
         if (nan) mark_nan(x, codes);
       } else {
-        encode_eight(x, scale.encode, spec.element, facts, codes);
+        encode_eight(x, scale.encode, spec.element, side.facts, codes);
       }
-      if (to.codes) store_words<kCodeWords<four>>(to.codes + (four ? offset / 2 : offset), codes);
-      if (to.exact || replace) use_values<Order, four>(to, facts, offset, q, codes, scale, nan, tile, replace);
+      if (to.codes) store_words<kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes);
+      if (decodes) {
+        float v[kSegment];
+        if constexpr (four)
+          decode_four(codes, v);
+        else
+          decode_eight(codes, spec.element, side.facts, v);
+        const int q = h * per_group + k;
+        if (to.exact || side.replace) use_values<Order>(side, v, element, q, scale, nan, tile);
+        tally.template add<Order, four>(x, v, codes, scale, most, side.facts, q);
+      }
+      const uint32_t step = rows_of_x ? 4 : (k ? 7 : 1);  // to the row of the next segment
+      row += step;
+      element += static_cast<uint64_t>(step) * side.cols;
     }
   }
 }
 
-template <class Order>
-__device__ __forceinline__ void run_lean(const Direction& to, const Frame& frame, uint32_t* tile, bool replace) {
-  const Spec& spec = to.spec;
+template <class Order, class Tally>
+__device__ __forceinline__ void run_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
+  const Spec& spec = side.to.spec;
   switch (spec.family) {
-    case Family::current: return encode_lean<Order, Kind::current>(to, frame, tile, replace);
-    case Family::block: return encode_lean<Order, Kind::block>(to, frame, tile, replace);
+    case Family::current: return encode_lean<Order, Kind::current>(side, tile, tally);
+    case Family::block: return encode_lean<Order, Kind::block>(side, tile, tally);
     case Family::mx:
-      if (spec.element == Element::e2m1) return encode_lean<Order, Kind::mx_four>(to, frame, tile, replace);
-      return encode_lean<Order, Kind::mx_eight>(to, frame, tile, replace);
+      if (spec.element == Element::e2m1) return encode_lean<Order, Kind::mx_four>(side, tile, tally);
+      return encode_lean<Order, Kind::mx_eight>(side, tile, tally);
     case Family::nvfp4: break;
   }
-  if (spec.sr) return encode_lean<Order, Kind::nvfp4_stochastic>(to, frame, tile, replace);
-  encode_lean<Order, Kind::nvfp4>(to, frame, tile, replace);
+  if (spec.sr) return encode_lean<Order, Kind::nvfp4_stochastic>(side, tile, tally);
+  encode_lean<Order, Kind::nvfp4>(side, tile, tally);
 }
 
 // Whether a direction is of this kind, given that X is bf16.
 inline bool lean(const Direction& to, int64_t rows, int64_t cols, bool vector) {
   const Spec& spec = to.spec;
-  return vector && rows % kTile == 0 && cols % kTile == 0 && cols < (1 << 24) && rows < (1 << 22) && !spec.row_scaled &&
-         spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) && !to.sums &&
-         !to.row_errors && (!to.exact || to.exact_dtype == Dtype::bf16);
+  return vector && rows % kTile == 0 && cols % kTile == 0 && rows < (int64_t{1} << 31) && cols < (int64_t{1} << 31) &&
+         !spec.row_scaled && spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up &&
+         !(spec.rht && spec.tile_rows > 1) && (!to.exact || to.exact_dtype == Dtype::bf16);
 }
 
 }  // namespace hq

@@ -35,29 +35,24 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
 #endif
 }
 
-__device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, const GlobalScale& global, const Spec& spec) {
+// encode: what multiplies elements under that code.
+__device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, float encode, const GlobalScale& global,
+                                                     const Spec& spec) {
   const float exact = e4m3_value(code);
   const float full = spec.e4m3_max == 448.0f ? 1.0f / 2688.0f : 1.0f / 1536.0f;
-  return {nvfp4_encode_scale(exact, global.decode), exact, exact * global.amax * full, code};
+  return {encode, exact, exact * global.amax * full, code};
 }
 
-__device__ __forceinline__ BlockScale nvfp4_scale(float amax, const GlobalScale& global, const Spec& spec) {
+__device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, const GlobalScale& global, const Spec& spec) {
+  return nvfp4_scale_of(code, nvfp4_encode_scale(e4m3_value(code), global.decode), global, spec);
+}
+
+__device__ __forceinline__ uint32_t nvfp4_scale_code(float amax, const GlobalScale& global) {
 #if __CUDA_ARCH__ >= 890
-  const uint32_t code = e4m3_pair(amax * global.sixth, 0.0f);
+  return e4m3_pair(amax * global.sixth, 0.0f);
 #else
-  const uint32_t code = encode<E4M3>(amax * global.sixth);
+  return encode<E4M3>(amax * global.sixth);
 #endif
-  return nvfp4_scale_of(code, global, spec);
-}
-
-// fp8_scale with a power of two: 2^8 (E4M3) or 2^15 (E5M2) over the amax's exponent, one less where its mantissa is
-// beyond that of the largest element, 1.75. Far from the ends of the range, where the general form decides.
-__device__ __forceinline__ float fp8_pow2_scale(float amax, const ElementFacts& facts, float epsilon, float input_max) {
-  const uint32_t shift = facts.e5m2 ? 15 : 8;
-  const uint32_t bits = to_bits(fmaxf(amax, epsilon));
-  const uint32_t exponent = bits >> 23;
-  if (exponent - 32u < 192u) return to_float((254 + shift - exponent - ((bits & 0x7FFFFFu) > 0x600000u)) << 23);
-  return fp8_scale(amax, facts.max, epsilon, true, input_max);
 }
 
 // 1 / x; for powers of two far from the ends of the range by the exponent alone.
@@ -67,10 +62,17 @@ __device__ __forceinline__ float reciprocal(float x) {
   return 1.0f / x;
 }
 
+// The power of two of fp8_scale is 2^8 (E4M3) or 2^15 (E5M2) over that of the amax, one less where the amax's mantissa is
+// beyond that of the largest element, 1.75. Far from the ends of the range: there, and for other scales, the general form.
 __device__ __forceinline__ BlockScale block_scale(float amax, const ElementFacts& facts, const Spec& spec,
                                                   float input_max) {
-  const float encode = spec.pow2 ? fp8_pow2_scale(amax, facts, spec.amax_epsilon, input_max)
-                                 : fp8_scale(amax, facts.max, spec.amax_epsilon, false, input_max);
+  const uint32_t bits = to_bits(fmaxf(amax, spec.amax_epsilon));
+  if (spec.pow2 && bits - (32u << 23) < (192u << 23)) {
+    const uint32_t power = ((facts.e5m2 ? 269u : 262u) << 23) - ((bits + 0x1FFFFFu) & kInfBits);
+    const float decode = to_float((254u << 23) - power);
+    return {to_float(power), decode, decode, 0};
+  }
+  const float encode = fp8_scale(amax, facts.max, spec.amax_epsilon, spec.pow2, input_max);
   const float decode = reciprocal(encode);
   return {encode, decode, decode, 0};
 }
@@ -81,7 +83,13 @@ __device__ __forceinline__ BlockScale current_scale(float amax, const ElementFac
 }
 
 __device__ __forceinline__ BlockScale mx_scale_up(float amax, const ElementFacts& facts) {
-  const uint32_t code = e8m0_up(amax * facts.inverse_max);
+  const float needed = amax * facts.inverse_max;
+  const uint32_t bits = to_bits(needed);
+  if (bits - (1u << 23) < (252u << 23)) {  // the next power of two is a normal number, and so is its reciprocal
+    const uint32_t power = (bits + 0x7FFFFFu) & kInfBits;
+    return {to_float((254u << 23) - power), to_float(power), to_float(power), power >> 23};
+  }
+  const uint32_t code = e8m0_up(needed);
   const float decode = e8m0_decode(code);
   return {e8m0_reciprocal(code), decode, decode, code};
 }

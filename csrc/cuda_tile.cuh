@@ -20,24 +20,12 @@ struct RowOrder {
   static __device__ int row(int q) { return warp_of_block() * 16 + q * 4 + lane_of_warp() / 8; }
   static __device__ int col(int) { return lane_of_warp() % 8 * kSegment; }
 
-  // Over `cols` elements of a row, as far as they are held at the same time (always).
+  // Over `cols` elements of a row.
   template <class Join>
-  static __device__ float join_near(float value, int cols, Join join) {
+  static __device__ __forceinline__ float join_near(float value, int cols, Join join) {
     for (int distance = 1; distance < cols / kSegment; distance *= 2)
       value = join(value, __shfl_xor_sync(~0u, value, distance));
     return value;
-  }
-  static __device__ void join_far(float[kSegments], int) {}
-  static __device__ __forceinline__ void join_pair(float amax[2], int cols) {
-    for (int distance = 1; distance < cols / kSegment; distance *= 2)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(~0u, amax[k], distance));
-  }
-  // amax over `cols` elements of a row for all segments at once.
-  static __device__ __forceinline__ void join_all(float amax[kSegments], int cols) {
-    for (int distance = 1; distance < cols / kSegment; distance *= 2)
-#pragma unroll
-      for (int q = 0; q < kSegments; ++q) amax[q] = fmaxf(amax[q], __shfl_xor_sync(~0u, amax[q], distance));
   }
   // Over the 16 rows of the warp as a tree: rows 8, 4, 2 and 1 apart.
   template <class Join>
@@ -49,45 +37,27 @@ struct RowOrder {
   }
 };
 
-// Rows of X.T, which are columns of X: a thread takes 2 neighbouring columns, 16 rows at a time; 4 threads with the same
-// columns lie next to each other along the operand's row, so that their stores join.
+// Rows of X.T, which are columns of X: a thread takes 2 neighbouring columns, 16 rows at a time; 8 threads with the same
+// columns hold the operand's row over the whole tile, so that their stores join to lines of 128 bytes.
 struct ColumnOrder {
-  static __device__ int row(int q) { return warp_of_block() * 16 + lane_of_warp() % 8 * 2 + q % 2; }
-  static __device__ int col(int q) { return q / 2 * 64 + lane_of_warp() / 8 * kSegment; }
+  static __device__ int row(int q) { return warp_of_block() * 16 + q / 2 * 8 + lane_of_warp() % 4 * 2 + q % 2; }
+  static __device__ int col(int) { return lane_of_warp() / 4 * kSegment; }
 
   template <class Join>
-  static __device__ float join_near(float value, int cols, Join join) {
-    for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)
+  static __device__ __forceinline__ float join_near(float value, int cols, Join join) {
+    for (int distance = 4; distance < cols / kSegment * 4; distance *= 2)
       value = join(value, __shfl_xor_sync(~0u, value, distance));
     return value;
   }
-  // The two halves of a row of 128 elements.
-  static __device__ void join_far(float amax[kSegments], int cols) {
-    if (cols < kTile) return;
-#pragma unroll
-    for (int q = 0; q < 2; ++q) amax[q] = amax[q + 2] = fmaxf(amax[q], amax[q + 2]);
-  }
-  static __device__ __forceinline__ void join_pair(float amax[2], int cols) {
-    for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)
-#pragma unroll
-      for (int k = 0; k < 2; ++k) amax[k] = fmaxf(amax[k], __shfl_xor_sync(~0u, amax[k], distance));
-  }
-  static __device__ __forceinline__ void join_all(float amax[kSegments], int cols) {
-    for (int distance = 8; distance < min(cols / kSegment, 4) * 8; distance *= 2)
-#pragma unroll
-      for (int q = 0; q < kSegments; ++q) amax[q] = fmaxf(amax[q], __shfl_xor_sync(~0u, amax[q], distance));
-    join_far(amax, cols);
-  }
   template <class Join>
   static __device__ void join_rows(float values[kSegments], Join join) {
+    float columns[2] = {join(values[0], values[2]), join(values[1], values[3])};
+    for (int distance = 2; distance > 0; distance /= 2)
 #pragma unroll
-    for (int q = 0; q < kSegments; q += 2) {
-      float columns[2] = {values[q], values[q + 1]};
-      for (int distance = 4; distance > 0; distance /= 2)
+      for (int k = 0; k < 2; ++k) columns[k] = join(columns[k], __shfl_xor_sync(~0u, columns[k], distance));
+    const float total = join(columns[0], columns[1]);
 #pragma unroll
-        for (int k = 0; k < 2; ++k) columns[k] = join(columns[k], __shfl_xor_sync(~0u, columns[k], distance));
-      values[q] = values[q + 1] = join(columns[0], columns[1]);
-    }
+    for (int q = 0; q < kSegments; ++q) values[q] = total;
   }
 };
 
@@ -113,7 +83,7 @@ __device__ __forceinline__ int word_offset(int r, int w) {
   constexpr int per_segment = 4 / T::kPack;  // units
   int unit = w / 4;
   unit ^= (unit >> 3) & (per_segment - 1);
-  unit ^= ((r >> 4) & 3) << 1;
+  unit ^= (r >> 4) & 7;
   return r * kRowWords<T> + unit * 4 + w % 4;
 }
 

@@ -21,6 +21,7 @@ struct Job {
   Direction row, column;
   bool has_row, has_column;    // take part in this launch
   bool find_row, find_column;  // only their amaxes
+  ElementFacts row_facts, column_facts;
   bool dequantized;
   bool vector_in;                  // X's rows are contiguous and 16-byte aligned
   bool vector_row, vector_column;  // the same of the outputs
@@ -67,19 +68,71 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
                                        false, dtype);
 }
 
+// How many tiles below each other follow one another, so that the pieces of a column meet in the L2 cache.
+constexpr int kTilesDown = 4;
+
+__device__ __forceinline__ bool tiled(const Direction& to) { return to.spec.tile_rows > 1; }
+__device__ __forceinline__ bool nvfp4(const Direction& to) { return to.spec.family == Family::nvfp4; }
+
 // Whole tiles of bf16 in the formats and with the outputs of cuda_lean.cuh.
-__global__ void __launch_bounds__(kThreads, 4) quantize_lean(const __grid_constant__ Job job) {
+template <bool kSums>
+__global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_lean(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
+  __shared__ Nvfp4Scales scales[2];
+  __shared__ float strips[8][8];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
-  const uint32_t c = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const uint32_t r = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
-  const int64_t r0 = static_cast<int64_t>(r) * kTile, c0 = static_cast<int64_t>(c) * kTile;
-  load_lean_tile(job.source, r0, c0, tile);
-  if (job.has_row)
-    run_lean<RowOrder>(job.row, frame_of(job, job.row, false, r0, c0, 0), tile, job.has_column && job.dequantized);
-  if (!job.has_column) return;
-  __syncthreads();
-  run_lean<ColumnOrder>(job.column, frame_of(job, job.column, true, r0, c0, 0), tile, false);
+  const uint32_t x = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t y = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
+  const uint32_t r0 = (y * kTilesDown + x % kTilesDown) * kTile, c0 = x / kTilesDown * kTile;
+  const uint32_t rows = static_cast<uint32_t>(job.source.rows), cols = static_cast<uint32_t>(job.source.cols);
+  if (r0 >= rows) return;
+  const bool replace = job.has_column && job.dequantized;
+  const bool row_tiled = job.has_row && tiled(job.row), column_tiled = job.has_column && tiled(job.column);
+  const bool row_scales = job.has_row && nvfp4(job.row), column_scales = job.has_column && nvfp4(job.column);
+  LeanTile loading;
+  loading.load(job.source, r0, c0);
+  if (threadIdx.x < 128) {
+    if (row_scales) fill_scales(job.row, scales[0], threadIdx.x);
+  } else {
+    if (column_scales) fill_scales(job.column, scales[1], threadIdx.x - 128);
+  }
+  loading.put(tile);
+  bool nan = false;
+  if (row_tiled || (column_tiled && !replace))
+    nan = find_strips(tile, strips);
+  else if (row_scales)
+    __syncthreads();
+  LeanSide side{job.row, job.row_facts, r0, c0, cols, scales[0], strips, nan, replace};
+  if constexpr (kSums) {
+    __shared__ TallySpace space[2];
+    const bool shares = job.has_row && !replace && !job.row.spec.rht && !job.column.spec.rht;
+    if (job.has_row) {
+      Tally tally(space[0], true);
+      run_lean<RowOrder>(side, tile, tally);
+      tally.leave();
+    }
+    __syncthreads();
+    if (job.has_column) {
+      if (column_tiled && replace) nan = find_strips(tile, strips);
+      Tally tally(space[1], !shares);
+      run_lean<ColumnOrder>({job.column, job.column_facts, c0, r0, rows, scales[1], strips, nan, false}, tile, tally);
+      tally.leave();
+      __syncthreads();
+    }
+    const int64_t index = static_cast<int64_t>(r0 / kTile) * (cols / kTile) + c0 / kTile;
+    if (threadIdx.x < kTile) {
+      if (job.has_row) finish_tally(space[0], space[0], job.row, index, r0, c0, cols, threadIdx.x);
+    } else if (job.has_column) {
+      finish_tally(space[1], space[shares ? 0 : 1], job.column, index, c0, r0, rows, threadIdx.x - kTile);
+    }
+  } else {
+    NoTally none;
+    if (job.has_row) run_lean<RowOrder>(side, tile, none);
+    if (!job.has_column) return;
+    __syncthreads();
+    if (column_tiled && replace) nan = find_strips(tile, strips);
+    run_lean<ColumnOrder>({job.column, job.column_facts, c0, r0, rows, scales[1], strips, nan, false}, tile, none);
+  }
 }
 
 // Current scaling stores what multiplies codes back.
@@ -107,6 +160,15 @@ void launch_tiles(const Job& job, cudaStream_t stream) {
   check(cudaGetLastError());
 }
 
+template <bool kSums>
+void launch_lean(const Job& job, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile) * kTilesDown,
+                  static_cast<unsigned>(ceil_div(job.source.rows, kTile * kTilesDown)));
+  if (grid.x == 0 || grid.y == 0) return;
+  quantize_lean<kSums><<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
+  check(cudaGetLastError());
+}
+
 bool lean(const Job& job) {
   const Source& x = job.source;
   return x.dtype == Dtype::bf16 && job.vector_in && !job.find_row && !job.find_column &&
@@ -115,14 +177,9 @@ bool lean(const Job& job) {
 }
 
 void launch(const Job& job, cudaStream_t stream) {
-  if (lean(job)) {
-    const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(job.source.rows / kTile));
-    if (grid.x == 0 || grid.y == 0) return;
-    quantize_lean<<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
-    return check(cudaGetLastError());
-  }
   const bool sums = (job.has_row && (job.row.sums || job.row.row_errors)) ||
                     (job.has_column && (job.column.sums || job.column.row_errors));
+  if (lean(job)) return sums ? launch_lean<true>(job, stream) : launch_lean<false>(job, stream);
   if (job.source.dtype == Dtype::bf16)
     return sums ? launch_tiles<Bf16, true>(job, stream) : launch_tiles<Bf16, false>(job, stream);
   sums ? launch_tiles<Fp32, true>(job, stream) : launch_tiles<Fp32, false>(job, stream);
@@ -164,8 +221,8 @@ Job arrange(const Call& call) {
     x = {x.data, x.dtype, x.cols, x.rows, x.col_stride, x.row_stride};
     std::swap(row, column);
   }
-  if (row) job.row = *row;
-  if (column) job.column = *column;
+  if (row) job.row = *row, job.row_facts = facts_of(row->spec.element);
+  if (column) job.column = *column, job.column_facts = facts_of(column->spec.element);
   job.has_row = row != nullptr;
   job.has_column = column != nullptr;
   job.dequantized = call.dequantized;
