@@ -73,28 +73,23 @@ struct LeanWords {
   }
 };
 
-// A thread's segments of rows of a whole tile, on their way to shared memory.
-struct LeanTile {
-  uint4 units[kSegments][2];
+// A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
+// read as rows. wait_tile() comes before that, and a barrier before columns.
+__device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t* tile) {
+  const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
+  const int row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
+  const char* from = static_cast<const char*>(source.data) + (r0 + row) * pitch + (c0 + unit * 8) * 2;
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(tile + word_offset<Bf16>(row, unit * 4)));
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 2 * kRowWords<Bf16> * 4),
+                 "l"(from + i * 2 * pitch));
+}
 
-  __device__ __forceinline__ void load(const Source& source, uint32_t r0, uint32_t c0) {
-    const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
-    const char* from = static_cast<const char*>(source.data) + (r0 + RowOrder::row(0)) * pitch + (c0 + RowOrder::col(0)) * 2;
-#pragma unroll
-    for (int q = 0; q < kSegments; ++q) {
-      const uint4* segment = reinterpret_cast<const uint4*>(from + q * 4 * pitch);
-      units[q][0] = __ldg(segment), units[q][1] = __ldg(segment + 1);
-    }
-  }
-  __device__ __forceinline__ void put(uint32_t* tile) const {
-    const LeanWords<RowOrder> words(tile);
-#pragma unroll
-    for (int q = 0; q < kSegments; ++q) {
-      *reinterpret_cast<uint4*>(words.first + q * 4 * kRowWords<Bf16>) = units[q][0];
-      *reinterpret_cast<uint4*>(words.second + q * 4 * kRowWords<Bf16>) = units[q][1];
-    }
-  }
-};
+__device__ __forceinline__ void wait_tile() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
 
 // ---- scale tiles of several rows -----------------------------------------------------------------------------------
 
@@ -196,7 +191,10 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   const Spec& spec = to.spec;
   const LeanWords<Order> source(tile);
   BlockScale whole{};
-  if constexpr (kKind == Kind::current) whole = current_scale(*to.amax, side.facts, spec);
+  if constexpr (kKind == Kind::current) {
+    whole = current_scale(*to.amax, side.facts, spec);
+    if (to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0) *static_cast<float*>(to.scales) = whole.value;
+  }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
   const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales;
@@ -270,7 +268,8 @@ __device__ __forceinline__ void run_lean(const LeanSide& side, uint32_t* tile, T
 // Whether a direction is of this kind, given that X is bf16.
 inline bool lean(const Direction& to, int64_t rows, int64_t cols, bool vector) {
   const Spec& spec = to.spec;
-  return vector && rows % kTile == 0 && cols % kTile == 0 && rows < (int64_t{1} << 31) && cols < (int64_t{1} << 31) &&
+  constexpr int64_t most = 1 << 22;  // whose tiles fit gridDim.y
+  return vector && rows % kTile == 0 && cols % kTile == 0 && rows <= most && cols <= most &&
          !spec.row_scaled && spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up &&
          !(spec.rht && spec.tile_rows > 1) && (!to.exact || to.exact_dtype == Dtype::bf16);
 }

@@ -68,9 +68,6 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
                                        false, dtype);
 }
 
-// How many tiles below each other follow one another, so that the pieces of a column meet in the L2 cache.
-constexpr int kTilesDown = 4;
-
 __device__ __forceinline__ bool tiled(const Direction& to) { return to.spec.tile_rows > 1; }
 __device__ __forceinline__ bool nvfp4(const Direction& to) { return to.spec.family == Family::nvfp4; }
 
@@ -83,20 +80,18 @@ __global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_lean(const _
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   const uint32_t x = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const uint32_t y = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
-  const uint32_t r0 = (y * kTilesDown + x % kTilesDown) * kTile, c0 = x / kTilesDown * kTile;
-  const uint32_t rows = static_cast<uint32_t>(job.source.rows), cols = static_cast<uint32_t>(job.source.cols);
-  if (r0 >= rows) return;
+  const uint32_t r0 = y * kTile, c0 = x * kTile;
+  const auto rows = static_cast<uint32_t>(job.source.rows), cols = static_cast<uint32_t>(job.source.cols);
   const bool replace = job.has_column && job.dequantized;
   const bool row_tiled = job.has_row && tiled(job.row), column_tiled = job.has_column && tiled(job.column);
   const bool row_scales = job.has_row && nvfp4(job.row), column_scales = job.has_column && nvfp4(job.column);
-  LeanTile loading;
-  loading.load(job.source, r0, c0);
+  load_tile_async(job.source, r0, c0, tile);
   if (threadIdx.x < 128) {
     if (row_scales) fill_scales(job.row, scales[0], threadIdx.x);
   } else {
     if (column_scales) fill_scales(job.column, scales[1], threadIdx.x - 128);
   }
-  loading.put(tile);
+  wait_tile();
   bool nan = false;
   if (row_tiled || (column_tiled && !replace))
     nan = find_strips(tile, strips);
@@ -162,16 +157,14 @@ void launch_tiles(const Job& job, cudaStream_t stream) {
 
 template <bool kSums>
 void launch_lean(const Job& job, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile) * kTilesDown,
-                  static_cast<unsigned>(ceil_div(job.source.rows, kTile * kTilesDown)));
-  if (grid.x == 0 || grid.y == 0) return;
+  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(job.source.rows / kTile));
   quantize_lean<kSums><<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
   check(cudaGetLastError());
 }
 
 bool lean(const Job& job) {
   const Source& x = job.source;
-  return x.dtype == Dtype::bf16 && job.vector_in && !job.find_row && !job.find_column &&
+  return x.dtype == Dtype::bf16 && job.vector_in && x.rows > 0 && x.cols > 0 && !job.find_row && !job.find_column &&
          (!job.has_row || lean(job.row, x.rows, x.cols, job.vector_row)) &&
          (!job.has_column || lean(job.column, x.cols, x.rows, job.vector_column));
 }
@@ -288,6 +281,7 @@ void quantize_cuda(const Call& call, uintptr_t stream) {
   prepare(job, false, queue);
   prepare(job, true, queue);
   launch(job, queue);
+  if (lean(job)) return;  // it has stored the scales of current scaling itself
   if (job.has_row) finish(job.row, queue);
   if (job.has_column) finish(job.column, queue);
 }
