@@ -71,7 +71,7 @@ class FusedAdam(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> None:
         states = [self._state(p, group) for p in grads]
-        masters = [state.get(MASTER, p) for p, state in zip(grads, states, strict=True)]
+        masters = [self.master_param(p) for p in grads]
         adamw(
             masters,
             list(grads.values()),
@@ -97,38 +97,40 @@ class FusedAdam(torch.optim.AdamW):
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of one parameter, made when it is first asked for."""
-        state = self.state[p]
+        state, master = self.state[p], self.master_param(p)
         if "step" not in state:
-            master = self.master_param(p)
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
             state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-            if master is not p:
-                state[MASTER] = master
+        if master is not p and MASTER not in state:
+            state[MASTER] = master
             if isinstance(p, HybridQuantizedTensor):
                 p.clear_high_precision_init_val()
         return state
 
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:
-        """The FP32 master of a parameter, or what it would start from; p itself where it has none."""
+        """The FP32 master of a parameter, or what it would start from; p itself where it needs none."""
+        if self.master_weights and p in self.state and MASTER in self.state[p]:
+            return self.state[p][MASTER]
         if not self.master_weights or (p.dtype == torch.float32 and not isinstance(p, HybridQuantizedTensor)):
             return p
-        if p in self.state and MASTER in self.state[p]:
-            return self.state[p][MASTER]
         if isinstance(p, HybridQuantizedTensor):
             preserved = p.get_high_precision_init_val()
             p = p.dequantize(torch.float32) if preserved is None else preserved.to(p.device)
         return p.detach().to(torch.float32, copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps its dtype: torch would round masters and moments to the parameters' dtype."""
+        """As torch's, but masters and moments stay FP32: torch would round them to the parameters' dtype.
+
+        Masters that are not there, as in a state of torch.optim.AdamW, are made at the next step.
+        """
         super().load_state_dict(state_dict)
         names = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for name, p in zip(names, params, strict=True):
             for key, value in state_dict["state"].get(name, {}).items():
-                device = self.state[p][key].device
-                self.state[p][key] = value.detach().to(device, copy=True)
+                device, dtype = self.state[p][key].device, value.dtype if key == "step" else self._dtype(p)
+                self.state[p][key] = value.detach().to(device, dtype, copy=True)
             if MASTER in self.state[p] and isinstance(p, HybridQuantizedTensor):
                 p.clear_high_precision_init_val()
 

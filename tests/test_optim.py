@@ -135,6 +135,22 @@ def test_resuming_from_a_state_dict_is_going_on(text, tmp_path):
         assert torch.equal(p, q)
 
 
+def test_a_state_of_adamw_goes_on_with_quantized_parameters():
+    """The run so far was in FP32; its moments are taken, and masters start from the parameters."""
+    q = nn.Parameter(value())
+    plain = torch.optim.AdamW([q], **OPTIONS)
+    list(train(q, plain, range(3)))
+    p = quantized("nvfp4|mxfp8", preserve_high_precision_init_val=True)
+    optimizer = FusedAdam([p], **OPTIONS)
+    optimizer.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        p.copy_(q)
+    list(train(p, optimizer, range(3, 6)))
+    list(train(q, plain, range(3, 6)))
+    assert torch.equal(optimizer.state[p]["master_param"], q)
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], plain.state[q]["exp_avg_sq"])
+
+
 def test_main_grad_is_the_gradient_where_there_is_one():
     p, q = quantized("mxfp8"), quantized("mxfp8")
     p.main_grad, q.grad = value(1), value(1)

@@ -26,7 +26,7 @@ def implements(*operators: Any) -> Callable[[Callable], Callable]:
 def dispatch(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
     """The result of an operator of which some argument is of the type cls."""
     handler = HANDLERS.get(func)
-    if handler and isinstance(args[0], cls):
+    if handler and args and isinstance(args[0], cls):
         return handler(*args, **kwargs)
     return _on_values(cls, func, args, kwargs)
 

@@ -179,6 +179,32 @@ def test_inference_runs_on_rowwise_operands_alone():
         run(module)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_training_after_inference_is_training(held):
+    fresh, used = (build("nvfp4|mxfp8", held=held) for _ in range(2))
+    with torch.no_grad():
+        first = run(used, backward=False)["y"]
+    for _ in range(2):
+        expected, seen = run(fresh), run(used)
+        assert torch.equal(first, seen["y"])
+        assert_equal(expected, seen)
+    assert isinstance(used.weight, HybridQuantizedTensor) == held
+
+
+def test_inference_makes_no_columnwise_operand(monkeypatch):
+    module, asked = build("nvfp4|mxfp8", held=False), []
+    original = HybridQuantizer.quantize
+
+    def spy(self, x, **options):
+        asked.append(options["columnwise"])
+        return original(self, x, **options)
+
+    monkeypatch.setattr(HybridQuantizer, "quantize", spy)
+    with torch.no_grad():
+        run(module, backward=False)
+    assert asked == [None, None]
+
+
 def test_a_recipe_other_than_the_weights_is_refused():
     module = build("mxfp8", held=True)
     module.quantizers = LinearQuantizers.parse("nvfp4|mxfp8", "test")
