@@ -74,7 +74,8 @@ class RecipeConfig(Section):
 
 
 class ModelConfig(Section):
-    """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim."""
+    """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim. With quantized_weights
+    linears hold operands only, and masters live in the optimizer."""
 
     dim: Count = 128
     layers: Count = 2
@@ -82,6 +83,7 @@ class ModelConfig(Section):
     ffn: Count | None = None
     tied: bool = False
     rope_base: Positive = 10000.0
+    quantized_weights: bool = False
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":
@@ -248,12 +250,12 @@ class ParityConfig(Job):
     job: Literal["parity"]
     parity: ParitySection
 
-    def training(self, name: str, linear: object) -> ConvergenceConfig:
+    def training(self, name: str, linear: object, *, quantized_weights: bool = False) -> ConvergenceConfig:
         """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums."""
         config = {
             "job": "convergence", "sweep": self.sweep, "seed": self.seed,
             "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
-            "model": {"dim": 64, "layers": 1, "heads": 2},
+            "model": {"dim": 64, "layers": 1, "heads": 2, "quantized_weights": quantized_weights},
             "data": {"source": "markov", "markov": {"length": 20_000}},
             "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1},
             "stats": {"every": 0},
