@@ -41,6 +41,10 @@ ZOO = {
 }  # fmt: skip
 
 
+NVFP4_HALF = {"input": "nvfp4", "weight": "nvfp4+rht", "grad_output": "nvfp4"}
+"""dgrad would have the Hadamard transform on one side."""
+
+
 def smallest(**extra: object) -> dict:
     """The least that a convergence run needs."""
     return {"job": "convergence", "sweep": "s", "recipe": {"name": "r", "linear": "mxfp8"}} | extra
@@ -56,6 +60,7 @@ def test_zoo_recipe(name: str) -> None:
     recipe = parse(point.config).recipe
     assert recipe.name == name
     assert tuple(recipe.linear.values()) == ZOO[name]
+    assert parse(point.config | {"recipe": recipe.model_dump()}).recipe == recipe
     assert str(recipe.build().linear.input) == ZOO[name][0]
     assert point.config["recipe"]["linear"].keys() == {"input", "weight", "grad_output"}
 
@@ -159,7 +164,14 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"recipe": {"name": "../r", "linear": "mxfp8"}}, "recipe.name: got '../r'; must match the pattern"),
         ({"recipe": {"name": "r", "linear": "mxfp8", "hed": "bf16"}}, r"unknown key 'hed' \(did you mean 'head'\?\)"),
         ({"recipe": {"name": "r", "linear": "nvfp4", "overrides": [{"name": "layer.*", "linear": "bf16"}]}},
-         "recipe.overrides: 'layer.*' matches no linear"),
+         r"recipe: overrides\[0\] \('layer.\*'\) matches no module"),
+        ({"recipe": {"name": "r", "linear": "nvfp4", "schedule": [{"at": 300, "fprop": "bf16"}]}},
+         r"recipe.schedule\[0\].at: 300 is after 300 of 200 updates; a change comes after .* before the last"),
+        ({"recipe": {"name": "r", "linear": "nvfp4", "schedule": [{"at": 0.5, "linear": NVFP4_HALF}]}},
+         r"layers.0.attn.qkv dgrad: .* \(from step 101 on\)"),
+        ({"recipe": {"name": "r", "linear": "bf16", "dpa": "mxfp8"}}, "recipe: dpa is mxfp8, but the attention"),
+        ({"recipe": {"name": "r", "qfactory": "no.such.module"}}, "recipe.qfactory: 'no.such.module' cannot be imp"),
+        ({"recipe": {"name": "r", "_target_": "json.lods"}}, r"json has no function 'lods' \(did you mean 'loads'\?\)"),
         ({"recipe": {"name": "r", "linear": {"input": "nvfp4+rht", "weight": "nvfp4", "grad_output": "nvfp4"}}},
          "recipe: layers.0.attn.qkv wgrad: .* Hadamard transform must be on both"),
         ({"recipe": {"name": "r", "gemm": "strict", "linear": dict(input="nvfp4", weight="mxfp8", grad_output="bf16")}},

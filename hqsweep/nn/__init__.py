@@ -1,7 +1,8 @@
 """Modules whose matrix products run on quantized operands."""
 
-from hqsweep.nn.context import quantization
+from hqsweep.nn.context import autocast, quantization
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.module import QuantizedModule, set_recipe
 from hqsweep.nn.probe import Probe
 
-__all__ = ["Linear", "Probe", "quantization"]
+__all__ = ["Linear", "Probe", "QuantizedModule", "autocast", "quantization", "set_recipe"]

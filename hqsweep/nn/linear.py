@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from hqsweep.formats import RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.nn.context import Context, current
-from hqsweep.quant import QuantizerRole, flatten, unflatten
+from hqsweep.nn.module import Boundary, QuantizedModule
+from hqsweep.nn.weight import rounded
+from hqsweep.quant import LinearQuantizers, QuantizerRole, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS
-from hqsweep.quant.recipe import LinearQuantizers
-from hqsweep.quant.roles import TENSOR_TYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ class _LinearFunction(torch.autograd.Function):
             w_made = q.weight.quantize(w, rowwise=None, columnwise="exact", key=call.key("weight"))
             dx = mm_t(dy_made.rowwise, w_made.columnwise, out_dtype=call.dtype)
             call.probe_gemm("dgrad", dy, w.t(), dx)
+            dx = rounded(dx, q.grad_input, call.key("grad_input"))
         if ctx.needs_input_grad[1]:
             x_column = unflatten(saved, ctx.skeleton)
             dw = mm_t(dy_made.columnwise, x_column, out_dtype=weight.dtype)
@@ -77,12 +79,19 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-class Linear(nn.Module):
+class Linear(QuantizedModule):
     """y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]).
 
     x is rounded to `dtype` before quantization, y and dx are returned in `dtype`; weight stays in its own dtype (FP32
-    master) and receives dw in it, unrounded. The role of each slot is QuantizerRole("linear", tensor, name).
+    master) and receives dw in it, unrounded. The role of each slot is QuantizerRole("linear", tensor, name). With
+    output_quantizer_role (grad_input_quantizer_role), the role of whoever reads y (dx), y (dx) is rounded to the
+    rowwise values of that role's quantizer; gradients pass that rounding unchanged.
     """
+
+    module_type = "linear"
+    BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
+    output_quantizer_role = Boundary("output")
+    grad_input_quantizer_role = Boundary("grad_input")
 
     def __init__(
         self,
@@ -102,16 +111,13 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         nn.init.normal_(self.weight, std=1 / math.sqrt(in_features))
 
-    def get_quantizer_roles(self) -> list[QuantizerRole]:
-        """Slots in order: input, weight, grad_output."""
-        return [QuantizerRole("linear", tensor, self.name) for tensor in TENSOR_TYPES["linear"]]
-
     def forward(self, x: Tensor) -> Tensor:
-        call = _Call(name=self.name, quantizers=self.quantizers, dtype=self.dtype, context=current())
+        call = _Call(name=self.name, quantizers=self.active_quantizers(), dtype=self.dtype, context=current())
         rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
         y = _LinearFunction.apply(rows, self.weight, call)
         if self.bias is not None:
             y = y + self.bias.to(self.dtype)
+        y = rounded(y, call.quantizers.output, call.key("output"))
         return y.view(*x.shape[:-1], -1)
 
     def extra_repr(self) -> str:

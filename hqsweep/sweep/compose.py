@@ -228,8 +228,9 @@ def _open_quantizers(config: DictConfig, key: str) -> None:
     for end in range(1, len(parts)):
         parent, field = ".".join(parts[:end]), parts[end]
         text = OmegaConf.select(config, parent)
-        if isinstance(text, str) and field in TENSOR_TYPES["linear"]:
-            OmegaConf.update(config, parent, dict.fromkeys(TENSOR_TYPES["linear"], text))
+        tensors = next((TENSOR_TYPES[t] for t in ("linear", "dpa") if field in TENSOR_TYPES[t]), ())
+        if isinstance(text, str) and tensors:
+            OmegaConf.update(config, parent, dict.fromkeys(tensors, text))
         elif isinstance(text, str) and field in FIELDS:
             quantizer = HybridQuantizer.parse(text)
             OmegaConf.update(config, parent, {name: str(getattr(quantizer, name)) for name in FIELDS})
