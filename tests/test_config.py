@@ -12,7 +12,8 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.compose import expand
 
 # TransformerEngine's factory of the same name (high_precision is bf16), as its documentation states it: input, weight,
-# grad_output, each ROW|COL@SOURCE. RHT acts columnwise only. Below the line: hqsweep's own.
+# grad_output of linears, each ROW|COL@SOURCE. RHT acts columnwise only. Below the line: hqsweep's own. test_compat.py
+# holds the first ones against factories written for TransformerEngine.
 ZOO = {
     "bf16": ("bf16", "bf16", "bf16"),
     "current_scaling": ("fp8_current", "fp8_current", "fp8_current+e5m2"),
@@ -23,13 +24,15 @@ ZOO = {
     "mxfp8_fwd_nvfp4_bwd": ("mxfp8|nvfp4+rht", "mxfp8|nvfp4@rowwise_dequantized", "nvfp4+rht+sr"),
     "nvfp4_1d_weight": ("nvfp4+rht", "nvfp4@rowwise_dequantized", "nvfp4+rht+sr"),
     "mxfp8_fwd_high_precision_bwd": (*["mxfp8|bf16@rowwise_dequantized"] * 2, "bf16"),
-    "nvfp4_row_scaled_fwd_mxfp8_bwd": (
-        "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8"
-    ),
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": ("mxfp8", "mxfp8", "mxfp8"),  # that is for grouped linears
     "nvfp4_row_scaled_fwd_high_precision_bwd": (
         "nvfp4+row_scaled|bf16@rowwise_dequantized", "nvfp4|bf16@rowwise_dequantized", "bf16"
     ),
+    "high_precision": ("bf16", "bf16", "bf16"),
     # ----
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_dense": (
+        "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8"
+    ),
     "nvfp4_fwd_mxfp8_bwd_original": ("nvfp4|mxfp8", "nvfp4|mxfp8", "mxfp8"),
     "nvfp4_fwd_mxfp8_bwd_dequantized": (*["nvfp4|mxfp8@rowwise_dequantized"] * 2, "mxfp8"),
     "nvfp4_4over6": ("nvfp4+4over6|nvfp4+rht", "nvfp4+2d+4over6", "nvfp4+rht+sr"),

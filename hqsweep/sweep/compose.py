@@ -74,6 +74,33 @@ def known_confs(config_dir: Path | None = None) -> list[str]:
     return _options(_loader([config_dir, Path("conf")]), "")
 
 
+def known_recipes(config_dir: Path | None = None) -> list[str]:
+    """Names that recipe= takes."""
+    return _options(_loader([config_dir, Path("conf")]), "recipe")
+
+
+def load_recipe(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+    """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
+    that has one.
+
+    Raises:
+        UserError: there is no such recipe, or its YAML cannot be composed.
+    """
+    path = Path(name)
+    if path.suffix != ".yaml" and "/" not in name:
+        known = known_recipes(config_dir)
+        if name not in known:
+            hint = nearest(name, known)
+            raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
+        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"])["recipe"]
+    if path.suffix != ".yaml" or not path.is_file():
+        raise UserError(f"recipe '{name}': no such .yaml file{nearest(path.name, _yaml_names(path.parent))}")
+    if path.resolve().parent.name == "recipe":  # a member of the group, which may build on others
+        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"])["recipe"]
+    config = Composer(path.stem, [path.parent, config_dir, Path("conf")]).compose([])
+    return config.get("recipe", config)
+
+
 def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
     """Hydra's reader of folders and then the packaged configs; folders that are None or absent are skipped."""
     hydra.version.setbase("1.3")
