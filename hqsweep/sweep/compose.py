@@ -33,6 +33,8 @@ from hqsweep.quant.roles import TENSOR_TYPES
 from hqsweep.sweep.store import NOT_IN_ID
 
 PACKAGE = "pkg://hqsweep.conf"
+FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
+"""A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 
 
@@ -159,9 +161,13 @@ class Composer:
             self.bases[groups] = self._load(groups, RunMode.RUN)
             del self.bases[groups]["hydra"]
         config = copy.deepcopy(self.bases[groups])
+        factories = [o for o in parsed if o.key_or_group in FACTORY_KEYS]
         try:
+            for override in factories:
+                path = str(override.value())
+                config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if not self._is_group(override):
+                if not self._is_group(override) and override not in factories:
                     _open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:
@@ -267,7 +273,7 @@ def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
     """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed."""
     recipe = config.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
-    rest = [text for text in changed if text.lstrip("+").partition("=")[0] not in ("recipe", "seed")]
+    rest = [text for text in changed if text.lstrip("+").partition("=")[0] not in ("recipe", "seed", *FACTORY_KEYS)]
     return " ".join([str(name), *(text.lstrip("+") for text in rest)])
 
 

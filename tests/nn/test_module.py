@@ -10,7 +10,7 @@ from hqsweep.errors import UserError
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import Linear, autocast, set_recipe
 from hqsweep.nn.module import quantized_modules
-from hqsweep.quant import CustomRecipe, LinearQuantizers, Recipe
+from hqsweep.quant import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
 from hqsweep.train.model import GPT, linear_shapes
 
 MODEL = ModelConfig(dim=32, layers=2, heads=2)
@@ -175,6 +175,22 @@ def test_under_autocast_each_slot_is_resolved_once_for_a_recipe():
         with autocast(recipe=custom):
             module(x)
     assert len(asked) == 3
+
+
+def test_another_boundary_role_is_resolved_at_the_next_call_under_autocast():
+    asked, module, x = [], linear(), draw("normal", 32, 64)
+
+    def factory(role):
+        asked.append(str(role))
+        return "mxfp8" if role.name == "next" else "bf16"
+
+    with autocast(recipe=CustomRecipe(qfactory=factory)):
+        plain = outputs(module, x)
+        module.output_quantizer_role = QuantizerRole("linear", "input", "next")
+        rounded = outputs(module, x)
+        module.output_quantizer_role = QuantizerRole("linear", "input", "next")
+        assert torch.equal(outputs(module, x), rounded) and not torch.equal(plain, rounded)
+    assert asked[:3] == asked[3:6] and asked[6:] == ["next/linear/input"]
 
 
 def test_an_override_that_counts_layers_needs_the_model():
