@@ -6,13 +6,13 @@ usage or config; 3 a run failed or is missing; 4 no usable baseline.
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from hqsweep import cli_recipe
+from hqsweep.cli_output import AsJson, OneSentence, print_result
 from hqsweep.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,32 +21,12 @@ if TYPE_CHECKING:
 MISMATCH, RUN_FAILED = 1, 3
 
 
-class OneSentence(TyperGroup):
-    """Wrong input ends in one line on stderr and exit code 2."""
-
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        try:
-            code = super().main(*args, standalone_mode=False, **extra)
-        except UserError as error:
-            code = _refuse(str(error))
-        except typer.TyperException as error:
-            code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
-        if standalone_mode:
-            sys.exit(code)
-        return code
-
-
-def _refuse(message: str) -> int:
-    typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
-    return 2
-
-
 app = typer.Typer(
     cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich for it would double the time of --help
 )  # fmt: skip
+app.add_typer(cli_recipe.app, name="recipe")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
 Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
@@ -90,7 +70,7 @@ def run(
 
     plan = launch.plan(words, config_dir=config_dir, workers=workers)
     if dry_run:
-        _print(as_json, plan.rows(), _table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
+        print_result(as_json, plan.rows(), _table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
         return
     runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
     results = [launch.result(run) for run in runs]
@@ -99,7 +79,7 @@ def run(
         junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *parity_rows])
     failed = any(result["state"] != "finished" for result in results)
     tables = [_table("results", results, RESULT_COLUMNS)] if failed or not parity_rows else []
-    _print(as_json, results, *([matrix(parity_rows)] if parity_rows else []), *tables)
+    print_result(as_json, results, *([matrix(parity_rows)] if parity_rows else []), *tables)
     _hint(as_json, results, plan.first.sweep)
     if failed:
         raise typer.Exit(RUN_FAILED)
@@ -134,7 +114,7 @@ def compare(
     launch.mirror_report(found, page.parent)
     good, line = check(comparison, band) if band is not None else (True, "")
     facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
-    _print(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else MISMATCH)
 
 
@@ -162,7 +142,7 @@ def gate(
     if junit_file:
         junit.write(junit_file, "gate", verdicts.rows())
     notes = [verdicts.problem] if verdicts.problem else [f"stored {verdicts.written}"] if verdicts.written else []
-    _print(as_json, asdict(verdicts), verdicts.table(), *notes)
+    print_result(as_json, asdict(verdicts), verdicts.table(), *notes)
     raise typer.Exit(verdicts.exit_code)
 
 
@@ -173,7 +153,7 @@ def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
     from hqsweep.sweep.store import RunStore
 
     page, facts = list_sweeps(RunStore(runs_dir))
-    _print(as_json, facts, page)
+    print_result(as_json, facts, page)
 
 
 @app.command()
@@ -193,7 +173,7 @@ def show(
     if len(found) > 1:
         raise UserError(f"'{run}' means {len(found)} runs; name one of {', '.join(each.name for each in found)}")
     page, facts = show_run(found[0])
-    _print(as_json, facts, page)
+    print_result(as_json, facts, page)
 
 
 @app.command()
@@ -202,20 +182,7 @@ def version(as_json: AsJson = False) -> None:
     from hqsweep.track.machine import facts
 
     known = {key: value for key, value in facts().items() if key in ("versions", "platform", "isa", "kernel_build")}
-    _print(as_json, known, *(f"{key}: {value}" for key, value in known.items()))
-
-
-def _print(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
-    """The facts as JSON, or what is shown to a person. JSON has no NaN and no infinity: both are null there."""
-    if as_json:
-        plain = json.loads(json.dumps(facts, default=str), parse_constant=lambda name: None)
-        typer.echo(json.dumps(plain, indent=2))
-        return
-    from rich.console import Console
-
-    console = Console()
-    for each in shown:
-        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
+    print_result(as_json, known, *(f"{key}: {value}" for key, value in known.items()))
 
 
 GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}

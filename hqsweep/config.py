@@ -19,8 +19,8 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse as parse_format
 from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
-from hqsweep.quant.recipe import LinearQuantizers, Recipe
-from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
+from hqsweep.quant.validate import linear_module, validate
 from hqsweep.train.model import linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
@@ -42,35 +42,34 @@ class Section(BaseModel):
 
 
 class RecipeConfig(Section):
-    """A recipe in canonical text form; whatever Recipe.from_config takes is accepted."""
+    """A recipe in canonical text form; whatever parse_recipe takes is accepted.
+
+    Either qfactory and fp8_dpa are given or the sections from linear to overrides; the others are None.
+    """
 
     name: Name
-    linear: dict[str, str]
-    head: dict[str, str]
-    embedding: str
-    norm: str
-    overrides: list[dict[str, Any]]
+    linear: dict[str, str] | None = None
+    grouped_linear: dict[str, str] | None = None
+    dpa: dict[str, str] | None = None
+    head: dict[str, str] | None = None
+    embedding: str | None = None
+    norm: str | None = None
+    overrides: list[dict[str, Any]] | None = None
+    qfactory: str | None = None
+    fp8_dpa: bool | None = None
     gemm: str
+    schedule: list[dict[str, Any]]
 
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             raise UserError(f"recipe: got {given!r}; it takes a mapping, or the name of a recipe as recipe=NAME")
-        recipe = Recipe.from_config(given)
-        return {
-            "name": given.get("name"),
-            "linear": _texts(recipe.linear),
-            "head": _texts(recipe.head),
-            "embedding": str(recipe.embedding),
-            "norm": str(recipe.norm),
-            "overrides": [{"name": o.name, "linear": _texts(o.linear)} for o in recipe.overrides],
-            "gemm": recipe.gemm,
-        }
+        return {"name": given.get("name")} | recipe_config(parse_recipe(given))
 
-    def build(self) -> Recipe:
-        """The recipe itself."""
-        return Recipe.from_config(self.model_dump())
+    def build(self) -> AnyRecipe:
+        """The recipe itself, its schedule included."""
+        return parse_recipe(self.model_dump())
 
 
 class ModelConfig(Section):
@@ -219,8 +218,20 @@ class ConvergenceConfig(Job):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        linears = linear_shapes(self.model, self.data.vocab_estimate)
-        self.recipe.build().validate(linears, self.train.batch * self.train.context)
+        tokens = self.train.batch * self.train.context
+        linears = [linear_module(*shape, tokens) for shape in linear_shapes(self.model, self.data.vocab_estimate)]
+        found = stages(self.recipe.build(), self.train.steps)
+        if self.model.quantized_weights and len(found) > 1:
+            raise UserError(
+                "model.quantized_weights holds weights in the formats of one recipe, but recipe.schedule changes the"
+                f" recipe at step {found[1].first_step}; drop one of the two"
+            )
+        for stage in found:
+            try:
+                validate(stage.recipe, linears)
+            except UserError as error:
+                where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
+                raise UserError(f"{error}{where}") from None
         return self
 
 
@@ -281,10 +292,6 @@ def parse(config: Mapping[str, Any]) -> Config:
         return JOBS[job].model_validate(dict(config))
     except ValidationError as error:
         raise UserError(sentence(error, JOBS[job])) from None
-
-
-def _texts(quantizers: LinearQuantizers) -> dict[str, str]:
-    return {tensor: str(getattr(quantizers, tensor)) for tensor in TENSOR_TYPES["linear"]}
 
 
 def _check_format(text: str, shape: list[int]) -> None:

@@ -12,7 +12,8 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.compose import expand
 
 # TransformerEngine's factory of the same name (high_precision is bf16), as its documentation states it: input, weight,
-# grad_output, each ROW|COL@SOURCE. RHT acts columnwise only. Below the line: hqsweep's own.
+# grad_output of linears, each ROW|COL@SOURCE. RHT acts columnwise only. Below the line: hqsweep's own. test_compat.py
+# holds the first ones against factories written for TransformerEngine.
 ZOO = {
     "bf16": ("bf16", "bf16", "bf16"),
     "current_scaling": ("fp8_current", "fp8_current", "fp8_current+e5m2"),
@@ -23,13 +24,15 @@ ZOO = {
     "mxfp8_fwd_nvfp4_bwd": ("mxfp8|nvfp4+rht", "mxfp8|nvfp4@rowwise_dequantized", "nvfp4+rht+sr"),
     "nvfp4_1d_weight": ("nvfp4+rht", "nvfp4@rowwise_dequantized", "nvfp4+rht+sr"),
     "mxfp8_fwd_high_precision_bwd": (*["mxfp8|bf16@rowwise_dequantized"] * 2, "bf16"),
-    "nvfp4_row_scaled_fwd_mxfp8_bwd": (
-        "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8"
-    ),
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": ("mxfp8", "mxfp8", "mxfp8"),  # that is for grouped linears
     "nvfp4_row_scaled_fwd_high_precision_bwd": (
         "nvfp4+row_scaled|bf16@rowwise_dequantized", "nvfp4|bf16@rowwise_dequantized", "bf16"
     ),
+    "high_precision": ("bf16", "bf16", "bf16"),
     # ----
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_dense": (
+        "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8"
+    ),
     "nvfp4_fwd_mxfp8_bwd_original": ("nvfp4|mxfp8", "nvfp4|mxfp8", "mxfp8"),
     "nvfp4_fwd_mxfp8_bwd_dequantized": (*["nvfp4|mxfp8@rowwise_dequantized"] * 2, "mxfp8"),
     "nvfp4_4over6": ("nvfp4+4over6|nvfp4+rht", "nvfp4+2d+4over6", "nvfp4+rht+sr"),
@@ -39,6 +42,10 @@ ZOO = {
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),
     "fp32": ("fp32", "fp32", "fp32"),
 }  # fmt: skip
+
+
+NVFP4_HALF = {"input": "nvfp4", "weight": "nvfp4+rht", "grad_output": "nvfp4"}
+"""dgrad would have the Hadamard transform on one side."""
 
 
 def smallest(**extra: object) -> dict:
@@ -56,6 +63,7 @@ def test_zoo_recipe(name: str) -> None:
     recipe = parse(point.config).recipe
     assert recipe.name == name
     assert tuple(recipe.linear.values()) == ZOO[name]
+    assert parse(point.config | {"recipe": recipe.model_dump()}).recipe == recipe
     assert str(recipe.build().linear.input) == ZOO[name][0]
     assert point.config["recipe"]["linear"].keys() == {"input", "weight", "grad_output"}
 
@@ -159,7 +167,17 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"recipe": {"name": "../r", "linear": "mxfp8"}}, "recipe.name: got '../r'; must match the pattern"),
         ({"recipe": {"name": "r", "linear": "mxfp8", "hed": "bf16"}}, r"unknown key 'hed' \(did you mean 'head'\?\)"),
         ({"recipe": {"name": "r", "linear": "nvfp4", "overrides": [{"name": "layer.*", "linear": "bf16"}]}},
-         "recipe.overrides: 'layer.*' matches no linear"),
+         r"recipe: overrides\[0\] \('layer.\*'\) matches no module"),
+        ({"recipe": {"name": "r", "linear": "nvfp4", "schedule": [{"at": 300, "fprop": "bf16"}]}},
+         r"recipe.schedule\[0\].at: 300 is after 300 of 200 updates; a change comes after .* before the last"),
+        ({"recipe": {"name": "r", "linear": "nvfp4", "schedule": [{"at": 3, "fprop": "bf16"}]},
+          "model": {"quantized_weights": True}},
+         r"model.quantized_weights holds weights .* recipe.schedule changes the recipe at step 4; drop one"),
+        ({"recipe": {"name": "r", "linear": "nvfp4", "schedule": [{"at": 0.5, "linear": NVFP4_HALF}]}},
+         r"layers.0.attn.qkv dgrad: .* \(from step 101 on\)"),
+        ({"recipe": {"name": "r", "linear": "bf16", "dpa": "mxfp8"}}, "recipe: dpa is mxfp8, but the attention"),
+        ({"recipe": {"name": "r", "qfactory": "no.such.module"}}, "recipe.qfactory: 'no.such.module' cannot be imp"),
+        ({"recipe": {"name": "r", "_target_": "json.lods"}}, r"json has no function 'lods' \(did you mean 'loads'\?\)"),
         ({"recipe": {"name": "r", "linear": {"input": "nvfp4+rht", "weight": "nvfp4", "grad_output": "nvfp4"}}},
          "recipe: layers.0.attn.qkv wgrad: .* Hadamard transform must be on both"),
         ({"recipe": {"name": "r", "gemm": "strict", "linear": dict(input="nvfp4", weight="mxfp8", grad_output="bf16")}},

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hqsweep.cli import app
 from hqsweep.formats import options, parse
-from hqsweep.quant import Recipe
+from hqsweep.quant import parse_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text().replace("\\\n", " ")
@@ -28,7 +28,8 @@ def test_sweeps_compose(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " not in c])
 def test_commands_and_their_options_exist(command):
     _, name, *words = shlex.split(command)
-    shown = CliRunner().invoke(app, [name, "--help"]).output
+    path = [name, words[0]] if name == "recipe" else [name]
+    shown = CliRunner().invoke(app, [*path, "--help"]).output
     assert shown and all(word in shown for word in words if word.startswith("--")), command
 
 
@@ -42,7 +43,8 @@ def test_targets_and_paths_exist():
 
 def test_the_recipe_shown_is_valid():
     block = README[README.index("    recipe:\n") :].split("\n\n")[0]
-    Recipe.from_config(yaml.safe_load(block)["recipe"])
+    recipe = parse_recipe(yaml.safe_load(block)["recipe"])
+    assert recipe.schedule and len(recipe.overrides) == 2
 
 
 def test_formats_and_options_of_the_table_exist():

@@ -1,6 +1,8 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
 import os
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,10 +12,10 @@ from hqsweep.errors import UserError
 from hqsweep.gemm import plan
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.quant import LinearQuantizers
 from hqsweep.quant.pairs import GEMMS
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
-from hqsweep.train.model import GPT
 
 if TYPE_CHECKING:
     from hqsweep.config import ConvergenceConfig
@@ -71,16 +73,36 @@ def facts(trainer: Trainer) -> dict[str, object]:
         "data": trainer.dataset.facts,
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "tokens": trainer.config.train.steps * trainer.config.train.batch * trainer.config.train.context,
-        "gemm_plan": gemm_plans(trainer.model, device.type),
+        "gemm_plan": gemm_plans({linear.name: linear.quantizers for linear in trainer.model.linears()}, device.type),
+        "recipe_schedule": schedule_facts(trainer),
     }
 
 
-def gemm_plans(model: GPT, device_type: str) -> dict[str, dict[str, str]]:
+def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:
+    """For every change of recipe: the first step on the new one, and the GEMM plans that differ from those before."""
+    if len(trainer.stages) == 1:
+        return []
+    roles = {linear.name: linear.slot_roles() for linear in trainer.model.linears()}
+    plans = []
+    for stage in trainer.stages:
+        found = stage.recipe.resolve(role for slots in roles.values() for role in slots.values())
+        linears = {
+            name: LinearQuantizers(**{slot: found[role] for slot, role in slots.items() if role})
+            for name, slots in roles.items()
+        }
+        plans.append(gemm_plans(linears, trainer.device.type))
+    return [
+        {"first_step": stage.first_step, "gemm_plan": {name: new[name] for name in new if new[name] != old[name]}}
+        for stage, (old, new) in zip(trainer.stages[1:], pairwise(plans), strict=True)
+    ]
+
+
+def gemm_plans(linears: Mapping[str, LinearQuantizers], device_type: str) -> dict[str, dict[str, str]]:
     """Linear name -> GEMM -> "a x b: plan"."""
     plans = {}
-    for linear in model.linears():
-        plans[linear.name] = {}
+    for name, quantizers in linears.items():
+        plans[name] = {}
         for gemm, slots in GEMMS.items():
-            a, b = (getattr(getattr(linear.quantizers, tensor), direction) for tensor, direction in slots)
-            plans[linear.name][gemm] = f"{a} x {b}: {plan(a, b, device_type)}"
+            a, b = (getattr(getattr(quantizers, tensor), direction) for tensor, direction in slots)
+            plans[name][gemm] = f"{a} x {b}: {plan(a, b, device_type)}"
     return plans

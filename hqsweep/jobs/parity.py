@@ -33,8 +33,7 @@ from hqsweep.nn import Linear
 from hqsweep.ops import kernel
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.request import SOURCES
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
-from hqsweep.quant.recipe import LinearQuantizers
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, pick_device, save_checkpoint
 

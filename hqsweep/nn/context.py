@@ -1,12 +1,15 @@
-"""What a forward pass needs beside its tensors: the key of stochastic rounding, and a probe on sampled steps."""
+"""What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
+from hqsweep.quant import LinearQuantizers, Recipe
+from hqsweep.quant.schedule import AnyRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,7 @@ class Context:
         return RngKey(seed=self.seed, slot=slot, step=self.step)
 
 
+HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
 _OUTSIDE = Context()
 _CURRENT: ContextVar[Context] = ContextVar("hqsweep_quantization", default=_OUTSIDE)
 
@@ -38,3 +42,26 @@ def quantization(*, seed: int = 0, step: int = 0, probe: Probe | None = None) ->
         yield
     finally:
         _CURRENT.reset(token)
+
+
+_RECIPE: ContextVar[AnyRecipe | None] = ContextVar("hqsweep_autocast", default=None)
+
+
+def autocast_recipe() -> AnyRecipe | None:
+    """The recipe of the innermost autocast; None outside of any."""
+    return _RECIPE.get()
+
+
+@contextmanager
+def autocast(enabled: bool = True, *, recipe: AnyRecipe | None = None) -> Iterator[None]:
+    """Modules called inside run on `recipe` instead of their own; the innermost autocast decides.
+
+    enabled=False is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
+    """
+    if enabled and recipe is None:
+        raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
+    token = _RECIPE.set(recipe if enabled else HIGH_PRECISION)
+    try:
+        yield
+    finally:
+        _RECIPE.reset(token)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.nn.context import Context, current
+from hqsweep.nn.module import Boundary, QuantizedModule
 from hqsweep.nn.parameter import (
     check_held,
     check_main_grad,
@@ -18,10 +20,9 @@ from hqsweep.nn.parameter import (
     unflatten_weight,
     weight_operand,
 )
-from hqsweep.quant import HybridQuantizedTensor, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.nn.weight import rounded
+from hqsweep.quant import HybridQuantizedTensor, LinearQuantizers, Operand, QuantizerRole, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.recipe import LinearQuantizers
-from hqsweep.quant.roles import TENSOR_TYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ class _LinearFunction(torch.autograd.Function):
             dx = mm_t(dy_made.rowwise, w_column, out_dtype=call.dtype)
             if ctx.probed:
                 call.probe_gemm("dgrad", dy, w.t(), dx)
+            dx = rounded(dx, call.quantizers.grad_input, call.key("grad_input"))
         if ctx.needs_input_grad[1]:
             dw = mm_t(dy_made.columnwise, unflatten(saved, ctx.skeleton), out_dtype=ctx.dw_dtype)
             if ctx.probed:
@@ -123,15 +125,22 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, None
 
 
-class Linear(nn.Module):
+class Linear(QuantizedModule):
     """y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]).
 
     x is rounded to `dtype` before quantization, y and dx are returned in `dtype`; weight stays in its own dtype (FP32
     master) and receives dw in it, unrounded. Inside quantized_model_init the weight is a HybridQuantizedTensor, whose
     operands are multiplied as they are. fuse_wgrad_accumulation: add dw in FP32 to weight.main_grad, and give autograd
-    none. The role of each slot is QuantizerRole("linear", tensor, name). UserError, at the call, for a held weight of
-    another quantizer and for a missing main_grad.
+    none. The role of each slot is QuantizerRole("linear", tensor, name). With output_quantizer_role
+    (grad_input_quantizer_role), the role of whoever reads y (dx), y (dx) is rounded to the rowwise values of that
+    role's quantizer; gradients pass that rounding unchanged. UserError, at the call, for a held weight of another
+    quantizer and for a missing main_grad.
     """
+
+    module_type = "linear"
+    BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
+    output_quantizer_role = Boundary("output")
+    grad_input_quantizer_role = Boundary("grad_input")
 
     def __init__(
         self,
@@ -150,9 +159,14 @@ class Linear(nn.Module):
         self.dtype = dtype
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        weight = nn.init.normal_(torch.empty(out_features, in_features), std=1 / math.sqrt(in_features))
-        role = QuantizerRole("linear", "weight", name)
-        self.weight = gemm_weight(weight, quantizers.weight, role, dtype)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        nn.init.normal_(self.weight, std=1 / math.sqrt(in_features))
+        self.hold_weight()
+
+    def hold_weight(self) -> None:
+        """Inside quantized_model_init: the weight becomes the operands that the module's quantizer makes of it."""
+        role = QuantizerRole("linear", "weight", self.name)
+        self.weight = gemm_weight(self.weight, self.quantizers.weight, role, self.dtype)
 
     def reset_parameters(self) -> None:
         """Draw the weight again, and zero the bias."""
@@ -160,17 +174,14 @@ class Linear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def get_quantizer_roles(self) -> list[QuantizerRole]:
-        """Slots in order: input, weight, grad_output."""
-        return [QuantizerRole("linear", tensor, self.name) for tensor in TENSOR_TYPES["linear"]]
-
     def forward(self, x: Tensor) -> Tensor:
         options = {"context": current(), "main_grad": self.fuse_wgrad_accumulation, "grad": torch.is_grad_enabled()}
-        call = _Call(name=self.name, quantizers=self.quantizers, dtype=self.dtype, **options)
+        call = _Call(name=self.name, quantizers=self.active_quantizers(), dtype=self.dtype, **options)
         rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
         y = _LinearFunction.apply(rows, self.weight, call)
         if self.bias is not None:
             y = y + self.bias.to(self.dtype)
+        y = rounded(y, call.quantizers.output, call.key("output"))
         return y.view(*x.shape[:-1], -1)
 
     def extra_repr(self) -> str:

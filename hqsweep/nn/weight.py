@@ -1,29 +1,42 @@
-"""Quantized views of weights that are not GEMM operands: embedding tables and norm gains."""
+"""Rounding of tensors that are not GEMM operands: embedding tables, norm gains, boundaries between modules."""
 
 import torch
 from torch import Tensor
 
-from hqsweep.formats import Identity
+from hqsweep.formats import Identity, RngKey
 from hqsweep.nn.context import current
-from hqsweep.quant import HybridQuantizer, QuantizerRole
+from hqsweep.nn.module import QuantizedModule
+from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.sections import WeightQuantizers
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward: dequantize(quantize(w)); backward: the gradient passes unchanged (Bengio et al., arXiv 1308.3432)."""
+    """Forward: dequantize(quantize(x)); backward: the gradient passes unchanged (Bengio et al., arXiv 1308.3432)."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, quantizer: HybridQuantizer, slot: str) -> Tensor:
-        matrix = weight.view(-1, weight.shape[-1])
-        row = quantizer.quantize(matrix, columnwise=None, key=current().key(slot)).rowwise
-        return row.dequantize().view(weight.shape)
+    def forward(ctx, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> Tensor:
+        matrix = x.view(-1, x.shape[-1])
+        row = quantizer.quantize(matrix, columnwise=None, key=key).rowwise
+        return row.dequantize().view(x.shape)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 
 
-def quantized_weight(weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole) -> Tensor:
-    """weight in the values of the quantizer's rowwise format, same dtype; weight itself for fp32."""
-    if quantizer.rowwise == Identity(name="fp32"):
-        return weight
-    return _StraightThrough.apply(weight, quantizer, str(role))
+def rounded(x: Tensor, quantizer: HybridQuantizer | None, key: RngKey) -> Tensor:
+    """x [..., n] in the values of the quantizer's rowwise format, same dtype; x itself for None and fp32."""
+    if quantizer is None or quantizer.rowwise == Identity(name="fp32"):
+        return x
+    return _StraightThrough.apply(x, quantizer, key)
+
+
+class QuantizedWeight(QuantizedModule):
+    """A module with one weight that is read in the values of its quantizer's rowwise format."""
+
+    quantizers: WeightQuantizers
+
+    def quantized_weight(self) -> Tensor:
+        """self.weight, rounded as `rounded` does."""
+        role = self.slot_roles()["weight"]
+        return rounded(self.weight, self.active_quantizers().weight, current().key(str(role)))

@@ -57,7 +57,7 @@ class HybridQuantizer:
         if bar:
             return cls(parse(row), parse(column), source or "original")
         both = parse(row)
-        return cls(_without_rht(both), both, source or "original")
+        return cls(without_rht(both), both, source or "original")
 
     @classmethod
     def _from_mapping(cls, value: Mapping[str, str]) -> "HybridQuantizer":
@@ -73,7 +73,7 @@ class HybridQuantizer:
 
     def __str__(self) -> str:
         formats = f"{self.rowwise}|{self.columnwise}"
-        if self.rowwise == _without_rht(self.columnwise):
+        if self.rowwise == without_rht(self.columnwise):
             formats = str(self.columnwise)
         return formats if self.columnwise_source == "original" else f"{formats}@{self.columnwise_source}"
 
@@ -139,7 +139,8 @@ def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
     return HybridQuantizer(Identity(name=name), Identity(name=name))
 
 
-def _without_rht(format: Format) -> Format:
+def without_rht(format: Format) -> Format:
+    """The format less the Hadamard transform, which rowwise operands do not take."""
     return replace(format, rht=False, rht_signed=True) if isinstance(format, NVFP4) else format
 
 

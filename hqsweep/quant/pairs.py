@@ -4,6 +4,11 @@ x [M, K], w [N, K], y [M, N]:
   fprop  y  = x @ w.T   reads input rowwise,       weight rowwise       (blocks along K)
   dgrad  dx = dy @ w    reads grad_output rowwise, weight columnwise    (blocks along N)
   wgrad  dw = dy.T @ x  reads grad_output columnwise, input columnwise  (blocks along M)
+
+Attention of one head, q, k, v [T, E], s = softmax(q @ k.T) [T, T], do [T, E], dp the gradient of q @ k.T [T, T]:
+  qk  q @ k.T     reads qkv rowwise, qkv rowwise       pv  s @ v      reads s rowwise, qkv columnwise
+  ds  do @ v.T    reads do rowwise, qkv rowwise        dv  s.T @ do   reads s columnwise, do columnwise
+  dq  dp @ k      reads dp rowwise, qkv columnwise     dk  dp.T @ q   reads dp columnwise, qkv columnwise
 """
 
 from hqsweep.formats import MX, Format, Fp8Block, Identity
@@ -13,7 +18,19 @@ GEMMS = {
     "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
     "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
 }
-"""GEMM -> the (tensor, direction) of its two operands a and b in mm_t(a, b)."""
+"""GEMM of a linear -> the (tensor, direction) of its two operands a and b in mm_t(a, b)."""
+
+DPA_GEMMS = {
+    "qk": (("qkv", "rowwise"), ("qkv", "rowwise")),
+    "pv": (("s", "rowwise"), ("qkv", "columnwise")),
+    "ds": (("do", "rowwise"), ("qkv", "rowwise")),
+    "dv": (("s", "columnwise"), ("do", "columnwise")),
+    "dq": (("dp", "rowwise"), ("qkv", "columnwise")),
+    "dk": (("dp", "columnwise"), ("qkv", "columnwise")),
+}
+"""The same for dot-product attention."""
+
+MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 
 
 def mathematical_fault(a: Format, b: Format) -> str | None:

@@ -1,13 +1,23 @@
 """QuantizerRole: which tensor of which module a quantizer is asked for."""
 
+import re
 from dataclasses import dataclass
 
 TENSOR_TYPES = {
     "linear": ("input", "weight", "grad_output"),
+    "grouped_linear": ("input", "weight", "grad_output"),
+    "dpa": ("qkv", "s", "do", "dp"),
     "embedding": ("weight",),
     "norm": ("weight",),
 }
-"""Module type -> its tensors, in slot order."""
+"""Module type -> its tensors, in slot order. dpa is dot-product attention: queries, keys and values; the softmax's
+output S; the gradients of the attention's output and of S."""
+
+GEMM_MODULE_TYPES = ("linear", "grouped_linear", "dpa")
+"""Module types with matrix products: those that a quantizer factory is asked for."""
+
+GRADIENTS = ("grad_output", "do", "dp")
+"""Tensors of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -21,3 +31,14 @@ class QuantizerRole:
 
     def __str__(self) -> str:
         return "/".join(part for part in (self.name, self.module_type, self.tensor_type) if part)
+
+    @property
+    def layer(self) -> int | None:
+        """Index of the layer that the module is in: the first number among the parts of its name, 3 in the example."""
+        found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.name)
+        return int(found[1]) if found else None
+
+
+def module_roles(module_type: str, name: str) -> list[QuantizerRole]:
+    """The roles of a module's own tensors, in slot order."""
+    return [QuantizerRole(module_type, tensor, name) for tensor in TENSOR_TYPES[module_type]]

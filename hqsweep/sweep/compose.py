@@ -33,6 +33,8 @@ from hqsweep.quant.roles import TENSOR_TYPES
 from hqsweep.sweep.store import NOT_IN_ID
 
 PACKAGE = "pkg://hqsweep.conf"
+FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
+"""A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 
 
@@ -72,6 +74,33 @@ def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = N
 def known_confs(config_dir: Path | None = None) -> list[str]:
     """Names that conf= takes."""
     return _options(_loader([config_dir, Path("conf")]), "")
+
+
+def known_recipes(config_dir: Path | None = None) -> list[str]:
+    """Names that recipe= takes."""
+    return _options(_loader([config_dir, Path("conf")]), "recipe")
+
+
+def load_recipe(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+    """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
+    that has one.
+
+    Raises:
+        UserError: there is no such recipe, or its YAML cannot be composed.
+    """
+    path = Path(name)
+    if path.suffix != ".yaml" and "/" not in name:
+        known = known_recipes(config_dir)
+        if name not in known:
+            hint = nearest(name, known)
+            raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
+        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"])["recipe"]
+    if path.suffix != ".yaml" or not path.is_file():
+        raise UserError(f"recipe '{name}': no such .yaml file{nearest(path.name, _yaml_names(path.parent))}")
+    if path.resolve().parent.name == "recipe":  # a member of the group, which may build on others
+        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"])["recipe"]
+    config = Composer(path.stem, [path.parent, config_dir, Path("conf")]).compose([])
+    return config.get("recipe", config)
 
 
 def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
@@ -132,9 +161,13 @@ class Composer:
             self.bases[groups] = self._load(groups, RunMode.RUN)
             del self.bases[groups]["hydra"]
         config = copy.deepcopy(self.bases[groups])
+        factories = [o for o in parsed if o.key_or_group in FACTORY_KEYS]
         try:
+            for override in factories:
+                path = str(override.value())
+                config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if not self._is_group(override):
+                if not self._is_group(override) and override not in factories:
                     _open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:
@@ -228,8 +261,9 @@ def _open_quantizers(config: DictConfig, key: str) -> None:
     for end in range(1, len(parts)):
         parent, field = ".".join(parts[:end]), parts[end]
         text = OmegaConf.select(config, parent)
-        if isinstance(text, str) and field in TENSOR_TYPES["linear"]:
-            OmegaConf.update(config, parent, dict.fromkeys(TENSOR_TYPES["linear"], text))
+        tensors = next((TENSOR_TYPES[t] for t in ("linear", "dpa") if field in TENSOR_TYPES[t]), ())
+        if isinstance(text, str) and tensors:
+            OmegaConf.update(config, parent, dict.fromkeys(tensors, text))
         elif isinstance(text, str) and field in FIELDS:
             quantizer = HybridQuantizer.parse(text)
             OmegaConf.update(config, parent, {name: str(getattr(quantizer, name)) for name in FIELDS})
@@ -239,7 +273,7 @@ def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
     """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed."""
     recipe = config.get("recipe")
     name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
-    rest = [text for text in changed if text.lstrip("+").partition("=")[0] not in ("recipe", "seed")]
+    rest = [text for text in changed if text.lstrip("+").partition("=")[0] not in ("recipe", "seed", *FACTORY_KEYS)]
     return " ".join([str(name), *(text.lstrip("+") for text in rest)])
 
 

@@ -7,7 +7,7 @@ equals an uninterrupted one bit for bit on the same device, threads and instruct
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hqsweep.nn import Probe, quantization, quantized_model_init
+from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.optim import FusedAdam
-from hqsweep.quant import Recipe
+from hqsweep.quant.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
 from hqsweep.train.model import GPT
 
@@ -40,11 +40,17 @@ class Step:
 
 
 class Trainer:
-    """Model, optimizer and position of one run."""
+    """Model, optimizer and position of one run.
 
-    def __init__(self, config: "ConvergenceConfig", dataset: Dataset, recipe: Recipe, device: torch.device) -> None:
+    The recipe of a step depends on the step alone, so that a resumed run changes recipes where an uninterrupted one
+    does. UserError when the recipe's schedule does not fit the number of steps.
+    """
+
+    def __init__(self, config: "ConvergenceConfig", dataset: Dataset, recipe: AnyRecipe, device: torch.device) -> None:
         self.config, self.dataset, self.device = config, dataset, device
-        self.model = build_model(config, dataset.vocab_size, recipe).to(device)
+        self.stages = stages(recipe, config.train.steps)
+        self.stage = self.stages[0]
+        self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
         self.optimizer = make_optimizer(self.model, config.train)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -58,6 +64,7 @@ class Trainer:
     def _advance(self) -> Step:
         train = self.config.train
         self.step += 1
+        self._follow_schedule()
         probe = self._probe()
         lr = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
@@ -72,6 +79,13 @@ class Trainer:
         self.loss_count += 1
         return self._report(norm, lr, probe)
 
+    def _follow_schedule(self) -> None:
+        """Give the model the recipe of this step, if it is another one."""
+        stage = stage_at(self.stages, self.step)
+        if stage is not self.stage:
+            set_recipe(self.model, stage.recipe)
+            self.stage = stage
+
     def _report(self, norm: Tensor, lr: float, probe: Probe | None) -> Step:
         train, metrics, mean = self.config.train, {}, None
         last = self.step == train.steps
@@ -82,6 +96,8 @@ class Trainer:
             self.loss_count = 0
         if last or self.step % train.eval_every == 0:
             metrics["val_loss"] = self.evaluate()
+        if len(self.stages) > 1 and self.step == self.stage.first_step:
+            metrics["recipe_stage"] = float(self.stages.index(self.stage))
         return Step(step=self.step, metrics=metrics, stats=probe.rows if probe else [], loss=mean)
 
     def _probe(self) -> Probe | None:
@@ -120,7 +136,12 @@ class Trainer:
         self.loss_sum = state["loss_sum"].to(self.device)
 
 
-def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: Recipe) -> GPT:
+def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+    """The stage of a step, counted from 1."""
+    return [stage for stage in stages if stage.first_step <= step][-1]
+
+
+def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: AnyRecipe) -> GPT:
     """The model with weights that depend on the seed alone; the caller's random state is left as it was.
 
     With model.quantized_weights they start from the same values, and training gives the same bytes: what a weight is

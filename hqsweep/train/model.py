@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.weight import quantized_weight
-from hqsweep.quant import QuantizerRole, Recipe
-from hqsweep.quant.recipe import HEAD
+from hqsweep.nn.module import set_recipe
+from hqsweep.nn.parameter import quantized_model_init
+from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.quant.recipe import HEAD, HIGH_PRECISION
+from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.quant.sections import WeightQuantizers
 
 if TYPE_CHECKING:
     from hqsweep.config import ModelConfig
@@ -41,18 +44,33 @@ def linear_shapes(config: "ModelConfig", vocab_size: int) -> list[tuple[str, int
     return [*shapes, (HEAD, dim, vocab_size)]
 
 
-class Norm(nn.Module):
+class Norm(QuantizedWeight):
     """RMSNorm over the last axis in FP32, with a learned gain [D]."""
 
-    def __init__(self, dim: int, name: str, recipe: Recipe) -> None:
+    module_type = "norm"
+
+    def __init__(self, dim: int, name: str) -> None:
         super().__init__()
-        self.role = QuantizerRole("norm", "weight", name)
-        self.quantizer = recipe.quantizer(self.role)
+        self.name, self.quantizers = name, WeightQuantizers(weight=HIGH_PRECISION["norm"])
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = quantized_weight(self.weight, self.quantizer, self.role)
-        return F.rms_norm(x.float(), (x.shape[-1],), gain, NORM_EPSILON)
+        return F.rms_norm(x.float(), (x.shape[-1],), self.quantized_weight(), NORM_EPSILON)
+
+
+class Embedding(QuantizedWeight):
+    """Tokens [...] -> rows [..., D] of a table [V, D]."""
+
+    module_type = "embedding"
+
+    def __init__(self, vocab_size: int, dim: int, name: str) -> None:
+        super().__init__()
+        self.name, self.quantizers = name, WeightQuantizers(weight=HIGH_PRECISION["embedding"])
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        nn.init.normal_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.quantized_weight())
 
 
 class Attention(nn.Module):
@@ -101,11 +119,11 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: "ModelConfig", name: str, recipe: Recipe, make_linear) -> None:
+    def __init__(self, config: "ModelConfig", name: str, make_linear) -> None:
         super().__init__()
-        self.attn_norm = Norm(config.dim, f"{name}.attn_norm", recipe)
+        self.attn_norm = Norm(config.dim, f"{name}.attn_norm")
         self.attn = Attention(config, f"{name}.attn", make_linear)
-        self.mlp_norm = Norm(config.dim, f"{name}.mlp_norm", recipe)
+        self.mlp_norm = Norm(config.dim, f"{name}.mlp_norm")
         self.mlp = Mlp(f"{name}.mlp", make_linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,22 +132,25 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [B, T] -> logits [B, T, V] in FP32."""
+    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with."""
 
-    def __init__(self, config: "ModelConfig", vocab_size: int, recipe: Recipe, dtype: torch.dtype) -> None:
+    def __init__(self, config: "ModelConfig", vocab_size: int, recipe: AnyRecipe, dtype: torch.dtype) -> None:
         super().__init__()
         shapes = {name: (k, n) for name, k, n in linear_shapes(config, vocab_size)}
 
         def make_linear(name: str) -> Linear:
-            return Linear(*shapes[name], name=name, quantizers=recipe.linear_quantizers(name), dtype=dtype)
+            return Linear(*shapes[name], name=name, quantizers=HIGH_PRECISION["head"], dtype=dtype)
 
-        self.embedding_role = QuantizerRole("embedding", "weight", "embedding")
-        self.embedding_quantizer = recipe.quantizer(self.embedding_role)
-        self.embedding = nn.Embedding(vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, f"layers.{i}", recipe, make_linear) for i in range(config.layers))
-        self.norm = Norm(config.dim, "norm", recipe)
-        self.head = make_linear(HEAD)
+        with quantized_model_init(enabled=False):  # weights are held once their quantizers are known
+            self.embedding = Embedding(vocab_size, config.dim, "embedding")
+            self.layers = nn.ModuleList(Block(config, f"layers.{i}", make_linear) for i in range(config.layers))
+            self.norm = Norm(config.dim, "norm")
+            self.head = make_linear(HEAD)
         self._initialise(config)
+        set_recipe(self, recipe)
+        for linear in self.linears():
+            if linear.weight is not self.embedding.weight:
+                linear.hold_weight()
 
     def _initialise(self, config: "ModelConfig") -> None:
         """Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first loss is ln V."""
@@ -143,8 +164,7 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        table = quantized_weight(self.embedding.weight, self.embedding_quantizer, self.embedding_role)
-        x = F.embedding(tokens, table)
+        x = self.embedding(tokens)
         for block in self.layers:
             x = block(x)
         return self.head(self.norm(x)).float()

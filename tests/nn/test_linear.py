@@ -6,8 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hqsweep.formats import parse
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import Linear, Probe, quantization
-from hqsweep.quant.recipe import LinearQuantizers
+from hqsweep.nn import Linear, Probe, quantization, set_recipe
+from hqsweep.quant import LinearQuantizers, QuantizerRole, Recipe
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
@@ -124,10 +124,42 @@ def test_shapes_bias_and_frozen_parts():
     assert x.grad.shape == x.shape
 
 
-def test_roles_are_named_in_slot_order():
-    assert [str(r) for r in build("mxfp8").get_quantizer_roles()] == [
-        "layer/linear/input", "layer/linear/weight", "layer/linear/grad_output"
-    ]  # fmt: skip
+def test_roles_are_in_slot_order_and_boundaries_have_none():
+    module = build("mxfp8")
+    assert list(map(str, module.get_quantizer_roles(fwd=True))) == ["layer/linear/input", "layer/linear/weight", "None"]
+    assert list(map(str, module.get_quantizer_roles(fwd=False))) == ["layer/linear/grad_output", "None"]
+
+
+@pytest.mark.parametrize("boundary", ["output", "grad_input"])
+def test_a_boundary_with_a_reader_is_rounded_to_the_readers_values(boundary):
+    recipe = Recipe.from_config({"linear": "bf16", "overrides": [{"name": "next", "linear": "mxfp8"}]})
+    plain, module = run("bf16"), build("bf16")
+    module.output_quantizer_role = reader = QuantizerRole("linear", "input", "next")
+    if boundary == "grad_input":
+        module.output_quantizer_role, module.grad_input_quantizer_role = None, reader
+    assert module.get_quantizer_roles(fwd=boundary == "output")[-1] == reader
+    assert set_recipe(module, recipe) == 1
+    x = draw("heavy", 32, 64).clamp(-100, 100).requires_grad_()
+    with quantization(seed=0, step=0):
+        y = module(x)
+    y.backward(draw("normal", 32, 96, 1))
+    actual = {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad}
+    name, format = "y" if boundary == "output" else "dx", parse("mxfp8")
+    shape = tuple(plain[name].shape)
+    expected = plain | {name: format.decode(format.encode(plain[name]), shape).to(plain[name].dtype)}
+    assert_equal(actual, expected)
+    assert not torch.equal(plain[name], actual[name])
+
+
+def test_setting_another_boundary_role_forgets_its_quantizer_and_the_same_one_does_nothing():
+    module, recipe = build("mxfp8"), Recipe.from_config({"linear": "mxfp8"})
+    module.output_quantizer_role = QuantizerRole("linear", "input", "a")
+    set_recipe(module, recipe)
+    before = module.quantizers
+    module.output_quantizer_role = QuantizerRole("linear", "input", "a")
+    assert module.quantizers is before and str(before.output) == "mxfp8"
+    module.output_quantizer_role = QuantizerRole("linear", "input", "b")
+    assert module.quantizers.output is None and module.quantizers.input is before.input
 
 
 def test_probe_sees_every_tensor_direction_and_gemm():

@@ -1,16 +1,13 @@
-"""Recipes: resolution by role and name, and validation that names every slot at fault."""
+"""Recipes: resolution by role and name, values, and sections that name every key at fault."""
+
+import pickle
 
 import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.quant import HybridQuantizer, QuantizerRole, Recipe
+from hqsweep.quant.roles import module_roles
 
-LINEARS = [
-    ("layers.0.attn.qkv", 128, 384),
-    ("layers.0.mlp.fc1", 128, 704),
-    ("layers.1.attn.qkv", 128, 384),
-    ("head", 128, 256),
-]
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
@@ -40,64 +37,6 @@ def test_recipes_are_values():
     assert recipe() != recipe("nvfp4")
 
 
-def test_valid_recipes_pass():
-    for linear in ("mxfp8", "bf16", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"):
-        recipe(linear).validate(LINEARS, 2048)
-    recipe(gemm="strict").validate(LINEARS, 2048)
-
-
-@pytest.mark.parametrize(
-    ("linear", "message"),
-    [
-        ({**NVFP4, "input": "nvfp4"},
-         r"layers.0.attn.qkv wgrad: grad_output columnwise nvfp4\+rht\+sr cannot meet input columnwise nvfp4:"
-         r".*both operands or on neither.*\(and in 2 more\)"),
-        ({**NVFP4, "weight": "nvfp4+rht"},
-         "dgrad: grad_output rowwise nvfp4.sr cannot meet weight columnwise nvfp4.rht"),
-    ],
-)  # fmt: skip
-def test_rht_on_one_operand_is_refused_in_any_mode(linear, message):
-    with pytest.raises(UserError, match=message):
-        recipe(linear).validate(LINEARS, 2048)
-
-
-@pytest.mark.parametrize(
-    ("linear", "message"),
-    [
-        ({"input": "nvfp4|mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"},
-         "fprop: input rowwise nvfp4 cannot meet weight rowwise mxfp8 under gemm=strict: their scaling modes differ"),
-        ("fp8_block+2d", "128x128 tiles on both sides"),
-        ({"input": "bf16", "weight": "fp16", "grad_output": "bf16"}, "takes one dtype"),
-    ],
-)  # fmt: skip
-def test_strict_refuses_pairs_without_hardware_and_exact_takes_them(linear, message):
-    recipe(linear).validate(LINEARS, 2048)
-    with pytest.raises(UserError, match=message):
-        recipe(linear, gemm="strict").validate(LINEARS, 2048)
-
-
-def test_strict_takes_what_tensor_cores_take():
-    mixed = {"input": "mxfp8", "weight": "mxfp4", "grad_output": "mxfp8+e5m2"}
-    recipe(mixed, gemm="strict").validate(LINEARS, 2048)
-    recipe({"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}, gemm="strict").validate(
-        LINEARS, 64
-    )
-
-
-def test_axes_that_do_not_fit_the_block_are_named():
-    with pytest.raises(
-        UserError,
-        match="head wgrad: the contracted axis has 100 elements, but grad_output columnwise nvfp4 takes",
-    ):
-        recipe("mxfp8", head="nvfp4").validate(LINEARS, 100)
-
-
-def test_overrides_must_match_something():
-    r = recipe(overrides=[{"name": "layer.0.attn.qkv", "linear": "bf16"}])
-    with pytest.raises(UserError, match=r"'layer.0.attn.qkv' matches no linear .did you mean 'layers.0.attn.qkv'"):
-        r.validate(LINEARS, 64)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -116,6 +55,73 @@ def test_overrides_must_match_something():
 def test_wrong_sections_name_their_key(config, message):
     with pytest.raises(UserError, match=message):
         Recipe.from_config(config)
+
+
+def test_a_role_is_a_frozen_value_and_prints_what_is_not_empty():
+    role = QuantizerRole("linear", "input", "fc1")
+    assert role == QuantizerRole(module_type="linear", tensor_type="input", name="fc1") and len({role, role}) == 1
+    assert [str(r) for r in (role, QuantizerRole("linear", "input"), QuantizerRole(name="fc1"), QuantizerRole())] == [
+        "fc1/linear/input", "linear/input", "fc1", ""
+    ]  # fmt: skip
+    with pytest.raises(AttributeError):
+        role.name = "fc2"
+
+
+def test_every_module_type_has_its_tensors_in_slot_order():
+    tensors = {t: [role.tensor_type for role in module_roles(t, "m")] for t in ("linear", "grouped_linear", "dpa")}
+    assert tensors["linear"] == tensors["grouped_linear"] == ["input", "weight", "grad_output"]
+    assert tensors["dpa"] == ["qkv", "s", "do", "dp"]
+
+
+def test_grouped_linears_follow_linear_unless_told_and_attention_stays_high_precision():
+    plain, told = recipe(), recipe(grouped_linear={"input": "nvfp4"}, dpa={"qkv": "mxfp8"})
+    roles = [*module_roles("grouped_linear", "layers.0.experts"), *module_roles("dpa", "layers.0.dpa")]
+    assert list(map(str, plain.resolve(roles).values())) == ["mxfp8"] * 3 + ["bf16"] * 4
+    assert list(map(str, told.resolve(roles).values())) == ["nvfp4", "mxfp8", "mxfp8", "mxfp8", "bf16", "bf16", "bf16"]
+
+
+def test_layers_are_counted_over_the_whole_model():
+    r = recipe(overrides=[{"layers": "last(0.15)", "linear": "bf16"}, {"layers": 0, "name": "*.fc1", "linear": "fp32"}])
+    roles = [role for i in range(8) for n in ("fc1", "fc2") for role in module_roles("linear", f"layers.{i}.{n}")]
+    found = {role.name: str(q) for role, q in r.resolve([*roles, *module_roles("linear", "head")]).items()}
+    assert {name for name, q in found.items() if q == "bf16"} == {
+        "layers.6.fc1", "layers.6.fc2", "layers.7.fc1", "layers.7.fc2", "head"
+    }  # fmt: skip
+    assert {name for name, q in found.items() if q == "fp32"} == {"layers.0.fc1"}
+
+
+def test_an_override_of_linears_is_one_of_grouped_linears_unless_told():
+    roles = [*module_roles("grouped_linear", "layers.0.experts"), *module_roles("linear", "layers.0.fc")]
+    follows = recipe(overrides=[{"layers": 0, "linear": "bf16"}]).resolve(roles)
+    told = recipe(overrides=[{"layers": 0, "grouped_linear": "bf16"}]).resolve(roles)
+    assert list(map(str, follows.values())) == ["bf16"] * 6
+    assert list(map(str, told.values())) == ["bf16"] * 3 + ["mxfp8"] * 3
+
+
+def test_recipes_pickle_and_their_text_reads_back():
+    overrides = [{"layers": "last(0.15)", "linear": "bf16"}, {"name": "*.dpa", "layers": [0, -1], "dpa": "mxfp8"}]
+    r = recipe(NVFP4, grouped_linear="mxfp8", dpa={"s": "mxfp8"}, overrides=overrides, gemm="strict", norm="bf16")
+    assert pickle.loads(pickle.dumps(r)) == r
+    assert Recipe.from_config(r.to_config()) == r and Recipe.from_config(r.to_config()).to_config() == r.to_config()
+
+
+def test_every_fault_of_the_sections_is_told_at_once():
+    config = {
+        "linear": {"input": "mxfp9", "weight": "mxfp8", "grad_output": "nvfp4+row_scaled"},
+        "head": {"wieght": "bf16"},
+        "dpa": "x",
+        "overrides": [{"layers": "last", "linear": "y"}],
+        "gemm": "fast",
+    }
+    with pytest.raises(UserError) as raised:
+        Recipe.from_config(config)
+    for part in (
+        "recipe.linear.input: format 'mxfp9'", "recipe.linear.grad_output: columnwise format nvfp4+row_scaled",
+        "recipe.head: unknown key 'wieght' (did you mean 'weight'?)", "recipe.dpa.qkv: format 'x'",
+        "recipe.overrides[0].linear.input: format 'y'", "recipe.overrides[0].layers: got 'last'",
+        "recipe.gemm is 'fast'",
+    ):  # fmt: skip
+        assert part in str(raised.value)
 
 
 def test_unknown_role_is_our_own_error():

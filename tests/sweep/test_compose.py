@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.compose import Composer, expand
+from hqsweep.sweep.compose import Composer, expand, known_recipes, load_recipe
 
 ORIGINAL = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "original"}
 
@@ -99,6 +99,35 @@ def test_command_line_wins_over_the_sweeps_yaml() -> None:
 
 def test_repeated_points_are_left_out() -> None:
     assert len(expand("convergence", ["recipe=bf16,mxfp8,bf16", "seed=0,0"])) == 2
+
+
+@pytest.mark.parametrize("key", ["recipe._target_", "recipe.qfactory"])
+def test_a_factory_stands_for_the_whole_recipe(key: str) -> None:
+    points = expand("convergence", ["recipe.fp8_dpa=true", f"{key}=my.one,my.other", "recipe=nvfp4"])
+    assert [p.config["recipe"] for p in points] == [
+        {"name": name, "qfactory": f"my.{name}", "fp8_dpa": True} for name in ("one", "other")
+    ]
+    assert [p.arm for p in points] == ["one", "other"]
+    (named,) = expand("convergence", [f"{key}=my.one", "recipe.name=mine"])
+    assert named.config["recipe"] == {"name": "mine", "qfactory": "my.one"}
+
+
+def test_two_factories_of_one_name_need_names_of_their_own() -> None:
+    with pytest.raises(UserError, match=r"different runs with the same recipe.name 'one'"):
+        expand("convergence", ["recipe._target_=my.one,your.one"])
+
+
+def test_recipes_are_loaded_by_name_and_by_path(folder: Path) -> None:
+    write(folder / "conf/recipe/mine.yaml", "defaults: [mxfp8, _self_]\nname: mine\nhead: mxfp8\n")
+    write(folder / "plain.yaml", "name: plain\nlinear: mxfp4\n")
+    write(folder / "sweep.yaml", "defaults: [convergence, _self_]\nrecipe: {head: mxfp4}\n")
+    assert load_recipe("nvfp4")["linear"]["weight"] == "nvfp4+2d"
+    assert load_recipe("mine") == load_recipe("conf/recipe/mine.yaml") and load_recipe("mine")["head"] == "mxfp8"
+    assert load_recipe("plain.yaml") == {"name": "plain", "linear": "mxfp4"}
+    assert load_recipe("sweep.yaml")["head"] == "mxfp4"
+    assert "mine" in known_recipes() and "nvfp4" in known_recipes()
+    with pytest.raises(UserError, match=r"recipe 'mnie': no such recipe .did you mean 'mine'"):
+        load_recipe("mnie")
 
 
 def test_arm_names_what_was_swept_beside_recipe_and_seed() -> None:

@@ -15,10 +15,11 @@ from hqsweep.train.loop import Throughput, Trainer, learning_rate, load_checkpoi
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
-def config(linear="bf16", *, stats=None, seed=0, tied=False, **train):
+def config(linear="bf16", *, stats=None, seed=0, tied=False, schedule=(), **train):
+    recipe = {"name": "r", "linear": linear, "schedule": list(schedule)}
     return parse(
         {
-            "job": "convergence", "sweep": "t", "seed": seed, "recipe": {"name": "r", "linear": linear},
+            "job": "convergence", "sweep": "t", "seed": seed, "recipe": recipe,
             "model": {"dim": 32, "layers": 1, "heads": 2, "tied": tied}, "stats": stats or {"every": 0},
             "data": {"source": "markov", "markov": {"length": 20000}},
             "train": {"steps": 8, "batch": 4, "context": 32, "eval_batches": 2, "eval_every": 4, "log_every": 2,
@@ -71,6 +72,72 @@ def test_resume_equals_uninterrupted(linear, tmp_path):
         assert torch.equal(a, b), name
     assert [m["step"] for m in sink.metrics if m["metric"] == "train_loss"] == [2, 4, 6, 8]
     assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_8.pt"]
+
+
+SCHEDULE = [{"at": 0.25, "fprop": "bf16"}, {"at": 5, "linear": "mxfp8"}]
+"""Of 8 steps: NVFP4 for 1 and 2, its forward in bf16 for 3 to 5, MXFP8 from 6 on."""
+STAGES = [(1, 0.0), (3, 1.0), (6, 2.0)]
+
+
+def inputs_by_step(trainer, until=8):
+    seen = {}
+    for done in trainer.steps():
+        seen[done.step] = str(trainer.model.layers[0].attn.qkv.quantizers.input)
+        if done.step == until:
+            break
+    return seen
+
+
+def test_the_schedule_is_followed_to_the_step():
+    rht = "bf16|nvfp4+rht"
+    expected = dict(enumerate(["nvfp4+rht", "nvfp4+rht", rht, rht, rht, "mxfp8", "mxfp8", "mxfp8"], start=1))
+    assert inputs_by_step(trainer(config(NVFP4, schedule=SCHEDULE))) == expected
+
+
+def test_until_its_first_change_a_schedule_changes_nothing_and_then_it_does():
+    plain, scheduled = trainer(config(NVFP4, log_every=1)), trainer(config(NVFP4, log_every=1, schedule=SCHEDULE))
+    a, b = ([done.metrics["train_loss"] for done in t.steps()] for t in (plain, scheduled))
+    assert a[:2] == b[:2] and a[2:] != b[2:]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 6])
+def test_resume_across_changes_of_recipe_equals_uninterrupted(stop, tmp_path):
+    whole, half = (trainer(config(NVFP4, schedule=SCHEDULE)) for _ in range(2))
+    losses = [done.metrics.get("val_loss") for done in whole.steps()]
+    inputs_by_step(half, until=stop)
+    save_checkpoint(half, tmp_path)
+    resumed = trainer(config(NVFP4, schedule=SCHEDULE))
+    assert load_checkpoint(resumed, tmp_path)
+    assert [done.metrics.get("val_loss") for done in resumed.steps()] == losses[stop:]
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_schedule_is_in_the_manifest_and_in_the_metrics(tmp_path):
+    sink = ListSink()
+    convergence.run(config(NVFP4, schedule=SCHEDULE), sink, tmp_path)
+    assert [(m["step"], m["value"]) for m in sink.metrics if m["metric"] == "recipe_stage"] == STAGES
+    first, second = sink.facts["recipe_schedule"]
+    assert (first["first_step"], second["first_step"]) == (3, 6)
+    plan = first["gemm_plan"]["layers.0.attn.qkv"]
+    assert plan["fprop"].startswith("bf16 x bf16") and plan["dgrad"].startswith("nvfp4+sr x nvfp4+2d")
+    assert second["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"].startswith("mxfp8 x mxfp8")
+    assert "head" not in first["gemm_plan"] and sink.facts["gemm_plan"]["head"]["fprop"].startswith("bf16 x bf16")
+    plain = ListSink()
+    convergence.run(config(), plain, tmp_path / "plain")
+    assert plain.facts["recipe_schedule"] == [] and not any(m["metric"] == "recipe_stage" for m in plain.metrics)
+
+
+def factory(role):
+    return "mxfp8" if role.name != "head" else "bf16"
+
+
+def test_a_factory_trains_as_the_sections_that_say_the_same():
+    curves = []
+    for recipe in ({"linear": "mxfp8"}, {"qfactory": f"{__name__}.factory"}):
+        cfg = parse(config().model_dump(mode="json") | {"recipe": {"name": "r", **recipe}})
+        curves.append([done.metrics.get("train_loss") for done in trainer(cfg).steps()])
+    assert curves[0] == curves[1] and curves[0][-1] is not None
 
 
 def test_runs_repeat_and_seeds_differ(tmp_path):

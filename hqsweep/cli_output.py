@@ -1,0 +1,48 @@
+"""What all commands share: how wrong input ends, and how results are printed."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hqsweep.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+class OneSentence(TyperGroup):
+    """Wrong input ends in one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except UserError as error:
+            code = _refuse(str(error))
+        except typer.TyperException as error:
+            code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _refuse(message: str) -> int:
+    typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
+    return 2
+
+
+def print_result(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
+    """The facts as JSON, or what is shown to a person. JSON has no NaN and no infinity: both are null there."""
+    if as_json:
+        plain = json.loads(json.dumps(facts, default=str), parse_constant=lambda name: None)
+        typer.echo(json.dumps(plain, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for each in shown:
+        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))

@@ -1,0 +1,111 @@
+"""QuantizedModule: a module with a quantizer for each of its tensors; set_recipe gives a whole model its quantizers.
+
+Quantizers are values. A module holds one frozen section of them; another recipe replaces it where a slot differs by
+value and leaves everything else as it is, so that what is keyed by a quantizer (a cached weight, a history) survives.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hqsweep.nn.context import autocast_recipe
+from hqsweep.quant import HybridQuantizer, QuantizerRole
+from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
+from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.quant.sections import Section
+
+
+class QuantizedModule(nn.Module):
+    """A subclass sets module_type, name and quantizers, and reads its quantizers from active_quantizers()."""
+
+    module_type: str
+    name: str
+    quantizers: Section
+    """What the module runs on outside of autocast: a field for each slot."""
+
+    BOUNDARIES: Mapping[str, str] = {}
+    """Boundary slot -> the attribute that holds its role."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._autocast: tuple[AnyRecipe, Section] | None = None
+
+    def slot_roles(self) -> dict[str, QuantizerRole | None]:
+        """Slot -> role: the module's own tensors, then the boundary slots, whose role is None without a reader."""
+        own = {t: QuantizerRole(self.module_type, t, self.name) for t in TENSOR_TYPES[self.module_type]}
+        return own | {slot: getattr(self, attribute) for slot, attribute in self.BOUNDARIES.items()}
+
+    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
+        """The roles of the forward slots, or of the backward ones, in order, the boundary slot last."""
+        return [role for slot, role in self.slot_roles().items() if (slot in (*GRADIENTS, "grad_input")) != fwd]
+
+    def rebuild(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> int:
+        """Take the quantizers of these roles; returns how many slots have changed by value."""
+        new = _chosen(self.slot_roles(), resolved)
+        changed = {slot: q for slot, q in new.items() if getattr(self.quantizers, slot) != q}
+        if changed:
+            self.quantizers = replace(self.quantizers, **changed)
+        return len(changed)
+
+    def active_quantizers(self) -> Section:
+        """The quantizers of this call: those of the innermost autocast, else the module's own.
+
+        Under autocast each slot is resolved once for a recipe, at the first call.
+        """
+        recipe = autocast_recipe()
+        if recipe is None:
+            return self.quantizers
+        if self._autocast is None or (self._autocast[0] is not recipe and self._autocast[0] != recipe):
+            roles = self.slot_roles()
+            resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
+            self._autocast = recipe, replace(self.quantizers, **_chosen(roles, resolved))
+        return self._autocast[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_autocast": None}
+
+
+class Boundary:
+    """The role of a boundary slot. Setting another one gives up what autocast has resolved, and the slot waits, without
+    a quantizer, for the next set_recipe; setting the same one does nothing."""
+
+    def __init__(self, slot: str) -> None:
+        self.slot = slot
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, module: QuantizedModule | None, owner: type) -> Any:
+        return self if module is None else getattr(module, self.name, None)
+
+    def __set__(self, module: QuantizedModule, role: QuantizerRole | None) -> None:
+        if role != getattr(module, self.name, None):
+            setattr(module, self.name, role)
+            module._autocast = None
+            module.quantizers = replace(module.quantizers, **{self.slot: None})
+
+
+def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
+    """All modules of a model that have quantizers, each once, in order."""
+    return [module for module in model.modules() if isinstance(module, QuantizedModule)]
+
+
+def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
+    """Give every slot of the model the recipe's quantizer; returns how many slots have changed by value.
+
+    Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
+
+    Raises:
+        UserError: as recipe.resolve does; the model is then as it was.
+    """
+    modules = quantized_modules(model)
+    resolved = recipe.resolve(role for module in modules for role in module.slot_roles().values())
+    return sum(module.rebuild(resolved) for module in modules)
+
+
+def _chosen(
+    roles: Mapping[str, QuantizerRole | None], resolved: Mapping[QuantizerRole, HybridQuantizer]
+) -> dict[str, HybridQuantizer | None]:
+    return {slot: None if role is None else resolved[role] for slot, role in roles.items()}

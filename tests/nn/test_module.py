@@ -1,0 +1,214 @@
+"""set_recipe and autocast: what is replaced, what stays, and how often a factory is asked."""
+
+import pickle
+
+import pytest
+import torch
+
+from hqsweep.config import ModelConfig
+from hqsweep.errors import UserError
+from hqsweep.jobs.inputs import draw
+from hqsweep.nn import Linear, autocast, set_recipe
+from hqsweep.nn.module import quantized_modules
+from hqsweep.quant import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.train.model import GPT, linear_shapes
+
+MODEL = ModelConfig(dim=32, layers=2, heads=2)
+
+
+def recipe(linear, **sections):
+    return Recipe.from_config({"linear": linear, **sections})
+
+
+def gpt(linear="mxfp8", **sections):
+    torch.manual_seed(0)
+    return GPT(MODEL, 32, recipe(linear, **sections), torch.bfloat16)
+
+
+def linear(quantizers="bf16", name="layers.0.fc"):
+    torch.manual_seed(0)
+    return Linear(64, 96, name=name, quantizers=LinearQuantizers.parse(quantizers, "test"))
+
+
+def mxfp8_inputs(role):
+    return "mxfp8" if role.tensor_type == "input" else "bf16"
+
+
+def test_the_same_recipe_rebuilds_nothing():
+    model = gpt()
+    before = [module.quantizers for module in quantized_modules(model)]
+    assert set_recipe(model, recipe("mxfp8")) == 0
+    assert all(m.quantizers is q for m, q in zip(quantized_modules(model), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "slots"),
+    [
+        ({"linear": {"input": "nvfp4|mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"}}, 8),
+        ({"overrides": [{"layers": "last(0.15)", "linear": "bf16"}]}, 4 * 3),
+        ({"overrides": [{"name": "layers.0.attn.qkv", "linear": "bf16"}]}, 3),
+        ({"head": {"weight": "mxfp8"}}, 1),
+        ({"norm": "bf16"}, 5),
+        ({"embedding": "mxfp8"}, 1),
+        ({"gemm": "strict"}, 0),
+    ],
+)
+def test_a_change_rebuilds_exactly_what_differs(changed, slots):
+    model = gpt()
+    old = {module.name: module.quantizers for module in quantized_modules(model)}
+    assert set_recipe(model, recipe(**{"linear": "mxfp8", **changed})) == slots
+    for module in quantized_modules(model):
+        same = module.quantizers == old[module.name]
+        assert same == (module.quantizers is old[module.name])
+        for slot in module.slot_roles():  # what stays is the same object
+            new, before = getattr(module.quantizers, slot), getattr(old[module.name], slot)
+            assert (new is before) == (new == before)
+    assert set_recipe(model, recipe("mxfp8")) == slots
+
+
+def test_after_a_change_outputs_and_gradients_are_those_of_a_fresh_model():
+    changed, fresh = gpt("mxfp8"), gpt("nvfp4|mxfp8", norm="bf16")
+    tokens = torch.arange(32)[None]
+    changed(tokens).sum().backward()
+    changed.zero_grad()
+    set_recipe(changed, recipe("nvfp4|mxfp8", norm="bf16"))
+    results = []
+    for model in (changed, fresh):
+        with torch.no_grad():
+            model.head.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+        y = model(tokens)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_factory_is_asked_once_for_each_slot_of_linears_and_for_nothing_else():
+    asked, model = [], gpt()
+
+    def factory(role):
+        asked.append(role)
+        return mxfp8_inputs(role)
+
+    changed = set_recipe(model, CustomRecipe(qfactory=factory))
+    names = [name for name, _, _ in linear_shapes(MODEL, 32)]
+    assert [str(r) for r in asked] == [f"{n}/linear/{t}" for n in names for t in ("input", "weight", "grad_output")]
+    assert changed == 8 * 2 + 1  # weights and gradients of the layers become bf16, the head's input mxfp8
+    assert str(model.head.quantizers.input) == "mxfp8" and str(model.norm.quantizers.weight) == "fp32"
+
+
+def test_a_factory_and_the_sections_that_say_the_same_are_the_same_for_a_model():
+    sections = {"input": "mxfp8", "weight": "bf16", "grad_output": "bf16"}
+    model = gpt(sections, head=sections)
+    assert set_recipe(model, CustomRecipe(qfactory=mxfp8_inputs)) == 0
+
+
+def test_a_factory_that_changed_its_mind_is_taken_anew():
+    chosen, model = {"format": "mxfp8"}, gpt("mxfp8", head="mxfp8")
+    custom = CustomRecipe(qfactory=lambda role: chosen["format"])
+    assert set_recipe(model, custom) == 0
+    chosen["format"] = "mxfp4"
+    assert set_recipe(model, custom) == 27
+
+
+def test_a_wrong_factory_leaves_the_model_as_it_was():
+    model = gpt()
+    before = [module.quantizers for module in quantized_modules(model)]
+    with pytest.raises(UserError, match=r"head/linear/weight.* returned 3; it must return"):
+        set_recipe(model, CustomRecipe(qfactory=lambda r: 3 if str(r) == "head/linear/weight" else "bf16"))
+    assert all(m.quantizers is q for m, q in zip(quantized_modules(model), before, strict=True))
+
+
+def outputs(module, x):
+    return module(x).detach()
+
+
+def test_autocast_nests_and_ends():
+    module, x = linear("bf16"), draw("heavy", 32, 64).clamp(-100, 100)
+    alone = {text: outputs(linear(text), x) for text in ("bf16", "mxfp8", "nvfp4")}
+    assert not torch.equal(alone["mxfp8"], alone["nvfp4"])
+    seen = []
+    with autocast(recipe=recipe("mxfp8")):
+        seen.append(outputs(module, x))
+        with autocast(recipe=recipe("nvfp4")):
+            seen.append(outputs(module, x))
+            with autocast(enabled=False):
+                seen.append(outputs(module, x))
+        seen.append(outputs(module, x))
+    seen.append(outputs(module, x))
+    for y, text in zip(seen, ("mxfp8", "nvfp4", "bf16", "mxfp8", "bf16"), strict=True):
+        assert torch.equal(y, alone[text]), text
+    assert str(module.quantizers.input) == "bf16"  # the module's own are untouched
+
+
+def test_autocast_ends_when_an_error_leaves_it():
+    module, x = linear("bf16"), draw("normal", 32, 64)
+    with pytest.raises(ZeroDivisionError), autocast(recipe=recipe("nvfp4")):
+        raise ZeroDivisionError
+    assert torch.equal(outputs(module, x), outputs(linear("bf16"), x))
+
+
+def test_backward_runs_on_the_recipe_of_its_forward():
+    grads = []
+    for module, context in ((linear("bf16"), True), (linear("nvfp4|mxfp8"), False)):
+        x = draw("normal", 32, 64).requires_grad_()
+        if context:
+            with autocast(recipe=recipe("nvfp4|mxfp8")):
+                y = module(x)
+        else:
+            y = module(x)
+        y.backward(draw("normal", 32, 96, 1))
+        grads.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_under_autocast_each_slot_is_resolved_once_for_a_recipe():
+    asked, module, x = [], linear(), draw("normal", 32, 64)
+
+    def factory(role):
+        asked.append(role)
+        return "mxfp8"
+
+    custom = CustomRecipe(qfactory=factory)
+    for _ in range(3):
+        with autocast(recipe=CustomRecipe(qfactory=factory)):  # equal, though another object
+            module(x)
+        with autocast(recipe=custom):
+            module(x)
+    assert len(asked) == 3
+
+
+def test_another_boundary_role_is_resolved_at_the_next_call_under_autocast():
+    asked, module, x = [], linear(), draw("normal", 32, 64)
+
+    def factory(role):
+        asked.append(str(role))
+        return "mxfp8" if role.name == "next" else "bf16"
+
+    with autocast(recipe=CustomRecipe(qfactory=factory)):
+        plain = outputs(module, x)
+        module.output_quantizer_role = QuantizerRole("linear", "input", "next")
+        rounded = outputs(module, x)
+        module.output_quantizer_role = QuantizerRole("linear", "input", "next")
+        assert torch.equal(outputs(module, x), rounded) and not torch.equal(plain, rounded)
+    assert asked[:3] == asked[3:6] and asked[6:] == ["next/linear/input"]
+
+
+def test_an_override_that_counts_layers_needs_the_model():
+    last = recipe("mxfp8", overrides=[{"layers": "last(1)", "linear": "bf16"}])
+    with (
+        pytest.raises(UserError, match=r"layers last\(1\) counts the layers of a model.* set_recipe"),
+        autocast(recipe=last),
+    ):
+        linear()(draw("normal", 32, 64))
+
+
+def test_autocast_without_a_recipe_is_an_error():
+    with pytest.raises(UserError, match="autocast: recipe is missing"), autocast():
+        pass
+
+
+def test_a_module_pickles_after_autocast_with_a_lambda():
+    module, x = linear("mxfp8"), draw("normal", 32, 64)
+    with autocast(recipe=CustomRecipe(qfactory=lambda role: "nvfp4")):
+        module(x)
+    assert torch.equal(outputs(pickle.loads(pickle.dumps(module)), x), outputs(module, x))

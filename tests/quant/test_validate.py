@@ -1,0 +1,141 @@
+"""Validation before a model is built: every GEMM of every module, all faults in one message."""
+
+import pytest
+
+from hqsweep.errors import UserError
+from hqsweep.quant import CustomRecipe, Recipe
+from hqsweep.quant.validate import GemmModule, attention_module, linear_module, validate
+
+LINEARS = [
+    ("layers.0.attn.qkv", 128, 384),
+    ("layers.0.mlp.fc1", 128, 704),
+    ("layers.1.attn.qkv", 128, 384),
+    ("head", 128, 256),
+]
+NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+
+
+def check(linear="mxfp8", *, tokens=2048, more=(), **sections):
+    recipe = Recipe.from_config({"name": "r", "linear": linear, **sections})
+    validate(recipe, [*(linear_module(*shape, tokens) for shape in LINEARS), *more])
+
+
+def test_valid_recipes_pass():
+    for linear in ("mxfp8", "bf16", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"):
+        check(linear)
+    check(gemm="strict")
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        ({**NVFP4, "input": "nvfp4"},
+         r"layers.0.attn.qkv wgrad: grad_output columnwise nvfp4\+rht\+sr cannot meet input columnwise nvfp4:"
+         r".*both operands or on neither.*\(and in 2 more\)"),
+        ({**NVFP4, "weight": "nvfp4+rht"},
+         "dgrad: grad_output rowwise nvfp4.sr cannot meet weight columnwise nvfp4.rht"),
+    ],
+)  # fmt: skip
+def test_rht_on_one_operand_is_refused_in_any_mode(linear, message):
+    with pytest.raises(UserError, match=message):
+        check(linear)
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        ({"input": "nvfp4|mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"},
+         "fprop: input rowwise nvfp4 cannot meet weight rowwise mxfp8 under gemm=strict: their scaling modes differ"),
+        ("fp8_block+2d", "128x128 tiles on both sides"),
+        ({"input": "bf16", "weight": "fp16", "grad_output": "bf16"}, "takes one dtype"),
+    ],
+)  # fmt: skip
+def test_strict_refuses_pairs_without_hardware_and_exact_takes_them(linear, message):
+    check(linear)
+    with pytest.raises(UserError, match=message):
+        check(linear, gemm="strict")
+
+
+def test_strict_takes_what_tensor_cores_take():
+    check({"input": "mxfp8", "weight": "mxfp4", "grad_output": "mxfp8+e5m2"}, gemm="strict")
+    check({"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}, gemm="strict", tokens=64)
+
+
+def test_axes_that_do_not_fit_the_block_are_named():
+    message = (
+        "head wgrad: the contracted axis has 100 elements, but grad_output columnwise nvfp4 takes a multiple of 16"
+    )
+    with pytest.raises(UserError, match=message):
+        check(head="nvfp4", tokens=100)
+
+
+def test_all_faults_are_told_at_once():
+    linear = {"input": "nvfp4|nvfp4+rht", "weight": "mxfp8", "grad_output": "nvfp4"}
+    with pytest.raises(UserError) as raised:
+        check(linear, gemm="strict", tokens=100, overrides=[{"name": "lost.*", "linear": "bf16"}])
+    text = str(raised.value)
+    for part in (
+        "overrides[0] ('lost.*') matches no module",
+        "layers.0.attn.qkv fprop: input rowwise nvfp4 cannot meet weight rowwise mxfp8",
+        "layers.0.attn.qkv dgrad: grad_output rowwise nvfp4 cannot meet weight columnwise mxfp8",
+        "wgrad: the contracted axis has 100 elements",
+        "wgrad: grad_output columnwise nvfp4 cannot meet input columnwise nvfp4+rht: the random Hadamard",
+    ):
+        assert part in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"name": "layer.0.attn.qkv"}, r"'layer.0.attn.qkv'\) matches no module .did you mean 'layers.0.attn.qkv'"),
+        ({"layers": 2}, r"overrides\[0\] \(layers 2\) matches no module; the model has layers 0 to 1"),
+        ({"layers": "first(1)", "name": "head"}, r"'head' and layers first\(1\)\) matches no module"),
+    ],
+)
+def test_overrides_must_match_something(override, message):
+    with pytest.raises(UserError, match=message):
+        check(overrides=[{**override, "linear": "bf16"}])
+
+
+def test_an_override_for_a_type_that_the_model_has_not_matches_nothing():
+    with pytest.raises(UserError, match="matches no module"):
+        check(overrides=[{"layers": 0, "grouped_linear": "bf16"}])
+
+
+def test_formats_for_attention_need_a_quantized_attention():
+    with pytest.raises(UserError, match="recipe: dpa is mxfp8, but the attention of this model is not quantized"):
+        check(dpa="mxfp8")
+    check(dpa="mxfp8", more=[attention_module("layers.0.attn.dpa", 64, 128)])
+
+
+def test_the_gemms_of_attention_are_checked():
+    attention = attention_module("layers.0.attn.dpa", 64, 100)
+    with pytest.raises(UserError, match=r"layers.0.attn.dpa pv: the contracted axis has 100 elements, but s rowwise"):
+        check(dpa={"s": "nvfp4"}, more=[attention])
+    with pytest.raises(UserError, match=r"dpa dv: s columnwise bf16 cannot meet do columnwise mxfp8 under gemm=strict"):
+        check("bf16", dpa={"do": "bf16|mxfp8"}, gemm="strict", more=[attention])
+
+
+def test_grouped_linears_are_checked_with_their_own_section():
+    grouped = GemmModule(
+        module_type="grouped_linear", name="layers.0.mlp.experts.fc1", contracted=dict(fprop=128, dgrad=64, wgrad=0)
+    )
+    check(grouped_linear="nvfp4|mxfp8", more=[grouped])
+    section = {"input": "nvfp4+row_scaled|mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"}
+    message = r"experts.fc1 fprop: input rowwise nvfp4\+row_scaled cannot meet weight rowwise mxfp8"
+    with pytest.raises(UserError, match=message):
+        check(grouped_linear=section, gemm="strict", more=[grouped])
+
+
+def test_a_factory_is_asked_once_for_each_slot_and_checked_the_same():
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return "nvfp4+rht" if role.tensor_type == "input" else "nvfp4"
+
+    modules = [linear_module(*shape, 64) for shape in LINEARS]
+    with pytest.raises(UserError, match=r"wgrad: grad_output columnwise nvfp4 cannot meet input columnwise nvfp4\+rht"):
+        validate(CustomRecipe(qfactory=factory), modules)
+    assert len(asked) == len(set(asked)) == 3 * len(LINEARS)
