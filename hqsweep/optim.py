@@ -15,17 +15,19 @@ from hqsweep.errors import UserError
 from hqsweep.quant import HybridQuantizedTensor
 
 MASTER = "master_param"
+OWN_MASTERS = (torch.float32, torch.float64)
+"""dtypes of plain parameters that are updated as they are."""
 
 
 class FusedAdam(torch.optim.AdamW):
     """Decoupled weight decay, as torch.optim.AdamW, whose arguments and state it has.
 
-    Parameters in FP32 are updated as they are. Of others, plain or quantized, state["master_param"] holds an FP32
-    master, made at the first step (for a quantized one from its preserved initial value, which is then cleared, else
-    from dequantize()); after each step the master is rounded into the parameter (quantize_, keyed by the next step of
-    its key). From then on the master is the weight: what else is written to the parameter is overwritten, so that a
+    Plain FP32 and FP64 parameters are updated as they are. Of all others state["master_param"] holds an FP32 master,
+    made at the first step (for a quantized one from its preserved initial value, which is then cleared, else from
+    dequantize()); after each step the master is rounded into the parameter (quantize_, keyed by the next step of its
+    key). From then on the master is the weight: what else is written to the parameter is overwritten, so that a
     checkpoint is loaded into model and optimizer both. The gradient is param.main_grad where there is one, else
-    param.grad; moments are FP32. foreach and fused choose torch's kernels, by default as AdamW does.
+    param.grad; moments have the master's dtype. foreach and fused choose torch's kernels, by default as AdamW does.
 
     master_weights=False updates plain low-precision parameters in place. UserError for quantized ones then, and for a
     parameter with both a grad and a main_grad.
@@ -92,8 +94,8 @@ class FusedAdam(torch.optim.AdamW):
                 p.quantize_(master)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """Of the update: FP32, but for plain parameters without masters."""
-        return torch.float32 if self.master_weights else p.dtype
+        """Of the update: the master's."""
+        return torch.float32 if self.master_weights and not _is_own_master(p) else p.dtype
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of one parameter, made when it is first asked for."""
@@ -112,7 +114,7 @@ class FusedAdam(torch.optim.AdamW):
         """The FP32 master of a parameter, or what it would start from; p itself where it needs none."""
         if self.master_weights and p in self.state and MASTER in self.state[p]:
             return self.state[p][MASTER]
-        if not self.master_weights or (p.dtype == torch.float32 and not isinstance(p, HybridQuantizedTensor)):
+        if not self.master_weights or _is_own_master(p):
             return p
         if isinstance(p, HybridQuantizedTensor):
             preserved = p.get_high_precision_init_val()
@@ -140,6 +142,10 @@ class FusedAdam(torch.optim.AdamW):
         held = [p.main_grad for group in self.param_groups for p in group["params"] if hasattr(p, "main_grad")]
         if held:
             torch._foreach_zero_(held)
+
+
+def _is_own_master(p: Tensor) -> bool:
+    return p.dtype in OWN_MASTERS and not isinstance(p, HybridQuantizedTensor)
 
 
 def gradient(p: Tensor) -> Tensor | None:

@@ -87,9 +87,11 @@ def test_bf16_parameters_have_masters_too():
         assert p.dtype == torch.bfloat16 and torch.equal(p, q.bfloat16())
 
 
-def test_fp32_parameters_are_their_own_masters():
-    p = nn.Parameter(value())
-    for (master, expected), state in zip(adamw(value()), train(p, FusedAdam([p], **OPTIONS), range(5)), strict=True):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_high_precision_parameters_are_their_own_masters(dtype):
+    start = value().to(dtype)
+    p = nn.Parameter(start.clone())
+    for (master, expected), state in zip(adamw(start), train(p, FusedAdam([p], **OPTIONS), range(5)), strict=True):
         assert torch.equal(p, master) and state.keys() == expected.keys()
 
 

@@ -105,9 +105,8 @@ class _LinearFunction(torch.autograd.Function):
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
         dy, dx, dw = dy.to(call.dtype), None, None
         call.probe_tensor("grad_output", dy)
-        wanted = dict(
-            zip(DIRECTIONS, ("exact" if needed else None for needed in ctx.needs_input_grad[:2]), strict=True)
-        )
+        needed = zip(DIRECTIONS, ctx.needs_input_grad[:2], strict=True)
+        wanted = {direction: "exact" if is_needed else None for direction, is_needed in needed}
         dy_made = call.quantizers.grad_output.quantize(dy, **wanted, key=call.key("grad_output"))
         if ctx.needs_input_grad[0]:
             w_column = call.weight(unflatten_weight(held, ctx.weight_skeleton), "columnwise")

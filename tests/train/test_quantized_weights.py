@@ -7,6 +7,7 @@ from hqsweep.config import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.quant.serialize import load_safetensors, save_safetensors
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
 
@@ -117,6 +118,20 @@ def test_a_bf16_checkpoint_loads_into_quantized_weights():
             HybridQuantizedTensor.quantize(value, linear.weight.quantizer).buffers,
         )
         assert torch.equal(linear.weight.get_high_precision_init_val(), value.float())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_safetensors_file_gives_the_model_back(tied, tmp_path):
+    trained, fresh = trainer(config(RECIPES["hybrid"], tied=tied)), trainer(config(RECIPES["hybrid"], tied=tied))
+    list(trained.steps())
+    save_safetensors(trained.model.state_dict(), tmp_path / "model.safetensors")
+    fresh.model.load_state_dict(load_safetensors(tmp_path / "model.safetensors"))
+    for linear in fresh.model.linears():
+        if isinstance(linear.weight, HybridQuantizedTensor):
+            linear.weight.clear_high_precision_init_val()
+    assert_same(held(trained.model), held(fresh.model))
+    tokens = torch.arange(32).view(1, 32) % 16
+    assert torch.equal(trained.model(tokens), fresh.model(tokens))
 
 
 def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
