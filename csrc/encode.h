@@ -61,14 +61,20 @@ void write_codes(const Work& work, const Tile& tile, int r) {
   uint8_t bytes[kWidth];
   for (int i = 0; i < kWidth; ++i) bytes[i] = static_cast<uint8_t>(tile.codes[i]);
   if (work.to.spec.element != Element::e2m1) {
-    memcpy(work.to.codes + start, bytes, static_cast<size_t>(tile.cols));
+    if (tile.cols == kWidth)
+      memcpy(work.to.codes + start, bytes, kWidth);
+    else
+      memcpy(work.to.codes + start, bytes, static_cast<size_t>(tile.cols));
     return;
   }
   uint16_t pairs[kWidth / 2];
   memcpy(pairs, bytes, sizeof(pairs));
   uint8_t packed[kWidth / 2];
   for (int i = 0; i < kWidth / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | (pairs[i] >> 4));
-  memcpy(work.to.codes + start / 2, packed, static_cast<size_t>(tile.cols / 2));
+  if (tile.cols == kWidth)
+    memcpy(work.to.codes + start / 2, packed, kWidth / 2);
+  else
+    memcpy(work.to.codes + start / 2, packed, static_cast<size_t>(tile.cols / 2));
 }
 
 void write_exact(const Work& work, const Tile& tile, int r) {
@@ -137,17 +143,22 @@ void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* 
     tile.decode_scale[0][0] = 1.0f;
   } else {
     block_amax<kBlock>(work, tile);
+    const int64_t per_row = (work.cols + kBlock - 1) / kBlock;
+    const int64_t first = tile.row0 / spec.tile_rows * per_row + tile.col0 / kBlock;
     for (int t = 0; t * spec.tile_rows < tile.rows; ++t) {
       if (spec.four_over_six == FourOverSix::none)
         block_scales<kBlock>(work, tile, t);
       else
         four_over_six_scales(work, tile, t);
-      write_scales(work, tile, t);
+      write_scales<kBlock>(work, tile, t, first, per_row);
     }
   }
   const bool sums = work.to.sums || work.to.row_errors, valued = sums || dtype;
   TileSums total{};
+  constexpr int per_byte = E::kWidth == 4 ? 2 : 1;
+  const uint8_t* target = work.to.codes ? work.to.codes + (tile.row0 * work.cols + tile.col0) / per_byte : nullptr;
   for (int r = 0; r < tile.rows; ++r) {
+    if (target) fetch(target + (r + kAhead) * work.cols / per_byte, kWidth / per_byte, true);
     encode_row<E, kBlock>(work, tile, r);
     write_codes(work, tile, r);
     if (!work.to.exact && !valued) continue;

@@ -99,7 +99,7 @@ void run_tile(const Pass& pass, int64_t index, Tile& x, Tile& turned) {
   }
   if (!pass.column) return;
   transform(pass.column->to.spec, true, x.x);
-  transpose(x.x, kWidth, kWidth, turned.x);
+  transpose(x.x, turned.x);
   place(*pass.column, col0, row0, turned);
   if (pass.find_column)
     find_in_tile(*pass.column, turned);

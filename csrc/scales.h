@@ -21,7 +21,13 @@ Eight magnitudes(const float* x) {
 }
 
 // Keeps `largest` where `value` is NaN, and so never holds a NaN itself.
-Eight larger(Eight value, Eight largest) { return value > largest ? value : largest; }
+Eight larger(Eight value, Eight largest) {
+#if defined(__AVX__)
+  return __builtin_ia32_maxps256(value, largest);  // the compiler makes a comparison and a blend of the line below
+#else
+  return value > largest ? value : largest;
+#endif
+}
 
 // Neighbouring lanes combined, within the halves of a vector: a0a1 a2a3 b0b1 b2b3 | a4a5 a6a7 b4b5 b6b7.
 Eight fold(Eight a, Eight b) {
@@ -97,15 +103,17 @@ void block_scales(const Work& work, Tile& tile, int t) {
   for (int b = 0; b < kCount; ++b) tile.scale_codes[t][b] = static_cast<uint8_t>(codes[b]);
 }
 
-void write_scales(const Work& work, const Tile& tile, int t) {
+// first: number of the tile's first scale; per_row: scales in a row of the operand.
+template <int kBlock>
+void write_scales(const Work& work, const Tile& tile, int t, int64_t first, int64_t per_row) {
   if (!work.to.scales) return;
-  const int64_t per_row = (work.cols + work.block - 1) / work.block;
-  const int64_t offset = (tile.row0 / work.to.spec.tile_rows + t) * per_row + tile.col0 / work.block;
-  const size_t count = static_cast<size_t>(tile.blocks);
+  const int64_t offset = first + t * per_row;
   if (work.to.spec.family == Family::block)
-    memcpy(static_cast<float*>(work.to.scales) + offset, tile.decode_scale[t], count * sizeof(float));
+    static_cast<float*>(work.to.scales)[offset] = tile.decode_scale[t][0];
+  else if (tile.blocks == kWidth / kBlock)
+    memcpy(static_cast<uint8_t*>(work.to.scales) + offset, tile.scale_codes[t], kWidth / kBlock);
   else
-    memcpy(static_cast<uint8_t*>(work.to.scales) + offset, tile.scale_codes[t], count);
+    memcpy(static_cast<uint8_t*>(work.to.scales) + offset, tile.scale_codes[t], static_cast<size_t>(tile.blocks));
 }
 
 // ---- NVFP4 four over six -------------------------------------------------------------------------------------------

@@ -87,10 +87,13 @@ void hadamard16(float* base, int stride, const float factors[16]) {
   for (int i = 0; i < 16; ++i) memcpy(base + i * stride, rounded[i], sizeof(V));
 }
 
-// out[r][c] = in[c][r] for the first `rows` rows and `cols` columns of out, in 4 x 4 blocks held in vector registers.
-void transpose(const float* in, int rows, int cols, float* out) {
-  for (int c = 0; c < cols; c += 4)
-    for (int r = 0; r < rows; r += 4) {
+// out[r][c] = in[c][r], in 4 x 4 blocks held in vector registers; lines of out, 16 elements, are finished one after the
+// other, because the rows of a tile share few sets of the L1 cache.
+void transpose(const float* in, float* out) {
+  for (int line = 0; line < kWidth; line += 16)
+    for (int r = 0; r < kWidth; r += 4)
+#pragma GCC unroll 4
+    for (int c = line; c < line + 16; c += 4) {
       Four line[4];
       for (int i = 0; i < 4; ++i) memcpy(&line[i], in + (c + i) * kWidth + r, sizeof(Four));
       const Four low0 = __builtin_shufflevector(line[0], line[1], 0, 4, 1, 5);
@@ -102,6 +105,19 @@ void transpose(const float* in, int rows, int cols, float* out) {
           __builtin_shufflevector(high0, high1, 0, 1, 4, 5), __builtin_shufflevector(high0, high1, 2, 3, 6, 7)};
       for (int i = 0; i < 4; ++i) memcpy(out + (r + i) * kWidth + c, &turned[i], sizeof(Four));
     }
+}
+
+// Rows of a tile lie far apart in memory, where no prefetcher foresees them: their lines are asked for this many rows
+// ahead. Beyond the matrix that asks for nothing.
+constexpr int kAhead = 8;
+
+inline void fetch(const void* line, int bytes, bool to_write) {
+  for (int i = 0; i < bytes; i += 64) {
+    if (to_write)
+      __builtin_prefetch(static_cast<const char*>(line) + i, 1);
+    else
+      __builtin_prefetch(static_cast<const char*>(line) + i, 0);
+  }
 }
 
 bool rows_contiguous(const Source& source) { return source.row_stride == 1 && source.col_stride != 1; }
@@ -117,8 +133,10 @@ void load_lines(const Source& source, const Tile& tile, float* out) {
   const int64_t line_stride = down ? source.col_stride : source.row_stride;
   const int64_t stride = down ? source.row_stride : source.col_stride;
   const T* first = static_cast<const T*>(source.data) + tile.row0 * source.row_stride + tile.col0 * source.col_stride;
-  for (int line = 0; line < lines; ++line)
+  for (int line = 0; line < lines; ++line) {
+    if (stride == 1) fetch(first + (line + kAhead) * line_stride, kWidth * sizeof(T), false);
     widen_line(first + line * line_stride, stride, count, kWidth, out + line * kWidth);
+  }
   if (lines < kWidth)
     memset(out + lines * kWidth, 0, sizeof(float) * static_cast<size_t>(kWidth * (kWidth - lines)));
 }
@@ -135,7 +153,7 @@ void load(const Source& source, int64_t index, float* scratch, Tile& tile) {
     case Dtype::bf16: load_lines<Bf16>(source, tile, lines); break;
     case Dtype::fp16: load_lines<Fp16>(source, tile, lines); break;
   }
-  if (lines == scratch) transpose(scratch, kWidth, kWidth, tile.x);
+  if (lines == scratch) transpose(scratch, tile.x);
 }
 
 // Random Hadamard transform of 16 elements along rows, or (down) along columns, of a [kWidth][kWidth] array.

@@ -19,6 +19,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse as parse_format
 from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
+from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
 from hqsweep.quant.validate import linear_module, validate
 from hqsweep.train.model import linear_shapes
@@ -73,7 +74,8 @@ class RecipeConfig(Section):
 
 
 class ModelConfig(Section):
-    """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim."""
+    """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim. With quantized_weights
+    linears hold operands only, and masters live in the optimizer."""
 
     dim: Count = 128
     layers: Count = 2
@@ -81,6 +83,7 @@ class ModelConfig(Section):
     ffn: Count | None = None
     tied: bool = False
     rope_base: Positive = 10000.0
+    quantized_weights: bool = False
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":
@@ -224,7 +227,24 @@ class ConvergenceConfig(Job):
             except UserError as error:
                 where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
                 raise UserError(f"{error}{where}") from None
+        if self.model.quantized_weights:
+            self._weights_stay()
         return self
+
+    def _weights_stay(self) -> None:
+        """UserError where a schedule would change the format of a weight that is held quantized."""
+        shapes = linear_shapes(self.model, self.data.vocab_estimate)
+        roles = [QuantizerRole("linear", "weight", name) for name, _, _ in shapes]
+        first, *later = stages(self.recipe.build(), self.train.steps)
+        held = first.recipe.resolve(roles)
+        for stage in later:
+            for role, quantizer in stage.recipe.resolve(roles).items():
+                if quantizer != held[role]:
+                    raise UserError(
+                        f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
+                        f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
+                        " model.quantized_weights=false"
+                    )
 
 
 class ParitySection(Section):
@@ -253,12 +273,12 @@ class ParityConfig(Job):
     job: Literal["parity"]
     parity: ParitySection
 
-    def training(self, name: str, linear: object) -> ConvergenceConfig:
+    def training(self, name: str, linear: object, *, quantized_weights: bool = False) -> ConvergenceConfig:
         """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums."""
         config = {
             "job": "convergence", "sweep": self.sweep, "seed": self.seed,
             "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
-            "model": {"dim": 64, "layers": 1, "heads": 2},
+            "model": {"dim": 64, "layers": 1, "heads": 2, "quantized_weights": quantized_weights},
             "data": {"source": "markov", "markov": {"length": 20_000}},
             "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1},
             "stats": {"every": 0},

@@ -47,7 +47,7 @@ def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: tor
     a, b = (o.operand() if isinstance(o, Operand) else o for o in (a, b))
     if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
         return _product(a.matrix, b.matrix, out_dtype)
-    return _epilogue(_product(a.matrix, b.matrix, torch.float32), a, b, out_dtype)
+    return epilogue(_product(a.matrix, b.matrix, torch.float32), a, b, out_dtype)
 
 
 def _fits_bf16(format: Format) -> bool:
@@ -86,7 +86,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0])
 
 
-def _epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
+def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
     """alpha = fl(fl(f_a * f_b) * fl(1 / (d_a * d_b))) for scalars; per-row factors after the constant part.
 
     With one per-row side its factor times the other's scalar is formed first; with two, rows then columns

@@ -9,6 +9,8 @@ vanilla  Linear with one format in both directions against its GEMMs composed by
 routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
 repeat   the same training twice
 resume   training interrupted by a checkpoint against uninterrupted training
+weights  training with quantized weights and FP32 masters against training that quantizes FP32 weights at every use:
+         losses, weights, moments; then the same interrupted by a checkpoint, with the codes
 """
 
 import tempfile
@@ -31,7 +33,7 @@ from hqsweep.nn import Linear
 from hqsweep.ops import kernel
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.request import SOURCES
-from hqsweep.quant import HybridQuantizer, LinearQuantizers
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, pick_device, save_checkpoint
 
@@ -180,32 +182,51 @@ def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
         yield row("resume", name, "small GPT", _pairs(_trained(config, name, device), _resumed(config, name, device)))
 
 
-def _trained(config: "ParityConfig", recipe: str, device: torch.device) -> dict[str, Tensor]:
-    trainer = _trainer(config, recipe, device)
-    return _finish(trainer)
+def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Both kinds of weights from the same config; then held ones with and without an interruption."""
+    for name in TRAINING_RECIPES:
+        plain = _trained(config, name, device)
+        held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
+        yield row("weights", name, "small GPT", _pairs(plain, held))
+        yield row("weights", name, "small GPT, resumed", _pairs(held, resumed))
 
 
-def _resumed(config: "ParityConfig", recipe: str, device: torch.device) -> dict[str, Tensor]:
-    first = _trainer(config, recipe, device)
+def _trained(
+    config: "ParityConfig", recipe: str, device: torch.device, *, quantized_weights: bool = False
+) -> dict[str, Tensor]:
+    return _finish(_trainer(config, recipe, device, quantized_weights))
+
+
+def _resumed(
+    config: "ParityConfig", recipe: str, device: torch.device, *, quantized_weights: bool = False
+) -> dict[str, Tensor]:
+    first = _trainer(config, recipe, device, quantized_weights)
     for done in first.steps():
         if 2 * done.step >= first.config.train.steps:
             break
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(first, Path(folder))
-        second = _trainer(config, recipe, device)
+        second = _trainer(config, recipe, device, quantized_weights)
         load_checkpoint(second, Path(folder))
     return _finish(second)
 
 
-def _trainer(config: "ParityConfig", recipe: str, device: torch.device) -> Trainer:
-    training = config.training(recipe, TRAINING_RECIPES[recipe])
+def _trainer(config: "ParityConfig", recipe: str, device: torch.device, quantized_weights: bool) -> Trainer:
+    training = config.training(recipe, TRAINING_RECIPES[recipe], quantized_weights=quantized_weights)
     return Trainer(training, data.load(training.data), training.recipe.build(), device)
 
 
 def _finish(trainer: Trainer) -> dict[str, Tensor]:
+    """Losses, the FP32 value and the moments of every parameter, and the codes of quantized ones."""
     done = list(trainer.steps())[-1]
-    losses = torch.tensor([done.metrics["train_loss"], done.metrics["val_loss"]], dtype=torch.float64)
-    return {"losses": losses} | {name: p.detach() for name, p in trainer.model.named_parameters()}
+    made = {"losses": torch.tensor([done.metrics["train_loss"], done.metrics["val_loss"]], dtype=torch.float64)}
+    for name, p in trainer.model.named_parameters():
+        state = trainer.optimizer.state[p]
+        made |= {name: trainer.optimizer.master_param(p).detach()}
+        made |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        if isinstance(p, HybridQuantizedTensor):
+            made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
+    return made
 
 
 def _linear(quantizers: LinearQuantizers, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -244,4 +265,5 @@ CHECKS: dict[str, Callable[["ParityConfig", torch.device], Rows]] = {
     "pairs": pairs_check,
     "repeat": repeat_check,
     "resume": resume_check,
+    "weights": weights_check,
 }

@@ -3,6 +3,15 @@
 from hqsweep.nn.context import autocast, quantization
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule, set_recipe
+from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.nn.probe import Probe
 
-__all__ = ["Linear", "Probe", "QuantizedModule", "autocast", "quantization", "set_recipe"]
+__all__ = [
+    "Linear",
+    "Probe",
+    "QuantizedModule",
+    "autocast",
+    "quantization",
+    "quantized_model_init",
+    "set_recipe",
+]

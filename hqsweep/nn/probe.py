@@ -1,5 +1,7 @@
 """Probe: collects error statistics of every tensor, direction and GEMM while one training step runs."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from hqsweep.formats import RngKey
@@ -13,10 +15,14 @@ COLUMNS = (
 
 
 class Probe:
-    """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors."""
+    """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors.
 
-    def __init__(self, step: int, *, gemms: bool = True) -> None:
+    originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
+    """
+
+    def __init__(self, step: int, *, gemms: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
         self.step = step
+        self.originals = originals or {}
         self.gemms = gemms
         self.rows: list[dict[str, object]] = []
 

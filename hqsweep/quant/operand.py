@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hqsweep.formats import Buffers, ExactOperand, Format
+from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
 from hqsweep.ops import quantize as ops
 
 
@@ -65,3 +66,33 @@ def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand:
     """Inverse of flatten."""
     buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
     return Operand(format=skeleton.format, shape=skeleton.shape, dtype=skeleton.dtype, buffers=buffers)
+
+
+def narrow(operand: Operand, axis: int, start: int, stop: int) -> Operand:
+    """Rows (axis 0) or columns (axis 1) from start to stop, as views of the buffers.
+
+    Entries that cover the whole axis stay those of the whole operand. UserError for a cut inside a block.
+    """
+    size, buffers = operand.shape[axis], {}
+    for name, buffer in operand.format.layout.items():
+        divisor, tensor = (buffer.rows, buffer.cols)[axis], operand.buffers[name]
+        if divisor == WHOLE:
+            buffers[name] = tensor
+            continue
+        if start % divisor or (stop % divisor and stop != size):
+            raise UserError(
+                f"slice {start}:{stop} of {size} cuts a block of {operand.format}: give multiples of"
+                f" {_block(operand.format, axis)}, or slice dequantize()"
+            )
+        buffers[name] = tensor.narrow(axis, start // divisor, -(-stop // divisor) - start // divisor)
+    shape = tuple(stop - start if i == axis else n for i, n in enumerate(operand.shape))
+    return Operand(format=operand.format, shape=shape, dtype=operand.dtype, buffers=buffers)
+
+
+def has_whole_entries(operand: Operand, axis: int) -> bool:
+    """Whether some buffer has one entry for the whole axis, such as the scale of a tensor."""
+    return any((buffer.rows, buffer.cols)[axis] == WHOLE for buffer in operand.format.layout.values())
+
+
+def _block(format: Format, axis: int) -> int:
+    return max((buffer.rows, buffer.cols)[axis] for buffer in format.layout.values())

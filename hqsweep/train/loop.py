@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hqsweep.nn import Probe, quantization, set_recipe
+from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
+from hqsweep.optim import FusedAdam
 from hqsweep.quant.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
 from hqsweep.train.model import GPT
@@ -103,7 +104,8 @@ class Trainer:
         stats = self.config.stats
         if not stats.every or self.step % stats.every:
             return None
-        return Probe(self.step, gemms=stats.gemm)
+        masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
+        return Probe(self.step, gemms=stats.gemm, originals=masters)
 
     def _loss(self, split: str, index: int) -> Tensor:
         train = self.config.train
@@ -140,20 +142,26 @@ def stage_at(stages: Sequence[Stage], step: int) -> Stage:
 
 
 def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: AnyRecipe) -> GPT:
-    """The model with weights that depend on the seed alone; the caller's random state is left as it was."""
-    with torch.random.fork_rng(devices=[]):
+    """The model with weights that depend on the seed alone; the caller's random state is left as it was.
+
+    With model.quantized_weights they start from the same values, and training gives the same bytes: what a weight is
+    quantized from at every use without it is the master that it is quantized from once a step with it. (But +sr on
+    weights draws other bits.)
+    """
+    held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
+    with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
         torch.manual_seed(config.seed)
         return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype])
 
 
-def make_optimizer(model: GPT, train: "TrainConfig") -> torch.optim.AdamW:
-    """AdamW; matrices decay, gains and embeddings do not."""
+def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:
+    """AdamW, on FP32 masters where weights are quantized; matrices decay, gains and embeddings do not."""
     matrices = {id(linear.weight) for linear in model.linears()} - {id(model.embedding.weight)}
     groups = [
         {"params": [p for p in model.parameters() if id(p) in matrices], "weight_decay": train.weight_decay},
         {"params": [p for p in model.parameters() if id(p) not in matrices], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
+    return FusedAdam(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
 
 
 def learning_rate(train: "TrainConfig", step: int) -> float:

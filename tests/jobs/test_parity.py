@@ -8,7 +8,7 @@ from hqsweep.jobs import parity
 from hqsweep.jobs.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.ops import kernel
-from hqsweep.quant import HybridQuantizer
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 FORMATS = ["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+rht+sr", "nvfp4+row_scaled"]
 
@@ -107,3 +107,15 @@ def test_rewinds_before_it_starts_again(tmp_path):
     sink.rewind = lambda step: sink.facts.update(rewound=step)
     parity.run(config("vanilla"), sink, tmp_path)
     assert sink.facts["rewound"] == -1 and sink.facts["device"] == "cpu"
+
+
+def test_a_held_weight_that_misses_an_update_is_found(tmp_path, monkeypatch):
+    right, calls = HybridQuantizedTensor.quantize_, []
+
+    def wrong(self, x, **options):
+        calls.append(self)
+        return right(self, x if len(calls) != 12 else torch.zeros_like(x), **options)  # of the first update
+
+    monkeypatch.setattr(HybridQuantizedTensor, "quantize_", wrong)
+    failed = [r for r in run("weights", tmp_path=tmp_path) if r["status"] == "FAIL"]
+    assert [(r["subject"], r["case"]) for r in failed] == [("bf16", "small GPT"), ("bf16", "small GPT, resumed")]

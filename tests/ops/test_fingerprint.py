@@ -1,6 +1,5 @@
 """The fixed computation gives the committed hash by the reference, by every instruction set and on the GPU."""
 
-
 import instruction_sets
 import pytest
 import torch

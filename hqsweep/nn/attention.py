@@ -1,0 +1,173 @@
+"""DotProductAttention: softmax(q k^T) v with each of its six GEMMs on operands of the recipe's formats.
+
+T positions, E width of a head, S the softmax's output, dS the gradient of its input; a matrix for each batch and head:
+  scores = q k^T   qkv rowwise,  qkv rowwise      (blocks along E)
+  o  = S v         s rowwise,    qkv columnwise   (blocks along T)
+  dv = S^T do      s columnwise, do columnwise    (blocks along T)
+  dS: do v^T       do rowwise,   qkv rowwise      (blocks along E)
+  dq = dS k        dp rowwise,   qkv columnwise   (blocks along T)
+  dk = dS^T q      dp columnwise, qkv columnwise  (blocks along T)
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import ExactOperand, Identity, RngKey
+from hqsweep.gemm import epilogue
+from hqsweep.nn.context import Context, current
+from hqsweep.nn.module import QuantizedModule
+from hqsweep.quant import DpaQuantizers, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.quant.sections import slots
+
+TENSORS = TENSOR_TYPES["dpa"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """All that one call of the function below needs beside tensors."""
+
+    name: str
+    quantizers: DpaQuantizers
+    dtype: torch.dtype
+    context: Context
+    causal: bool
+
+    def key(self, tensor: str) -> RngKey:
+        return self.context.key(str(QuantizerRole("dpa", tensor, self.name)))
+
+    def quantize(self, tensor: str, x: Tensor, **outputs: str | None):
+        """x [n, T, C] folded to rows, so that one amax serves all matrices."""
+        return getattr(self.quantizers, tensor).quantize(x.reshape(-1, x.shape[-1]), **outputs, key=self.key(tensor))
+
+
+def _exact(operand: Operand | ExactOperand) -> ExactOperand:
+    return operand.operand() if isinstance(operand, Operand) else operand
+
+
+def _rows(operand: Operand | ExactOperand, length: int) -> ExactOperand:
+    """Rowwise operand of folded rows -> matrices [n, length, C]."""
+    operand = _exact(operand)
+    return replace(operand, matrix=operand.matrix.view(-1, length, operand.matrix.shape[1]))
+
+
+def _columns(operand: Operand | ExactOperand, length: int) -> ExactOperand:
+    """Columnwise operand [C, n * length] of folded rows -> matrices [n, C, length]."""
+    operand = _exact(operand)
+    return replace(operand, matrix=operand.matrix.view(operand.matrix.shape[0], -1, length).transpose(0, 1))
+
+
+def _third(operand: ExactOperand, index: int) -> ExactOperand:
+    """q, k or v of an operand that holds all three."""
+    return replace(operand, matrix=operand.matrix.chunk(3)[index])
+
+
+def _bmm_t(a: ExactOperand, b: ExactOperand) -> Tensor:
+    """a [n, m, k], b [n, l, k] -> float32 [n, m, l], as mm_t does it for one matrix."""
+    if a.matrix.is_cuda and a.matrix.dtype == b.matrix.dtype == torch.bfloat16:
+        product = torch.bmm(a.matrix, b.matrix.mT, out_dtype=torch.float32)
+    else:
+        product = torch.bmm(a.matrix.float(), b.matrix.float().mT)
+    if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
+        return product
+    return epilogue(product.view(-1, product.shape[-1]), a, b, torch.float32).view(product.shape)
+
+
+class _AttentionFunction(torch.autograd.Function):
+    """Saves q, k and v in both directions and S columnwise, all as codes, and S itself in the call's dtype."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        t, width = q.shape[1:]
+        made = call.quantize("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
+        row, column = _rows(made.rowwise, t), _columns(made.columnwise, t)
+        scores = _bmm_t(_third(row, 0), _third(row, 1)) * (1 / math.sqrt(width))
+        if call.causal:
+            scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        s = scores.softmax(dim=-1).to(call.dtype)
+        s_made = call.quantize("s", s, rowwise="exact", columnwise="codes")
+        o = _bmm_t(_rows(s_made.rowwise, t), _third(column, 2)).to(call.dtype)
+        parts = [flatten(x) for x in (made.rowwise, made.columnwise, s_made.columnwise)]
+        ctx.skeletons, ctx.counts = [skeleton for _, skeleton in parts], [len(tensors) for tensors, _ in parts]
+        ctx.call = call
+        ctx.save_for_backward(s, *(tensor for tensors, _ in parts for tensor in tensors))
+        return o
+
+    @staticmethod
+    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        call, (s, *saved) = ctx.call, ctx.saved_tensors
+        parts = torch.arange(len(saved)).split(ctx.counts)
+        operands = [unflatten([saved[i] for i in p], k) for p, k in zip(parts, ctx.skeletons, strict=True)]
+        t = s.shape[1]
+        row, column, s_column = _rows(operands[0], t), _columns(operands[1], t), _columns(operands[2], t)
+        do_made = call.quantize("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
+        dv = _bmm_t(s_column, _columns(do_made.columnwise, t))
+        ds = _bmm_t(_rows(do_made.rowwise, t), _third(row, 2))
+        ds = s.float() * (ds - (ds * s).sum(dim=-1, keepdim=True))
+        ds_made = call.quantize("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
+        scale = 1 / math.sqrt(do.shape[-1])
+        dq = _bmm_t(_rows(ds_made.rowwise, t), _third(column, 1)) * scale
+        dk = _bmm_t(_columns(ds_made.columnwise, t), _third(column, 0)) * scale
+        return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype), None
+
+
+class DotProductAttention(QuantizedModule):
+    """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
+
+    quantizers: one each for qkv (q, k and v share it, and one amax), s (the softmax's output), do (the gradient of the
+    output) and dp (that of the softmax's input). Where all four are the same high precision, torch's
+    scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
+    rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name).
+    UserError for a T that does not fit and for +row_scaled, whose factor per row no batched product takes.
+    """
+
+    def __init__(
+        self, *, name: str, quantizers: Mapping[str, HybridQuantizer], dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        super().__init__()
+        self.module_type, self.name, self.dtype = "dpa", name, dtype
+        self.quantizers = DpaQuantizers(**{tensor: quantizers[tensor] for tensor in TENSORS})
+        self._check(self.quantizers)
+
+    @property
+    def high_precision(self) -> bool:
+        """Whether nothing is quantized."""
+        return _is_high_precision(self.quantizers)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
+        quantizers = self.active_quantizers()
+        if _is_high_precision(quantizers):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        shape = q.shape
+        self._check(quantizers, shape[-2])
+        call = _Call(name=self.name, quantizers=quantizers, dtype=self.dtype, context=current(), causal=is_causal)
+        folded = (x.reshape(-1, *shape[-2:]).to(self.dtype) for x in (q, k, v))
+        return _AttentionFunction.apply(*folded, call).view(shape)
+
+    def _check(self, quantizers: DpaQuantizers, t: int = 0) -> None:
+        for tensor, quantizer in slots(quantizers).items():
+            if getattr(quantizer.rowwise, "row_scaled", False):
+                where = f"{self.name} dpa {tensor}"
+                raise UserError(f"{where}: {quantizer.rowwise}: attention takes one global amax a tensor")
+            for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
+                tile = getattr(format, "tile", (1, 1))
+                along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
+                if along > 1 and t % along:
+                    raise UserError(
+                        f"{self.name} dpa {tensor} {direction} {format}: the context has {t} positions;"
+                        f" its blocks take a multiple of {along}"
+                    )
+
+    def extra_repr(self) -> str:
+        return f"{self.name}: " + ", ".join(f"{tensor} {q}" for tensor, q in slots(self.quantizers).items())
+
+
+def _is_high_precision(quantizers: DpaQuantizers) -> bool:
+    formats = {f for q in slots(quantizers).values() for f in (q.rowwise, q.columnwise)}
+    return len(formats) == 1 and isinstance(formats.pop(), Identity)

@@ -1,0 +1,105 @@
+"""Weights of GEMMs: high-precision values that are quantized at every use, or, under quantized_model_init, operands.
+
+Modules reach their weight through weight_operand and flatten_weight, which take either kind.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.formats import ExactOperand, RngKey
+from hqsweep.nn.context import current
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant.hybrid import DIRECTIONS, Direction
+from hqsweep.quant.operand import Skeleton
+
+
+@dataclass(frozen=True)
+class _Init:
+    preserve: bool
+
+
+_INIT: ContextVar[_Init | None] = ContextVar("hqsweep_quantized_model_init", default=None)
+
+
+@contextmanager
+def quantized_model_init(*, enabled: bool = True, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+    """Modules built inside hold their GEMM weights as HybridQuantizedTensor, in both directions of their recipe.
+
+    Biases, gains and embeddings stay as they are. It works under no_grad and on the meta device, where Module.to_empty
+    and reset_parameters follow. preserve_high_precision_init_val: keep the initial values on the CPU, as what an
+    optimizer starts its masters from. Random bits of +sr are keyed by the surrounding quantization().
+    """
+    token = _INIT.set(_Init(preserve_high_precision_init_val) if enabled else None)
+    try:
+        yield
+    finally:
+        _INIT.reset(token)
+
+
+def gemm_weight(weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype) -> nn.Parameter:
+    """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
+
+    dtype: that of the module's tensors, to which weights are rounded before they are quantized.
+    """
+    init = _INIT.get()
+    if init is None:
+        return nn.Parameter(weight)
+    options = {"source_dtype": dtype, "key": current().key(str(role))}
+    options["preserve_high_precision_init_val"] = init.preserve
+    return nn.Parameter(HybridQuantizedTensor.quantize(weight.detach(), quantizer, **options))
+
+
+def weight_operand(
+    weight: Tensor | Operand, direction: Direction, quantizer: HybridQuantizer, dtype: torch.dtype, key: RngKey
+) -> Operand | ExactOperand:
+    """The operand of one direction: the one that is held, or one made of weight.to(dtype).
+
+    UserError, for the caller to say where, when the held one is of another quantizer, or is not there.
+    """
+    if isinstance(weight, Operand):
+        return weight
+    if isinstance(weight, HybridQuantizedTensor):
+        check_held(weight, direction, quantizer)
+        return getattr(weight, direction)
+    wanted = {d: "exact" if d == direction else None for d in DIRECTIONS}
+    return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key), direction)
+
+
+def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:
+    """UserError unless the quantized weight is what a recipe's GEMM reads in this direction."""
+    if weight.quantizer != quantizer:
+        raise UserError(
+            f"the weight is held in {weight.quantizer}, but the recipe asks for {quantizer}; build the model anew, or"
+            " give the recipe it was built with"
+        )
+    if getattr(weight, direction) is None:
+        raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
+
+
+def flatten_weight(weight: Tensor) -> tuple[list[Tensor], Skeleton | None]:
+    """What dgrad needs of a weight: the weight itself, or the tensors of its columnwise operand."""
+    if isinstance(weight, HybridQuantizedTensor):
+        return flatten(weight.columnwise)
+    return [weight], None
+
+
+def unflatten_weight(tensors: Sequence[Tensor], skeleton: Skeleton | None) -> Tensor | Operand:
+    """Inverse of flatten_weight."""
+    return tensors[0] if skeleton is None else unflatten(tensors, skeleton)
+
+
+def check_main_grad(weight: Tensor) -> None:
+    """UserError unless the weight has an FP32 main_grad to accumulate into."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
+        got = "none" if main_grad is None else f"{main_grad.dtype} {tuple(main_grad.shape)}"
+        raise UserError(
+            f"fuse_wgrad_accumulation adds to weight.main_grad, a float32 tensor {tuple(weight.shape)}; got {got}"
+            " (optim.use_main_grads gives every parameter one)"
+        )

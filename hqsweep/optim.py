@@ -1,0 +1,177 @@
+"""FusedAdam: AdamW on FP32 masters, whose result is written back to bf16 or quantized parameters.
+
+The arithmetic is torch's own (torch.optim.adamw, by its foreach or fused kernels), so that masters follow
+torch.optim.AdamW to the byte.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from hqsweep.errors import UserError
+from hqsweep.quant import HybridQuantizedTensor
+
+MASTER = "master_param"
+
+
+class FusedAdam(torch.optim.AdamW):
+    """Decoupled weight decay, as torch.optim.AdamW, whose arguments and state it has.
+
+    Parameters in FP32 are updated as they are. Of others, plain or quantized, state["master_param"] holds an FP32
+    master, made at the first step (for a quantized one from its preserved initial value, which is then cleared, else
+    from dequantize()); after each step the master is rounded into the parameter (quantize_, keyed by the next step of
+    its key). From then on the master is the weight: what else is written to the parameter is overwritten, so that a
+    checkpoint is loaded into model and optimizer both. The gradient is param.main_grad where there is one, else
+    param.grad; moments are FP32. foreach and fused choose torch's kernels, by default as AdamW does.
+
+    master_weights=False updates plain low-precision parameters in place. UserError for quantized ones then, and for a
+    parameter with both a grad and a main_grad.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        master_weights: bool = True,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        self.master_weights = master_weights
+        super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; UserError for quantized parameters without masters."""
+        super().add_param_group(param_group)
+        quantized = [p for p in self.param_groups[-1]["params"] if isinstance(p, HybridQuantizedTensor)]
+        if quantized and not self.master_weights:
+            raise UserError(
+                f"FusedAdam: {len(quantized)} parameters are quantized, such as one in {quantized[0].quantizer}; they"
+                " cannot be updated without FP32 masters, so leave master_weights=True"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            grads = {p: g.to(self._dtype(p)) for p in group["params"] if (g := gradient(p)) is not None}
+            if grads:
+                self._update(group, grads)
+        return loss
+
+    def _update(self, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> None:
+        states = [self._state(p, group) for p in grads]
+        masters = [self.master_param(p) for p in grads]
+        adamw(
+            masters,
+            list(grads.values()),
+            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
+            [],
+            [state["step"] for state in states],
+            **{name: group[name] for name in ("foreach", "fused", "capturable", "differentiable")},
+            **{name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")},
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+        )
+        written = [(p, master) for p, master in zip(grads, masters, strict=True) if p is not master]
+        plain = [pair for pair in written if not isinstance(pair[0], HybridQuantizedTensor)]
+        if plain:
+            torch._foreach_copy_(*map(list, zip(*plain, strict=True)))
+        for p, master in written:
+            if isinstance(p, HybridQuantizedTensor):
+                p.quantize_(master)
+
+    def _dtype(self, p: Tensor) -> torch.dtype:
+        """Of the update: FP32, but for plain parameters without masters."""
+        return torch.float32 if self.master_weights else p.dtype
+
+    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """The state of one parameter, made when it is first asked for."""
+        state, master = self.state[p], self.master_param(p)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+            state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        if master is not p and MASTER not in state:
+            state[MASTER] = master
+            if isinstance(p, HybridQuantizedTensor):
+                p.clear_high_precision_init_val()
+        return state
+
+    @torch.no_grad()
+    def master_param(self, p: Tensor) -> Tensor:
+        """The FP32 master of a parameter, or what it would start from; p itself where it needs none."""
+        if self.master_weights and p in self.state and MASTER in self.state[p]:
+            return self.state[p][MASTER]
+        if not self.master_weights or (p.dtype == torch.float32 and not isinstance(p, HybridQuantizedTensor)):
+            return p
+        if isinstance(p, HybridQuantizedTensor):
+            preserved = p.get_high_precision_init_val()
+            p = p.dequantize(torch.float32) if preserved is None else preserved.to(p.device)
+        return p.detach().to(torch.float32, copy=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but masters and moments stay FP32: torch would round them to the parameters' dtype.
+
+        Masters that are not there, as in a state of torch.optim.AdamW, are made at the next step.
+        """
+        super().load_state_dict(state_dict)
+        names = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for name, p in zip(names, params, strict=True):
+            for key, value in state_dict["state"].get(name, {}).items():
+                device, dtype = self.state[p][key].device, value.dtype if key == "step" else self._dtype(p)
+                self.state[p][key] = value.detach().to(device, dtype, copy=True)
+            if MASTER in self.state[p] and isinstance(p, HybridQuantizedTensor):
+                p.clear_high_precision_init_val()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every grad, and zero every main_grad in place."""
+        super().zero_grad(set_to_none)
+        held = [p.main_grad for group in self.param_groups for p in group["params"] if hasattr(p, "main_grad")]
+        if held:
+            torch._foreach_zero_(held)
+
+
+def gradient(p: Tensor) -> Tensor | None:
+    """main_grad where there is one, else grad; UserError where both are, since one of them would be lost."""
+    main_grad = getattr(p, "main_grad", None)
+    if main_grad is not None and p.grad is not None:
+        raise UserError(
+            f"a parameter of shape {tuple(p.shape)} has both grad and main_grad; optim.use_main_grads adds each grad to"
+            " main_grad"
+        )
+    return p.grad if main_grad is None else main_grad
+
+
+def use_main_grads(module: nn.Module) -> None:
+    """Give every parameter an FP32 main_grad of zeros, to which each backward adds, and no grad.
+
+    Modules with fuse_wgrad_accumulation add the FP32 result of wgrad; for other parameters autograd's grad is added
+    and dropped.
+    """
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True
+    for p in _trained(module.parameters()):
+        p.main_grad = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+        p.register_post_accumulate_grad_hook(_accumulate)
+
+
+def _trained(params: Iterable[Tensor]) -> Iterable[Tensor]:
+    return (p for p in params if p.requires_grad)
+
+
+def _accumulate(p: Tensor) -> None:
+    if p.grad is not None:  # a module that adds to main_grad gives autograd none
+        p.main_grad.add_(p.grad)
+        p.grad = None

@@ -1,0 +1,246 @@
+"""HybridQuantizedTensor: a parameter that is held as its two quantized operands, and as nothing else.
+
+It is a torch.Tensor of the logical shape and dtype, so that modules, optimizers and checkpoints take it for a weight.
+Its value is what its operands decode to. Operations that keep the operands (views, copies, moves) give the same type;
+all others read dequantize(), and those in place quantize what they computed (quant/tensor_ops.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Identity, RngKey
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.operand import Operand
+from hqsweep.quant.tensor_dispatch import dispatch
+
+INIT_VAL = "high_precision_init_val"
+
+
+class HybridQuantizedTensor(torch.Tensor):
+    """The operands of `quantizer` for a tensor [..., cols]; make it with quantize() or empty().
+
+    rowwise encodes [rows, cols] (leading axes folded), columnwise its transpose; a direction that is not held is None.
+    """
+
+    quantizer: HybridQuantizer
+    rowwise: Operand | None
+    columnwise: Operand | None
+    high_precision_init_val: Tensor | None
+    """What preserve_high_precision_init_val kept, on the CPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
+        device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
+        made._metadata, made._key = metadata, [metadata.key]  # the key in a cell, which views share
+        made.quantizer, made.high_precision_init_val = metadata.quantizer, None
+        for name, buffer in buffers.items():
+            setattr(made, name, buffer)  # where callers of __tensor_flatten__ look for them
+        for direction in DIRECTIONS:
+            setattr(made, direction, metadata.operand(buffers, direction))
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def empty(
+        cls,
+        shape: Sequence[int],
+        quantizer: HybridQuantizer,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        source_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        directions: Sequence[str] = DIRECTIONS,
+        key: RngKey | None = None,
+    ) -> Self:
+        """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold."""
+        if len(shape) < 2:
+            raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
+        if not directions or not set(directions) <= set(DIRECTIONS):
+            raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
+        metadata = Metadata(
+            quantizer=quantizer,
+            directions=tuple(d for d in DIRECTIONS if d in directions),
+            matrix=(torch.Size(shape[:-1]).numel(), shape[-1]),
+            dtype=dtype,
+            source_dtype=source_dtype or dtype,
+        )
+        return cls(metadata.empty(device), replace(metadata, key=key if metadata.is_stochastic else None), shape)
+
+    @classmethod
+    def quantize(
+        cls,
+        x: Tensor,
+        quantizer: HybridQuantizer,
+        *,
+        source_dtype: torch.dtype | None = None,
+        directions: Sequence[str] = DIRECTIONS,
+        key: RngKey | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> Self:
+        """The quantized form of x [..., cols] (bf16, fp16 or fp32), with x's shape and dtype, in memory of its own.
+
+        x is rounded to source_dtype (default: its own) before it is quantized. key: stream of +sr. With
+        preserve_high_precision_init_val a copy of x is kept on the CPU, follows later writes, and is what an optimizer
+        starts its masters from. UserError for a shape that a format cannot hold and for +sr without a key.
+        """
+        options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
+        made = cls.empty(x.shape, quantizer, **options)
+        made.quantize_(x, key=key)
+        if preserve_high_precision_init_val:
+            made.high_precision_init_val = x.detach().clone() if x.is_meta else x.detach().to("cpu", copy=True)
+        return made
+
+    def quantize_(self, x: Tensor, *, key: RngKey | None = None) -> Self:
+        """Overwrite both directions with the quantized form of x, in the memory they have; returns self.
+
+        x: the shape of self, any floating dtype. key: stream of +sr; by default the step of the last key plus one.
+        UserError for another shape, for +sr without any key, and for a part that shares its scale with a whole.
+        """
+        meta = self.metadata
+        if tuple(x.shape) != tuple(self.shape):
+            raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
+        self.check_writable()
+        key = self._next_key(key)
+        with torch.no_grad():
+            x = x.dequantize() if isinstance(x, HybridQuantizedTensor) else x
+            if not (self.is_meta or x.is_meta):
+                matrix = x.to(self.device, meta.source_dtype).reshape(meta.matrix)
+                wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+                self.write_(self.quantizer.quantize(matrix, **wanted, key=key))
+            if self.high_precision_init_val is not None:
+                self.high_precision_init_val.copy_(x)
+        torch.autograd.graph.increment_version(self)
+        return self.set_key(key)
+
+    def set_key(self, key: RngKey | None) -> Self:
+        """Note, for all views too, which key the present bytes were drawn with; returns self."""
+        self._key[0] = key
+        return self
+
+    def write_(self, made: Any) -> None:
+        """Copy the buffers of an equal quantizer's operands (of the directions held) into these."""
+        for direction, name in self.metadata.stored:
+            getattr(self, direction).buffers[name].copy_(getattr(made, direction).buffers[name])
+
+    def check_writable(self) -> None:
+        """UserError for a part whose scale belongs to the whole tensor."""
+        if self.metadata.shares_scale:
+            raise UserError(
+                f"a slice of a tensor in {self.quantizer} shares its scale with the rest and cannot be written alone;"
+                " write the whole tensor"
+            )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of dtype (default: own dtype); from the rowwise operand where it is held.
+
+        Gradients pass unchanged. UserError where only a columnwise operand under the Hadamard transform is held.
+        """
+        return _Dequantize.apply(self, dtype or self.dtype)
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """high_precision_init_val under TransformerEngine's name."""
+        return self.high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free what preserve_high_precision_init_val kept."""
+        self.high_precision_init_val = None
+
+    @property
+    def metadata(self) -> Metadata:
+        """All but the buffers and the shape."""
+        key = self._key[0]
+        return self._metadata if key is self._metadata.key else replace(self._metadata, key=key)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Every tensor that is held, by a name such as "rowwise_q"; no copies."""
+        held = {f"{d}_{name}": getattr(self, d).buffers[name] for d, name in self.metadata.stored}
+        preserved = self.high_precision_init_val
+        return held if preserved is None else {**held, INIT_VAL: preserved}
+
+    def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
+        """A tensor of these views of the buffers, with `changes` to the metadata, that shares the key."""
+        made = type(self)(buffers, replace(self.metadata, **changes), shape)
+        made._key = self._key
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+        return list(self.buffers), self.metadata
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], metadata: Metadata, shape: Any, stride: Any) -> Any:
+        return cls(inner, metadata, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return dispatch(cls, func, args, kwargs or {})
+
+    def describe(self) -> dict[str, Any]:
+        """All but the buffers, in text and numbers, from which rebuild() makes an equal tensor."""
+        return {**self.metadata.describe(), "shape": list(self.shape)}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return rebuild, (self.buffers, self.describe(), self.requires_grad, isinstance(self, nn.Parameter))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        words = [str(list(self.shape)), str(self.quantizer), f"dtype={self.dtype}", f"device={self.device}"]
+        words += [f"{direction}=None" for direction in DIRECTIONS if direction not in self.metadata.directions]
+        words += ["requires_grad=True"] if self.requires_grad else []
+        return f"{'Parameter of ' if isinstance(self, nn.Parameter) else ''}{type(self).__name__}({', '.join(words)})"
+
+    def _next_key(self, key: RngKey | None) -> RngKey | None:
+        if not self.metadata.is_stochastic:
+            return None
+        last = self.metadata.key
+        if key is None and last is None:
+            raise UserError(f"quantize: {self.quantizer} rounds stochastically; give key=RngKey(seed=, slot=, step=)")
+        return key or replace(last, step=last.step + 1)
+
+
+class _Dequantize(torch.autograd.Function):
+    """Forward: the values; backward: the gradient unchanged."""
+
+    @staticmethod
+    def forward(ctx, x: HybridQuantizedTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        if x.is_meta:
+            return torch.empty(x.shape, dtype=dtype, device="meta")
+        if x.rowwise is not None:
+            values = x.rowwise.dequantize(dtype).view(x.shape)
+            return values.clone() if isinstance(x.rowwise.format, Identity) else values
+        if getattr(x.quantizer.columnwise, "rht", False):
+            raise UserError(
+                f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
+            )
+        return x.columnwise.dequantize(dtype).t().contiguous().view(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+def rebuild(
+    buffers: Mapping[str, Tensor], described: Mapping[str, Any], requires_grad: bool = False, parameter: bool = False
+) -> HybridQuantizedTensor:
+    """A tensor of these buffers and describe()'s facts; torch.load(weights_only=True) may call it.
+
+    UserError for buffers that are not those of the formats, and for a quantizer that does not parse.
+    """
+    metadata = Metadata.parse(described)
+    metadata.check(buffers)
+    made = HybridQuantizedTensor(buffers, metadata, described["shape"])
+    return nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([rebuild])

@@ -1,0 +1,182 @@
+"""The operations that keep a HybridQuantizedTensor quantized; tensor_dispatch.py has the rule for all others.
+
+A part that the formats cannot hold raises UserError, because a write to its values would be lost.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.quant.operand import has_whole_entries, narrow
+from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
+from hqsweep.quant.tensor_dispatch import implements
+
+aten = torch.ops.aten
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
+    return x.view_of(x.buffers, x.shape)
+
+
+@implements(aten.view.default, aten._unsafe_view.default)
+def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
+    """The same operands under any logical shape of as many elements."""
+    shape = torch.empty(x.shape, device="meta").view(size).shape
+    buffers = x.buffers
+    if INIT_VAL in buffers:
+        buffers[INIT_VAL] = buffers[INIT_VAL].view(shape)
+    return x.view_of(buffers, shape)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(x: HybridQuantizedTensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+    """Only of the whole tensor, contiguous: what FSDP2 asks for."""
+    whole = torch.empty(size, device="meta")
+    if offset or whole.numel() != x.numel() or tuple(stride) != whole.stride():
+        raise UserError(
+            f"as_strided of a quantized tensor takes all of its {x.numel()} elements in order, not size {list(size)},"
+            f" stride {list(stride)}, offset {offset or 0}; use dequantize()"
+        )
+    return _view(x, size)
+
+
+@implements(aten.slice.Tensor)
+def _slice(
+    x: HybridQuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> HybridQuantizedTensor:
+    """Rows start to end, or columns (dim -1), as views; UserError for a cut inside a block, and for other axes."""
+    size = x.shape[dim]
+    start, stop, _ = slice(start, end).indices(size)
+    stop = max(start, stop)
+    if (start, stop, step) == (0, size, 1):
+        return _alias(x)
+    axis = _matrix_axis(x, dim)
+    if step != 1:
+        raise UserError(f"slice of a quantized tensor with step {step}; it takes step 1, or slice dequantize()")
+    factor = x.metadata.matrix[0] // x.shape[0] if axis == 0 else 1
+    parts, shares = {}, x.metadata.shares_scale
+    for direction in x.metadata.directions:
+        operand, along = getattr(x, direction), axis if direction == "rowwise" else 1 - axis
+        part = narrow(operand, along, start * factor, stop * factor)
+        shares = shares or has_whole_entries(operand, along)
+        parts[direction] = part.buffers
+    buffers = {f"{direction}_{name}": parts[direction][name] for direction, name in x.metadata.stored}
+    if x.high_precision_init_val is not None:
+        buffers[INIT_VAL] = x.high_precision_init_val.narrow(dim, start, stop - start)
+    shape = list(x.shape)
+    shape[dim] = stop - start
+    rows, cols = x.metadata.matrix
+    matrix = (rows, stop - start) if axis else ((stop - start) * factor, cols)
+    return x.view_of(buffers, shape, matrix=matrix, shares_scale=shares)
+
+
+def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
+    """0 for rows, 1 for columns of the encoded matrix."""
+    dim, cols = dim % x.dim(), x.metadata.matrix[1]
+    if x.shape[-1] != cols or dim not in (0, x.dim() - 1) or x.dim() < 2:
+        raise UserError(
+            f"slice along axis {dim} of a quantized tensor of shape {tuple(x.shape)}; its first and last axis can be"
+            f" sliced, in its own shape [..., {cols}]; use dequantize()"
+        )
+    return int(dim == x.dim() - 1)
+
+
+@implements(aten.split.Tensor)
+def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
+    starts = range(0, max(x.shape[dim], 1), max(size, 1))
+    return [_slice(x, dim, start, min(start + size, x.shape[dim])) for start in starts]
+
+
+@implements(aten.split_with_sizes.default)
+def _split_with_sizes(x: HybridQuantizedTensor, sizes: list[int], dim: int = 0) -> list[HybridQuantizedTensor]:
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [_slice(x, dim, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+@implements(aten.select.int, aten.unbind.int)
+def _no_part(x: HybridQuantizedTensor, *_: Any) -> None:
+    raise UserError(
+        f"one row or column of a tensor in {x.quantizer} cannot be held by itself; index dequantize(), or write the"
+        " whole tensor"
+    )
+
+
+@implements(aten.clone.default)
+def _clone(x: HybridQuantizedTensor, *, memory_format: Any = None) -> HybridQuantizedTensor:
+    return _copied(x, lambda buffer: buffer.clone(memory_format=torch.contiguous_format))
+
+
+@implements(aten._to_copy.default)
+def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    """To another device with the same bytes; to another floating dtype in name only: the operands stay as they are."""
+    if dtype is not None and not dtype.is_floating_point:
+        return aten._to_copy.default(x.dequantize(), dtype=dtype, **options)
+    device, non_blocking = options.get("device") or x.device, options.get("non_blocking", False)
+
+    def moved(buffer: Tensor) -> Tensor:
+        return buffer.to(device, non_blocking=non_blocking, copy=True, memory_format=torch.contiguous_format)
+
+    return _copied(x, moved, dtype=dtype or x.dtype)
+
+
+def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **changes: Any) -> HybridQuantizedTensor:
+    """Buffers of its own; a preserved value stays on the CPU."""
+    buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
+    return HybridQuantizedTensor(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
+
+
+@implements(aten.copy_.default)
+def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False) -> HybridQuantizedTensor:
+    """From the same quantizer: its bytes. From anything else: its values, quantized."""
+    quantized = isinstance(source, HybridQuantizedTensor)
+    same = quantized and source.quantizer == x.quantizer
+    same = same and set(x.metadata.directions) <= set(source.metadata.directions)
+    if not same or source.metadata.matrix != x.metadata.matrix:
+        return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
+    x.check_writable()
+    x.write_(source)
+    preserved = x.high_precision_init_val
+    if preserved is not None:
+        given = source.high_precision_init_val
+        preserved.copy_((source.dequantize() if given is None else given).view(preserved.shape))
+    x.set_key(source.metadata.key)
+    return x
+
+
+@implements(aten.empty_like.default)
+def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> HybridQuantizedTensor:
+    """What Module.to_empty makes of a parameter on the meta device; an initial value is preserved there as here."""
+    made = _empty(x, x.shape, dtype, device)
+    if x.high_precision_init_val is not None:
+        device = "meta" if made.is_meta else "cpu"
+        made.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)
+    return made
+
+
+@implements(aten.new_zeros.default)
+def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype."""
+    if len(size) < 2 or not (dtype or x.dtype).is_floating_point:
+        return torch.zeros(size, dtype=dtype or x.dtype, device=device or x.device)
+    made = _empty(x, size, dtype, device)
+    made.quantize_(torch.zeros(size, dtype=made.dtype, device=made.device), key=RngKey(seed=0, slot="", step=0))
+    return made.set_key(x.metadata.key)
+
+
+def _empty(x: HybridQuantizedTensor, size: list[int], dtype: Any, device: Any) -> HybridQuantizedTensor:
+    meta = x.metadata
+    return HybridQuantizedTensor.empty(
+        size,
+        x.quantizer,
+        dtype=dtype or x.dtype,
+        source_dtype=meta.source_dtype,
+        device=device or x.device,
+        directions=meta.directions,
+        key=meta.key,
+    )

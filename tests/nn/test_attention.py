@@ -1,0 +1,132 @@
+"""DotProductAttention: against torch's own attention, against the formulas on decoded operands, and its refusals."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hqsweep.errors import UserError
+from hqsweep.nn.attention import TENSORS, DotProductAttention
+from hqsweep.nn.context import quantization
+from hqsweep.quant import HybridQuantizer
+
+SHAPE = (2, 3, 128, 32)  # batch, heads, positions, width
+RECIPES = {
+    "fp8_current": dict.fromkeys(TENSORS, "fp8_current"),
+    "mxfp8": dict.fromkeys(TENSORS, "mxfp8"),
+    "gradients in e5m2": {"qkv": "fp8_current", "s": "fp8_current", "do": "fp8_current+e5m2", "dp": "fp8_current+e5m2"},
+    "a format each": {"qkv": "nvfp4|mxfp8", "s": "mxfp8|fp8_current", "do": "bf16|nvfp4", "dp": "fp8_block|bf16"},
+    "rounded once": dict.fromkeys(TENSORS, "nvfp4|mxfp8@rowwise_dequantized"),
+}
+
+
+def attention(texts, dtype=torch.bfloat16):
+    quantizers = {tensor: HybridQuantizer.parse(text) for tensor, text in texts.items()}
+    return DotProductAttention(name="layers.0.attn", quantizers=quantizers, dtype=dtype)
+
+
+def tensors(device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(SHAPE, generator=generator).bfloat16().to(device).requires_grad_() for _ in range(3)]
+    return made, torch.randn(SHAPE, generator=generator).bfloat16().to(device)
+
+
+def run(module, device="cpu", causal=True):
+    (q, k, v), do = tensors(device)
+    o = module(q, k, v, is_causal=causal)
+    o.backward(do)
+    return o, q.grad, k.grad, v.grad
+
+
+def by_formula(texts, device="cpu", causal=True):
+    """The same with decoded operands in float64 (S and dS in bfloat16, as they are quantized), head by head."""
+    (q, k, v), do = tensors(device)
+    quantizer = {tensor: HybridQuantizer.parse(text) for tensor, text in texts.items()}
+
+    def both(tensor, x):
+        made = quantizer[tensor].quantize(x.reshape(-1, x.shape[-1]))
+        row = made.rowwise.dequantize(torch.float64).view(x.shape)
+        column = made.columnwise.dequantize(torch.float64).t().reshape(x.shape)
+        return row, column
+
+    row, column = both("qkv", torch.stack([q, k, v]).detach())
+    scale = 1 / math.sqrt(SHAPE[-1])
+    scores = row[0] @ row[1].mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(128, 128, device=device).bool().triu(1), -torch.inf)
+    s = scores.softmax(-1).bfloat16()
+    s_row, s_column = both("s", s)
+    do_row, do_column = both("do", do)
+    ds = do_row @ row[2].mT
+    ds = (s.double() * (ds - (ds * s.double()).sum(-1, keepdim=True))).bfloat16()
+    ds_row, ds_column = both("dp", ds)
+    return (
+        s_row @ column[2], ds_row @ column[1] * scale, ds_column.mT @ column[0] * scale, s_column.mT @ do_column
+    )  # fmt: skip
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_six_products_follow_the_formulas(name, causal, device):
+    for actual, expected in zip(
+        run(attention(RECIPES[name]), device, causal), by_formula(RECIPES[name], device, causal), strict=True
+    ):
+        # a rare element of S or dS falls on the other side of a rounding in bfloat16
+        assert distance(actual, expected) < 4e-3
+
+
+@pytest.mark.parametrize("texts", [RECIPES["mxfp8"], RECIPES["gradients in e5m2"]])
+def test_quantized_attention_stays_near_torchs_own(texts):
+    (q, k, v), do = tensors()
+    o = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    o.backward(do.float())
+    for actual, expected in zip(run(attention(texts)), (o, q.grad, k.grad, v.grad), strict=True):
+        assert 1e-3 < distance(actual, expected) < 0.12
+
+
+def test_high_precision_is_torchs_own():
+    (q, k, v), _ = tensors()
+    module = attention(dict.fromkeys(TENSORS, "bf16"))
+    assert module.high_precision
+    assert torch.equal(module(q, k, v, is_causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def test_mixed_high_precision_runs_the_six_products():
+    mixed = attention({"qkv": "bf16", "s": "bf16", "do": "bf16", "dp": "fp32"})
+    assert not mixed.high_precision
+    for actual, expected in zip(run(mixed), by_formula({t: "bf16" for t in TENSORS}), strict=True):
+        assert distance(actual, expected) < 4e-3
+
+
+def test_stochastic_rounding_repeats_with_its_key():
+    texts = RECIPES["mxfp8"] | {"do": "nvfp4+sr", "dp": "nvfp4+sr"}
+    with quantization(seed=1, step=2):
+        first, again = run(attention(texts)), run(attention(texts))
+    with quantization(seed=1, step=3):
+        other = run(attention(texts))
+    assert all(map(torch.equal, first, again))
+    assert torch.equal(first[0], other[0])
+    assert not torch.equal(first[1], other[1])
+
+
+def test_roles_are_in_slot_order():
+    roles = [str(role) for role in attention(RECIPES["mxfp8"]).slot_roles().values()]
+    assert roles == [f"layers.0.attn/dpa/{tensor}" for tensor in ("qkv", "s", "do", "dp")]
+
+
+def test_a_context_that_blocks_do_not_divide_is_refused():
+    x = torch.zeros(1, 1, 48, 32, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match=r"layers\.0\.attn dpa qkv columnwise mxfp8: the context has 48 positions"):
+        attention(RECIPES["mxfp8"])(x, x, x)
+    attention(RECIPES["fp8_current"])(x, x, x)
+
+
+def test_a_factor_per_row_is_refused():
+    with pytest.raises(UserError, match=r"qkv: nvfp4\+row_scaled: attention takes one global amax"):
+        attention(RECIPES["mxfp8"] | {"qkv": "nvfp4+row_scaled|mxfp8"})
