@@ -19,6 +19,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import parse as parse_format
 from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
+from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
 from hqsweep.quant.validate import linear_module, validate
 from hqsweep.train.model import linear_shapes
@@ -220,19 +221,30 @@ class ConvergenceConfig(Job):
     def _recipe_fits(self) -> "ConvergenceConfig":
         tokens = self.train.batch * self.train.context
         linears = [linear_module(*shape, tokens) for shape in linear_shapes(self.model, self.data.vocab_estimate)]
-        found = stages(self.recipe.build(), self.train.steps)
-        if self.model.quantized_weights and len(found) > 1:
-            raise UserError(
-                "model.quantized_weights holds weights in the formats of one recipe, but recipe.schedule changes the"
-                f" recipe at step {found[1].first_step}; drop one of the two"
-            )
-        for stage in found:
+        for stage in stages(self.recipe.build(), self.train.steps):
             try:
                 validate(stage.recipe, linears)
             except UserError as error:
                 where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
                 raise UserError(f"{error}{where}") from None
+        if self.model.quantized_weights:
+            self._weights_stay()
         return self
+
+    def _weights_stay(self) -> None:
+        """UserError where a schedule would change the format of a weight that is held quantized."""
+        shapes = linear_shapes(self.model, self.data.vocab_estimate)
+        roles = [QuantizerRole("linear", "weight", name) for name, _, _ in shapes]
+        first, *later = stages(self.recipe.build(), self.train.steps)
+        held = first.recipe.resolve(roles)
+        for stage in later:
+            for role, quantizer in stage.recipe.resolve(roles).items():
+                if quantizer != held[role]:
+                    raise UserError(
+                        f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
+                        f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
+                        " model.quantized_weights=false"
+                    )
 
 
 class ParitySection(Section):

@@ -6,4 +6,12 @@ from hqsweep.nn.module import QuantizedModule, set_recipe
 from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.nn.probe import Probe
 
-__all__ = ["Linear", "Probe", "QuantizedModule", "autocast", "quantization", "quantized_model_init", "set_recipe"]
+__all__ = [
+    "Linear",
+    "Probe",
+    "QuantizedModule",
+    "autocast",
+    "quantization",
+    "quantized_model_init",
+    "set_recipe",
+]

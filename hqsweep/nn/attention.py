@@ -15,15 +15,18 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Identity, RngKey
 from hqsweep.gemm import epilogue
 from hqsweep.nn.context import Context, current
-from hqsweep.quant import HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.nn.module import QuantizedModule
+from hqsweep.quant import DpaQuantizers, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.quant.sections import slots
 
-TENSORS = ("qkv", "s", "do", "dp")
+TENSORS = TENSOR_TYPES["dpa"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class _Call:
     """All that one call of the function below needs beside tensors."""
 
     name: str
-    quantizers: Mapping[str, HybridQuantizer]
+    quantizers: DpaQuantizers
     dtype: torch.dtype
     context: Context
     causal: bool
@@ -41,7 +44,7 @@ class _Call:
 
     def quantize(self, tensor: str, x: Tensor, **outputs: str | None):
         """x [n, T, C] folded to rows, so that one amax serves all matrices."""
-        return self.quantizers[tensor].quantize(x.reshape(-1, x.shape[-1]), **outputs, key=self.key(tensor))
+        return getattr(self.quantizers, tensor).quantize(x.reshape(-1, x.shape[-1]), **outputs, key=self.key(tensor))
 
 
 def _exact(operand: Operand | ExactOperand) -> ExactOperand:
@@ -114,7 +117,7 @@ class _AttentionFunction(torch.autograd.Function):
         return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype), None
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(QuantizedModule):
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
 
     quantizers: one each for qkv (q, k and v share it, and one amax), s (the softmax's output), do (the gradient of the
@@ -128,33 +131,30 @@ class DotProductAttention(nn.Module):
         self, *, name: str, quantizers: Mapping[str, HybridQuantizer], dtype: torch.dtype = torch.bfloat16
     ) -> None:
         super().__init__()
-        self.name, self.dtype = name, dtype
-        self.quantizers = {tensor: quantizers[tensor] for tensor in TENSORS}
-        for tensor, quantizer in self.quantizers.items():
-            if getattr(quantizer.rowwise, "row_scaled", False):
-                raise UserError(f"{name} dpa {tensor}: {quantizer.rowwise}: attention takes one global amax a tensor")
-
-    def get_quantizer_roles(self) -> list[QuantizerRole]:
-        """Slots in order: qkv, s, do, dp."""
-        return [QuantizerRole("dpa", tensor, self.name) for tensor in TENSORS]
+        self.module_type, self.name, self.dtype = "dpa", name, dtype
+        self.quantizers = DpaQuantizers(**{tensor: quantizers[tensor] for tensor in TENSORS})
+        self._check(self.quantizers)
 
     @property
     def high_precision(self) -> bool:
         """Whether nothing is quantized."""
-        formats = {f for q in self.quantizers.values() for f in (q.rowwise, q.columnwise)}
-        return len(formats) == 1 and isinstance(formats.pop(), Identity)
+        return _is_high_precision(self.quantizers)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-        if self.high_precision:
+        quantizers = self.active_quantizers()
+        if _is_high_precision(quantizers):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         shape = q.shape
-        self._check_length(shape[-2])
-        call = _Call(name=self.name, quantizers=self.quantizers, dtype=self.dtype, context=current(), causal=is_causal)
+        self._check(quantizers, shape[-2])
+        call = _Call(name=self.name, quantizers=quantizers, dtype=self.dtype, context=current(), causal=is_causal)
         folded = (x.reshape(-1, *shape[-2:]).to(self.dtype) for x in (q, k, v))
         return _AttentionFunction.apply(*folded, call).view(shape)
 
-    def _check_length(self, t: int) -> None:
-        for tensor, quantizer in self.quantizers.items():
+    def _check(self, quantizers: DpaQuantizers, t: int = 0) -> None:
+        for tensor, quantizer in slots(quantizers).items():
+            if getattr(quantizer.rowwise, "row_scaled", False):
+                where = f"{self.name} dpa {tensor}"
+                raise UserError(f"{where}: {quantizer.rowwise}: attention takes one global amax a tensor")
             for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
                 tile = getattr(format, "tile", (1, 1))
                 along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
@@ -165,4 +165,9 @@ class DotProductAttention(nn.Module):
                     )
 
     def extra_repr(self) -> str:
-        return f"{self.name}: " + ", ".join(f"{tensor} {q}" for tensor, q in self.quantizers.items())
+        return f"{self.name}: " + ", ".join(f"{tensor} {q}" for tensor, q in slots(self.quantizers).items())
+
+
+def _is_high_precision(quantizers: DpaQuantizers) -> bool:
+    formats = {f for q in slots(quantizers).values() for f in (q.rowwise, q.columnwise)}
+    return len(formats) == 1 and isinstance(formats.pop(), Identity)

@@ -21,7 +21,14 @@ from hqsweep.nn.parameter import (
     weight_operand,
 )
 from hqsweep.nn.weight import rounded
-from hqsweep.quant import HybridQuantizedTensor, LinearQuantizers, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant import (
+    HybridQuantizedTensor,
+    LinearQuantizers,
+    Operand,
+    QuantizerRole,
+    flatten,
+    unflatten,
+)
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 
 
@@ -105,8 +112,9 @@ class _LinearFunction(torch.autograd.Function):
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
         dy, dx, dw = dy.to(call.dtype), None, None
         call.probe_tensor("grad_output", dy)
-        needed = zip(DIRECTIONS, ctx.needs_input_grad[:2], strict=True)
-        wanted = {direction: "exact" if is_needed else None for direction, is_needed in needed}
+        wanted = dict(
+            zip(DIRECTIONS, ("exact" if needed else None for needed in ctx.needs_input_grad[:2]), strict=True)
+        )
         dy_made = call.quantizers.grad_output.quantize(dy, **wanted, key=call.key("grad_output"))
         if ctx.needs_input_grad[0]:
             w_column = call.weight(unflatten_weight(held, ctx.weight_skeleton), "columnwise")
@@ -158,14 +166,9 @@ class Linear(QuantizedModule):
         self.dtype = dtype
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        nn.init.normal_(self.weight, std=1 / math.sqrt(in_features))
-        self.hold_weight()
-
-    def hold_weight(self) -> None:
-        """Inside quantized_model_init: the weight becomes the operands that the module's quantizer makes of it."""
-        role = QuantizerRole("linear", "weight", self.name)
-        self.weight = gemm_weight(self.weight, self.quantizers.weight, role, self.dtype)
+        weight = nn.init.normal_(torch.empty(out_features, in_features), std=1 / math.sqrt(in_features))
+        role = QuantizerRole("linear", "weight", name)
+        self.weight = gemm_weight(weight, quantizers.weight, role, dtype)
 
     def reset_parameters(self) -> None:
         """Draw the weight again, and zero the bias."""

@@ -42,16 +42,14 @@ def quantized_model_init(*, enabled: bool = True, preserve_high_precision_init_v
         _INIT.reset(token)
 
 
-def gemm_weight(
-    weight: nn.Parameter, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype
-) -> nn.Parameter:
+def gemm_weight(weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype) -> nn.Parameter:
     """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
     dtype: that of the module's tensors, to which weights are rounded before they are quantized.
     """
     init = _INIT.get()
     if init is None:
-        return weight
+        return nn.Parameter(weight)
     options = {"source_dtype": dtype, "key": current().key(str(role))}
     options["preserve_high_precision_init_val"] = init.preserve
     return nn.Parameter(HybridQuantizedTensor.quantize(weight.detach(), quantizer, **options))

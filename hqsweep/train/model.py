@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import set_recipe
-from hqsweep.nn.parameter import quantized_model_init
+from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.quant import LinearQuantizers
 from hqsweep.quant.recipe import HEAD, HIGH_PRECISION
+from hqsweep.quant.roles import module_roles
 from hqsweep.quant.schedule import AnyRecipe
 from hqsweep.quant.sections import WeightQuantizers
 
@@ -138,19 +139,21 @@ class GPT(nn.Module):
         super().__init__()
         shapes = {name: (k, n) for name, k, n in linear_shapes(config, vocab_size)}
 
-        def make_linear(name: str) -> Linear:
-            return Linear(*shapes[name], name=name, quantizers=HIGH_PRECISION["head"], dtype=dtype)
+        found = recipe.resolve(role for name in shapes for role in module_roles("linear", name))
 
-        with quantized_model_init(enabled=False):  # weights are held once their quantizers are known
-            self.embedding = Embedding(vocab_size, config.dim, "embedding")
-            self.layers = nn.ModuleList(Block(config, f"layers.{i}", make_linear) for i in range(config.layers))
-            self.norm = Norm(config.dim, "norm")
-            self.head = make_linear(HEAD)
+        def make_linear(name: str) -> Linear:  # with its quantizers, in which quantized_model_init holds the weight
+            quantizers = {role.tensor_type: found[role] for role in module_roles("linear", name)}
+            return Linear(*shapes[name], name=name, quantizers=LinearQuantizers(**quantizers), dtype=dtype)
+
+        self.embedding = Embedding(vocab_size, config.dim, "embedding")
+        self.layers = nn.ModuleList(Block(config, f"layers.{i}", make_linear) for i in range(config.layers))
+        self.norm = Norm(config.dim, "norm")
+        self.head = make_linear(HEAD)
         self._initialise(config)
-        set_recipe(self, recipe)
-        for linear in self.linears():
-            if linear.weight is not self.embedding.weight:
-                linear.hold_weight()
+        others = [module for module in quantized_modules(self) if not isinstance(module, Linear)]
+        found |= recipe.resolve(role for module in others for role in module.slot_roles().values())
+        for module in others:
+            module.rebuild(found)
 
     def _initialise(self, config: "ModelConfig") -> None:
         """Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first loss is ln V."""

@@ -116,7 +116,7 @@ def test_stochastic_rounding_repeats_with_its_key():
 
 
 def test_roles_are_in_slot_order():
-    roles = [str(role) for role in attention(RECIPES["mxfp8"]).get_quantizer_roles()]
+    roles = [str(role) for role in attention(RECIPES["mxfp8"]).slot_roles().values()]
     assert roles == [f"layers.0.attn/dpa/{tensor}" for tensor in ("qkv", "s", "do", "dp")]
 
 

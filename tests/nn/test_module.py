@@ -8,9 +8,12 @@ import torch
 from hqsweep.config import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import Linear, autocast, set_recipe
+from hqsweep.nn import Linear, autocast, quantized_model_init, set_recipe
+from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
 from hqsweep.quant import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.quant.recipe import HIGH_PRECISION
+from hqsweep.quant.sections import slots
 from hqsweep.train.model import GPT, linear_shapes
 
 MODEL = ModelConfig(dim=32, layers=2, heads=2)
@@ -100,6 +103,29 @@ def test_a_factory_and_the_sections_that_say_the_same_are_the_same_for_a_model()
     sections = {"input": "mxfp8", "weight": "bf16", "grad_output": "bf16"}
     model = gpt(sections, head=sections)
     assert set_recipe(model, CustomRecipe(qfactory=mxfp8_inputs)) == 0
+
+
+def test_a_model_with_held_weights_holds_them_in_the_formats_of_its_recipe():
+    with quantized_model_init():
+        model = gpt({"input": "mxfp8", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8"})
+    assert str(model.layers[1].mlp.fc2.weight.quantizer) == "nvfp4|mxfp8" and str(model.head.weight.quantizer) == "bf16"
+    model(torch.arange(32)[None]).sum().backward()
+    set_recipe(model, recipe("mxfp8"))
+    with pytest.raises(UserError, match=r"held in nvfp4\|mxfp8, but the recipe asks for mxfp8"):
+        model(torch.arange(32)[None])
+
+
+def test_attention_follows_the_recipe():
+    attention = DotProductAttention(name="layers.0.dpa", quantizers=slots(HIGH_PRECISION["dpa"]))
+    x = torch.randn(1, 2, 64, 32).bfloat16()
+    plain = attention(x, x, x)
+    with autocast(recipe=recipe("bf16", dpa="mxfp8")):
+        under_autocast = attention(x, x, x)
+    assert torch.equal(attention(x, x, x), plain) and not torch.equal(plain, under_autocast)
+    assert set_recipe(attention, recipe("bf16", dpa="mxfp8")) == 4
+    assert torch.equal(attention(x, x, x), under_autocast)
+    roles = (attention.get_quantizer_roles(fwd=fwd) for fwd in (True, False))
+    assert [[role.tensor_type for role in each] for each in roles] == [["qkv", "s"], ["do", "dp"]]
 
 
 def test_a_factory_that_changed_its_mind_is_taken_anew():

@@ -12,8 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import Linear, Probe, quantization, quantized_model_init
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand
-from hqsweep.quant.recipe import LinearQuantizers
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers, Operand
 
 RECIPES = {
     "bf16": "bf16",
