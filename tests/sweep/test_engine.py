@@ -112,10 +112,10 @@ def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
 def test_time_out_ends_willing_and_stubborn_workers(make_runs):
     runs = make_runs("sleep", "stubborn", "quick")
     began = time.monotonic()
-    statuses = run_sweep(runs, display=Lines(), workers=3, timeout_s=0.8)
-    assert outcomes(statuses) == [("failed", "timed out after 0.8 s")] * 2 + [("finished", None)]
-    assert time.monotonic() - began < 10
-    assert 0.8 <= statuses[0]["seconds"] < 10
+    statuses = run_sweep(runs, display=Lines(), workers=3, timeout_s=2.5)
+    assert outcomes(statuses) == [("failed", "timed out after 2.5 s")] * 2 + [("finished", None)]
+    assert time.monotonic() - began < 15
+    assert 2.5 <= statuses[0]["seconds"] < 15
 
 
 def test_threads_are_shared_out(make_runs, monkeypatch):
