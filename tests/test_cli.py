@@ -210,19 +210,12 @@ def test_a_parity_mismatch_exits_1(status: str, code: int, folder: Path, monkeyp
     assert json.loads(hqsweep("run", "conf=parity", "--json").stdout)[0]["parity"] == {status: 1}
 
 
-def test_help_loads_nothing_heavy_and_is_quick(folder: Path) -> None:
+def test_help_loads_nothing_heavy(folder: Path) -> None:
     done = process("--help", cwd=folder, options=("-X", "importtime"))
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "hqsweep" in loaded
     assert not loaded & {"torch", "numpy", "pandas", "hydra", "omegaconf", "pydantic", "wandb", "plotly", "rich"}
     assert "compare" in done.stdout
-    seconds = []
-    for _ in range(3):  # of CPU time, which other processes do not lengthen much
-        before = os.times()
-        process("--help", cwd=folder)
-        after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(seconds) < 0.3
 
 
 def test_no_command_shows_the_help() -> None:
