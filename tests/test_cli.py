@@ -1,7 +1,6 @@
 """The command line: one sentence for wrong input, exit codes, JSON, and a start-up that loads nothing heavy."""
 
 import json
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
