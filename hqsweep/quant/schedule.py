@@ -125,9 +125,10 @@ def _changed(given: dict[str, Any], before: AnyRecipe, where: str) -> AnyRecipe:
         return _parse_one(inherited | given, where)
     if isinstance(given.get("linear"), Mapping) and "rowwise" not in given["linear"]:
         given["linear"] = before.linear.texts() | dict(given["linear"])
-    if "linear" in given and "grouped_linear" not in given and before.grouped_linear == before.linear:
-        given["grouped_linear"] = given["linear"]
-    recipe = Recipe.from_config(before.to_config() | given, where)
+    inherited = before.to_config()
+    if "linear" in given and before.grouped_linear == before.linear:
+        inherited.pop("grouped_linear", None)  # follows linear, as it did
+    recipe = Recipe.from_config(inherited | given, where)
     faults = Faults()
     formats = {gemm: faults.take(_parse_format, text, f"{where}.{gemm}") for gemm, text in gemms.items()}
     faults.raise_any()

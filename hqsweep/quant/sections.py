@@ -49,17 +49,21 @@ class Section:
         Tensors that are left out are those of `default`; without one they are faults.
         """
         tensors = cls.tensors()
-        if not isinstance(value, Mapping) or "rowwise" in value:
-            value = dict.fromkeys(tensors, value)
+        if isinstance(value, Mapping) and "rowwise" not in value:
+            given = value
+        elif value is None:
+            given = {}
+        else:
+            return cls(**dict.fromkeys(tensors, parse_quantizer(value, where)))
         faults = Faults()
         takes = f"it takes {', '.join(tensors)}"
-        faults.texts += [f"{where}: unknown key '{k}'{nearest(k, tensors)}; {takes}" for k in value if k not in tensors]
-        missing = [t for t in tensors if value.get(t) is None]
+        faults.texts += [f"{where}: unknown key '{k}'{nearest(k, tensors)}; {takes}" for k in given if k not in tensors]
+        missing = [t for t in tensors if given.get(t) is None]
         if default is None and not faults.texts:
             faults.texts += [f"{where}: '{tensor}' is missing; {takes}" for tensor in missing]
-        given = {t: faults.take(parse_quantizer, value[t], f"{where}.{t}") for t in tensors if t not in missing}
+        parsed = {t: faults.take(parse_quantizer, given[t], f"{where}.{t}") for t in tensors if t not in missing}
         faults.raise_any()
-        return cls(**{t: given.get(t) or getattr(default, t) for t in tensors})
+        return cls(**{t: parsed.get(t) or getattr(default, t) for t in tensors})
 
     def texts(self) -> dict[str, str]:
         """Tensor -> text of its quantizer: what parse takes."""

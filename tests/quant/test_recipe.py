@@ -117,8 +117,8 @@ def test_every_fault_of_the_sections_is_told_at_once():
         Recipe.from_config(config)
     for part in (
         "recipe.linear.input: format 'mxfp9'", "recipe.linear.grad_output: columnwise format nvfp4+row_scaled",
-        "recipe.head: unknown key 'wieght' (did you mean 'weight'?)", "recipe.dpa.qkv: format 'x'",
-        "recipe.overrides[0].linear.input: format 'y'", "recipe.overrides[0].layers: got 'last'",
+        "recipe.head: unknown key 'wieght' (did you mean 'weight'?)", "recipe.dpa: format 'x'",
+        "recipe.overrides[0].linear: format 'y'", "recipe.overrides[0].layers: got 'last'",
         "recipe.gemm is 'fast'",
     ):  # fmt: skip
         assert part in str(raised.value)
