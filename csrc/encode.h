@@ -55,6 +55,13 @@ void scale_row(Tile& tile, const float* scales) {
     for (int i = 0; i < kBlock; ++i) tile.scaled[b * kBlock + i] = tile.values[b * kBlock + i] * scales[b];
 }
 
+// Codes of a row, one byte each, as two a byte.
+void pack_nibbles(const uint8_t* bytes, uint8_t* packed) {
+  uint16_t pairs[kWidth / 2];
+  memcpy(pairs, bytes, sizeof(pairs));
+  for (int i = 0; i < kWidth / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | (pairs[i] >> 4));
+}
+
 void write_codes(const Work& work, const Tile& tile, int r) {
   if (!work.to.codes) return;
   const int64_t start = (tile.row0 + r) * work.cols + tile.col0;
@@ -67,10 +74,8 @@ void write_codes(const Work& work, const Tile& tile, int r) {
       memcpy(work.to.codes + start, bytes, static_cast<size_t>(tile.cols));
     return;
   }
-  uint16_t pairs[kWidth / 2];
-  memcpy(pairs, bytes, sizeof(pairs));
   uint8_t packed[kWidth / 2];
-  for (int i = 0; i < kWidth / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | (pairs[i] >> 4));
+  pack_nibbles(bytes, packed);
   if (tile.cols == kWidth)
     memcpy(work.to.codes + start / 2, packed, kWidth / 2);
   else
@@ -147,7 +152,7 @@ void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* 
     const int64_t first = tile.row0 / spec.tile_rows * per_row + tile.col0 / kBlock;
     for (int t = 0; t * spec.tile_rows < tile.rows; ++t) {
       if (spec.four_over_six == FourOverSix::none)
-        block_scales<kBlock>(work, tile, t);
+        block_scales<E, kBlock>(work, tile, t);
       else
         four_over_six_scales(work, tile, t);
       write_scales<kBlock>(work, tile, t, first, per_row);
@@ -181,20 +186,22 @@ void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* 
   if (work.to.sums) work.to.sums[index] = total;
 }
 
-void quantize_tile(const Work& work, Tile& tile, int64_t index, const Dtype* dtype) {
+template <class E, int kBlockLength>
+struct As {
+  using Element = E;
+  static constexpr int kBlock = kBlockLength;
+};
+
+// run(As<element, block length>{}) of the direction's format.
+template <class Run>
+void with_format(const Work& work, const Run& run) {
   const bool wide = work.block == kWidth;
   switch (work.to.spec.element) {
-    case Element::e4m3:
-      return wide ? quantize_tile_as<E4M3, 128>(work, tile, index, dtype)
-                  : quantize_tile_as<E4M3, 32>(work, tile, index, dtype);
-    case Element::e5m2:
-      return wide ? quantize_tile_as<E5M2, 128>(work, tile, index, dtype)
-                  : quantize_tile_as<E5M2, 32>(work, tile, index, dtype);
-    case Element::e2m1:
-      return work.block == 16 ? quantize_tile_as<E2M1, 16>(work, tile, index, dtype)
-                              : quantize_tile_as<E2M1, 32>(work, tile, index, dtype);
-    case Element::e2m3: return quantize_tile_as<E2M3, 32>(work, tile, index, dtype);
-    case Element::e3m2: return quantize_tile_as<E3M2, 32>(work, tile, index, dtype);
+    case Element::e4m3: return wide ? run(As<E4M3, 128>{}) : run(As<E4M3, 32>{});
+    case Element::e5m2: return wide ? run(As<E5M2, 128>{}) : run(As<E5M2, 32>{});
+    case Element::e2m1: return work.block == 16 ? run(As<E2M1, 16>{}) : run(As<E2M1, 32>{});
+    case Element::e2m3: return run(As<E2M3, 32>{});
+    case Element::e3m2: return run(As<E3M2, 32>{});
   }
 }
 

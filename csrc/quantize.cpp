@@ -6,6 +6,7 @@
 #include "quantize.h"
 
 #include "encode.h"
+#include "lean.h"
 #include "numerics.h"
 #include "scales.h"
 #include "tile.h"
@@ -82,9 +83,58 @@ struct Pass {
   bool dequantized;
 };
 
+// Rows of the bands that a tile is cut into: 32, which the L1 cache holds, or as many as the longest block has. 0: other
+// than lean directions want the tile.
+int lean_lines(const Pass& pass) {
+  if (pass.find_row || pass.find_column || pass.dequantized) return 0;
+  const Work* const works[] = {pass.row, pass.column};
+  int lines = 32;
+  for (const Work* work : works) {
+    if (!work) continue;
+    if (!is_lean(work->to)) return 0;
+    if (work->block == kWidth) lines = kWidth;
+  }
+  return lines;
+}
+
+void run_lean_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
+  const int64_t row0 = x.row0, col0 = x.col0;
+  const int rows = x.rows;
+  Columns columns;
+  if (pass.row) place(*pass.row, row0, col0, x);
+  if (pass.column) place(*pass.column, col0, row0, turned);
+  for (int first = 0; first < rows; first += lines) {
+    load_lines(pass.source, x, first, lines, x.x);
+    if (pass.row)
+      with_format(*pass.row, [&](auto as) {
+        using As = decltype(as);
+        lean_rows<typename As::Element, As::kBlock>(*pass.row, x, x.x, first, lines);
+      });
+    if (pass.column)
+      with_format(*pass.column, [&](auto as) {
+        using As = decltype(as);
+        lean_columns<typename As::Element, As::kBlock>(*pass.column, turned, x.x, first, lines, columns);
+      });
+  }
+  if (pass.column)
+    with_format(*pass.column, [&](auto as) {
+      using As = decltype(as);
+      write_columns<typename As::Element, As::kBlock>(*pass.column, turned, columns);
+    });
+}
+
+// One direction of a tile that holds the operand's elements. dtype: see quantize_tile_as.
+void run_direction(const Work& work, Tile& tile, int64_t index, bool find, const Dtype* dtype) {
+  if (find) return find_in_tile(work, tile);
+  with_format(work, [&](auto as) {
+    using As = decltype(as);
+    quantize_tile_as<typename As::Element, As::kBlock>(work, tile, index, dtype);
+  });
+}
+
 // X's tile in `x`; `turned` is scratch of the same size and becomes the column's tile.
 void run_tile(const Pass& pass, int64_t index, Tile& x, Tile& turned) {
-  load(pass.source, index, turned.x, x);
+  load(pass.source, turned.x, x);
   const int64_t row0 = x.row0, col0 = x.col0;
   if (pass.row) {
     const bool keep = pass.row->to.spec.rht && pass.column && !pass.dequantized;
@@ -92,28 +142,30 @@ void run_tile(const Pass& pass, int64_t index, Tile& x, Tile& turned) {
     if (keep) memcpy(turned.x, x.x, sizeof(x.x));
     place(*pass.row, row0, col0, tile);
     transform(pass.row->to.spec, false, tile.x);
-    if (pass.find_row)
-      find_in_tile(*pass.row, tile);
-    else
-      quantize_tile(*pass.row, tile, index, pass.column && pass.dequantized ? &pass.source.dtype : nullptr);
+    run_direction(*pass.row, tile, index, pass.find_row,
+                  pass.column && pass.dequantized ? &pass.source.dtype : nullptr);
   }
   if (!pass.column) return;
   transform(pass.column->to.spec, true, x.x);
   transpose(x.x, turned.x);
   place(*pass.column, col0, row0, turned);
-  if (pass.find_column)
-    find_in_tile(*pass.column, turned);
-  else
-    quantize_tile(*pass.column, turned, index, nullptr);
+  run_direction(*pass.column, turned, index, pass.find_column, nullptr);
 }
 
 void run(const Pass& pass, int threads) {
   const int64_t down = (pass.source.rows + kWidth - 1) / kWidth, across = (pass.source.cols + kWidth - 1) / kWidth;
+  const int lines = lean_lines(pass);
 #pragma omp parallel num_threads(threads)
   {
     Tile x, turned;
 #pragma omp for schedule(static)
-    for (int64_t index = 0; index < down * across; ++index) run_tile(pass, index, x, turned);
+    for (int64_t index = 0; index < down * across; ++index) {
+      locate(pass.source, index, x);
+      if (lines)
+        run_lean_tile(pass, lines, x, turned);
+      else
+        run_tile(pass, index, x, turned);
+    }
   }
 }
 

@@ -65,42 +65,45 @@ float global_amax(const Work& work, const Tile& tile, int t) {
   return work.amax[work.to.spec.row_scaled ? tile.row0 + t : 0];
 }
 
-void mx_codes(const Spec& spec, float element_max, const float* __restrict amax, int count, uint32_t* __restrict codes) {
-  const float reciprocal_max = 1.0f / element_max;
-  if (spec.scale_rounding == ScaleRounding::up)
-    for (int b = 0; b < count; ++b) codes[b] = e8m0_up(amax[b] * reciprocal_max);
-  else
-    for (int b = 0; b < count; ++b) codes[b] = e8m0_scale_of(spec.element, spec.scale_rounding, amax[b]);
-}
-
-// Scales of one row of scale tiles, from tile.amax. All of a full row's blocks are computed, whatever the padding
-// holds, so that the loops have a constant length.
-template <int kBlock>
-void block_scales(const Work& work, Tile& tile, int t) {
-  const float* __restrict amax = tile.amax[t];
-  float* __restrict encode_scale = tile.encode_scale[t];
-  float* __restrict decode_scale = tile.decode_scale[t];
-  constexpr int kCount = kWidth / kBlock;
-  uint32_t codes[kCount] = {};
-  if (work.to.spec.family == Family::block) {
-    encode_scale[0] = fp8_scale(amax[0], work.element_max, work.to.spec.amax_epsilon, work.to.spec.pow2, work.input_max);
-    decode_scale[0] = 1.0f / encode_scale[0];
-  } else if (work.to.spec.family == Family::mx) {
-    mx_codes(work.to.spec, work.element_max, amax, kCount, codes);
-    for (int b = 0; b < kCount; ++b) {
+// Scales of `count` blocks, each a plain loop over all of them.
+template <class E>
+inline __attribute__((always_inline)) void scales_of(const Work& work, float global_amax, int count,
+                                                     const float* __restrict amax, float* __restrict encode_scale,
+                                                     float* __restrict decode_scale, uint8_t* __restrict codes) {
+  const Spec& spec = work.to.spec;
+  if (spec.family == Family::block) {
+    for (int b = 0; b < count; ++b) {
+      encode_scale[b] = fp8_scale(amax[b], work.element_max, spec.amax_epsilon, spec.pow2, work.input_max);
+      decode_scale[b] = 1.0f / encode_scale[b];
+    }
+  } else if (spec.family == Family::mx) {
+    if (spec.scale_rounding == ScaleRounding::up)
+      for (int b = 0; b < count; ++b) codes[b] = static_cast<uint8_t>(e8m0_scale<E>(ScaleRounding::up, amax[b]));
+    else
+      for (int b = 0; b < count; ++b) codes[b] = static_cast<uint8_t>(e8m0_scale<E>(spec.scale_rounding, amax[b]));
+    for (int b = 0; b < count; ++b) {
       encode_scale[b] = e8m0_reciprocal(codes[b]);
       decode_scale[b] = e8m0_decode(codes[b]);
     }
   } else {
-    const float global_encode = nvfp4_global_scale(global_amax(work, tile, t), 6.0f * work.to.spec.e4m3_max);
+    const float global_encode = nvfp4_global_scale(global_amax, 6.0f * spec.e4m3_max);
     const float sixth = global_encode * kSixth, global_decode = 1.0f / global_encode;
-    for (int b = 0; b < kCount; ++b) {
-      codes[b] = nvfp4_block_scale(amax[b], sixth);
-      decode_scale[b] = decode<E4M3>(codes[b]);
+    for (int b = 0; b < count; ++b) {
+      const uint32_t code = nvfp4_block_scale(amax[b], sixth);
+      codes[b] = static_cast<uint8_t>(code);
+      decode_scale[b] = decode<E4M3>(code);
       encode_scale[b] = nvfp4_encode_scale(decode_scale[b], global_decode);
     }
   }
-  for (int b = 0; b < kCount; ++b) tile.scale_codes[t][b] = static_cast<uint8_t>(codes[b]);
+}
+
+// Scales of one row of scale tiles, from tile.amax. All of a full row's blocks are computed, whatever the padding
+// holds, so that the loops have a constant length.
+template <class E, int kBlock>
+void block_scales(const Work& work, Tile& tile, int t) {
+  const float global = work.to.spec.family == Family::nvfp4 ? global_amax(work, tile, t) : 0.0f;
+  scales_of<E>(work, global, kWidth / kBlock, tile.amax[t], tile.encode_scale[t], tile.decode_scale[t],
+               tile.scale_codes[t]);
 }
 
 // first: number of the tile's first scale; per_row: scales in a row of the operand.

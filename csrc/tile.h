@@ -87,6 +87,17 @@ void hadamard16(float* base, int stride, const float factors[16]) {
   for (int i = 0; i < 16; ++i) memcpy(base + i * stride, rounded[i], sizeof(V));
 }
 
+// A square of four by four, turned.
+inline void turn(Four line[4]) {
+  const Four low0 = __builtin_shufflevector(line[0], line[1], 0, 4, 1, 5);
+  const Four high0 = __builtin_shufflevector(line[0], line[1], 2, 6, 3, 7);
+  const Four low1 = __builtin_shufflevector(line[2], line[3], 0, 4, 1, 5);
+  const Four high1 = __builtin_shufflevector(line[2], line[3], 2, 6, 3, 7);
+  line[0] = __builtin_shufflevector(low0, low1, 0, 1, 4, 5), line[1] = __builtin_shufflevector(low0, low1, 2, 3, 6, 7);
+  line[2] = __builtin_shufflevector(high0, high1, 0, 1, 4, 5);
+  line[3] = __builtin_shufflevector(high0, high1, 2, 3, 6, 7);
+}
+
 // out[r][c] = in[c][r], in 4 x 4 blocks held in vector registers; lines of out, 16 elements, are finished one after the
 // other, because the rows of a tile share few sets of the L1 cache.
 void transpose(const float* in, float* out) {
@@ -94,16 +105,10 @@ void transpose(const float* in, float* out) {
     for (int r = 0; r < kWidth; r += 4)
 #pragma GCC unroll 4
     for (int c = line; c < line + 16; c += 4) {
-      Four line[4];
-      for (int i = 0; i < 4; ++i) memcpy(&line[i], in + (c + i) * kWidth + r, sizeof(Four));
-      const Four low0 = __builtin_shufflevector(line[0], line[1], 0, 4, 1, 5);
-      const Four high0 = __builtin_shufflevector(line[0], line[1], 2, 6, 3, 7);
-      const Four low1 = __builtin_shufflevector(line[2], line[3], 0, 4, 1, 5);
-      const Four high1 = __builtin_shufflevector(line[2], line[3], 2, 6, 3, 7);
-      const Four turned[4] = {
-          __builtin_shufflevector(low0, low1, 0, 1, 4, 5), __builtin_shufflevector(low0, low1, 2, 3, 6, 7),
-          __builtin_shufflevector(high0, high1, 0, 1, 4, 5), __builtin_shufflevector(high0, high1, 2, 3, 6, 7)};
-      for (int i = 0; i < 4; ++i) memcpy(out + (r + i) * kWidth + c, &turned[i], sizeof(Four));
+      Four square[4];
+      for (int i = 0; i < 4; ++i) memcpy(&square[i], in + (c + i) * kWidth + r, sizeof(Four));
+      turn(square);
+      for (int i = 0; i < 4; ++i) memcpy(out + (r + i) * kWidth + c, &square[i], sizeof(Four));
     }
 }
 
@@ -124,35 +129,43 @@ bool rows_contiguous(const Source& source) { return source.row_stride == 1 && so
 
 int at_most(int64_t left, int limit) { return left < limit ? static_cast<int>(left) : limit; }
 
-// Tile `index` of X, counted along its rows of tiles, by lines of memory: [kWidth][kWidth] of X, or of X.T where its rows
-// are the contiguous axis.
+// Lines [first, first + count) of a tile, by lines of memory, to [count][kWidth] of X, or of X.T where X's rows are the
+// contiguous axis.
 template <class T>
-void load_lines(const Source& source, const Tile& tile, float* out) {
+void load_lines(const Source& source, const Tile& tile, int first, int count, float* out) {
   const bool down = rows_contiguous(source);
-  const int lines = down ? tile.cols : tile.rows, count = down ? tile.rows : tile.cols;
+  const int lines = at_most((down ? tile.cols : tile.rows) - first, count), length = down ? tile.rows : tile.cols;
   const int64_t line_stride = down ? source.col_stride : source.row_stride;
   const int64_t stride = down ? source.row_stride : source.col_stride;
-  const T* first = static_cast<const T*>(source.data) + tile.row0 * source.row_stride + tile.col0 * source.col_stride;
+  const T* from = static_cast<const T*>(source.data) + tile.row0 * source.row_stride + tile.col0 * source.col_stride +
+                  first * line_stride;
   for (int line = 0; line < lines; ++line) {
-    if (stride == 1) fetch(first + (line + kAhead) * line_stride, kWidth * sizeof(T), false);
-    widen_line(first + line * line_stride, stride, count, kWidth, out + line * kWidth);
+    if (stride == 1) fetch(from + (line + kAhead) * line_stride, kWidth * sizeof(T), false);
+    widen_line(from + line * line_stride, stride, length, kWidth, out + line * kWidth);
   }
-  if (lines < kWidth)
-    memset(out + lines * kWidth, 0, sizeof(float) * static_cast<size_t>(kWidth * (kWidth - lines)));
+  if (lines < count) memset(out + lines * kWidth, 0, sizeof(float) * static_cast<size_t>(kWidth * (count - lines)));
 }
 
-void load(const Source& source, int64_t index, float* scratch, Tile& tile) {
+void load_lines(const Source& source, const Tile& tile, int first, int count, float* out) {
+  switch (source.dtype) {
+    case Dtype::fp32: return load_lines<Fp32>(source, tile, first, count, out);
+    case Dtype::bf16: return load_lines<Bf16>(source, tile, first, count, out);
+    case Dtype::fp16: return load_lines<Fp16>(source, tile, first, count, out);
+  }
+}
+
+// Where tile `index` of X lies, counted along its rows of tiles.
+void locate(const Source& source, int64_t index, Tile& tile) {
   const int64_t across = (source.cols + kWidth - 1) / kWidth;
   tile.row0 = index / across * kWidth;
   tile.col0 = index % across * kWidth;
   tile.rows = at_most(source.rows - tile.row0, kWidth);
   tile.cols = at_most(source.cols - tile.col0, kWidth);
+}
+
+void load(const Source& source, float* scratch, Tile& tile) {
   float* lines = rows_contiguous(source) ? scratch : tile.x;
-  switch (source.dtype) {
-    case Dtype::fp32: load_lines<Fp32>(source, tile, lines); break;
-    case Dtype::bf16: load_lines<Bf16>(source, tile, lines); break;
-    case Dtype::fp16: load_lines<Fp16>(source, tile, lines); break;
-  }
+  load_lines(source, tile, 0, kWidth, lines);
   if (lines == scratch) transpose(scratch, tile.x);
 }
 
