@@ -83,8 +83,8 @@ struct Pass {
   bool dequantized;
 };
 
-// Rows of the bands that a tile is cut into: 32, which the L1 cache holds, or as many as the longest block has. 0: other
-// than lean directions want the tile.
+// Rows of the bands that a tile is cut into: 32, which the L1 cache holds, or as many as the longest block has. 0: a
+// direction that is not lean wants the tile.
 int lean_lines(const Pass& pass) {
   if (pass.find_row || pass.find_column || pass.dequantized) return 0;
   const Work* const works[] = {pass.row, pass.column};
