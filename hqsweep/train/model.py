@@ -5,7 +5,7 @@ FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim, H heads, V 
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.quant import LinearQuantizers
 from hqsweep.quant.recipe import HEAD, HIGH_PRECISION
@@ -23,6 +24,7 @@ from hqsweep.quant.sections import WeightQuantizers
 if TYPE_CHECKING:
     from hqsweep.config import ModelConfig
 
+Recompute = Literal["none", "layer", "attention"]
 NORM_EPSILON = 1e-5
 EMBEDDING_STD = 0.02
 
@@ -84,14 +86,18 @@ class Attention(nn.Module):
         self.qkv = make_linear(f"{name}.qkv")
         self.proj = make_linear(f"{name}.proj")
 
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         qkv = self.qkv(x)
+        return self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
+
+    def _core(self, qkv: Tensor) -> Tensor:
+        """[B, T, 3 D] -> [B, T, D]."""
+        b, t, d = *qkv.shape[:2], qkv.shape[2] // 3
         qkv = qkv if qkv.is_cuda else qkv.float()
         qk, v = qkv.view(b, t, 3 * self.heads, d // self.heads).split((2 * self.heads, self.heads), dim=2)
         q, k = rotate(qk, self.rope_base).transpose(1, 2).chunk(2, dim=1)
         y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(b, t, d))
+        return y.transpose(1, 2).reshape(b, t, d)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
@@ -127,16 +133,27 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.dim, f"{name}.mlp_norm")
         self.mlp = Mlp(f"{name}.mlp", make_linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x))
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), checkpoint_core_attention)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with."""
+    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with.
 
-    def __init__(self, config: "ModelConfig", vocab_size: int, recipe: AnyRecipe, dtype: torch.dtype) -> None:
+    recompute: what backward computes again instead of keeping it: "none", every "layer", or the core of "attention".
+    """
+
+    def __init__(
+        self,
+        config: "ModelConfig",
+        vocab_size: int,
+        recipe: AnyRecipe,
+        dtype: torch.dtype,
+        recompute: Recompute = "none",
+    ) -> None:
         super().__init__()
+        self.recompute = recompute
         shapes = {name: (k, n) for name, k, n in linear_shapes(config, vocab_size)}
 
         found = recipe.resolve(role for name in shapes for role in module_roles("linear", name))
@@ -169,7 +186,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.layers:
-            x = block(x)
+            x = recomputed(block, x) if self.recompute == "layer" else block(x, self.recompute == "attention")
         return self.head(self.norm(x)).float()
 
     def linears(self) -> Iterator[Linear]:
