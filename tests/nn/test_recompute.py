@@ -34,6 +34,7 @@ WAYS = {
     "ours": recomputed,
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures("deterministic")
 formats = pytest.mark.parametrize("name", FORMATS)
 ways = pytest.mark.parametrize("way", WAYS)
 devices = pytest.mark.parametrize("device", DEVICES)
