@@ -9,7 +9,7 @@ from hqsweep.formats import RngKey
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.offload import ActivationOffload
-from hqsweep.quant import HybridQuantizer, LinearQuantizers, flatten, unflatten
+from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -164,7 +164,9 @@ def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
 @devices
 @pytest.mark.parametrize("text", ["bf16", "mxfp8", "nvfp4+sr"])
 def test_attention_is_the_same_bytes(text, device):
-    module = DotProductAttention(name="dpa", quantizers={t: HybridQuantizer.parse(text) for t in TENSORS})
+    module = DotProductAttention(
+        name="dpa", quantizers=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS})
+    )
     model = nn.Linear(1, 1, device=device)
     qkv = [torch.randn(2, 64, 3, 32, device=device).bfloat16().transpose(1, 2) for _ in range(3)]
     made = []

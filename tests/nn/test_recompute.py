@@ -11,7 +11,7 @@ from hqsweep.config import parse
 from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.recompute import recomputed
-from hqsweep.quant import HybridQuantizer, LinearQuantizers, Recipe
+from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, Recipe
 from hqsweep.train.loop import build_model
 
 FORMATS = {
@@ -47,7 +47,7 @@ def linear(text, *, held=False, dtype=torch.bfloat16):
 
 
 def attention(text):
-    quantizers = {tensor: HybridQuantizer.parse(text) for tensor in TENSORS}
+    quantizers = DpaQuantizers(**{tensor: HybridQuantizer.parse(text) for tensor in TENSORS})
     return DotProductAttention(name="dpa", quantizers=quantizers)
 
 
