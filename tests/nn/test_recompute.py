@@ -11,6 +11,7 @@ from hqsweep.config import parse
 from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.recompute import recomputed
+from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, Recipe
 from hqsweep.train.loop import build_model
 
@@ -51,9 +52,10 @@ def attention(text):
     return DotProductAttention(name="dpa", quantizers=quantizers)
 
 
-def gpt(text, recompute="none"):
+def gpt(name, recompute="none", dpa=True):
+    recipe = {"name": "r", "linear": FORMATS[name]} | ({"dpa": ATTENTION[name]} if dpa else {})
     config = {
-        "job": "convergence", "sweep": "t", "recipe": {"name": "r", "linear": text},
+        "job": "convergence", "sweep": "t", "recipe": recipe,
         "model": {"dim": 64, "layers": 2, "heads": 2}, "data": {"source": "markov"}, "train": {"recompute": recompute},
     }  # fmt: skip
     config = parse(config)
@@ -128,7 +130,19 @@ def test_attention(name, way, device):
 @ways
 @formats
 def test_gpt_block(name, way, device):
-    assert_the_same(gpt(FORMATS[name]).layers[0], [draw(2, 32, 64, device=device)], way)
+    assert_the_same(gpt(name).layers[0], [draw(2, 128, 64, device=device)], way)
+
+
+@devices
+@ways
+@formats
+def test_transformer_layer_with_everything(name, way, device):
+    """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside."""
+    linear, dpa = LinearQuantizers.parse(FORMATS[name], "t"), DpaQuantizers.parse(ATTENTION[name], "t")
+    options = {"normalization": "LayerNorm", "bias": True, "activation": "gelu", "quantize_boundaries": True}
+    recipe = Recipe(linear=linear, dpa=dpa)
+    layer = TransformerLayer(64, 96, 2, name="l", recipe=recipe, checkpoint_core_attention=True, **options)
+    assert_the_same(layer, [draw(2, 128, 64, device=device)], way)
 
 
 @devices
@@ -138,7 +152,7 @@ def test_gpt(name, part, device):
     """The whole model with its own switch, against the one without."""
     made = []
     for recompute in ("none", part):
-        model, tokens = gpt(FORMATS[name], recompute).to(device), torch.arange(64, device=device).view(2, 32) % 16
+        model, tokens = gpt(name, recompute).to(device), torch.arange(256, device=device).view(2, 128) % 16
         nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator(device).manual_seed(0))
         with quantization(seed=1, step=5):
             y = model(tokens)
@@ -151,7 +165,7 @@ def test_gpt(name, part, device):
 @pytest.mark.parametrize(("part", "layers", "cores"), [("none", 1, 1), ("layer", 2, 2), ("attention", 1, 2)])
 def test_what_a_model_computes_again(part, layers, cores, monkeypatch):
     """And that without gradients nothing is."""
-    model, ran = gpt("mxfp8", part), []
+    model, ran = gpt("mxfp8", part, dpa=False), []
     model.layers[1].register_forward_pre_hook(lambda *_: ran.append("layer"))
     right = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

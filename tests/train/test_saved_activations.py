@@ -13,12 +13,12 @@ from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
 pytestmark = pytest.mark.usefixtures("deterministic")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 RECIPES = {
-    "bf16": "bf16",
-    "fp8_current": {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"},
-    "mxfp8": "mxfp8",
-    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
-    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
-    "hybrid": "nvfp4|mxfp8@rowwise_dequantized",
+    "bf16": {"linear": "bf16"},
+    "fp8_current": {"linear": {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}},
+    "mxfp8": {"linear": "mxfp8", "dpa": "mxfp8"},
+    "fp8_block": {"linear": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}},
+    "nvfp4": {"linear": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}},
+    "hybrid": {"linear": "nvfp4|mxfp8@rowwise_dequantized", "dpa": "nvfp4+sr|mxfp8"},
 }
 WAYS = {
     "layer": {"recompute": "layer"},
@@ -28,10 +28,10 @@ WAYS = {
 }
 
 
-def config(linear, *, held=False, stats=0, model=None, **train):
+def config(recipe, *, held=False, stats=0, model=None, **train):
     return parse(
         {
-            "job": "convergence", "sweep": "t", "recipe": {"name": "r", "linear": linear},
+            "job": "convergence", "sweep": "t", "recipe": {"name": "r", **RECIPES[recipe]},
             "model": {"dim": 64, "layers": 2, "heads": 2, "quantized_weights": held, **(model or {})},
             "stats": {"every": stats}, "data": {"source": "markov", "markov": {"length": 20000}},
             "train": {"steps": 3, "batch": 4, "context": 32, "eval_batches": 1, "eval_every": 3, "log_every": 1,
@@ -54,11 +54,11 @@ def assert_same_parameters(a, b):
 @devices
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("linear", RECIPES.values(), ids=RECIPES)
-def test_training_is_the_same(linear, way, held, device):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_the_same(recipe, way, held, device):
     """Metrics, statistics of a sampled step, masters and moments of every step."""
     options = {"held": held, "stats": 2, "device": device}
-    plain, other = trainer(config(linear, **options)), trainer(config(linear, **options, **WAYS[way]))
+    plain, other = trainer(config(recipe, **options)), trainer(config(recipe, **options, **WAYS[way]))
     for a, b in zip(plain.steps(), other.steps(), strict=True):
         assert a == b and bool(a.stats) == (a.step == 2)
         assert_same_parameters(plain, other)
@@ -79,8 +79,8 @@ def test_activations_do_leave_the_device(monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_resume_equals_uninterrupted_and_training_without(way, tmp_path):
-    cfg = config(RECIPES["nvfp4"], **WAYS[way])
-    plain, whole, half, resumed = (trainer(c) for c in (config(RECIPES["nvfp4"]), cfg, cfg, cfg))
+    cfg = config("nvfp4", **WAYS[way])
+    plain, whole, half, resumed = (trainer(c) for c in (config("nvfp4"), cfg, cfg, cfg))
     for t in (plain, whole):
         list(t.steps())
     next(half.steps())
