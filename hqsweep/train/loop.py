@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
+from hqsweep.nn.offload import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
@@ -52,6 +54,7 @@ class Trainer:
         self.stage = self.stages[0]
         self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
         self.optimizer = make_optimizer(self.model, config.train)
+        self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -110,7 +113,8 @@ class Trainer:
     def _loss(self, split: str, index: int) -> Tensor:
         train = self.config.train
         inputs, targets = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
-        logits = self.model(inputs.to(self.device, non_blocking=True))
+        with self.saving():
+            logits = self.model(inputs.to(self.device, non_blocking=True))
         return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device, non_blocking=True).flatten())
 
     @torch.no_grad()
@@ -151,7 +155,7 @@ def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: AnyRecipe)
     held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
     with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
         torch.manual_seed(config.seed)
-        return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype])
+        return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype], config.train.recompute)
 
 
 def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:
