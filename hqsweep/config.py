@@ -133,11 +133,13 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
 
-    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory.
+    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
+    its batch in `microbatches` equal parts, whose gradients add up.
     """
 
     steps: Count = 200
     batch: Count = 16
+    microbatches: Count = 1
     context: Count = 128
     lr: Positive = 1e-3
     min_lr_fraction: Fraction = 0.1
@@ -163,6 +165,8 @@ class TrainConfig(Section):
                 f"train.warmup: {self.warmup} and train.decay {self.decay} are fractions of the steps and sum to more"
                 " than 1; lower one of them"
             )
+        if self.batch % self.microbatches:
+            raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
         return self
 
 
@@ -223,7 +227,8 @@ class ConvergenceConfig(Job):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        modules = gemm_modules(self.model, self.data.vocab_estimate, self.train.batch, self.train.context)
+        part = self.train.batch // self.train.microbatches
+        modules = gemm_modules(self.model, self.data.vocab_estimate, part, self.train.context)
         for stage in stages(self.recipe.build(), self.train.steps):
             try:
                 validate(stage.recipe, modules)

@@ -17,10 +17,10 @@ def build(quantizers, k=64, n=96, dtype=torch.bfloat16, **options):
     return Linear(k, n, name="layer", quantizers=parsed, dtype=dtype, **options)
 
 
-def run(quantizers, step=0, **options):
+def run(quantizers, step=0, microbatch=0, **options):
     module = build(quantizers, **options)
     x = draw("heavy", 32, 64).clamp(-100, 100).to(module.dtype).requires_grad_()
-    with quantization(seed=0, step=step):
+    with quantization(seed=0, step=step, microbatch=microbatch):
         y = module(x)
     y.backward(draw("normal", 32, 96, 1).to(y.dtype))
     return {
@@ -93,6 +93,12 @@ def test_stochastic_rounding_follows_the_step():
     assert_equal(run(NVFP4, step=3), run(NVFP4, step=3))
     assert not torch.equal(run(NVFP4, step=3)["dx"], run(NVFP4, step=4)["dx"])
     assert torch.equal(run(NVFP4, step=3)["y"], run(NVFP4, step=4)["y"])
+
+
+def test_microbatches_of_a_step_draw_other_bits_for_all_but_the_weight():
+    assert not torch.equal(run(NVFP4)["dx"], run(NVFP4, microbatch=1)["dx"])
+    only_weight = {"input": "bf16", "weight": "nvfp4+sr", "grad_output": "bf16"}
+    assert_equal(run(only_weight), run(only_weight, microbatch=1))
 
 
 def test_shapes_bias_and_frozen_parts():
