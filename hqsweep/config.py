@@ -21,7 +21,7 @@ from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
-from hqsweep.quant.validate import linear_module, validate
+from hqsweep.quant.validate import DeviceFault, linear_module, validate
 from hqsweep.train.model import linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
@@ -219,17 +219,16 @@ class ConvergenceConfig(Job):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        tokens = self.train.batch * self.train.context
-        linears = [linear_module(*shape, tokens) for shape in linear_shapes(self.model, self.data.vocab_estimate)]
-        for stage in stages(self.recipe.build(), self.train.steps):
-            try:
-                validate(stage.recipe, linears)
-            except UserError as error:
-                where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
-                raise UserError(f"{error}{where}") from None
+        self.check_recipe(self.data.vocab_estimate)
         if self.model.quantized_weights:
             self._weights_stay()
         return self
+
+    def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
+        """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
+        tokens = self.train.batch * self.train.context
+        linears = [linear_module(*shape, tokens) for shape in linear_shapes(self.model, vocab_size)]
+        validate(self.recipe.build(), self.train.steps, linears, device_fault)
 
     def _weights_stay(self) -> None:
         """UserError where a schedule would change the format of a weight that is held quantized."""

@@ -1,27 +1,32 @@
 """Checks a recipe against the modules of a model before one of them is built: every GEMM of every module."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import Identity
+from hqsweep.formats import Format, Identity
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
 from hqsweep.quant.recipe import Recipe
 from hqsweep.quant.roles import QuantizerRole, module_roles
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.quant.schedule import AnyRecipe, stages
 from hqsweep.quant.select import layers_of
+
+DeviceFault = Callable[[Format, Format, int, int, int], str | None]
+"""(a, b, m, n, k) -> why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+NATIVE_MODULES = ("linear",)
+"""Module types whose products gemm=native has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmModule:
-    """A module with matrix products: how many elements each of its GEMMs contracts."""
+    """A module with matrix products: for each of its GEMMs the (m, n, k) of mm_t, k being the contracted axis."""
 
     module_type: str
     name: str
-    contracted: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, int, int]]
 
     @property
     def roles(self) -> list[QuantizerRole]:
@@ -30,51 +35,88 @@ class GemmModule:
 
 def linear_module(name: str, in_features: int, out_features: int, tokens: int) -> GemmModule:
     """A linear; tokens: rows of its input in a training step."""
-    contracted = {"fprop": in_features, "dgrad": out_features, "wgrad": tokens}
-    return GemmModule(module_type="linear", name=name, contracted=contracted)
+    shapes = {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }
+    return GemmModule(module_type="linear", name=name, shapes=shapes)
 
 
 def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
-    """Dot-product attention over `context` tokens."""
-    contracted = {"qk": head_dim, "pv": context, "ds": head_dim, "dv": context, "dq": context, "dk": context}
-    return GemmModule(module_type="dpa", name=name, contracted=contracted)
+    """Dot-product attention over `context` tokens; the shapes are those of one head."""
+    scores, values = (context, context, head_dim), (context, head_dim, context)
+    shapes = {"qk": scores, "ds": scores} | dict.fromkeys(("pv", "dv", "dq", "dk"), values)
+    return GemmModule(module_type="dpa", name=name, shapes=shapes)
 
 
-def validate(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> None:
-    """Check every GEMM of a model on the recipe (the schedule is not looked at); each slot is resolved once.
+def validate(
+    recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule], device_fault: DeviceFault | None = None
+) -> None:
+    """Check every GEMM of a model on every stage of the recipe; each slot is resolved once a stage.
+
+    device_fault is asked under gemm=native; None where the device is not known yet.
 
     Raises:
         UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with the
             module, the slots, directions and formats of both; overrides without a module; formats for attention in a
-            model whose attention is not quantized.
+            model whose attention is not quantized. Of a later stage only what is new.
     """
-    texts = list(_unread(recipe, modules)) if isinstance(recipe, Recipe) else []
-    quantizers = recipe.resolve(role for module in modules for role in module.roles)
-    faults = [(module.name, text) for module in modules for text in _faults(module, quantizers, recipe.gemm)]
-    count = Counter(text for _, text in faults)
-    first = {text: name for name, text in reversed(faults)}
-    texts += [f"{first[t]} {t}" + (f" (and in {n - 1} more)" if n > 1 else "") for t, n in count.items()]
-    if texts:
+    first_step: dict[str, int] = {}
+    for stage in stages(recipe, steps):
+        for text in _stage_faults(stage.recipe, modules, device_fault):
+            first_step.setdefault(text, stage.first_step)
+    if first_step:
+        texts = [text + (f" (from step {step} on)" if step > 1 else "") for text, step in first_step.items()]
         raise UserError("recipe: " + "; ".join(texts))
 
 
-def _faults(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuantizer], gemm_mode: str) -> Iterator[str]:
+def _stage_faults(recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None) -> Iterator[str]:
+    if isinstance(recipe, Recipe):
+        yield from _unread(recipe, modules)
+    quantizers = recipe.resolve(role for module in modules for role in module.roles)
+    faults = [
+        (module.name, text)
+        for module in modules
+        for text in _gemm_faults(module, quantizers, recipe.gemm, device_fault)
+    ]
+    count = Counter(text for _, text in faults)
+    first = {text: name for name, text in reversed(faults)}
+    for text, times in count.items():
+        yield f"{first[text]} {text}" + (f" (and in {times - 1} more)" if times > 1 else "")
+
+
+def _gemm_faults(
+    module: GemmModule,
+    quantizers: Mapping[QuantizerRole, HybridQuantizer],
+    gemm_mode: str,
+    device_fault: DeviceFault | None,
+) -> Iterator[str]:
     for gemm, operands in MODULE_GEMMS[module.module_type].items():
-        size = module.contracted[gemm]
+        shape = module.shapes[gemm]
         formats = [
             getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
             for tensor, direction in operands
         ]
         spelled = [f"{t} {d} {f}" for (t, d), f in zip(operands, formats, strict=True)]
-        misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if size % f.column_multiple}
+        misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if shape[2] % f.column_multiple}
         if misfits:
             takers = " and ".join(f"{s} takes a multiple of {m}" for s, m in misfits.items())
-            yield f"{gemm}: the contracted axis has {size} elements, but {takers}"
-        fault = mathematical_fault(*formats)
-        strict = "" if fault or gemm_mode != "strict" else " under gemm=strict"
-        fault = fault or (hardware_fault(*formats) if strict else None)
+            yield f"{gemm}: the contracted axis has {shape[2]} elements, but {takers}"
+        fault, mode = mathematical_fault(*formats), ""
+        if not fault and gemm_mode != "exact":
+            fault, mode = hardware_fault(*formats), f" under gemm={gemm_mode}"
+        if not fault and gemm_mode == "native":
+            fault = _native_fault(module.module_type, *formats)
+            fault = fault or (device_fault(*formats, *shape) if device_fault else None)
         if fault:
-            yield f"{gemm}: {spelled[0]} cannot meet {spelled[1]}{strict}: {fault}"
+            yield f"{gemm}: {spelled[0]} cannot meet {spelled[1]}{mode}: {fault}"
+
+
+def _native_fault(module_type: str, a: Format, b: Format) -> str | None:
+    if module_type in NATIVE_MODULES or (isinstance(a, Identity) and isinstance(b, Identity)):
+        return None
+    return f"only the products of linears are built; leave {module_type} in high precision, or set gemm=exact"
 
 
 def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:

@@ -1,0 +1,68 @@
+"""gemm=native in a run: what the machine cannot multiply is told before a model is built; plans say who computes."""
+
+import pytest
+import torch
+
+from hqsweep import native
+from hqsweep.config import ConvergenceConfig, parse
+from hqsweep.errors import UserError
+from hqsweep.jobs import convergence
+from hqsweep.jobs.sink import ListSink
+from hqsweep.train import data
+from hqsweep.train.loop import Trainer
+
+CPU = torch.device("cpu")
+
+
+def config(linear: object = "fp8_current", *, schedule: tuple = (), **recipe: object) -> ConvergenceConfig:
+    return parse(
+        {
+            "job": "convergence", "sweep": "t", "stats": {"every": 0},
+            "recipe": {"name": "r", "linear": linear, "schedule": list(schedule), **recipe},
+            "model": {"dim": 32, "layers": 1, "heads": 2},
+            "data": {"source": "markov", "markov": {"length": 20000}},
+            "train": {"steps": 4, "batch": 4, "context": 36, "eval_batches": 1, "device": "cpu"},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"gemm": "native"}, {"schedule": ({"at": 2, "gemm": "native"},)}], ids=["at once", "later"]
+)
+def test_without_a_gpu_native_is_refused_before_a_model_is_built(recipe, tmp_path, monkeypatch):
+    monkeypatch.delattr(convergence, "Trainer")
+    with pytest.raises(UserError, match=r"recipe: gemm=native needs a GPU of compute capability 8.9 .* is on the CPU;"):
+        convergence.run(config(**recipe), ListSink(), tmp_path)
+
+
+def test_all_that_a_device_has_no_product_for_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(native, "capability_of", lambda device: (9, 0))
+    convergence.check_native(config("mxfp8"), CPU, 16)  # gemm=exact runs anywhere
+    convergence.check_native(config(gemm="native"), CPU, 16)
+    linear = {"input": "fp8_block|mxfp8", "weight": "fp8_block", "grad_output": "fp8_block|mxfp8"}
+    with pytest.raises(UserError) as raised:
+        convergence.check_native(config(linear, head="fp8_current", gemm="native"), CPU, 17)
+    for part in (
+        "layers.0.attn.qkv wgrad: grad_output columnwise mxfp8 cannot meet input columnwise mxfp8 under gemm=native:"
+        " sm_90 has no product for mxfp8; it has: fp8_block, fp8_current",
+        "head fprop: input rowwise fp8_current cannot meet weight rowwise fp8_current under gemm=native: tensor cores"
+        " take multiples of 16, which rows of the second operand (17) is not",
+        "head dgrad: grad_output rowwise fp8_current cannot meet weight columnwise fp8_current under gemm=native:"
+        " tensor cores take multiples of 16, which the contracted axis (17) is not",
+    ):
+        assert part in str(raised.value)
+
+
+def test_plans_say_native_where_it_is(monkeypatch):
+    schedule = ({"at": 2, "gemm": "native"}, {"at": 3, "fprop": "bf16"})
+    cfg = config(schedule=schedule)
+    trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
+    monkeypatch.setattr(native, "capability_of", lambda device: (10, 0))
+    facts = convergence.facts(trainer)
+    pair, exact = "fp8_current x fp8_current", "exact: bf16 operands, float32 GEMM"
+    tensor_cores = "native: tensor cores of sm_100 through torch._scaled_mm, not yet run on such hardware"
+    assert facts["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {exact}"
+    second, third = (stage["gemm_plan"] for stage in facts["recipe_schedule"])
+    assert second["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {tensor_cores}" and "head" not in second
+    assert third["layers.0.attn.qkv"]["fprop"] == f"bf16 x bf16: {exact}"
+    assert third["layers.0.attn.qkv"]["dgrad"] == f"{pair}: {tensor_cores}"
