@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, ExactOperand, Format, Fp8Block, Fp8Current, Identity
 from hqsweep.gemm import epilogue, mm_t, plan
 from hqsweep.ops.swizzle import swizzle
@@ -97,7 +98,7 @@ def refusal(capability: tuple[int, int] | None, a: Format, b: Format, m: int, n:
 
 
 def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n] in out_dtype. ValueError with the refusal, where there is one.
+    """a [m, k], b [n, k] -> [m, n] in out_dtype. UserError with the refusal, where there is one.
 
     The product of codes and scales accumulates in the tensor core's own precision (no fast accumulation); NVFP4's
     global factors are applied to the float32 product as gemm=exact does.
@@ -106,7 +107,7 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     (m, k), (n, _) = a.shape, b.shape
     refused = refusal(capability, a.format, b.format, m, n, k)
     if refused:
-        raise ValueError(f"mm_t_native: {a.format} x {b.format}: {refused}")
+        raise UserError(f"{a.format} x {b.format}: {refused}")
     if isinstance(a.format, Identity):
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))

@@ -119,7 +119,8 @@ class DotProductAttention(QuantizedModule):
     output) and dp (that of the softmax's input). Where all four are the same high precision, torch's
     scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
     rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name).
-    UserError for a T that does not fit and for +row_scaled, whose factor per row no batched product takes.
+    UserError for a T that does not fit, for +row_scaled, whose factor per row no batched product takes, and under
+    gemm=native, whose products are of single matrices.
     """
 
     def __init__(
@@ -142,6 +143,11 @@ class DotProductAttention(QuantizedModule):
         shape = q.shape
         self._check(quantizers, shape[-2])
         call = _Call(**self.call_facts(), causal=is_causal)
+        if call.gemm == "native":
+            raise UserError(
+                f"{self.name} dpa: gemm=native has no product for quantized attention; leave dpa in high precision, or"
+                " set gemm=exact"
+            )
         folded = (x.reshape(-1, *shape[-2:]).to(self.dtype) for x in (q, k, v))
         return _AttentionFunction.apply(*folded, call).view(shape)
 

@@ -150,10 +150,10 @@ class GPT(nn.Module):
         self.norm = Norm(config.dim, "norm")
         self.head = make_linear(HEAD)
         self._initialise(config)
-        others = [module for module in quantized_modules(self) if not isinstance(module, Linear)]
+        others = (module for module in quantized_modules(self) if not isinstance(module, Linear))
         found |= recipe.resolve(role for module in others for role in module.slot_roles().values())
-        for module in others:
-            module.rebuild(found)
+        for module in quantized_modules(self):
+            module.rebuild(found, recipe.gemm)
 
     def _initialise(self, config: "ModelConfig") -> None:
         """Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first loss is ln V."""

@@ -6,8 +6,10 @@ import torch
 from hqsweep import native
 from hqsweep.config import ConvergenceConfig, parse
 from hqsweep.errors import UserError
+from hqsweep.gemm import mm_t
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.nn import call
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
@@ -66,3 +68,21 @@ def test_plans_say_native_where_it_is(monkeypatch):
     assert second["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {tensor_cores}" and "head" not in second
     assert third["layers.0.attn.qkv"]["fprop"] == f"bf16 x bf16: {exact}"
     assert third["layers.0.attn.qkv"]["dgrad"] == f"{pair}: {tensor_cores}"
+
+
+def test_a_training_follows_the_schedule_of_modes(monkeypatch):
+    modes = {step: set() for step in range(1, 5)}
+    cfg = config(schedule=({"at": 2, "gemm": "native"}, {"at": 3, "gemm": "exact"}))
+    trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
+
+    def spy(a, b, **options):
+        modes[trainer.step].add((str(a.format), str(b.format)))
+        return mm_t(a, b, **options)
+
+    monkeypatch.setattr(call, "mm_t_native", spy)
+    losses = [done.metrics.get("train_loss") for done in trainer.steps()]
+    high, low = ("bf16", "bf16"), ("fp8_current", "fp8_current")
+    assert modes == {1: set(), 2: set(), 3: {high, low}, 4: set()}
+    plain = config()
+    others = Trainer(plain, data.load(plain.data), plain.recipe.build(), CPU).steps()
+    assert losses == [done.metrics.get("train_loss") for done in others]
