@@ -23,17 +23,8 @@ COLOUR = {
     "one seed": "yellow",
     "unpaired": "yellow",
 }
-SHOWN_ELSEWHERE = {
-    "run_id",
-    "sweep",
-    "arm",
-    "seed",
-    "job",
-    "overrides",
-    "started",
-    "gemm_plan",
-    "recipe_schedule",
-}  # of the manifest; fmt: skip
+SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
+"""Facts of the manifest that have their own place in a report."""
 
 
 def arms_table(comparison: Comparison) -> TextTable:
