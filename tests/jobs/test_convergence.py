@@ -14,16 +14,19 @@ from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
 CPU = torch.device("cpu")
+FP8_E5M2 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
 
 
-def config(linear: object = "fp8_current", *, schedule: tuple = (), **recipe: object) -> ConvergenceConfig:
+def config(
+    linear: object = "fp8_current", *, schedule: tuple = (), device: str = "cpu", **recipe: object
+) -> ConvergenceConfig:
     return parse(
         {
             "job": "convergence", "sweep": "t", "stats": {"every": 0},
             "recipe": {"name": "r", "linear": linear, "schedule": list(schedule), **recipe},
             "model": {"dim": 32, "layers": 1, "heads": 2},
             "data": {"source": "markov", "markov": {"length": 20000}},
-            "train": {"steps": 4, "batch": 4, "context": 36, "eval_batches": 1, "device": "cpu"},
+            "train": {"steps": 4, "batch": 4, "context": 36, "eval_batches": 1, "device": device},
         }
     )  # fmt: skip
 
@@ -86,3 +89,19 @@ def test_a_training_follows_the_schedule_of_modes(monkeypatch):
     plain = config()
     others = Trainer(plain, data.load(plain.data), plain.recipe.build(), CPU).steps()
     assert losses == [done.metrics.get("train_loss") for done in others]
+
+
+@pytest.mark.gpu
+def test_a_training_on_tensor_cores_is_near_the_exact_one():
+    """Products of Hopper's FP8 tensor cores keep fewer bits while they add; the losses show it in later digits."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no tensor cores for FP8")
+    losses = []
+    for gemm in ("exact", "native"):
+        cfg = config(FP8_E5M2, gemm=gemm, device="cuda")
+        trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cuda"))
+        plan = convergence.facts(trainer)["gemm_plan"]["layers.0.mlp.fc2"]["dgrad"]
+        assert plan.startswith(f"fp8_current+e5m2 x fp8_current: {gemm}: ")
+        convergence.check_native(cfg, trainer.device, trainer.dataset.vocab_size)
+        losses.append([done.loss for done in trainer.steps()][-1])
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.01)
