@@ -21,8 +21,8 @@ from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
-from hqsweep.quant.validate import DeviceFault, linear_module, validate
-from hqsweep.train.model import linear_shapes
+from hqsweep.quant.validate import DeviceFault, validate
+from hqsweep.train.model import gemm_modules, linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -226,9 +226,8 @@ class ConvergenceConfig(Job):
 
     def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
         """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
-        tokens = self.train.batch * self.train.context
-        linears = [linear_module(*shape, tokens) for shape in linear_shapes(self.model, vocab_size)]
-        validate(self.recipe.build(), self.train.steps, linears, device_fault)
+        modules = gemm_modules(self.model, vocab_size, self.train.batch, self.train.context)
+        validate(self.recipe.build(), self.train.steps, modules, device_fault)
 
     def _weights_stay(self) -> None:
         """UserError where a schedule would change the format of a weight that is held quantized."""

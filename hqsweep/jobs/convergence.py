@@ -10,9 +10,11 @@ import torch
 
 from hqsweep import native
 from hqsweep.errors import UserError
+from hqsweep.formats import Identity
 from hqsweep.jobs.sink import Diverged, Sink
+from hqsweep.nn.module import quantized_modules
 from hqsweep.ops.fingerprint import fingerprint
-from hqsweep.quant.pairs import GEMMS
+from hqsweep.quant.pairs import MODULE_GEMMS
 from hqsweep.quant.schedule import Stage
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
@@ -95,18 +97,27 @@ def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:
     """For every change of recipe: the first step on the new one, and the GEMM plans that differ from those before."""
     plans = [stage_plans(trainer, stage) for stage in trainer.stages]
     return [
-        {"first_step": stage.first_step, "gemm_plan": {name: new[name] for name in new if new[name] != old[name]}}
+        {
+            "first_step": stage.first_step,
+            "gemm_plan": {name: new.get(name, {}) for name in old | new if new.get(name) != old.get(name)},
+        }
         for stage, (old, new) in zip(trainer.stages[1:], pairwise(plans), strict=True)
     ]
 
 
 def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
-    """Linear name -> GEMM -> "a x b: plan", on the recipe of a stage."""
-    roles = {linear.name: linear.slot_roles() for linear in trainer.model.linears()}
-    found = stage.recipe.resolve(role for slots in roles.values() for role in slots.values())
-    plans: dict[str, dict[str, str]] = {name: {} for name in roles}
-    for name, slots in roles.items():
-        for gemm, operands in GEMMS.items():
-            a, b = (getattr(found[slots[tensor]], direction) for tensor, direction in operands)
-            plans[name][gemm] = f"{a} x {b}: {native.gemm_plan(stage.recipe.gemm, a, b, trainer.device)}"
+    """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
+    modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
+    found = stage.recipe.resolve(role for module in modules for role in module.slot_roles().values())
+    plan = partial(native.gemm_plan, stage.recipe.gemm, device=trainer.device)
+    plans = {}
+    for module in modules:
+        roles = module.slot_roles()
+        pairs = {
+            gemm: [getattr(found[roles[tensor]], direction) for tensor, direction in operands]
+            for gemm, operands in MODULE_GEMMS[module.module_type].items()
+        }
+        low = any(not isinstance(format, Identity) for pair in pairs.values() for format in pair)
+        if low or module.module_type != "dpa":
+            plans[module.name] = {gemm: f"{a} x {b}: {plan(a, b)}" for gemm, (a, b) in pairs.items()}
     return plans

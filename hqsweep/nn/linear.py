@@ -1,13 +1,12 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from hqsweep.nn.linear_function import LinearCall, LinearFunction
-from hqsweep.nn.module import Boundary, QuantizedModule
+from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.parameter import gemm_weight
 from hqsweep.nn.weight import rounded
 from hqsweep.nn.workspace import WeightWorkspace
@@ -29,7 +28,7 @@ class Linear(QuantizedModule):
     """
 
     module_type = "linear"
-    BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
+    BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
 
@@ -40,6 +39,7 @@ class Linear(QuantizedModule):
         *,
         name: str,
         quantizers: LinearQuantizers,
+        gemm: str = "exact",
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         fuse_wgrad_accumulation: bool = False,
@@ -48,6 +48,7 @@ class Linear(QuantizedModule):
         super().__init__()
         self.name = name
         self.quantizers = quantizers
+        self.gemm = gemm
         self.dtype = dtype
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input

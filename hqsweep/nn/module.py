@@ -6,15 +6,31 @@ value and leaves everything else as it is, so that what is keyed by a quantizer 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.quant import HybridQuantizer, QuantizerRole
-from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
+from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES, module_roles
 from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.sections import Section
+from hqsweep.quant.sections import MODULE_SECTIONS, Section
+
+BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
+"""QuantizedModule.BOUNDARIES of linears and attention."""
+
+
+def section_of(recipe: AnyRecipe, module_type: str, name: str) -> Section:
+    """The quantizers that a recipe gives to the module of that type and name; raises as recipe.resolve does."""
+    roles = module_roles(module_type, name)
+    found = recipe.resolve(roles)
+    return MODULE_SECTIONS[module_type](**{role.tensor_type: found[role] for role in roles})
+
+
+def gemm_options(recipe: AnyRecipe, module_type: str, name: str) -> dict[str, Any]:
+    """What a recipe says of a module with GEMMs, as arguments of its constructor: name, quantizers and gemm."""
+    return {"name": name, "quantizers": section_of(recipe, module_type, name), "gemm": recipe.gemm}
 
 
 class QuantizedModule(nn.Module):
@@ -28,7 +44,7 @@ class QuantizedModule(nn.Module):
     gemm: str = "exact"
     """The mode of its GEMMs outside of autocast."""
 
-    BOUNDARIES: Mapping[str, str] = {}
+    BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> Tensor:
-        matrix = x.view(-1, x.shape[-1])
+        matrix = x.reshape(-1, x.shape[-1])
         row = quantizer.quantize(matrix, columnwise=None, key=key).rowwise
         return row.dequantize().view(x.shape)
 

@@ -22,11 +22,14 @@ NATIVE_MODULES = ("linear",)
 
 @dataclass(frozen=True, kw_only=True)
 class GemmModule:
-    """A module with matrix products: for each of its GEMMs the (m, n, k) of mm_t, k being the contracted axis."""
+    """A module with matrix products."""
 
     module_type: str
     name: str
     shapes: Mapping[str, tuple[int, int, int]]
+    """GEMM -> (m, n, k) of mm_t, k being the contracted axis."""
+    context: int | None = None
+    """Of attention, the number of tokens, which its other GEMMs contract."""
 
     @property
     def roles(self) -> list[QuantizerRole]:
@@ -44,10 +47,25 @@ def linear_module(name: str, in_features: int, out_features: int, tokens: int) -
 
 
 def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
-    """Dot-product attention over `context` tokens; the shapes are those of one head."""
-    scores, values = (context, context, head_dim), (context, head_dim, context)
-    shapes = {"qk": scores, "ds": scores} | dict.fromkeys(("pv", "dv", "dq", "dk"), values)
-    return GemmModule(module_type="dpa", name=name, shapes=shapes)
+    """Dot-product attention over `context` tokens."""
+    shapes = dict.fromkeys(("qk", "ds"), (context, context, head_dim))
+    return GemmModule(module_type="dpa", name=name, shapes=shapes, context=context)
+
+
+def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) -> Iterator[str]:
+    """Why attention over `context` tokens cannot take a quantizer: tensor -> quantizer of its four slots.
+
+    Matrices of all heads are folded into rows, so that blocks along tokens must end with each matrix.
+    """
+    for tensor, quantizer in quantizers.items():
+        if getattr(quantizer.rowwise, "row_scaled", False):
+            yield f"{tensor} {quantizer.rowwise}: attention takes one global amax a tensor"
+        for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
+            tile = getattr(format, "tile", (1, 1))
+            along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
+            if along > 1 and context % along:
+                takes = f"its blocks take a multiple of {along}"
+                yield f"{tensor} {direction} {format}: the context has {context} positions; {takes}"
 
 
 def validate(
@@ -59,8 +77,8 @@ def validate(
 
     Raises:
         UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with the
-            module, the slots, directions and formats of both; overrides without a module; formats for attention in a
-            model whose attention is not quantized. Of a later stage only what is new.
+            module, the slots, directions and formats of both; overrides without a module. Of a later stage only what
+            is new.
     """
     first_step: dict[str, int] = {}
     for stage in stages(recipe, steps):
@@ -92,8 +110,10 @@ def _gemm_faults(
     gemm_mode: str,
     device_fault: DeviceFault | None,
 ) -> Iterator[str]:
+    if module.context is not None:
+        yield from attention_faults({role.tensor_type: quantizers[role] for role in module.roles}, module.context)
     for gemm, operands in MODULE_GEMMS[module.module_type].items():
-        shape = module.shapes[gemm]
+        shape = module.shapes.get(gemm, (0, 0, 0))
         formats = [
             getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
             for tensor, direction in operands
@@ -131,10 +151,3 @@ def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
             hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
             hint = hint or f"{nearest(override.name, names)}; the model has {names[0]} to {names[-1]}"
             yield f"{where} matches no module{hint}"
-    types = {module.module_type for module in modules}
-    attention = [recipe.dpa, *(o.dpa for o in recipe.overrides if o.dpa)]
-    formats = [f for section in attention for q in map(HybridQuantizer.parse, section.texts().values())
-               for f in (q.rowwise, q.columnwise)]  # fmt: skip
-    low = [str(format) for format in formats if not isinstance(format, Identity)]
-    if low and "dpa" not in types:
-        yield f"dpa is {low[0]}, but the attention of this model is not quantized; leave dpa out, or set it to bf16"

@@ -1,4 +1,4 @@
-"""Which plan computed each GEMM, from what manifests say of it: gemm_plan (linear -> GEMM -> "a x b: plan"), and
+"""Which plan computed each GEMM, from what manifests say of it: gemm_plan (module -> GEMM -> "a x b: plan"), and
 recipe_schedule (first_step, and the gemm_plan of what is different from there on) where recipes change.
 """
 
@@ -13,7 +13,7 @@ Plan = Mapping[str, Mapping[str, str]]
 
 
 def plan_lines(plan: Plan, schedule: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
-    """ "fprop", or "fprop from step 3" after a change of recipe -> its plans, each with the number of linears."""
+    """ "fprop", or "fprop from step 3" after a change of recipe -> its plans, each with the number of modules."""
     lines = _counted(plan)
     for change in schedule:
         later = _counted(change["gemm_plan"])

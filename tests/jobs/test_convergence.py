@@ -18,7 +18,7 @@ FP8_E5M2 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8
 
 
 def config(
-    linear: object = "fp8_current", *, schedule: tuple = (), device: str = "cpu", **recipe: object
+    linear: object = "fp8_current", *, schedule: tuple = (), device: str = "cpu", context: int = 36, **recipe: object
 ) -> ConvergenceConfig:
     return parse(
         {
@@ -26,7 +26,7 @@ def config(
             "recipe": {"name": "r", "linear": linear, "schedule": list(schedule), **recipe},
             "model": {"dim": 32, "layers": 1, "heads": 2},
             "data": {"source": "markov", "markov": {"length": 20000}},
-            "train": {"steps": 4, "batch": 4, "context": 36, "eval_batches": 1, "device": device},
+            "train": {"steps": 4, "batch": 4, "context": context, "eval_batches": 1, "device": device},
         }
     )  # fmt: skip
 
@@ -71,6 +71,14 @@ def test_plans_say_native_where_it_is(monkeypatch):
     assert second["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {tensor_cores}" and "head" not in second
     assert third["layers.0.attn.qkv"]["fprop"] == f"bf16 x bf16: {exact}"
     assert third["layers.0.attn.qkv"]["dgrad"] == f"{pair}: {tensor_cores}"
+
+
+def test_plans_are_those_of_quantized_attention_too():
+    cfg = config(dpa="mxfp8", schedule=({"at": 2, "dpa": "bf16"},), context=32)
+    facts = convergence.facts(Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU))
+    plan = facts["gemm_plan"]["layers.0.attn.dpa"]
+    assert plan["pv"] == "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM" and len(plan) == 6
+    assert facts["recipe_schedule"] == [{"first_step": 3, "gemm_plan": {"layers.0.attn.dpa": {}}}]
 
 
 def test_a_training_follows_the_schedule_of_modes(monkeypatch):

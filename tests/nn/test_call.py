@@ -9,7 +9,9 @@ from hqsweep.jobs.inputs import draw
 from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn import call as call_module
 from hqsweep.nn.attention import DotProductAttention
-from hqsweep.quant import HybridQuantizer, LinearQuantizers, Operand, Recipe
+from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.transformer_layer import TransformerLayer
+from hqsweep.quant import DpaQuantizers, LinearQuantizers, Operand, Recipe
 
 FP8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
 EXACT, NATIVE = (Recipe.from_config({"linear": FP8, "gemm": gemm}) for gemm in ("exact", "native"))
@@ -71,6 +73,13 @@ def test_the_recipe_of_autocast_decides(seen):
     assert seen == []
 
 
+def test_modules_built_from_a_recipe_have_its_mode():
+    layer = TransformerLayer(64, 128, 2, name="layers.0", recipe=NATIVE)
+    modes = {module.name: module.gemm for module in quantized_modules(layer) if module.module_type != "norm"}
+    names = ("attn.qkv", "attn.dpa", "attn.proj", "mlp.fc1", "mlp.fc2")
+    assert modes == {f"layers.0.{name}": "native" for name in names}
+
+
 def test_backward_follows_the_forward_that_it_belongs_to(seen):
     module = build(NATIVE)
     y = module(draw("normal", 32, 64).requires_grad_())
@@ -100,11 +109,10 @@ def test_high_precision_has_one_product_in_every_mode():
 
 
 def test_attention_has_no_native_product_but_in_high_precision():
-    quantizers = dict.fromkeys(("qkv", "s", "do", "dp"), HybridQuantizer.parse("fp8_current"))
-    module = DotProductAttention(name="layers.0.attn.dpa", quantizers=quantizers)
+    module = DotProductAttention(name="layers.0.attn.dpa", quantizers=DpaQuantizers.parse("fp8_current", "test"))
     q = draw("normal", 32, 64).view(1, 32, 64)
     assert set_recipe(module, Recipe.from_config({"linear": FP8, "dpa": "fp8_current", "gemm": "native"})) == 0
-    with pytest.raises(UserError, match=r"layers.0.attn.dpa dpa: gemm=native has no product for quantized attention"):
+    with pytest.raises(UserError, match=r"layers.0.attn.dpa dpa: gemm=native has no product for it; leave dpa in high"):
         module(q, q, q)
     set_recipe(module, NATIVE)
     assert module(q, q, q).shape == q.shape

@@ -25,7 +25,7 @@ def runs(make_sweep, fake):
     return make_sweep([fake.Run(fmt="bf16"), fake.Run(fmt="bf16", seed=1, gemm="other machine"), *native])
 
 
-def test_lines_count_linears_and_name_the_step_of_a_change():
+def test_lines_count_modules_and_name_the_step_of_a_change():
     plan = {"l0": {"fprop": "a x b: exact"}, "l1": {"fprop": "a x b: exact"}, "head": {"fprop": "c x c: exact"}}
     assert plan_lines(plan, [LATER]) == {
         "fprop": "a x b: exact (2); c x c: exact (1)",
