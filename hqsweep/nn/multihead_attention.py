@@ -9,7 +9,7 @@ from hqsweep.formats import Identity
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import QuantizedModule, section_of
+from hqsweep.nn.module import QuantizedModule, gemm_options
 from hqsweep.nn.recompute import recomputed
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe
@@ -45,9 +45,8 @@ class MultiheadAttention(nn.Module):
         self.qkv = LayerNormLinear(
             dim, 3 * dim, name=f"{name}.qkv", recipe=recipe, normalization=normalization, **options
         )
-        dpa, proj = f"{name}.dpa", f"{name}.proj"
-        self.dpa = DotProductAttention(name=dpa, quantizers=section_of(recipe, "dpa", dpa), dtype=dtype)
-        self.proj = Linear(dim, dim, name=proj, quantizers=section_of(recipe, "linear", proj), **options)
+        self.dpa = DotProductAttention(**gemm_options(recipe, "dpa", f"{name}.dpa"), dtype=dtype)
+        self.proj = Linear(dim, dim, **gemm_options(recipe, "linear", f"{name}.proj"), **options)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         """checkpoint_core_attention: compute what lies between the two linears again in backward."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import section_of
+from hqsweep.nn.module import gemm_options, section_of
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
@@ -92,8 +92,7 @@ class GPT(nn.Module):
             for i in range(config.layers)
         )
         self.norm = Norm(config.dim, name="norm", recipe=recipe)
-        quantizers = section_of(recipe, "linear", HEAD)
-        self.head = Linear(config.dim, vocab_size, name=HEAD, quantizers=quantizers, dtype=dtype)
+        self.head = Linear(config.dim, vocab_size, **gemm_options(recipe, "linear", HEAD), dtype=dtype)
         self._initialise(config)
 
     def _initialise(self, config: "ModelConfig") -> None:
