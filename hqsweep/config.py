@@ -18,9 +18,8 @@ from hqsweep.config_errors import sentence
 from hqsweep.errors import UserError, nearest
 from hqsweep.jobs.inputs import DISTRIBUTIONS, check_format
 from hqsweep.jobs.parity import CHECKS
-from hqsweep.quant import QuantizerRole
-from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
-from hqsweep.quant.validate import validate
+from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config
+from hqsweep.quant.validate import DeviceFault, check_held_weights, validate
 from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
@@ -133,11 +132,13 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
 
-    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory.
+    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
+    its batch in `microbatches` equal parts, whose gradients add up.
     """
 
     steps: Count = 200
     batch: Count = 16
+    microbatches: Count = 1
     context: Count = 128
     lr: Positive = 1e-3
     min_lr_fraction: Fraction = 0.1
@@ -163,6 +164,8 @@ class TrainConfig(Section):
                 f"train.warmup: {self.warmup} and train.decay {self.decay} are fractions of the steps and sum to more"
                 " than 1; lower one of them"
             )
+        if self.batch % self.microbatches:
+            raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
         return self
 
 
@@ -223,31 +226,17 @@ class ConvergenceConfig(Job):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        modules = gemm_modules(self.model, self.data.vocab_estimate, self.train.batch, self.train.context)
-        for stage in stages(self.recipe.build(), self.train.steps):
-            try:
-                validate(stage.recipe, modules)
-            except UserError as error:
-                where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
-                raise UserError(f"{error}{where}") from None
+        self.check_recipe(self.data.vocab_estimate)
         if self.model.quantized_weights:
-            self._weights_stay()
+            names = [name for name, _, _ in linear_shapes(self.model, self.data.vocab_estimate)]
+            check_held_weights(self.recipe.build(), self.train.steps, names)
         return self
 
-    def _weights_stay(self) -> None:
-        """UserError where a schedule would change the format of a weight that is held quantized."""
-        shapes = linear_shapes(self.model, self.data.vocab_estimate)
-        roles = [QuantizerRole("linear", "weight", name) for name, _, _ in shapes]
-        first, *later = stages(self.recipe.build(), self.train.steps)
-        held = first.recipe.resolve(roles)
-        for stage in later:
-            for role, quantizer in stage.recipe.resolve(roles).items():
-                if quantizer != held[role]:
-                    raise UserError(
-                        f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
-                        f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
-                        " model.quantized_weights=false"
-                    )
+    def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
+        """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
+        part = self.train.batch // self.train.microbatches
+        modules = gemm_modules(self.model, vocab_size, part, self.train.context)
+        validate(self.recipe.build(), self.train.steps, modules, device_fault)
 
 
 class ParitySection(Section):

@@ -5,11 +5,12 @@ kernel   both directions in one call: codes, scales, amaxes (found and given), e
          and the kernel there against the same bytes
 statistics  what is gathered while quantizing: counts exactly, sums up to the rounding of float32
 pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
-vanilla  Linear with one format in both directions against its GEMMs composed by hand
-routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
-and those of jobs/parity_training.py, which train a small GPT
+vanilla  Linear with one format in both directions against its composition from the format reference
+routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; and three formats
+and those of jobs/parity_modules.py, on whole modules, and of jobs/parity_training.py, which train a small GPT
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hqsweep.formats import NVFP4, ExactOperand, Format, RngKey, parse
-from hqsweep.gemm import mm_t
+from hqsweep.formats import NVFP4, Format, RngKey, parse
 from hqsweep.jobs.compare_bytes import named_pairs, row, skip
+from hqsweep.jobs.composed import composed
 from hqsweep.jobs.inputs import draw
 from hqsweep.jobs.outcomes import gathered, outcomes, same_up_to_rounding
+from hqsweep.jobs.parity_modules import MODULE_CHECKS
 from hqsweep.jobs.parity_training import TRAINING_CHECKS, Check, Rows
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
@@ -89,35 +91,19 @@ def statistics_check(config: "ParityConfig", device: torch.device) -> Rows:
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Linear against mm_t of operands that the torch reference encodes, outside of any module or quantizer.
+    """Linear against its composition from the format reference, for every format.
 
     A format stands in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
     Hadamard transform rowwise and on weights.
     """
-    x, w, dy = _problem(config, device)
+    problem = _problem(config, device)
     for format in _formats(config):
         row_format, column = _without(format, rht=False, rht_signed=True), _without(format, row_scaled=False)
         weight_column = _without(column, rht=False, rht_signed=True)
         quantizers = {t: f"{row_format}|{column}" for t in ("input", "grad_output")}
-        quantizers["weight"] = f"{row_format}|{weight_column}"
-        operands = {
-            "y": (_by_hand(row_format, x, "input/rowwise"), _by_hand(row_format, w, "weight/rowwise")),
-            "dx": (
-                _by_hand(row_format, dy, "grad_output/rowwise"),
-                _by_hand(weight_column, w.t(), "weight/columnwise"),
-            ),
-            "dw": (_by_hand(column, dy.t(), "grad_output/columnwise"), _by_hand(column, x.t(), "input/columnwise")),
-        }
-        dtypes = {"y": x.dtype, "dx": x.dtype, "dw": torch.float32}
-        expected = {name: mm_t(*pair, out_dtype=dtypes[name]) for name, pair in operands.items()}
-        actual = _linear(LinearQuantizers.parse(quantizers, "parity"), x, w, dy)
+        quantizers = LinearQuantizers.parse(quantizers | {"weight": f"{row_format}|{weight_column}"}, "parity")
+        expected, actual = _linear(quantizers, *problem, apply=composed), _linear(quantizers, *problem)
         yield row("vanilla", str(format), "linear", named_pairs(expected, actual))
-
-
-def _by_hand(format: Format, matrix: Tensor, slot: str) -> ExactOperand:
-    """The operand by the reference, under the key that the module named "parity" has for that slot."""
-    key = RngKey(seed=0, slot=f"parity/linear/{slot}", step=0)
-    return format.operand(format.encode(matrix, None, key), tuple(matrix.shape))
 
 
 def _without(format: Format, **options: bool) -> Format:
@@ -125,15 +111,21 @@ def _without(format: Format, **options: bool) -> Format:
 
 
 def routing_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """All ordered pairs of formats that can stand in both directions."""
-    x, w, dy = _problem(config, device)
+    """All ordered pairs and triples of formats that can stand in both directions: y is that of a alone, dx that of b,
+    dw that of c, where c is b for a pair."""
+    problem = _problem(config, device)
     names = [str(f) for f in _formats(config) if not any(getattr(f, o, False) for o in ("rht", "sr", "row_scaled"))]
-    alone = {name: _linear(LinearQuantizers.parse(name, "parity"), x, w, dy) for name in names}
-    for a, b in permutations(names, 2):
-        quantizers = {"input": f"{a}|{b}", "weight": f"{a}|{b}", "grad_output": b}
-        mixed = _linear(LinearQuantizers.parse(quantizers, "parity"), x, w, dy)
-        expected = {"y": alone[a]["y"], "dx": alone[b]["dx"], "dw": alone[b]["dw"]}
-        yield row("routing", f"{a}|{b}", "linear", named_pairs(expected, mixed))
+    alone = {name: _linear(LinearQuantizers.parse(name, "parity"), *problem) for name in names}
+    for a, b, c in (*((a, b, b) for a, b in permutations(names, 2)), *permutations(_families(names), 3)):
+        quantizers = {"input": f"{a}|{c}", "weight": f"{a}|{b}", "grad_output": f"{b}|{c}"}
+        mixed = _linear(LinearQuantizers.parse(quantizers, "parity"), *problem)
+        expected = {"y": alone[a]["y"], "dx": alone[b]["dx"], "dw": alone[c]["dw"]}
+        yield row("routing", f"{a}|{b}" if b == c else f"{a}|{b}|{c}", "linear", named_pairs(expected, mixed))
+
+
+def _families(names: Sequence[str]) -> list[str]:
+    """Those without options."""
+    return [name for name in names if "+" not in name]
 
 
 def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -156,12 +148,14 @@ def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
                 yield row("pairs", subject, "both directions", pairs)
 
 
-def _linear(quantizers: LinearQuantizers, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
+def _linear(
+    quantizers: LinearQuantizers, x: Tensor, w: Tensor, dy: Tensor, apply: Callable[..., Tensor] = Linear.__call__
+) -> dict[str, Tensor]:
     module = Linear(w.shape[1], w.shape[0], name="parity", quantizers=quantizers, dtype=x.dtype).to(x.device)
     with torch.no_grad():
         module.weight.copy_(w)
     x = x.clone().requires_grad_()
-    y = module(x)
+    y = apply(module, x)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad}
 
@@ -186,5 +180,6 @@ CHECKS: dict[str, Check] = {
     "vanilla": vanilla_check,
     "routing": routing_check,
     "pairs": pairs_check,
+    **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }

@@ -19,6 +19,7 @@ class Context:
     seed: int = 0
     step: int = 0
     probe: Probe | None = None
+    microbatch: int = 0
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
 
@@ -43,14 +44,17 @@ def autocast_recipe() -> AnyRecipe | None:
 
 @contextmanager
 def quantization(
-    *, seed: int = 0, step: int = 0, probe: Probe | None = None, cache_weights: bool = False
+    *, seed: int = 0, step: int = 0, probe: Probe | None = None, microbatch: int = 0, cache_weights: bool = False
 ) -> Iterator[None]:
-    """Modules called inside draw their random bits from (seed, slot, step) and report to `probe`.
+    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`.
 
+    microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
     cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs
     2 bytes an element and direction.
     """
-    with _CONTEXT.entered(Context(seed=seed, step=step, probe=probe, cache_weights=cache_weights)):
+    with _CONTEXT.entered(
+        Context(seed=seed, step=step, probe=probe, microbatch=microbatch, cache_weights=cache_weights)
+    ):
         yield
 
 

@@ -9,7 +9,7 @@ from hqsweep.formats import Identity
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import QuantizedModule, section_of
+from hqsweep.nn.module import QuantizedModule, gemm_options
 from hqsweep.nn.recompute import recomputed
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe
@@ -21,8 +21,7 @@ class MultiheadAttention(nn.Module):
     Its modules are named `name`.qkv, `name`.dpa and `name`.proj. rope_base turns queries and keys by their positions
     (None: no positions). quantize_boundaries: what dpa and proj, and in backward dpa and qkv, quantize is rounded to
     their format where it is made, as with TransformerEngine's fp8_mha; queries and keys that are turned afterwards are
-    left as they are. checkpoint_core_attention: what lies between the linears is computed again in backward, of the
-    output of qkv.
+    left as they are.
     """
 
     def __init__(
@@ -37,25 +36,24 @@ class MultiheadAttention(nn.Module):
         rope_base: float | None = None,
         is_causal: bool = True,
         quantize_boundaries: bool = False,
-        checkpoint_core_attention: bool = False,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
         self.heads, self.rope_base, self.is_causal = heads, rope_base, is_causal
-        self.quantize_boundaries, self.checkpoint_core_attention = quantize_boundaries, checkpoint_core_attention
+        self.quantize_boundaries = quantize_boundaries
         options = {"bias": bias, "dtype": dtype}
         self.qkv = LayerNormLinear(
             dim, 3 * dim, name=f"{name}.qkv", recipe=recipe, normalization=normalization, **options
         )
-        dpa, proj = f"{name}.dpa", f"{name}.proj"
-        self.dpa = DotProductAttention(name=dpa, quantizers=section_of(recipe, "dpa", dpa), dtype=dtype)
-        self.proj = Linear(dim, dim, name=proj, quantizers=section_of(recipe, "linear", proj), **options)
+        self.dpa = DotProductAttention(**gemm_options(recipe, "dpa", f"{name}.dpa"), dtype=dtype)
+        self.proj = Linear(dim, dim, **gemm_options(recipe, "linear", f"{name}.proj"), **options)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
+        """checkpoint_core_attention: compute what lies between the two linears again in backward."""
         if self.quantize_boundaries:
             self._wire_boundaries()
         qkv = self.qkv(x)
-        return self.proj(recomputed(self._core, qkv) if self.checkpoint_core_attention else self._core(qkv))
+        return self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
 
     def _core(self, qkv: Tensor) -> Tensor:
         """[B, T, 3 D] -> [B, T, D]."""

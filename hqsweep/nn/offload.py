@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.nn.saved import memory_of, tensors_of
 
 MIN_BYTES = 4096
 """Smaller tensors stay: their copy is latency alone."""
@@ -109,7 +109,7 @@ class ActivationOffload:
         self.leaving.clear()
         self.arriving.clear()
         self._count = max(self._saved.keys(), default=-1) + 1
-        self._kept = frozenset(_memory(t) for t in _tensors_of(self.model))
+        self._kept = frozenset(memory_of(t) for t in tensors_of(self.model))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -163,15 +163,5 @@ class ActivationOffload:
             and tensor.nbytes >= self.min_bytes
             and 0 not in tensor.stride()
             and not (tensor.is_conj() or tensor.is_neg())
-            and _memory(tensor) not in self._kept
+            and memory_of(tensor) not in self._kept
         )
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    for parameter in model.parameters():
-        yield from parameter.buffers.values() if isinstance(parameter, HybridQuantizedTensor) else (parameter,)
-    yield from model.buffers()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
+from hqsweep.ops.request import Output
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import Skeleton
@@ -56,9 +57,14 @@ def gemm_weight(weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole,
 
 
 def weight_operand(
-    weight: Tensor | Operand, direction: Direction, quantizer: HybridQuantizer, dtype: torch.dtype, key: RngKey
+    weight: Tensor | Operand,
+    direction: Direction,
+    quantizer: HybridQuantizer,
+    dtype: torch.dtype,
+    key: RngKey,
+    output: Output,
 ) -> Operand | ExactOperand:
-    """The operand of one direction: the one that is held, or one made of weight.to(dtype).
+    """The operand of one direction: the one that is held, or one made of weight.to(dtype), as `output` says.
 
     UserError, for the caller to say where, when the held one is of another quantizer, or is not there.
     """
@@ -67,7 +73,7 @@ def weight_operand(
     if isinstance(weight, HybridQuantizedTensor):
         check_held(weight, direction, quantizer)
         return getattr(weight, direction)
-    wanted = {d: "exact" if d == direction else None for d in DIRECTIONS}
+    wanted = {d: output if d == direction else None for d in DIRECTIONS}
     return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key), direction)
 
 

@@ -72,13 +72,11 @@ class Trainer:
         lr = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with quantization(seed=self.config.seed, step=self.step, probe=probe):
-            loss = self._loss("train", self.step - 1)
-            loss.backward()
+        loss = self._forward_backward(probe)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss_sum += loss.detach().double()
+        self.loss_sum += loss.double()
         self.loss_count += 1
         return self._report(norm, lr, probe)
 
@@ -110,18 +108,36 @@ class Trainer:
         masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
         return Probe(self.step, gemms=stats.gemm, originals=masters)
 
-    def _loss(self, split: str, index: int) -> Tensor:
+    def _forward_backward(self, probe: Probe | None) -> Tensor:
+        """The mean loss of the step's batch, whose gradients are accumulated over its microbatches."""
+        parts = self.config.train.microbatches
+        total = torch.zeros((), device=self.device)
+        for index, (inputs, targets) in enumerate(self._batches("train", self.step - 1, parts)):
+            options = {"probe": probe, "microbatch": index, "cache_weights": parts > 1}
+            with quantization(seed=self.config.seed, step=self.step, **options):
+                loss = self._loss(inputs, targets) / parts
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _batches(self, split: str, index: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets [B / parts, T] of a batch, on the device."""
         train = self.config.train
-        inputs, targets = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
+        batch = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
+        inputs, targets = (tokens.to(self.device, non_blocking=True).chunk(parts) for tokens in batch)
+        yield from zip(inputs, targets, strict=True)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.saving():
-            logits = self.model(inputs.to(self.device, non_blocking=True))
-        return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device, non_blocking=True).flatten())
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats a token over the validation batches, which are the same for every run and step."""
-        with quantization(seed=self.config.seed, step=self.step):
-            losses = [self._loss("val", i).double() for i in range(self.config.train.eval_batches)]
+        with quantization(seed=self.config.seed, step=self.step, cache_weights=True):
+            batches = [next(self._batches("val", i)) for i in range(self.config.train.eval_batches)]
+            losses = [self._loss(*batch).double() for batch in batches]
         return torch.stack(losses).mean().item()
 
     def state(self) -> dict:

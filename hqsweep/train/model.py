@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import section_of
+from hqsweep.nn.module import gemm_options, section_of
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
@@ -87,13 +87,12 @@ class GPT(nn.Module):
         recipe = recipe.for_layers(range(config.layers))
         self.embedding = Embedding(vocab_size, config.dim, "embedding", recipe)
         sizes, options = (config.dim, ffn_width(config), config.heads), {"recipe": recipe, "dtype": dtype}
-        options |= {"rope_base": config.rope_base, "checkpoint_core_attention": recompute == "attention"}
         self.layers = nn.ModuleList(
-            TransformerLayer(*sizes, name=f"layers.{i}", **options) for i in range(config.layers)
+            TransformerLayer(*sizes, name=f"layers.{i}", rope_base=config.rope_base, **options)
+            for i in range(config.layers)
         )
         self.norm = Norm(config.dim, name="norm", recipe=recipe)
-        quantizers = section_of(recipe, "linear", HEAD)
-        self.head = Linear(config.dim, vocab_size, name=HEAD, quantizers=quantizers, dtype=dtype)
+        self.head = Linear(config.dim, vocab_size, **gemm_options(recipe, "linear", HEAD), dtype=dtype)
         self._initialise(config)
 
     def _initialise(self, config: "ModelConfig") -> None:
@@ -110,7 +109,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = recomputed(layer, x) if self.recompute == "layer" else layer(x)
+            x = recomputed(layer, x) if self.recompute == "layer" else layer(x, self.recompute == "attention")
         return self.head(self.norm(x)).float()
 
     def linears(self) -> Iterator[Linear]:

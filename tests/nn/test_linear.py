@@ -17,10 +17,10 @@ def build(quantizers, k=64, n=96, dtype=torch.bfloat16, **options):
     return Linear(k, n, name="layer", quantizers=parsed, dtype=dtype, **options)
 
 
-def run(quantizers, step=0, **options):
+def run(quantizers, step=0, microbatch=0, **options):
     module = build(quantizers, **options)
     x = draw("heavy", 32, 64).clamp(-100, 100).to(module.dtype).requires_grad_()
-    with quantization(seed=0, step=step):
+    with quantization(seed=0, step=step, microbatch=microbatch):
         y = module(x)
     y.backward(draw("normal", 32, 96, 1).to(y.dtype))
     return {
@@ -93,6 +93,23 @@ def test_stochastic_rounding_follows_the_step():
     assert_equal(run(NVFP4, step=3), run(NVFP4, step=3))
     assert not torch.equal(run(NVFP4, step=3)["dx"], run(NVFP4, step=4)["dx"])
     assert torch.equal(run(NVFP4, step=3)["y"], run(NVFP4, step=4)["y"])
+
+
+@pytest.mark.parametrize("quantizers", ["fp8_current", "mxfp8", NVFP4], ids=str)
+def test_the_gradient_of_the_bias_is_the_sum_of_the_unquantized_gradient(quantizers):
+    """In float32: a sum in bfloat16 would be rounded, one of codes would be another sum."""
+    assert torch.equal(run(quantizers, bias=True)["db"], draw("normal", 32, 96, 1).sum(0, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("quantizers", ["mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"], ids=str)
+def test_a_saved_original_gives_the_same_bits(quantizers):
+    assert_equal(run(quantizers), run(quantizers, save_original_input=True))
+
+
+def test_microbatches_of_a_step_draw_other_bits_for_all_but_the_weight():
+    assert not torch.equal(run(NVFP4)["dx"], run(NVFP4, microbatch=1)["dx"])
+    only_weight = {"input": "bf16", "weight": "nvfp4+sr", "grad_output": "bf16"}
+    assert_equal(run(only_weight), run(only_weight, microbatch=1))
 
 
 def test_shapes_bias_and_frozen_parts():

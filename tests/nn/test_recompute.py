@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hqsweep.config import parse
 from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
-from hqsweep.nn.attention import TENSORS, DotProductAttention
+from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
-from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, Recipe
+from hqsweep.quant import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.train.loop import build_model
 
 FORMATS = {
@@ -48,8 +48,7 @@ def linear(text, *, held=False, dtype=torch.bfloat16):
 
 
 def attention(text):
-    quantizers = DpaQuantizers(**{tensor: HybridQuantizer.parse(text) for tensor in TENSORS})
-    return DotProductAttention(name="dpa", quantizers=quantizers)
+    return DotProductAttention(name="dpa", quantizers=DpaQuantizers.parse(text, "test"))
 
 
 def gpt(name, recompute="none", dpa=True):
@@ -80,10 +79,11 @@ def run(module, inputs, call=lambda module, *x: module(*x), within=nullcontext):
     return made | {name: p.grad for name, p in module.named_parameters()}, len(runs)
 
 
-def assert_the_same(module, inputs, way, **options):
+def assert_the_same(module, inputs, way, *more, **options):
+    """more: arguments of the module when it is computed again."""
     module.to(inputs[0].device)
     expected, once = run(module, inputs, **options)
-    actual, twice = run(module, inputs, WAYS[way], **options)
+    actual, twice = run(module, inputs, lambda module, *x: WAYS[way](module, *x, *more), **options)
     assert (once, twice) == (1, 2)  # it did happen
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
@@ -137,12 +137,13 @@ def test_gpt_block(name, way, device):
 @ways
 @formats
 def test_transformer_layer_with_everything(name, way, device):
-    """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside."""
+    """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside of it."""
     linear, dpa = LinearQuantizers.parse(FORMATS[name], "t"), DpaQuantizers.parse(ATTENTION[name], "t")
     options = {"normalization": "LayerNorm", "bias": True, "activation": "gelu", "quantize_boundaries": True}
     recipe = Recipe(linear=linear, dpa=dpa)
-    layer = TransformerLayer(64, 96, 2, name="l", recipe=recipe, checkpoint_core_attention=True, **options)
-    assert_the_same(layer, [draw(2, 128, 64, device=device)], way)
+    layer, inputs = TransformerLayer(64, 96, 2, name="l", recipe=recipe, **options), [draw(2, 128, 64, device=device)]
+    assert_the_same(layer, inputs, way)
+    assert_the_same(layer, inputs, way, True)
 
 
 @devices
