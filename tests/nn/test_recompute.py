@@ -121,6 +121,16 @@ def test_linear_inside_autocast(name, way, device):
 @devices
 @ways
 @formats
+def test_linear_whose_weight_operands_are_cached(name, way, device):
+    cached = {"within": lambda: quantization(seed=1, step=5, cache_weights=True)}
+    module, inputs = linear(FORMATS[name]), [draw(32, 64, device=device)]
+    assert_the_same(module, inputs, way, **cached)
+    assert_the_same(module, inputs, way, **cached)  # from the cache, from the first forward on
+
+
+@devices
+@ways
+@formats
 def test_attention(name, way, device):
     qkv = [draw(2, 128, 32, seed=i, device=device).bfloat16() for i in range(3)]
     assert_the_same(attention(ATTENTION[name]), qkv, way)

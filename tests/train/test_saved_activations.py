@@ -64,6 +64,12 @@ def test_training_is_the_same(recipe, way, held, device):
         assert_same_parameters(plain, other)
 
 
+def test_microbatches_with_cached_weights_are_the_same():
+    plain, other = (trainer(config("nvfp4", microbatches=2, stats=2, **way)) for way in ({}, WAYS["both"]))
+    assert list(plain.steps()) == list(other.steps())
+    assert_same_parameters(plain, other)
+
+
 def test_activations_do_leave_the_device(monkeypatch):
     seen, right = [], ActivationOffload._pack
 
@@ -102,7 +108,7 @@ def test_the_job_takes_them(tmp_path):
 
 @pytest.mark.gpu
 def test_memory_falls():
-    """Activations of 8 layers, 2 GB, beside 0.1 GB of parameters and moments; attention alone saves less."""
+    """Activations of 8 layers, over 2 GB, beside 0.1 GB of parameters and moments; attention alone saves less."""
     peaks, shape = {}, {"batch": 32, "context": 512, "device": "cuda"}
     for name, way in {"none": {}, **WAYS}.items():
         steps = trainer(config("mxfp8", model={"dim": 256, "layers": 8, "heads": 4}, **shape, **way)).steps()
@@ -112,5 +118,5 @@ def test_memory_falls():
         next(steps)
         peaks[name] = torch.cuda.max_memory_allocated()
         del steps
-    assert peaks["layer"] < 0.5 * peaks["none"] and peaks["offload"] < 0.6 * peaks["none"], peaks
-    assert peaks["attention"] < peaks["none"] and peaks["both"] <= peaks["layer"], peaks
+    assert all(peaks[name] < 0.6 * peaks["none"] for name in ("layer", "offload", "both")), peaks
+    assert peaks["attention"] < 0.95 * peaks["none"], peaks
