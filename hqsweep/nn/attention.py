@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand, Identity, RngKey
+from hqsweep.formats import ExactOperand, Identity
 from hqsweep.gemm import epilogue
-from hqsweep.nn.context import Context, current
+from hqsweep.nn.call import Call
 from hqsweep.nn.module import QuantizedModule
-from hqsweep.quant import DpaQuantizers, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.ops.request import Output
+from hqsweep.quant import DpaQuantizers, HybridOperand, HybridQuantizer, Operand, flatten, unflatten
 from hqsweep.quant.roles import TENSOR_TYPES
 from hqsweep.quant.sections import slots
 
@@ -30,21 +31,15 @@ TENSORS = TENSOR_TYPES["dpa"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call:
-    """All that one call of the function below needs beside tensors."""
+class _Call(Call):
+    """A call of dot-product attention."""
 
-    name: str
     quantizers: DpaQuantizers
-    dtype: torch.dtype
-    context: Context
     causal: bool
 
-    def key(self, tensor: str) -> RngKey:
-        return self.context.key(str(QuantizerRole("dpa", tensor, self.name)))
-
-    def quantize(self, tensor: str, x: Tensor, **outputs: str | None):
+    def fold(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
         """x [n, T, C] folded to rows, so that one amax serves all matrices."""
-        return getattr(self.quantizers, tensor).quantize(x.reshape(-1, x.shape[-1]), **outputs, key=self.key(tensor))
+        return self.quantize(tensor, x.reshape(-1, x.shape[-1]), **outputs)
 
 
 def _exact(operand: Operand | ExactOperand) -> ExactOperand:
@@ -85,13 +80,13 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         t, width = q.shape[1:]
-        made = call.quantize("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
+        made = call.fold("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
         row, column = _rows(made.rowwise, t), _columns(made.columnwise, t)
         scores = _bmm_t(_third(row, 0), _third(row, 1)) * (1 / math.sqrt(width))
         if call.causal:
             scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
         s = scores.softmax(dim=-1).to(call.dtype)
-        s_made = call.quantize("s", s, rowwise="exact", columnwise="codes")
+        s_made = call.fold("s", s, rowwise="exact", columnwise="codes")
         o = _bmm_t(_rows(s_made.rowwise, t), _third(column, 2)).to(call.dtype)
         parts = [flatten(x) for x in (made.rowwise, made.columnwise, s_made.columnwise)]
         ctx.skeletons, ctx.counts = [skeleton for _, skeleton in parts], [len(tensors) for tensors, _ in parts]
@@ -106,11 +101,11 @@ class _AttentionFunction(torch.autograd.Function):
         operands = [unflatten([saved[i] for i in p], k) for p, k in zip(parts, ctx.skeletons, strict=True)]
         t = s.shape[1]
         row, column, s_column = _rows(operands[0], t), _columns(operands[1], t), _columns(operands[2], t)
-        do_made = call.quantize("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
+        do_made = call.fold("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
         dv = _bmm_t(s_column, _columns(do_made.columnwise, t))
         ds = _bmm_t(_rows(do_made.rowwise, t), _third(row, 2))
         ds = s.float() * (ds - (ds * s).sum(dim=-1, keepdim=True))
-        ds_made = call.quantize("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
+        ds_made = call.fold("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
         scale = 1 / math.sqrt(do.shape[-1])
         dq = _bmm_t(_rows(ds_made.rowwise, t), _third(column, 1)) * scale
         dk = _bmm_t(_columns(ds_made.columnwise, t), _third(column, 0)) * scale
@@ -146,7 +141,7 @@ class DotProductAttention(QuantizedModule):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         shape = q.shape
         self._check(quantizers, shape[-2])
-        call = _Call(name=self.name, quantizers=quantizers, dtype=self.dtype, context=current(), causal=is_causal)
+        call = _Call(**self.call_facts(), causal=is_causal)
         folded = (x.reshape(-1, *shape[-2:]).to(self.dtype) for x in (q, k, v))
         return _AttentionFunction.apply(*folded, call).view(shape)
 

@@ -19,6 +19,8 @@ class Context:
     seed: int = 0
     step: int = 0
     probe: Probe | None = None
+    cache_weights: bool = False
+    """Whether linears keep the operands of their weights for later calls."""
 
     def key(self, slot: str) -> RngKey:
         return RngKey(seed=self.seed, slot=slot, step=self.step)
@@ -35,9 +37,15 @@ def current() -> Context:
 
 
 @contextmanager
-def quantization(*, seed: int = 0, step: int = 0, probe: Probe | None = None) -> Iterator[None]:
-    """Modules called inside draw their random bits from (seed, slot, step) and report to `probe`."""
-    token = _CURRENT.set(Context(seed=seed, step=step, probe=probe))
+def quantization(
+    *, seed: int = 0, step: int = 0, probe: Probe | None = None, cache_weights: bool = False
+) -> Iterator[None]:
+    """Modules called inside draw their random bits from (seed, slot, step) and report to `probe`.
+
+    cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs
+    2 bytes an element and direction.
+    """
+    token = _CURRENT.set(Context(seed=seed, step=step, probe=probe, cache_weights=cache_weights))
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hqsweep.nn.context import autocast_recipe
+from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.quant import HybridQuantizer, QuantizerRole
 from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
 from hqsweep.quant.schedule import AnyRecipe
@@ -62,6 +62,11 @@ class QuantizedModule(nn.Module):
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
             self._autocast = recipe, replace(self.quantizers, **_chosen(roles, resolved))
         return self._autocast[1]
+
+    def call_facts(self) -> dict[str, Any]:
+        """The fields of a Call, as they are now."""
+        facts = {"module_type": self.module_type, "name": self.name, "dtype": self.dtype}
+        return facts | {"quantizers": self.active_quantizers(), "context": current()}
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None}

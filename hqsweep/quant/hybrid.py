@@ -77,6 +77,19 @@ class HybridQuantizer:
             formats = str(self.columnwise)
         return formats if self.columnwise_source == "original" else f"{formats}@{self.columnwise_source}"
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether a direction draws random bits."""
+        return any(getattr(format, "sr", False) for format in (self.rowwise, self.columnwise))
+
+    @property
+    def may_save_original(self) -> bool:
+        """Whether backward may keep the tensor and make the columnwise operand from it again.
+
+        With rowwise_dequantized that would take the rowwise operand, too, so the columnwise one is what is kept.
+        """
+        return self.columnwise_source == "original"
+
     def quantize(
         self,
         x: Tensor,

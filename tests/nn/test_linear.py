@@ -12,10 +12,10 @@ from hqsweep.quant import LinearQuantizers, QuantizerRole, Recipe
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
-def build(quantizers, k=64, n=96, dtype=torch.bfloat16, bias=False):
+def build(quantizers, k=64, n=96, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     parsed = LinearQuantizers.parse(quantizers, "test")
-    return Linear(k, n, name="layer", quantizers=parsed, dtype=dtype, bias=bias)
+    return Linear(k, n, name="layer", quantizers=parsed, dtype=dtype, **options)
 
 
 def run(quantizers, step=0, **options):
@@ -109,6 +109,37 @@ def test_recompute_gives_the_same_bits(quantizers, reentrant):
             y.backward(draw("normal", 32, 96, 1))
         results.append({"y": y.detach(), "dx": x.grad, "dw": module.weight.grad})
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("quantizers", ["fp8_current", "mxfp8", NVFP4], ids=str)
+def test_the_gradient_of_the_bias_is_the_sum_of_the_unquantized_gradient(quantizers):
+    """In float32: a sum in bfloat16 would be rounded, one of codes would be another sum."""
+    assert torch.equal(run(quantizers, bias=True)["db"], draw("normal", 32, 96, 1).sum(0, dtype=torch.float32))
+
+
+SAVED_BYTES = {  # (quantizers, save_original_input) -> bytes an element of x
+    ("mxfp8", False): 1 + 1 / 32,
+    ("mxfp8", True): 2,
+    ("nvfp4|mxfp8", True): 2,
+    ("nvfp4|mxfp8@rowwise_dequantized", True): 1 + 1 / 32,  # vetoes
+    ("mxfp8|nvfp4", False): 0.5 + 1 / 16 + 4 / (32 * 64),
+    ("bf16", False): 2,
+}
+
+
+@pytest.mark.parametrize(("quantizers", "original"), SAVED_BYTES, ids=str)
+def test_bytes_per_element_saved_for_backward(quantizers, original):
+    module, saved = build(quantizers), []
+    module.save_original_input = original
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        module(draw("normal", 32, 64))
+    of_x = [tensor.nbytes for tensor in saved if tensor is not module.weight]
+    assert sum(of_x) / (32 * 64) == SAVED_BYTES[quantizers, original]
+
+
+@pytest.mark.parametrize("quantizers", ["mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"], ids=str)
+def test_a_saved_original_gives_the_same_bits(quantizers):
+    assert_equal(run(quantizers), run(quantizers, save_original_input=True))
 
 
 def test_shapes_bias_and_frozen_parts():
