@@ -8,8 +8,10 @@ from torch import Tensor
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.nn.context import Context
+from hqsweep.nn.delayed import DelayedStates
 from hqsweep.ops.request import Output
 from hqsweep.quant import HybridOperand, HybridQuantizer, Operand, QuantizerRole
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.sections import Section
 
 
@@ -22,6 +24,10 @@ class Call:
     quantizers: Section
     dtype: torch.dtype
     context: Context
+    states: DelayedStates
+    grad: bool
+    """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
+    delayed scaling changes."""
 
     def key(self, tensor: str) -> RngKey:
         """The stream of one slot in this step."""
@@ -30,11 +36,17 @@ class Call:
     def quantizer(self, tensor: str) -> HybridQuantizer:
         return getattr(self.quantizers, tensor)
 
+    def states_of(self, tensor: str, x: Tensor) -> SlotStates | None:
+        """The states of one slot, on x's device."""
+        rest = {"device": x.device, "step": self.context.step, "record": self.grad}
+        return self.states.of(tensor, self.quantizer(tensor), **rest)
+
     def quantize(
         self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot."""
-        return self.quantizer(tensor).quantize(x, rowwise=rowwise, columnwise=columnwise, key=self.key(tensor))
+        wanted = {"rowwise": rowwise, "columnwise": columnwise}
+        return self.quantizer(tensor).quantize(x, **wanted, key=self.key(tensor), states=self.states_of(tensor, x))
 
     def product(self, a: Operand | ExactOperand, b: Operand | ExactOperand, out_dtype: torch.dtype) -> Tensor:
         """a [m, k], b [n, k] -> [m, n]."""
@@ -43,7 +55,8 @@ class Call:
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
         """Report x [rows, cols] to the probe, if there is one."""
         if self.context.probe:
-            self.context.probe.tensor(self.name, tensor, x, self.quantizer(tensor), self.key(tensor))
+            facts = (self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
+            self.context.probe.tensor(self.name, tensor, x, *facts)
 
     def probe_gemm(self, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """Report a GEMM of unquantized a [m, k] and b [n, k], if there is a probe."""

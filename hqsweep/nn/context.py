@@ -17,13 +17,14 @@ class Context:
     """Captured by each module in forward, so that backward and recompute draw the same bits."""
 
     seed: int = 0
-    step: int = 0
+    step: int | None = None
+    """Of the training; None outside of any."""
     probe: Probe | None = None
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
 
     def key(self, slot: str) -> RngKey:
-        return RngKey(seed=self.seed, slot=slot, step=self.step)
+        return RngKey(seed=self.seed, slot=slot, step=self.step or 0)
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
@@ -32,7 +33,7 @@ _CURRENT: ContextVar[Context] = ContextVar("hqsweep_quantization", default=_OUTS
 
 
 def current() -> Context:
-    """The innermost context; outside of any: seed 0, step 0, no probe."""
+    """The innermost context; outside of any: seed 0, random bits of step 0, no probe."""
     return _CURRENT.get()
 
 
@@ -40,7 +41,8 @@ def current() -> Context:
 def quantization(
     *, seed: int = 0, step: int = 0, probe: Probe | None = None, cache_weights: bool = False
 ) -> Iterator[None]:
-    """Modules called inside draw their random bits from (seed, slot, step) and report to `probe`.
+    """Modules called inside draw their random bits from (seed, slot, step) and report to `probe`. All that is trained
+    inside, microbatches included, is one step for delayed scaling.
 
     cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs
     2 bytes an element and direction.

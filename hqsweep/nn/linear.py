@@ -66,7 +66,7 @@ class Linear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         call = self._call()
         y = LinearFunction.apply(x.reshape(-1, x.shape[-1]).to(self.dtype), self.weight, self.bias, call)
-        y = rounded(y, call.quantizers.output, call.key("output"))
+        y = rounded(y, call.quantizers.output, call.key("output"), call.states_of("output", y))
         return y.view(*x.shape[:-1], -1)
 
     def _call(self) -> LinearCall:
@@ -78,7 +78,6 @@ class Linear(QuantizedModule):
             main_grad=self.fuse_wgrad_accumulation,
             save_original=self.save_original_input and facts["quantizers"].input.may_save_original,
             workspace=self.workspace if facts["context"].cache_weights else None,
-            grad=torch.is_grad_enabled(),
         )
 
     def extra_repr(self) -> str:

@@ -26,15 +26,14 @@ class LinearCall(Call):
     save_original: bool
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
-    grad: bool
-    """Whether autograd records: without it nothing of a direction that only backward reads is made."""
 
     def weight(self, weight: Tensor | Operand, direction: Direction) -> Operand | ExactOperand:
         """The operand of one direction, from the workspace when there is one."""
         quantizer, key = self.quantizers.weight, self.key("weight")
 
         def make() -> Operand | ExactOperand:
-            return weight_operand(weight, direction, quantizer, self.dtype, key)
+            states = None if isinstance(weight, Operand) else self.states_of("weight", weight)
+            return weight_operand(weight, direction, quantizer, self.dtype, key, states)
 
         if self.workspace is None or isinstance(weight, Operand | HybridQuantizedTensor):
             return make()
@@ -110,7 +109,7 @@ class LinearFunction(torch.autograd.Function):
             dx = call.product(dy_made.rowwise, w_column, call.dtype)
             if ctx.probed:
                 call.probe_gemm("dgrad", dy, w.t(), dx)
-            dx = rounded(dx, call.quantizers.grad_input, call.key("grad_input"))
+            dx = rounded(dx, call.quantizers.grad_input, call.key("grad_input"), call.states_of("grad_input", dx))
         if ctx.needs_input_grad[1]:
             dw = call.product(dy_made.columnwise, call.saved_input(saved, ctx.skeleton), ctx.dw_dtype)
             if ctx.probed:

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from hqsweep.nn.context import autocast_recipe, current
+from hqsweep.nn.delayed import DelayedStates
 from hqsweep.quant import HybridQuantizer, QuantizerRole
 from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
 from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.sections import Section
+from hqsweep.quant.sections import Section, slots
 
 
 class QuantizedModule(nn.Module):
@@ -30,6 +32,7 @@ class QuantizedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.states = DelayedStates()
         self._autocast: tuple[AnyRecipe, Section] | None = None
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
@@ -47,6 +50,7 @@ class QuantizedModule(nn.Module):
         changed = {slot: q for slot, q in new.items() if getattr(self.quantizers, slot) != q}
         if changed:
             self.quantizers = replace(self.quantizers, **changed)
+            self.states.keep(slots(self.quantizers))
         return len(changed)
 
     def active_quantizers(self) -> Section:
@@ -66,7 +70,8 @@ class QuantizedModule(nn.Module):
     def call_facts(self) -> dict[str, Any]:
         """The fields of a Call, as they are now."""
         facts = {"module_type": self.module_type, "name": self.name, "dtype": self.dtype}
-        return facts | {"quantizers": self.active_quantizers(), "context": current()}
+        facts |= {"quantizers": self.active_quantizers(), "context": current()}
+        return facts | {"states": self.states, "grad": torch.is_grad_enabled()}
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None}
@@ -90,6 +95,7 @@ class Boundary:
             setattr(module, self.name, role)
             module._autocast = None
             module.quantizers = replace(module.quantizers, **{self.slot: None})
+            module.states.keep(slots(module.quantizers))
 
 
 def quantized_modules(model: nn.Module) -> list[QuantizedModule]:

@@ -15,6 +15,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import Skeleton
 
@@ -56,7 +57,12 @@ def gemm_weight(weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole,
 
 
 def weight_operand(
-    weight: Tensor | Operand, direction: Direction, quantizer: HybridQuantizer, dtype: torch.dtype, key: RngKey
+    weight: Tensor | Operand,
+    direction: Direction,
+    quantizer: HybridQuantizer,
+    dtype: torch.dtype,
+    key: RngKey,
+    states: SlotStates | None,
 ) -> Operand | ExactOperand:
     """The operand of one direction: the one that is held, or one made of weight.to(dtype).
 
@@ -68,7 +74,7 @@ def weight_operand(
         check_held(weight, direction, quantizer)
         return getattr(weight, direction)
     wanted = {d: "exact" if d == direction else None for d in DIRECTIONS}
-    return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key), direction)
+    return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key, states=states), direction)
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:

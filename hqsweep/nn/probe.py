@@ -7,6 +7,7 @@ from torch import Tensor
 from hqsweep.formats import RngKey
 from hqsweep.ops.stats import finite_or_none, output_error
 from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.delayed import SlotStates
 
 COLUMNS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
@@ -26,12 +27,14 @@ class Probe:
         self.gemms = gemms
         self.rows: list[dict[str, object]] = []
 
-    def tensor(self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> None:
+    def tensor(
+        self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None
+    ) -> None:
         """Both directions of x [rows, cols], quantized again as the module quantizes it.
 
         Errors are against the original values, also with columnwise_source rowwise_dequantized.
         """
-        for direction, values in quantizer.statistics(x.detach(), key).items():
+        for direction, values in quantizer.statistics(x.detach(), key, states).items():
             self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
 
     def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:

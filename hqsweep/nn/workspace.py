@@ -25,7 +25,7 @@ class WeightWorkspace:
         self, weight: Tensor, direction: Direction, quantizer: HybridQuantizer, key: RngKey, make: Callable[[], Any]
     ) -> Any:
         """What make() gave when it was last called for the same bits."""
-        if weight.is_inference():  # without a version counter
+        if weight.is_inference() or quantizer.delayed:  # without a version counter; not all that it depends on
             return make()
         identity = (weight.data_ptr(), weight._version, quantizer, key if quantizer.stochastic else None)
         found = self._made.get(direction)

@@ -139,9 +139,8 @@ def _check_amaxes(
     if row:
         row.check_amax("rowwise_amax", given, x.shape[0], x)
     if request.dequantized and row.amax_name and given is None and (out_row is None or row.delayed):
-        raise UserError(
-            f"find_amax: decoding {row.text} rows needs their amax: give rowwise_amax{'' if row.delayed else ' or out_rowwise'}"
-        )
+        where = "rowwise_amax" if row.delayed else "rowwise_amax or out_rowwise"
+        raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")
 
 
 def _by_kernel(request: Request, x: Tensor, keys, grids, statistics: bool) -> Quantized:

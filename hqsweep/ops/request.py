@@ -105,8 +105,8 @@ def check_given(request: Request, grids: tuple[Buffers | None, Buffers | None]) 
     for direction, p, grid in zip(("rowwise", "columnwise"), (request.row, request.column), grids, strict=True):
         if p and p.delayed and p.amax_name not in (grid or ()):
             raise UserError(
-                f"quantize: {direction} {p.text} takes its scale from the amaxes of earlier steps, which the states of a"
-                f" slot remember; give states, or {direction}_grid={{'{p.amax_name}': amax}}"
+                f"quantize: {direction} {p.text} takes its scale from the amaxes of earlier steps, which the states of"
+                f" a slot remember; give states, or {direction}_grid={{'{p.amax_name}': amax}}"
             )
 
 

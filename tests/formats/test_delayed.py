@@ -1,4 +1,4 @@
-"""FP8 with delayed scaling: what a step leaves to the next, worked out by hand, and codes under an amax that is given."""
+"""FP8 with delayed scaling: what a step leaves to the next, worked out by hand, and codes under a given amax."""
 
 import math
 
