@@ -118,7 +118,7 @@ def test_only_what_is_made_is_recorded_and_other_directions_are_as_without(text)
 
 def test_without_states_or_without_a_step_it_is_refused():
     quantizer, x = HybridQuantizer.parse("mxfp8|fp8_delayed"), matrix(1.0)
-    with pytest.raises(UserError, match="quantize: columnwise fp8_delayed takes its scale from .* give states"):
+    with pytest.raises(UserError, match=r"quantize: columnwise fp8_delayed takes its scale from .* give states"):
         quantizer.quantize(x)
     with pytest.raises(UserError, match=r"fp8_delayed counts the steps of a training; .*quantization\(step=...\)"):
         quantizer.quantize(x, states=states(quantizer, step=None))
