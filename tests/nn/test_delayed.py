@@ -222,6 +222,6 @@ def test_a_boundary_is_a_slot_like_others(boundary):
         format, state = parse("fp8_delayed"), module.states[f"{boundary}_rowwise"]
         buffers = format.encode(unrounded, {"s": state.amax})
         assert torch.equal(actual, format.decode(buffers, tuple(actual.shape)).to(actual.dtype))
-    assert state.amax > 0 and state.step == 2 and set(module.states) == {f"{boundary}_rowwise"}
+    assert state.amax > 0 and state.step == 2
     setattr(module, f"{boundary}_quantizer_role", None)
     assert not module.states
