@@ -21,8 +21,8 @@ from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
-from hqsweep.quant.validate import linear_module, validate
-from hqsweep.train.model import linear_shapes
+from hqsweep.quant.validate import validate
+from hqsweep.train.model import gemm_modules, linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -219,11 +219,10 @@ class ConvergenceConfig(Job):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        tokens = self.train.batch * self.train.context
-        linears = [linear_module(*shape, tokens) for shape in linear_shapes(self.model, self.data.vocab_estimate)]
+        modules = gemm_modules(self.model, self.data.vocab_estimate, self.train.batch, self.train.context)
         for stage in stages(self.recipe.build(), self.train.steps):
             try:
-                validate(stage.recipe, linears)
+                validate(stage.recipe, modules)
             except UserError as error:
                 where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
                 raise UserError(f"{error}{where}") from None

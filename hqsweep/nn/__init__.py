@@ -1,15 +1,25 @@
 """Modules whose matrix products run on quantized operands."""
 
+from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.context import autocast, quantization
+from hqsweep.nn.layernorm_linear import LayerNormLinear
+from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule, set_recipe
+from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.nn.probe import Probe
+from hqsweep.nn.transformer_layer import TransformerLayer
 
 __all__ = [
+    "DotProductAttention",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "Probe",
     "QuantizedModule",
+    "TransformerLayer",
     "autocast",
     "quantization",
     "quantized_model_init",

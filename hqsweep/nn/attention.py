@@ -10,7 +10,6 @@ T positions, E width of a head, S the softmax's output, dS the gradient of its i
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,11 +20,11 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Identity
 from hqsweep.gemm import epilogue
 from hqsweep.nn.call import Call
-from hqsweep.nn.module import QuantizedModule
+from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.ops.request import Output
-from hqsweep.quant import DpaQuantizers, HybridOperand, HybridQuantizer, Operand, flatten, unflatten
+from hqsweep.quant import DpaQuantizers, HybridOperand, Operand, flatten, unflatten
 from hqsweep.quant.roles import TENSOR_TYPES
-from hqsweep.quant.sections import slots
+from hqsweep.quant.validate import attention_faults
 
 TENSORS = TENSOR_TYPES["dpa"]
 
@@ -109,7 +108,7 @@ class _AttentionFunction(torch.autograd.Function):
         scale = 1 / math.sqrt(do.shape[-1])
         dq = _bmm_t(_rows(ds_made.rowwise, t), _third(column, 1)) * scale
         dk = _bmm_t(_columns(ds_made.columnwise, t), _third(column, 0)) * scale
-        return dq.to(call.dtype), dk.to(call.dtype), dv.to(call.dtype), None
+        return *call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3), None
 
 
 class DotProductAttention(QuantizedModule):
@@ -118,17 +117,19 @@ class DotProductAttention(QuantizedModule):
     quantizers: one each for qkv (q, k and v share it, and one amax), s (the softmax's output), do (the gradient of the
     output) and dp (that of the softmax's input). Where all four are the same high precision, torch's
     scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
-    rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name).
-    UserError for a T that does not fit and for +row_scaled, whose factor per row no batched product takes.
+    rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name);
+    boundary slots as those of Linear, grad_input being the gradients of q, k and v. UserError for a T that does not
+    fit and for +row_scaled, whose factor per row no batched product takes.
     """
 
-    def __init__(
-        self, *, name: str, quantizers: Mapping[str, HybridQuantizer], dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+    module_type = "dpa"
+    BOUNDARIES = BOUNDARIES
+    output_quantizer_role = Boundary("output")
+    grad_input_quantizer_role = Boundary("grad_input")
+
+    def __init__(self, *, name: str, quantizers: DpaQuantizers, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.module_type, self.name, self.dtype = "dpa", name, dtype
-        self.quantizers = DpaQuantizers(**{tensor: quantizers[tensor] for tensor in TENSORS})
-        self._check(self.quantizers)
+        self.name, self.quantizers, self.dtype = name, quantizers, dtype
 
     @property
     def high_precision(self) -> bool:
@@ -136,33 +137,26 @@ class DotProductAttention(QuantizedModule):
         return _is_high_precision(self.quantizers)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-        quantizers = self.active_quantizers()
-        if _is_high_precision(quantizers):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        shape = q.shape
-        self._check(quantizers, shape[-2])
         call = _Call(**self.call_facts(), causal=is_causal)
-        folded = (x.reshape(-1, *shape[-2:]).to(self.dtype) for x in (q, k, v))
-        return _AttentionFunction.apply(*folded, call).view(shape)
+        if _is_high_precision(call.quantizers):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        else:
+            self._check(call.quantizers, q.shape[-2])
+            folded = (x.reshape(-1, *x.shape[-2:]).to(self.dtype) for x in (q, k, v))
+            o = _AttentionFunction.apply(*folded, call).view(q.shape)
+        if call.quantizers.output is None:
+            return o
+        return call.rounded("output", o.to(self.dtype))
 
-    def _check(self, quantizers: DpaQuantizers, t: int = 0) -> None:
-        for tensor, quantizer in slots(quantizers).items():
-            if getattr(quantizer.rowwise, "row_scaled", False):
-                where = f"{self.name} dpa {tensor}"
-                raise UserError(f"{where}: {quantizer.rowwise}: attention takes one global amax a tensor")
-            for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
-                tile = getattr(format, "tile", (1, 1))
-                along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
-                if along > 1 and t % along:
-                    raise UserError(
-                        f"{self.name} dpa {tensor} {direction} {format}: the context has {t} positions;"
-                        f" its blocks take a multiple of {along}"
-                    )
+    def _check(self, quantizers: DpaQuantizers, t: int) -> None:
+        faults = list(attention_faults({x: getattr(quantizers, x) for x in TENSORS}, t))
+        if faults:
+            raise UserError(f"{self.name} dpa: {'; '.join(faults)}")
 
     def extra_repr(self) -> str:
-        return f"{self.name}: " + ", ".join(f"{tensor} {q}" for tensor, q in slots(self.quantizers).items())
+        return f"{self.name}: " + ", ".join(f"{tensor} {getattr(self.quantizers, tensor)}" for tensor in TENSORS)
 
 
 def _is_high_precision(quantizers: DpaQuantizers) -> bool:
-    formats = {f for q in slots(quantizers).values() for f in (q.rowwise, q.columnwise)}
+    formats = {f for x in TENSORS for q in [getattr(quantizers, x)] for f in (q.rowwise, q.columnwise)}
     return len(formats) == 1 and isinstance(formats.pop(), Identity)

@@ -9,6 +9,7 @@ from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.weight import rounded
 from hqsweep.ops.request import Output
 from hqsweep.quant import HybridOperand, HybridQuantizer, Operand, QuantizerRole
 from hqsweep.quant.delayed import SlotStates
@@ -47,6 +48,10 @@ class Call:
         """x [rows, cols] by the quantizer of its slot."""
         wanted = {"rowwise": rowwise, "columnwise": columnwise}
         return self.quantizer(tensor).quantize(x, **wanted, key=self.key(tensor), states=self.states_of(tensor, x))
+
+    def rounded(self, tensor: str, x: Tensor) -> Tensor:
+        """x in the values of the quantizer of a boundary slot; x itself without one."""
+        return rounded(x, self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
 
     def product(self, a: Operand | ExactOperand, b: Operand | ExactOperand, out_dtype: torch.dtype) -> Tensor:
         """a [m, k], b [n, k] -> [m, n]."""

@@ -1,15 +1,13 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from hqsweep.nn.linear_function import LinearCall, LinearFunction
-from hqsweep.nn.module import Boundary, QuantizedModule
+from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.parameter import gemm_weight
-from hqsweep.nn.weight import rounded
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant import LinearQuantizers, QuantizerRole
 
@@ -29,7 +27,7 @@ class Linear(QuantizedModule):
     """
 
     module_type = "linear"
-    BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
+    BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
 
@@ -66,7 +64,7 @@ class Linear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         call = self._call()
         y = LinearFunction.apply(x.reshape(-1, x.shape[-1]).to(self.dtype), self.weight, self.bias, call)
-        y = rounded(y, call.quantizers.output, call.key("output"), call.states_of("output", y))
+        y = call.rounded("output", y)
         return y.view(*x.shape[:-1], -1)
 
     def _call(self) -> LinearCall:

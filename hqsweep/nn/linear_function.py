@@ -9,7 +9,6 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.nn.call import Call
 from hqsweep.nn.parameter import check_held, check_main_grad, flatten_weight, unflatten_weight, weight_operand
-from hqsweep.nn.weight import rounded
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant import HybridQuantizedTensor, LinearQuantizers, Operand, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
@@ -109,7 +108,7 @@ class LinearFunction(torch.autograd.Function):
             dx = call.product(dy_made.rowwise, w_column, call.dtype)
             if ctx.probed:
                 call.probe_gemm("dgrad", dy, w.t(), dx)
-            dx = rounded(dx, call.quantizers.grad_input, call.key("grad_input"), call.states_of("grad_input", dx))
+            dx = call.rounded("grad_input", dx)
         if ctx.needs_input_grad[1]:
             dw = call.product(dy_made.columnwise, call.saved_input(saved, ctx.skeleton), ctx.dw_dtype)
             if ctx.probed:

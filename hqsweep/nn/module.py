@@ -6,6 +6,7 @@ value and leaves everything else as it is, so that what is keyed by a quantizer 
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,9 +15,19 @@ from torch import nn
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.quant import HybridQuantizer, QuantizerRole
-from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
+from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES, module_roles
 from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.sections import Section, slots
+from hqsweep.quant.sections import MODULE_SECTIONS, Section, slots
+
+BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
+"""QuantizedModule.BOUNDARIES of linears and attention."""
+
+
+def section_of(recipe: AnyRecipe, module_type: str, name: str) -> Section:
+    """The quantizers that a recipe gives to the module of that type and name; raises as recipe.resolve does."""
+    roles = module_roles(module_type, name)
+    found = recipe.resolve(roles)
+    return MODULE_SECTIONS[module_type](**{role.tensor_type: found[role] for role in roles})
 
 
 class QuantizedModule(nn.Module):
@@ -27,7 +38,7 @@ class QuantizedModule(nn.Module):
     quantizers: Section
     """What the module runs on outside of autocast: a field for each slot."""
 
-    BOUNDARIES: Mapping[str, str] = {}
+    BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
 
     def __init__(self) -> None:
@@ -95,7 +106,6 @@ class Boundary:
             setattr(module, self.name, role)
             module._autocast = None
             module.quantizers = replace(module.quantizers, **{self.slot: None})
-            module.states.keep(slots(module.quantizers))
 
 
 def quantized_modules(model: nn.Module) -> list[QuantizedModule]:

@@ -16,7 +16,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None) -> Tensor:
-        matrix = x.view(-1, x.shape[-1])
+        matrix = x.reshape(-1, x.shape[-1])
         row = quantizer.quantize(matrix, columnwise=None, key=key, states=states).rowwise
         return row.dequantize().view(x.shape)
 

@@ -3,7 +3,7 @@
 import importlib
 import pickle
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,10 @@ class CustomRecipe:
     def to_config(self) -> dict[str, Any]:
         """Path of the factory and the other fields; no schedule."""
         return {"qfactory": self.path, "fp8_dpa": self.fp8_dpa, "gemm": self.gemm}
+
+    def for_layers(self, layers: Sequence[int]) -> "CustomRecipe":
+        """The recipe itself: a factory knows a layer by the name of its role."""
+        return self
 
     def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
         """The quantizer of each role; None roles (boundary slots without a reader) are left out.

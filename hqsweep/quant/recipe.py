@@ -1,7 +1,7 @@
 """Recipe: a quantizer for every slot of a model, as a frozen value that is checked before anything runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,14 @@ class Recipe:
             "gemm": self.gemm,
         }
 
+    def for_layers(self, layers: Sequence[int]) -> "Recipe":
+        """The same for a model with these layers: overrides that count layers have their indices instead."""
+        overrides = [
+            replace(o, layers=Layers(indices=tuple(sorted(o.layers.of(layers))))) if o.layers else o
+            for o in self.overrides
+        ]
+        return replace(self, overrides=tuple(overrides))
+
     def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
         """The quantizer of each role of a model; None roles (boundary slots without a reader) are left out.
 
@@ -159,11 +167,6 @@ class Recipe:
                 " give the recipe to the whole model by set_recipe, or name the layers by index"
             )
         return self.resolve([role])[role]
-
-    def linear_quantizers(self, name: str) -> LinearQuantizers:
-        """The slots of the linear with that name."""
-        tensors = TENSOR_TYPES["linear"]
-        return LinearQuantizers(**{t: self.quantizer(QuantizerRole("linear", t, name)) for t in tensors})
 
     def _quantizer(self, role: QuantizerRole, layers: Sequence[int]) -> HybridQuantizer:
         if role.tensor_type not in TENSOR_TYPES.get(role.module_type, ()):

@@ -91,12 +91,17 @@ class LinearQuantizers(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DpaQuantizers(Section):
-    """The slots of dot-product attention: queries, keys and values; softmax output; gradients of output and softmax."""
+    """The slots of dot-product attention: queries, keys and values; softmax output; gradients of output and softmax.
+
+    output and grad_input are boundary slots, as those of linears are.
+    """
 
     qkv: HybridQuantizer
     s: HybridQuantizer
     do: HybridQuantizer
     dp: HybridQuantizer
+    output: HybridQuantizer | None = None
+    grad_input: HybridQuantizer | None = None
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
@@ -112,6 +117,13 @@ class WeightQuantizers(Section):
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
         return TENSOR_TYPES["norm"]
+
+
+MODULE_SECTIONS: dict[str, type[Section]] = {
+    "linear": LinearQuantizers, "grouped_linear": LinearQuantizers, "dpa": DpaQuantizers,
+    "embedding": WeightQuantizers, "norm": WeightQuantizers,
+}  # fmt: skip
+"""Module type -> its section."""
 
 
 def slots(quantizers: Section) -> dict[str, HybridQuantizer | None]:

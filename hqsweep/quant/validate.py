@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import Identity
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
 from hqsweep.quant.recipe import Recipe
@@ -17,11 +16,14 @@ from hqsweep.quant.select import layers_of
 
 @dataclass(frozen=True, kw_only=True)
 class GemmModule:
-    """A module with matrix products: how many elements each of its GEMMs contracts."""
+    """A module with matrix products."""
 
     module_type: str
     name: str
     contracted: Mapping[str, int]
+    """GEMM -> how many elements it contracts."""
+    context: int | None = None
+    """Of attention, the number of tokens, which its other GEMMs contract."""
 
     @property
     def roles(self) -> list[QuantizerRole]:
@@ -36,8 +38,24 @@ def linear_module(name: str, in_features: int, out_features: int, tokens: int) -
 
 def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
     """Dot-product attention over `context` tokens."""
-    contracted = {"qk": head_dim, "pv": context, "ds": head_dim, "dv": context, "dq": context, "dk": context}
-    return GemmModule(module_type="dpa", name=name, contracted=contracted)
+    contracted = {"qk": head_dim, "ds": head_dim}
+    return GemmModule(module_type="dpa", name=name, contracted=contracted, context=context)
+
+
+def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) -> Iterator[str]:
+    """Why attention over `context` tokens cannot take a quantizer: tensor -> quantizer of its four slots.
+
+    Matrices of all heads are folded into rows, so that blocks along tokens must end with each matrix.
+    """
+    for tensor, quantizer in quantizers.items():
+        if getattr(quantizer.rowwise, "row_scaled", False):
+            yield f"{tensor} {quantizer.rowwise}: attention takes one global amax a tensor"
+        for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
+            tile = getattr(format, "tile", (1, 1))
+            along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
+            if along > 1 and context % along:
+                takes = f"its blocks take a multiple of {along}"
+                yield f"{tensor} {direction} {format}: the context has {context} positions; {takes}"
 
 
 def validate(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> None:
@@ -45,8 +63,7 @@ def validate(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> None:
 
     Raises:
         UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with the
-            module, the slots, directions and formats of both; overrides without a module; formats for attention in a
-            model whose attention is not quantized.
+            module, the slots, directions and formats of both; overrides without a module.
     """
     texts = list(_unread(recipe, modules)) if isinstance(recipe, Recipe) else []
     quantizers = recipe.resolve(role for module in modules for role in module.roles)
@@ -59,8 +76,10 @@ def validate(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> None:
 
 
 def _faults(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuantizer], gemm_mode: str) -> Iterator[str]:
+    if module.context is not None:
+        yield from attention_faults({role.tensor_type: quantizers[role] for role in module.roles}, module.context)
     for gemm, operands in MODULE_GEMMS[module.module_type].items():
-        size = module.contracted[gemm]
+        size = module.contracted.get(gemm, 0)
         formats = [
             getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
             for tensor, direction in operands
@@ -89,10 +108,3 @@ def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
             hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
             hint = hint or f"{nearest(override.name, names)}; the model has {names[0]} to {names[-1]}"
             yield f"{where} matches no module{hint}"
-    types = {module.module_type for module in modules}
-    attention = [recipe.dpa, *(o.dpa for o in recipe.overrides if o.dpa)]
-    formats = [f for section in attention for q in map(HybridQuantizer.parse, section.texts().values())
-               for f in (q.rowwise, q.columnwise)]  # fmt: skip
-    low = [str(format) for format in formats if not isinstance(format, Identity)]
-    if low and "dpa" not in types:
-        yield f"dpa is {low[0]}, but the attention of this model is not quantized; leave dpa out, or set it to bf16"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hqsweep.errors import UserError
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.context import quantization
-from hqsweep.quant import HybridQuantizer
+from hqsweep.quant import DpaQuantizers, HybridQuantizer
 
 SHAPE = (2, 3, 128, 32)  # batch, heads, positions, width
 RECIPES = {
@@ -22,8 +22,7 @@ RECIPES = {
 
 
 def attention(texts, dtype=torch.bfloat16):
-    quantizers = {tensor: HybridQuantizer.parse(text) for tensor, text in texts.items()}
-    return DotProductAttention(name="layers.0.attn", quantizers=quantizers, dtype=dtype)
+    return DotProductAttention(name="layers.0.attn", quantizers=DpaQuantizers.parse(texts, "test"), dtype=dtype)
 
 
 def tensors(device="cpu"):
@@ -117,16 +116,16 @@ def test_stochastic_rounding_repeats_with_its_key():
 
 def test_roles_are_in_slot_order():
     roles = [str(role) for role in attention(RECIPES["mxfp8"]).slot_roles().values()]
-    assert roles == [f"layers.0.attn/dpa/{tensor}" for tensor in ("qkv", "s", "do", "dp")]
+    assert roles == [*(f"layers.0.attn/dpa/{tensor}" for tensor in ("qkv", "s", "do", "dp")), "None", "None"]
 
 
 def test_a_context_that_blocks_do_not_divide_is_refused():
     x = torch.zeros(1, 1, 48, 32, dtype=torch.bfloat16)
-    with pytest.raises(UserError, match=r"layers\.0\.attn dpa qkv columnwise mxfp8: the context has 48 positions"):
+    with pytest.raises(UserError, match=r"layers\.0\.attn dpa: qkv columnwise mxfp8: the context has 48 positions"):
         attention(RECIPES["mxfp8"])(x, x, x)
     attention(RECIPES["fp8_current"])(x, x, x)
 
 
 def test_a_factor_per_row_is_refused():
-    with pytest.raises(UserError, match=r"qkv: nvfp4\+row_scaled: attention takes one global amax"):
-        attention(RECIPES["mxfp8"] | {"qkv": "nvfp4+row_scaled|mxfp8"})
+    with pytest.raises(UserError, match=r"dpa: qkv nvfp4\+row_scaled: attention takes one global amax"):
+        run(attention(RECIPES["mxfp8"] | {"qkv": "nvfp4+row_scaled|mxfp8"}))

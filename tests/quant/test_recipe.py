@@ -21,15 +21,15 @@ def test_head_embedding_and_norm_stay_high_precision_unless_told():
     assert str(r.quantizer(QuantizerRole("linear", "weight", "head"))) == "bf16"
     assert str(r.quantizer(QuantizerRole("embedding", "weight", "embedding"))) == "fp32"
     told = recipe(head="mxfp8", embedding="mxfp4", norm="bf16")
-    assert str(told.linear_quantizers("head").weight) == "mxfp8"
+    assert str(told.quantizer(QuantizerRole("linear", "weight", "head"))) == "mxfp8"
     assert str(told.quantizer(QuantizerRole("norm", "weight", "norm"))) == "bf16"
 
 
 def test_last_matching_override_wins():
     r = recipe(overrides=[{"name": "layers.1.*", "linear": "bf16"}, {"name": "*.qkv", "linear": "nvfp4"}])
-    assert str(r.linear_quantizers("layers.1.attn.qkv").input) == "nvfp4"
-    assert str(r.linear_quantizers("layers.1.mlp.fc1").input) == "bf16"
-    assert str(r.linear_quantizers("layers.0.mlp.fc1").input) == "mxfp8"
+    assert str(r.quantizer(QuantizerRole("linear", "input", "layers.1.attn.qkv"))) == "nvfp4"
+    assert str(r.quantizer(QuantizerRole("linear", "input", "layers.1.mlp.fc1"))) == "bf16"
+    assert str(r.quantizer(QuantizerRole("linear", "input", "layers.0.mlp.fc1"))) == "mxfp8"
 
 
 def test_recipes_are_values():

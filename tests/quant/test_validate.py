@@ -104,17 +104,16 @@ def test_an_override_for_a_type_that_the_model_has_not_matches_nothing():
         check(overrides=[{"layers": 0, "grouped_linear": "bf16"}])
 
 
-def test_formats_for_attention_need_a_quantized_attention():
-    with pytest.raises(UserError, match="recipe: dpa is mxfp8, but the attention of this model is not quantized"):
-        check(dpa="mxfp8")
-    check(dpa="mxfp8", more=[attention_module("layers.0.attn.dpa", 64, 128)])
-
-
 def test_the_gemms_of_attention_are_checked():
-    attention = attention_module("layers.0.attn.dpa", 64, 100)
-    with pytest.raises(UserError, match=r"layers.0.attn.dpa pv: the contracted axis has 100 elements, but s rowwise"):
-        check(dpa={"s": "nvfp4"}, more=[attention])
-    with pytest.raises(UserError, match=r"dpa dv: s columnwise bf16 cannot meet do columnwise mxfp8 under gemm=strict"):
+    attention = attention_module("layers.0.attn.dpa", 40, 100)
+    for message, dpa in {
+        "dpa s rowwise nvfp4: the context has 100 positions; its blocks take a multiple of 16": {"s": "nvfp4"},
+        "dpa qk: the contracted axis has 40 elements, but qkv rowwise nvfp4 takes": {"qkv": "nvfp4|bf16"},
+        "dpa qkv nvfp4[+]row_scaled: attention takes one global amax a tensor": {"qkv": "nvfp4+row_scaled|bf16"},
+    }.items():
+        with pytest.raises(UserError, match=message):
+            check(dpa=dpa, more=[attention])
+    with pytest.raises(UserError, match="dpa dv: s columnwise bf16 cannot meet do columnwise mxfp8 under gemm=strict"):
         check("bf16", dpa={"do": "bf16|mxfp8"}, gemm="strict", more=[attention])
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hqsweep.config import ModelConfig
+from hqsweep.nn.multihead_attention import rotate
 from hqsweep.quant import Recipe
-from hqsweep.train.model import GPT, ffn_width, linear_shapes, rotate
+from hqsweep.train.model import GPT, ffn_width, linear_shapes
 
 
 def build(linear="bf16", vocab=32, **model):

@@ -1,0 +1,65 @@
+"""LayerNormMLP: norm, linear, activation, linear."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hqsweep.nn.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear import Linear
+from hqsweep.nn.module import section_of
+from hqsweep.quant import QuantizerRole
+from hqsweep.quant.schedule import AnyRecipe
+
+
+def gelu(x: Tensor) -> Tensor:
+    """By its tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(g) * u with [g, u] = x: half the width (Shazeer, arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {"gelu": (gelu, 1), "swiglu": (swiglu, 2)}
+"""Name -> function, and how many times its output's width its input has."""
+
+
+class LayerNormMLP(nn.Module):
+    """x [..., D] -> fc2(activation(fc1(norm(x)))) [..., D]; `ffn` is the width of fc2's input.
+
+    The activation is computed in float32. The linears are named `name`.fc1 and `name`.fc2.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        *,
+        name: str,
+        recipe: AnyRecipe,
+        activation: str = "swiglu",
+        normalization: str = "RMSNorm",
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"{name}: activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        self.activation, times = ACTIVATIONS[activation]
+        options = {"bias": bias, "dtype": dtype}
+        self.fc1 = LayerNormLinear(
+            dim, times * ffn, name=f"{name}.fc1", recipe=recipe, normalization=normalization, **options
+        )
+        fc2 = f"{name}.fc2"
+        self.fc2 = Linear(ffn, dim, name=fc2, quantizers=section_of(recipe, "linear", fc2), **options)
+
+    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
+        """Those of fc1, then those of fc2."""
+        return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x).float()))

@@ -1,0 +1,87 @@
+"""MultiheadAttention: norm, qkv linear, rotary positions, dot-product attention, output linear."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.formats import Identity
+from hqsweep.nn.attention import DotProductAttention
+from hqsweep.nn.layernorm_linear import LayerNormLinear
+from hqsweep.nn.linear import Linear
+from hqsweep.nn.module import QuantizedModule, section_of
+from hqsweep.quant import QuantizerRole
+from hqsweep.quant.schedule import AnyRecipe
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention x [B, T, D] -> [B, T, D] over H heads of width E = D / H.
+
+    Its modules are named `name`.qkv, `name`.dpa and `name`.proj. rope_base turns queries and keys by their positions
+    (None: no positions). quantize_boundaries: what dpa and proj, and in backward dpa and qkv, quantize is rounded to
+    their format where it is made, as with TransformerEngine's fp8_mha; queries and keys that are turned afterwards are
+    left as they are.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        name: str,
+        recipe: AnyRecipe,
+        normalization: str = "RMSNorm",
+        bias: bool = False,
+        rope_base: float | None = None,
+        is_causal: bool = True,
+        quantize_boundaries: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.heads, self.rope_base, self.is_causal = heads, rope_base, is_causal
+        self.quantize_boundaries = quantize_boundaries
+        options = {"bias": bias, "dtype": dtype}
+        self.qkv = LayerNormLinear(
+            dim, 3 * dim, name=f"{name}.qkv", recipe=recipe, normalization=normalization, **options
+        )
+        dpa, proj = f"{name}.dpa", f"{name}.proj"
+        self.dpa = DotProductAttention(name=dpa, quantizers=section_of(recipe, "dpa", dpa), dtype=dtype)
+        self.proj = Linear(dim, dim, name=proj, quantizers=section_of(recipe, "linear", proj), **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        if self.quantize_boundaries:
+            self._wire_boundaries()
+        qkv = self.qkv(x)
+        qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
+        qk, v = qkv.view(b, t, 3 * self.heads, d // self.heads).split((2 * self.heads, self.heads), dim=2)
+        qk = qk if self.rope_base is None else rotate(qk, self.rope_base)
+        q, k = qk.transpose(1, 2).chunk(2, dim=1)
+        y = self.dpa(q, k, v.transpose(1, 2), is_causal=self.is_causal)
+        return self.proj(y.transpose(1, 2).reshape(b, t, d))
+
+    def _wire_boundaries(self) -> None:
+        """Give each tensor between the modules the role of its reader, or None where that reads high precision."""
+        self._wire(self.dpa, "output", self.proj, "input")
+        self._wire(self.proj, "grad_input", self.dpa, "do")
+        if self.rope_base is None:
+            self._wire(self.qkv, "output", self.dpa, "qkv")
+            self._wire(self.dpa, "grad_input", self.qkv, "grad_output")
+
+    def _wire(self, writer: QuantizedModule, slot: str, reader: QuantizedModule, tensor: str) -> None:
+        low = not isinstance(getattr(reader.active_quantizers(), tensor).rowwise, Identity)
+        role = QuantizerRole(reader.module_type, tensor, reader.name) if low else None
+        setattr(writer, writer.BOUNDARIES[slot], role)
+        quantizer = getattr(reader.quantizers, tensor) if low else None
+        if getattr(writer.quantizers, slot) != quantizer:
+            writer.quantizers = replace(writer.quantizers, **{slot: quantizer})
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotary embedding (Su et al., arXiv 2104.09864) of x [B, T, H, E]: pair (2i, 2i + 1) turns by t * base^(-2i/E)."""
+    t, width = x.shape[1], x.shape[-1]
+    frequency = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
+    angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * frequency
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)

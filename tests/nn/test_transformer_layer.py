@@ -1,0 +1,163 @@
+"""LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer: against torch in float64, and their roles.
+
+That each of their GEMMs gets the operands of the recipe is held bit for bit by the parity job's check `modules`.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hqsweep.nn import LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer, autocast, set_recipe
+from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.norm import EPSILON
+from hqsweep.quant import Recipe
+
+FP32 = Recipe.from_config({"linear": "fp32", "dpa": "fp32"})
+MXFP8 = Recipe.from_config({"linear": "mxfp8"})
+MXFP8_DPA = Recipe.from_config({"linear": "mxfp8", "dpa": "fp8_current"})
+B, T, D, H = 2, 32, 64, 2
+
+
+def norm(x, module):
+    weight = module.norm.weight.double()
+    if module.norm.bias is None:
+        return F.rms_norm(x, (D,), weight, EPSILON)
+    return F.layer_norm(x, (D,), weight, module.norm.bias.double(), EPSILON)
+
+
+def linear(x, module):
+    return F.linear(x, module.weight.double(), None if module.bias is None else module.bias.double())
+
+
+def layernorm_linear(x, module):
+    return linear(norm(x, module), module)
+
+
+def mlp(x, module, activation):
+    hidden = layernorm_linear(x, module.fc1)
+    if activation == "gelu":
+        return linear(F.gelu(hidden, approximate="tanh"), module.fc2)
+    gate, up = hidden.chunk(2, -1)
+    return linear(F.silu(gate) * up, module.fc2)
+
+
+def attention(x, module):
+    q, k, v = layernorm_linear(x, module.qkv).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return linear(o.transpose(1, 2).reshape(B, T, D), module.proj)
+
+
+def layer(x, module, activation):
+    x = x + attention(x, module.attn)
+    return x + mlp(x, module.mlp, activation)
+
+
+def assert_like(module, reference):
+    """y, dx and the gradient of every parameter, in float32 against float64."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    x = torch.randn(B, T, D, generator=generator).requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    y = module(x)
+    dy = torch.randn(y.shape, generator=generator)
+    y.backward(dy)
+    actual = [y, x.grad, *(p.grad for p in module.parameters())]
+    module.zero_grad()
+    expected = reference(x64, module)
+    expected.backward(dy.double())
+    for a, b in zip(actual, [expected, x64.grad, *(p.grad for p in module.parameters())], strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
+
+
+OPTIONS = [
+    {"bias": bias, "normalization": n} for bias, n in ((False, "RMSNorm"), (True, "RMSNorm"), (True, "LayerNorm"))
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_layernorm_linear(options):
+    assert_like(LayerNormLinear(D, 96, name="l", recipe=FP32, dtype=torch.float32, **options), layernorm_linear)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_layernorm_mlp(options, activation):
+    module = LayerNormMLP(D, 96, name="m", recipe=FP32, dtype=torch.float32, activation=activation, **options)
+    assert_like(module, lambda x, m: mlp(x, m, activation))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_multihead_attention(options):
+    assert_like(MultiheadAttention(D, H, name="a", recipe=FP32, dtype=torch.float32, **options), attention)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_transformer_layer(options, activation):
+    module = TransformerLayer(D, 96, H, name="t", recipe=FP32, dtype=torch.float32, activation=activation, **options)
+    assert_like(module, lambda x, m: layer(x, m, activation))
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="m: activation is 'relu'; allowed: gelu, swiglu"):
+        LayerNormMLP(D, 96, name="m", recipe=FP32, activation="relu")
+
+
+def test_every_linear_and_the_attention_have_roles_of_their_own():
+    modules = quantized_modules(TransformerLayer(D, 96, H, name="t", recipe=MXFP8))
+    assert [(m.module_type, m.name) for m in modules] == [
+        ("linear", "t.attn.qkv"), ("norm", "t.attn.qkv.norm"), ("dpa", "t.attn.dpa"), ("linear", "t.attn.proj"),
+        ("linear", "t.mlp.fc1"), ("norm", "t.mlp.fc1.norm"), ("linear", "t.mlp.fc2"),
+    ]  # fmt: skip
+    roles = LayerNormMLP(D, 96, name="m", recipe=MXFP8).get_quantizer_roles(fwd=True)
+    assert list(map(str, roles)) == [
+        "m.fc1/linear/input", "m.fc1/linear/weight", "None", "m.fc2/linear/input", "m.fc2/linear/weight", "None"
+    ]  # fmt: skip
+
+
+def boundaries(module):
+    names = {"qkv output": module.qkv.output_quantizer_role, "dpa output": module.dpa.output_quantizer_role}
+    names |= {"proj grad": module.proj.grad_input_quantizer_role, "dpa grad": module.dpa.grad_input_quantizer_role}
+    return {name: role and str(role) for name, role in names.items()}
+
+
+WIRED = {
+    "qkv output": "a.dpa/dpa/qkv", "dpa output": "a.proj/linear/input",
+    "proj grad": "a.dpa/dpa/do", "dpa grad": "a.qkv/linear/grad_output",
+}  # fmt: skip
+
+
+def test_attention_wires_the_four_boundaries_inside_it_and_unwires_them_for_high_precision():
+    x = torch.randn(B, T, D)
+    module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, quantize_boundaries=True)
+    assert set(boundaries(module).values()) == {None}
+    first = module(x)
+    assert boundaries(module) == WIRED
+    assert str(module.qkv.quantizers.output) == "fp8_current" and str(module.dpa.quantizers.output) == "mxfp8"
+    with autocast(recipe=MXFP8):
+        module(x)
+    assert boundaries(module) == WIRED | {"qkv output": None, "proj grad": None}
+    with autocast(recipe=FP32):
+        module(x)
+    assert set(boundaries(module).values()) == {None}
+    assert torch.equal(module(x), first)
+    set_recipe(module, FP32)
+    module(x)
+    assert set(boundaries(module).values()) == {None}
+
+
+def test_a_boundary_is_rounded_once_by_its_writer():
+    """Power-of-two scales: rounding again changes nothing, so wiring the boundaries of MX operands does not either."""
+    x, mx = torch.randn(B, T, D), Recipe.from_config({"linear": "mxfp8"})
+    torch.manual_seed(0)
+    plain = MultiheadAttention(D, H, name="a", recipe=mx)
+    wired = MultiheadAttention(D, H, name="a", recipe=mx, quantize_boundaries=True)
+    wired.load_state_dict(plain.state_dict())
+    assert torch.equal(plain(x), wired(x)) and str(wired.dpa.quantizers.output) == "mxfp8"
+
+
+def test_queries_and_keys_that_turn_are_not_rounded_before():
+    module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, quantize_boundaries=True, rope_base=1e4)
+    module(torch.randn(B, T, D))
+    assert boundaries(module) == WIRED | {"qkv output": None, "dpa grad": None}
