@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hqsweep.config_errors import sentence
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats import Fp8Delayed
 from hqsweep.formats import parse as parse_format
 from hqsweep.jobs.inputs import DISTRIBUTIONS
 from hqsweep.jobs.parity import CHECKS
@@ -310,6 +311,11 @@ def _check_format(text: str, shape: list[int]) -> None:
     where = "parity.formats"
     try:
         format = parse_format(text)
+        if isinstance(format, Fp8Delayed):
+            raise UserError(
+                f"'{text}' takes its scale from a training, which the checks repeat and resume have; its kernels are"
+                " those of fp8_current, so give that"
+            )
         where = f"parity.shapes: {shape} does not fit {text}"
         format.check_shape(*shape)
         format.check_shape(*reversed(shape))

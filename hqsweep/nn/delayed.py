@@ -26,8 +26,8 @@ class DelayedStates(nn.ModuleDict):
         quantizer: HybridQuantizer | None,
         *,
         device: torch.device,
-        step: int | None,
-        record: bool,
+        step: int | None = None,
+        record: bool = False,
     ) -> SlotStates | None:
         """The states of a slot for one call; None where no direction is delayed."""
         if quantizer is None or not quantizer.delayed:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.linear_function import LinearCall, LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
-from hqsweep.nn.parameter import gemm_weight
+from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant import LinearQuantizers, QuantizerRole
 
@@ -53,10 +53,13 @@ class Linear(QuantizedModule):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         weight = nn.init.normal_(torch.empty(out_features, in_features), std=1 / math.sqrt(in_features))
         role = QuantizerRole("linear", "weight", name)
-        self.weight = gemm_weight(weight, quantizers.weight, role, dtype)
+        self.weight = gemm_weight(weight, quantizers.weight, role, dtype, self.states)
 
     def reset_parameters(self) -> None:
         """Draw the weight again, and zero the bias."""
+        for state in self.states.values():
+            state.reset_parameters()
+        link_states(self.weight, self.states)
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
         if self.bias is not None:
             nn.init.zeros_(self.bias)

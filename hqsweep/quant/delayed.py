@@ -18,13 +18,14 @@ from hqsweep.ops.plan import plan_of
 from hqsweep.ops.quantize import find_amax
 
 NO_STEP = -1
-"""In a checkpoint: nothing was recorded yet."""
+"""In a checkpoint: nothing was recorded, or only for a step to come."""
 
 
 class DelayedState(nn.Module):
     """history float32 [L] and amax float32 [1, 1], as end_step has them; `step` is that of history[0].
 
-    The step is a Python number, so that no device is waited for; a state_dict has it as a tensor.
+    The step is a Python number, so that no device is waited for; a state_dict has it as a tensor. It is None before the
+    first one, and for a tensor that is held as codes until a step uses what was written.
     """
 
     history: Tensor
@@ -42,18 +43,30 @@ class DelayedState(nn.Module):
             return self.amax
         return end_step(self.history, self.amax, most_recent=format.most_recent)[1]
 
-    def begin(self, step: int | None, format: Fp8Delayed) -> None:
+    def begin(self, step: int, format: Fp8Delayed) -> None:
         """Make `step` the present one: another one ends."""
-        if step is None:
-            raise UserError(
-                f"{format} counts the steps of a training; call the model inside hqsweep.nn.quantization(step=...),"
-                " or under no_grad"
-            )
         if step != self.step:
-            history, amax = end_step(self.history, self.amax, most_recent=format.most_recent)
-            self.history.copy_(history)
-            self.amax.copy_(amax)
+            self._end(format)
             self.step = step
+
+    def rewrite(self, format: Fp8Delayed) -> None:
+        """Before a tensor that is held as codes is written: the step in which its values were used ends; values that no
+        step has used are forgotten."""
+        if self.step is not None:
+            self._end(format)
+            self.step = None
+        self.history[0] = 0.0
+
+    def _end(self, format: Fp8Delayed) -> None:
+        history, amax = end_step(self.history, self.amax, most_recent=format.most_recent)
+        self.history.copy_(history)
+        self.amax.copy_(amax)
+
+    def reset_parameters(self) -> None:
+        """Forget everything, as after Module.to_empty."""
+        self.history.zero_()
+        self.amax.zero_()
+        self.step = None
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(NO_STEP if self.step is None else self.step)
@@ -73,6 +86,14 @@ class SlotStates:
     """Of the training; None outside of one, which is after its last step."""
     record: bool
     """Whether this call is part of the training; without it no state changes."""
+    held: bool = False
+    """Whether a tensor that is held as codes is written: once between two steps that use it."""
+
+    def use(self) -> None:
+        """A step of the training uses a tensor that is held."""
+        if self.record:
+            for state in self.states.values():
+                state.step = self._step()
 
     def grids(self, formats: Mapping[str, Format | None]) -> dict[str, Buffers]:
         """Keyword arguments of ops.quantize: the amaxes under which these directions are encoded.
@@ -82,7 +103,7 @@ class SlotStates:
         used = {d: (self.states[d], f) for d, f in self._delayed(formats).items()}
         if self.record:
             for state, format in used.values():
-                state.begin(self.step, format)
+                state.rewrite(format) if self.held else state.begin(self._step(), format)
         return {f"{d}_grid": {"s": state.amax_at(self.step, format)} for d, (state, format) in used.items()}
 
     def note(self, x: Tensor, formats: Mapping[str, Format | None], source: str, key: RngKey | None) -> None:
@@ -106,6 +127,14 @@ class SlotStates:
             rowwise_amax=given,
             **outs,
         )
+
+    def _step(self) -> int:
+        if self.step is None:
+            raise UserError(
+                "fp8_delayed counts the steps of a training; call the model inside hqsweep.nn.quantization(step=...),"
+                " or under no_grad"
+            )
+        return self.step
 
     def _delayed(self, formats: Mapping[str, Format | None]) -> dict[str, Fp8Delayed]:
         return {d: f for d, f in formats.items() if isinstance(f, Fp8Delayed) and d in self.states}
