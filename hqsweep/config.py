@@ -16,14 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hqsweep.config_errors import sentence
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import Fp8Delayed
-from hqsweep.formats import parse as parse_format
-from hqsweep.jobs.inputs import DISTRIBUTIONS
+from hqsweep.jobs.inputs import DISTRIBUTIONS, check_format
 from hqsweep.jobs.parity import CHECKS
-from hqsweep.quant import QuantizerRole
-from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
-from hqsweep.quant.validate import validate
-from hqsweep.train.model import gemm_modules, linear_shapes
+from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config
+from hqsweep.quant.validate import DeviceFault, check_held_weights, validate
+from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -133,10 +130,15 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps."""
+    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
+
+    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
+    its batch in `microbatches` equal parts, whose gradients add up.
+    """
 
     steps: Count = 200
     batch: Count = 16
+    microbatches: Count = 1
     context: Count = 128
     lr: Positive = 1e-3
     min_lr_fraction: Fraction = 0.1
@@ -148,6 +150,8 @@ class TrainConfig(Section):
     clip: Positive = 1.0
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Device = "auto"
+    recompute: Recompute = "none"
+    offload: bool = False
     log_every: Count = 10
     eval_every: Count = 100
     eval_batches: Count = 8
@@ -160,6 +164,8 @@ class TrainConfig(Section):
                 f"train.warmup: {self.warmup} and train.decay {self.decay} are fractions of the steps and sum to more"
                 " than 1; lower one of them"
             )
+        if self.batch % self.microbatches:
+            raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
         return self
 
 
@@ -220,31 +226,17 @@ class ConvergenceConfig(Job):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        modules = gemm_modules(self.model, self.data.vocab_estimate, self.train.batch, self.train.context)
-        for stage in stages(self.recipe.build(), self.train.steps):
-            try:
-                validate(stage.recipe, modules)
-            except UserError as error:
-                where = f" (from step {stage.first_step} on)" if stage.first_step > 1 else ""
-                raise UserError(f"{error}{where}") from None
+        self.check_recipe(self.data.vocab_estimate)
         if self.model.quantized_weights:
-            self._weights_stay()
+            names = [name for name, _, _ in linear_shapes(self.model, self.data.vocab_estimate)]
+            check_held_weights(self.recipe.build(), self.train.steps, names)
         return self
 
-    def _weights_stay(self) -> None:
-        """UserError where a schedule would change the format of a weight that is held quantized."""
-        shapes = linear_shapes(self.model, self.data.vocab_estimate)
-        roles = [QuantizerRole("linear", "weight", name) for name, _, _ in shapes]
-        first, *later = stages(self.recipe.build(), self.train.steps)
-        held = first.recipe.resolve(roles)
-        for stage in later:
-            for role, quantizer in stage.recipe.resolve(roles).items():
-                if quantizer != held[role]:
-                    raise UserError(
-                        f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
-                        f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
-                        " model.quantized_weights=false"
-                    )
+    def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
+        """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
+        part = self.train.batch // self.train.microbatches
+        modules = gemm_modules(self.model, vocab_size, part, self.train.context)
+        validate(self.recipe.build(), self.train.steps, modules, device_fault)
 
 
 class ParitySection(Section):
@@ -263,7 +255,7 @@ class ParitySection(Section):
                 if name not in known:
                     raise UserError(f"parity.{key}: got '{name}'{nearest(name, known)}; known are {', '.join(known)}")
         for text, shape in itertools.product(self.formats, self.shapes):
-            _check_format(text, shape)
+            check_format(text, shape)
         return self
 
 
@@ -273,14 +265,16 @@ class ParityConfig(Job):
     job: Literal["parity"]
     parity: ParitySection
 
-    def training(self, name: str, linear: object, *, quantized_weights: bool = False) -> ConvergenceConfig:
+    def training(
+        self, name: str, linear: object, *, quantized_weights: bool = False, **train: object
+    ) -> ConvergenceConfig:
         """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums."""
         config = {
             "job": "convergence", "sweep": self.sweep, "seed": self.seed,
             "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
             "model": {"dim": 64, "layers": 1, "heads": 2, "quantized_weights": quantized_weights},
             "data": {"source": "markov", "markov": {"length": 20_000}},
-            "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1},
+            "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1, **train},
             "stats": {"every": 0},
         }  # fmt: skip
         return ConvergenceConfig.model_validate(config)
@@ -304,20 +298,3 @@ def parse(config: Mapping[str, Any]) -> Config:
         return JOBS[job].model_validate(dict(config))
     except ValidationError as error:
         raise UserError(sentence(error, JOBS[job])) from None
-
-
-def _check_format(text: str, shape: list[int]) -> None:
-    """The format must exist, and both orientations of the shape fit its blocks."""
-    where = "parity.formats"
-    try:
-        format = parse_format(text)
-        if isinstance(format, Fp8Delayed):
-            raise UserError(
-                f"'{text}' takes its scale from a training, which the checks repeat and resume have; its kernels are"
-                " those of fp8_current, so give that"
-            )
-        where = f"parity.shapes: {shape} does not fit {text}"
-        format.check_shape(*shape)
-        format.check_shape(*reversed(shape))
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None

@@ -12,22 +12,29 @@ from typing import Any
 
 import torch
 
-from hqsweep.config import Config, parse
+from hqsweep.config import Config, ConvergenceConfig, parse
 from hqsweep.errors import UserError
+from hqsweep.jobs.convergence import check_native
 from hqsweep.sweep.compose import GridPoint, expand, known_confs
 from hqsweep.sweep.engine import run_sweep
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.store import RunDir, RunStore, run_name
+from hqsweep.train.loop import pick_device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A checked grid; the points' configs are canonical, with every leaf. `first` speaks for what cannot be swept."""
+    """A checked grid; the points' configs are canonical, with every leaf, and `configs` the same as objects."""
 
     conf: str
     words: tuple[str, ...]
     points: tuple[GridPoint, ...]
-    first: Config
+    configs: tuple[Config, ...]
+
+    @property
+    def first(self) -> Config:
+        """It speaks for what cannot be swept."""
+        return self.configs[0]
 
     def rows(self) -> list[dict[str, Any]]:
         """Per run: run (its folder's name), arm, seed, changed, config."""
@@ -50,7 +57,7 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     points = expand(conf, overrides, config_dir)
     configs = _parse_all(points)
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(points, configs, strict=True)]
-    return Plan(conf=conf, words=tuple(overrides), points=tuple(typed), first=configs[0])
+    return Plan(conf=conf, words=tuple(overrides), points=tuple(typed), configs=tuple(configs))
 
 
 def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
@@ -71,7 +78,8 @@ def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[st
 def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
     """Make the folders, bring every run to an end, and return the folders in grid order."""
     first = plan.first
-    _check_device({p.config.get("train", p.config.get("parity"))["device"] for p in plan.points})
+    for config in plan.configs:
+        _check_device(config)
     runs = RunStore(Path(first.runs_dir)).create(
         sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
     )
@@ -83,10 +91,13 @@ def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
     return runs
 
 
-def _check_device(wanted: set[str]) -> None:
-    """Raises UserError when a run needs a GPU that this machine, on which it will run, has not."""
-    if "cuda" in wanted and not torch.cuda.is_available():
+def _check_device(config: Config) -> None:
+    """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
+    wanted = config.train.device if isinstance(config, ConvergenceConfig) else config.parity.device
+    if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("train.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
+    if isinstance(config, ConvergenceConfig):
+        check_native(config, pick_device(wanted), config.data.vocab_estimate)
 
 
 def result(run: RunDir) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.formats import (
     FORMATS,
     MX,
@@ -27,7 +28,7 @@ from hqsweep.formats import (
     Fp8PerTensor,
     Identity,
 )
-from hqsweep.gemm import epilogue, mm_t
+from hqsweep.gemm import epilogue, mm_t, plan
 from hqsweep.ops.swizzle import swizzle
 from hqsweep.quant import Operand
 from hqsweep.quant.pairs import same_scaling
@@ -55,12 +56,26 @@ def plan_text(capability: tuple[int, int]) -> str:
     return f"native: tensor cores of sm_{capability[0]}{capability[1]} through torch._scaled_mm{tried}"
 
 
+def gemm_plan(gemm_mode: str, a: Format, b: Format, device: torch.device | str) -> str:
+    """What a manifest says of the product of two formats; high precision has one plan in every mode."""
+    if gemm_mode == "native" and not isinstance(a, Identity):
+        return plan_text(capability_of(device))
+    return str(plan(a, b, torch.device(device).type))
+
+
+def device_fault(capability: tuple[int, int] | None) -> str | None:
+    """Why a device (None: a CPU) has no tensor cores for low precision, or None."""
+    if capability is None or capability < (8, 9):
+        return "gemm=native needs a GPU of compute capability 8.9 or later"
+    return None
+
+
 def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | None:
     """Why the tensor cores of a device do not multiply the two, or None."""
     if isinstance(a, Identity) or isinstance(b, Identity):
         return None if a == b else "a GEMM takes one high-precision dtype"
-    if capability is None or capability < (8, 9):
-        return "gemm=native needs a GPU of compute capability 8.9 or later"
+    if missing := device_fault(capability):
+        return missing
     kinds = CUDA_KINDS.get(capability[0], ())
     for format in (a, b):
         if not isinstance(format, kinds) or (isinstance(format, MX) and format.name != "mxfp8"):
@@ -87,23 +102,28 @@ def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
     sizes = rows | {"rows of the second operand": n, "the contracted axis": k}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if size % 16]
     if uneven:
-        return f"gemm=native takes multiples of 16, which {' and '.join(uneven)} is not"
+        return f"tensor cores take multiples of 16, which {' and '.join(uneven)} is not"
     if isinstance(a, Fp8Block) and (a.two_d or b.two_d) and k % 512:  # rows of tiles lie a multiple of 16 bytes apart
-        return f"gemm=native takes 128x128 tiles where the contracted axis is a multiple of 512; it has {k}"
+        return f"tensor cores take 128x128 tiles where the contracted axis is a multiple of 512; it has {k}"
     return None
 
 
+def refusal(capability: tuple[int, int] | None, a: Format, b: Format, m: int, n: int, k: int) -> str | None:
+    """Why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+    return fault(a, b, capability) or shape_fault(a, b, m, n, k)
+
+
 def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n] in out_dtype. ValueError for what fault() or shape_fault() refuses.
+    """a [m, k], b [n, k] -> [m, n] in out_dtype. UserError with the refusal, where there is one.
 
     The product of codes and scales accumulates in the tensor core's own precision (no fast accumulation); NVFP4's
     global factors are applied to the float32 product as gemm=exact does.
     """
     capability = capability_of(next(iter(a.buffers.values())).device)
     (m, k), (n, _) = a.shape, b.shape
-    refused = fault(a.format, b.format, capability) or shape_fault(a.format, b.format, m, n, k)
+    refused = refusal(capability, a.format, b.format, m, n, k)
     if refused:
-        raise ValueError(f"mm_t_native: {a.format} x {b.format}: {refused}")
+        raise UserError(f"{a.format} x {b.format}: {refused}")
     if isinstance(a.format, Identity):
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))

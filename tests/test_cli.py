@@ -140,6 +140,18 @@ def test_dry_run_prints_the_grid_and_starts_nothing(folder: Path) -> None:
     assert not (folder / "runs").exists()
 
 
+def test_native_without_a_gpu_is_refused_at_the_start_and_shown_before_it(folder: Path) -> None:
+    words = ["run", *TINY, "train.device=cpu", "recipe=bf16,current_scaling", "recipe.gemm=native"]
+    rows = json.loads(hqsweep(*words, "--dry-run", "--json").stdout)
+    assert [row["config"]["recipe"]["gemm"] for row in rows] == ["native", "native"]
+    result = hqsweep(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "gemm=native needs a GPU of compute capability 8.9 or later; this run is on the CPU" in result.stderr
+    assert result.stderr.count("\n") == 1 and not (folder / "runs").exists()
+    (folder / "conf/recipe/cores.yaml").write_text("name: cores\nlinear: fp8_current\ngemm: native\n")
+    assert "gemm: native" in hqsweep("recipe", "show", "cores").stdout
+
+
 def test_workers_is_the_engines_key() -> None:
     assert launch.plan(["conf=quickstart", "recipe=bf16"], workers=3).first.engine.workers == 3
     twice = hqsweep("run", "conf=quickstart", "engine.workers=1", "--workers", "2")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, parse
 from hqsweep.formats.base import expand_tiles
 from hqsweep.gemm import mm_t
@@ -113,7 +114,7 @@ def test_shapes(a, b, shape, words):
 
 def test_nothing_falls_back():
     a, b = operand("fp8_current", 16, 32), operand("fp8_current", 16, 32, 1)
-    with pytest.raises(ValueError, match="fp8_current x fp8_current: gemm=native needs a GPU"):
+    with pytest.raises(UserError, match="fp8_current x fp8_current: gemm=native needs a GPU"):
         mm_t_native(a, b, out_dtype=torch.bfloat16)
 
 

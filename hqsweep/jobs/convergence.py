@@ -1,19 +1,21 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
 import os
-from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from hqsweep import native
 from hqsweep.errors import UserError
-from hqsweep.gemm import plan
+from hqsweep.formats import Identity
 from hqsweep.jobs.sink import Diverged, Sink
+from hqsweep.nn.module import quantized_modules
 from hqsweep.ops.fingerprint import fingerprint
-from hqsweep.quant import LinearQuantizers
-from hqsweep.quant.pairs import GEMMS
+from hqsweep.quant.pairs import MODULE_GEMMS
+from hqsweep.quant.schedule import Stage
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
     """Train to config.train.steps, going on from workspace/checkpoint when there is one.
 
-    Raises Diverged when the loss is not finite, UserError when the data or the device is not there.
+    Raises Diverged when the loss is not finite, UserError when the data or the device is not there, or check_native's.
     """
     train, device = config.train, pick_device(config.train.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -32,6 +34,7 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
     if device.type == "cuda":
         make_deterministic()
     dataset = data.load(config.data)
+    check_native(config, device, dataset.vocab_size)
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     sink.manifest(**facts(trainer))
     if load_checkpoint(trainer, workspace / "checkpoint"):
@@ -49,6 +52,18 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
         if done.step % train.checkpoint_every == 0 and done.step < train.steps:
             save_checkpoint(trainer, workspace / "checkpoint")
     save_checkpoint(trainer, workspace / "checkpoint")
+
+
+def check_native(config: "ConvergenceConfig", device: torch.device, vocab_size: int) -> None:
+    """UserError with all GEMMs on gemm=native that the device has no product for; nothing falls back to gemm=exact."""
+    recipe = config.recipe.build()
+    if "native" not in (recipe.gemm, *(change.recipe.gemm for change in recipe.schedule)):
+        return
+    capability = native.capability_of(device)
+    if missing := native.device_fault(capability):
+        here = "the CPU" if capability is None else torch.cuda.get_device_name(device)
+        raise UserError(f"recipe: {missing}; this run is on {here}; recipe.gemm=exact multiplies the same operands")
+    config.check_recipe(vocab_size, partial(native.refusal, capability))
 
 
 def make_deterministic() -> None:
@@ -73,36 +88,36 @@ def facts(trainer: Trainer) -> dict[str, object]:
         "data": trainer.dataset.facts,
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "tokens": trainer.config.train.steps * trainer.config.train.batch * trainer.config.train.context,
-        "gemm_plan": gemm_plans({linear.name: linear.quantizers for linear in trainer.model.linears()}, device.type),
+        "gemm_plan": stage_plans(trainer, trainer.stages[0]),
         "recipe_schedule": schedule_facts(trainer),
     }
 
 
 def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:
     """For every change of recipe: the first step on the new one, and the GEMM plans that differ from those before."""
-    if len(trainer.stages) == 1:
-        return []
-    roles = {linear.name: linear.slot_roles() for linear in trainer.model.linears()}
-    plans = []
-    for stage in trainer.stages:
-        found = stage.recipe.resolve(role for slots in roles.values() for role in slots.values())
-        linears = {
-            name: LinearQuantizers(**{slot: found[role] for slot, role in slots.items() if role})
-            for name, slots in roles.items()
-        }
-        plans.append(gemm_plans(linears, trainer.device.type))
+    plans = [stage_plans(trainer, stage) for stage in trainer.stages]
     return [
-        {"first_step": stage.first_step, "gemm_plan": {name: new[name] for name in new if new[name] != old[name]}}
+        {
+            "first_step": stage.first_step,
+            "gemm_plan": {name: new.get(name, {}) for name in old | new if new.get(name) != old.get(name)},
+        }
         for stage, (old, new) in zip(trainer.stages[1:], pairwise(plans), strict=True)
     ]
 
 
-def gemm_plans(linears: Mapping[str, LinearQuantizers], device_type: str) -> dict[str, dict[str, str]]:
-    """Linear name -> GEMM -> "a x b: plan"."""
+def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
+    """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
+    modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
+    found = stage.recipe.resolve(role for module in modules for role in module.slot_roles().values())
+    plan = partial(native.gemm_plan, stage.recipe.gemm, device=trainer.device)
     plans = {}
-    for name, quantizers in linears.items():
-        plans[name] = {}
-        for gemm, slots in GEMMS.items():
-            a, b = (getattr(getattr(quantizers, tensor), direction) for tensor, direction in slots)
-            plans[name][gemm] = f"{a} x {b}: {plan(a, b, device_type)}"
+    for module in modules:
+        roles = module.slot_roles()
+        pairs = {
+            gemm: [getattr(found[roles[tensor]], direction) for tensor, direction in operands]
+            for gemm, operands in MODULE_GEMMS[module.module_type].items()
+        }
+        low = any(not isinstance(format, Identity) for pair in pairs.values() for format in pair)
+        if low or module.module_type != "dpa":
+            plans[module.name] = {gemm: f"{a} x {b}: {plan(a, b)}" for gemm, (a, b) in pairs.items()}
     return plans

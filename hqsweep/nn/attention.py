@@ -119,7 +119,8 @@ class DotProductAttention(QuantizedModule):
     scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
     rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name);
     boundary slots as those of Linear, grad_input being the gradients of q, k and v. UserError for a T that does not
-    fit and for +row_scaled, whose factor per row no batched product takes.
+    fit, for +row_scaled, whose factor per row no batched product takes, and under gemm=native, which has no batched
+    product.
     """
 
     module_type = "dpa"
@@ -127,9 +128,11 @@ class DotProductAttention(QuantizedModule):
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
 
-    def __init__(self, *, name: str, quantizers: DpaQuantizers, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, *, name: str, quantizers: DpaQuantizers, gemm: str = "exact", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__()
-        self.name, self.quantizers, self.dtype = name, quantizers, dtype
+        self.name, self.quantizers, self.gemm, self.dtype = name, quantizers, gemm, dtype
 
     @property
     def high_precision(self) -> bool:
@@ -141,15 +144,17 @@ class DotProductAttention(QuantizedModule):
         if _is_high_precision(call.quantizers):
             o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         else:
-            self._check(call.quantizers, q.shape[-2])
+            self._check(call, q.shape[-2])
             folded = (x.reshape(-1, *x.shape[-2:]).to(self.dtype) for x in (q, k, v))
             o = _AttentionFunction.apply(*folded, call).view(q.shape)
         if call.quantizers.output is None:
             return o
         return call.rounded("output", o.to(self.dtype))
 
-    def _check(self, quantizers: DpaQuantizers, t: int) -> None:
-        faults = list(attention_faults({x: getattr(quantizers, x) for x in TENSORS}, t))
+    def _check(self, call: _Call, t: int) -> None:
+        faults = list(attention_faults({x: call.quantizer(x) for x in TENSORS}, t))
+        if call.gemm == "native":
+            faults.append("gemm=native has no product for it; leave dpa in high precision, or set gemm=exact")
         if faults:
             raise UserError(f"{self.name} dpa: {'; '.join(faults)}")
 

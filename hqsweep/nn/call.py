@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm import mm_t
+from hqsweep.native import mm_t_native
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.weight import rounded
@@ -25,14 +27,18 @@ class Call:
     quantizers: Section
     dtype: torch.dtype
     context: Context
+    gemm: str
+    """The recipe's mode: native multiplies codes on tensor cores, all others exact operands."""
     states: DelayedStates
     grad: bool
     """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
     delayed scaling changes."""
 
     def key(self, tensor: str) -> RngKey:
-        """The stream of one slot in this step."""
-        return self.context.key(str(QuantizerRole(self.module_type, tensor, self.name)))
+        """The stream of one slot in this step and microbatch; of a weight in this step."""
+        slot = str(QuantizerRole(self.module_type, tensor, self.name))
+        part = self.context.microbatch if tensor != "weight" else 0
+        return self.context.key(f"{slot}@{part}" if part else slot)
 
     def quantizer(self, tensor: str) -> HybridQuantizer:
         return getattr(self.quantizers, tensor)
@@ -41,6 +47,11 @@ class Call:
         """The states of one slot, on x's device."""
         rest = {"device": x.device, "step": self.context.step, "record": self.grad}
         return self.states.of(tensor, self.quantizer(tensor), **rest)
+
+    @property
+    def product_takes(self) -> Output:
+        """What quantize is asked for where product is next."""
+        return "codes" if self.gemm == "native" else "exact"
 
     def quantize(
         self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
@@ -54,8 +65,13 @@ class Call:
         return rounded(x, self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
 
     def product(self, a: Operand | ExactOperand, b: Operand | ExactOperand, out_dtype: torch.dtype) -> Tensor:
-        """a [m, k], b [n, k] -> [m, n]."""
-        return mm_t(a, b, out_dtype=out_dtype)
+        """a [m, k], b [n, k] -> [m, n]. UserError, with the module's name, for what gemm=native has no product for."""
+        if self.gemm != "native":
+            return mm_t(a, b, out_dtype=out_dtype)
+        try:
+            return mm_t_native(a, b, out_dtype=out_dtype)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
 
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
         """Report x [rows, cols] to the probe, if there is one."""

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import section_of
+from hqsweep.nn.module import gemm_options
 from hqsweep.nn.norm import EPSILON, Norm
 from hqsweep.quant.schedule import AnyRecipe
 
@@ -27,8 +27,7 @@ class LayerNormLinear(Linear):
         epsilon: float = EPSILON,
         **options: Any,
     ) -> None:
-        quantizers = section_of(recipe, self.module_type, name)
-        super().__init__(in_features, out_features, name=name, quantizers=quantizers, **options)
+        super().__init__(in_features, out_features, **gemm_options(recipe, self.module_type, name), **options)
         norm = {"normalization": normalization, "epsilon": epsilon}
         self.norm = Norm(in_features, name=f"{name}.norm", recipe=recipe, **norm)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import section_of
+from hqsweep.nn.module import gemm_options
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe
 
@@ -54,8 +54,7 @@ class LayerNormMLP(nn.Module):
         self.fc1 = LayerNormLinear(
             dim, times * ffn, name=f"{name}.fc1", recipe=recipe, normalization=normalization, **options
         )
-        fc2 = f"{name}.fc2"
-        self.fc2 = Linear(ffn, dim, name=fc2, quantizers=section_of(recipe, "linear", fc2), **options)
+        self.fc2 = Linear(ffn, dim, **gemm_options(recipe, "linear", f"{name}.fc2"), **options)
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
         """Those of fc1, then those of fc2."""

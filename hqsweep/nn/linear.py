@@ -38,6 +38,7 @@ class Linear(QuantizedModule):
         *,
         name: str,
         quantizers: LinearQuantizers,
+        gemm: str = "exact",
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         fuse_wgrad_accumulation: bool = False,
@@ -46,6 +47,7 @@ class Linear(QuantizedModule):
         super().__init__()
         self.name = name
         self.quantizers = quantizers
+        self.gemm = gemm
         self.dtype = dtype
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.save_original_input = save_original_input

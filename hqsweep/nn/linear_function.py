@@ -45,11 +45,11 @@ class LinearCall(Call):
 
         def make() -> Operand | ExactOperand:
             states = None if isinstance(weight, Operand) else self.states_of("weight", weight)
-            return weight_operand(weight, direction, quantizer, self.dtype, key, states)
+            return weight_operand(weight, direction, quantizer, self.dtype, key, self.product_takes, states)
 
         if self.workspace is None or isinstance(weight, Operand | HybridQuantizedTensor):
             return make()
-        return self.workspace.take(weight, direction, quantizer, key, make)
+        return self.workspace.take(weight, direction, quantizer, self.product_takes, key, make)
 
     def check_weight(self, weight: Tensor, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for a weight that one of the GEMMs could not use."""
@@ -65,7 +65,7 @@ class LinearCall(Call):
     def saved_input(self, tensors: tuple[Tensor, ...], skeleton: Skeleton | None) -> Operand | ExactOperand:
         """The columnwise operand of x, from what was saved of it."""
         if skeleton is None:
-            return self.quantize("input", tensors[0], columnwise="exact").columnwise
+            return self.quantize("input", tensors[0], columnwise=self.product_takes).columnwise
         return unflatten(tensors, skeleton)
 
     def probe_weight(self, weight: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class LinearFunction(torch.autograd.Function):
         call.check_weight(weight, needs_dx, needs_dw)
         call.use_held(weight)
         column = "codes" if needs_dw and not call.save_original else None
-        x_made = call.quantize("input", x, rowwise="exact", columnwise=column)
+        x_made = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
         y = call.product(x_made.rowwise, call.weight(weight, "rowwise"), call.dtype)
         ctx.probed = None
         if call.context.probe:
@@ -115,7 +115,7 @@ class LinearFunction(torch.autograd.Function):
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
         dy, dx, dw, db = dy.to(call.dtype), None, None, None
         call.probe_tensor("grad_output", dy)
-        row, column = ("exact" if needed else None for needed in ctx.needs_input_grad[:2])
+        row, column = (call.product_takes if needed else None for needed in ctx.needs_input_grad[:2])
         dy_made = call.quantize("grad_output", dy, rowwise=row, columnwise=column)
         if ctx.needs_input_grad[0]:
             w_column = call.weight(unflatten_weight(held, ctx.weight_skeleton), "columnwise")

@@ -30,6 +30,11 @@ def section_of(recipe: AnyRecipe, module_type: str, name: str) -> Section:
     return MODULE_SECTIONS[module_type](**{role.tensor_type: found[role] for role in roles})
 
 
+def gemm_options(recipe: AnyRecipe, module_type: str, name: str) -> dict[str, Any]:
+    """What a recipe says of a module with GEMMs, as arguments of its constructor: name, quantizers and gemm."""
+    return {"name": name, "quantizers": section_of(recipe, module_type, name), "gemm": recipe.gemm}
+
+
 class QuantizedModule(nn.Module):
     """A subclass sets module_type, name and quantizers, and reads its quantizers from active_quantizers()."""
 
@@ -37,6 +42,9 @@ class QuantizedModule(nn.Module):
     name: str
     quantizers: Section
     """What the module runs on outside of autocast: a field for each slot."""
+
+    gemm: str = "exact"
+    """The mode of its GEMMs outside of autocast."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
@@ -55,8 +63,9 @@ class QuantizedModule(nn.Module):
         """The roles of the forward slots, or of the backward ones, in order, the boundary slot last."""
         return [role for slot, role in self.slot_roles().items() if (slot in (*GRADIENTS, "grad_input")) != fwd]
 
-    def rebuild(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> int:
-        """Take the quantizers of these roles; returns how many slots have changed by value."""
+    def rebuild(self, resolved: Mapping[QuantizerRole, HybridQuantizer], gemm: str) -> int:
+        """Take the quantizers of these roles and a mode; returns how many slots have changed by value."""
+        self.gemm = gemm
         new = _chosen(self.slot_roles(), resolved)
         changed = {slot: q for slot, q in new.items() if getattr(self.quantizers, slot) != q}
         if changed:
@@ -81,8 +90,9 @@ class QuantizedModule(nn.Module):
     def call_facts(self) -> dict[str, Any]:
         """The fields of a Call, as they are now."""
         facts = {"module_type": self.module_type, "name": self.name, "dtype": self.dtype}
-        facts |= {"quantizers": self.active_quantizers(), "context": current()}
-        return facts | {"states": self.states, "grad": torch.is_grad_enabled()}
+        recipe = autocast_recipe()
+        facts |= {"gemm": self.gemm if recipe is None else recipe.gemm, "quantizers": self.active_quantizers()}
+        return facts | {"context": current(), "states": self.states, "grad": torch.is_grad_enabled()}
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None}
@@ -114,7 +124,8 @@ def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
 
 
 def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
-    """Give every slot of the model the recipe's quantizer; returns how many slots have changed by value.
+    """Give every slot of the model the recipe's quantizer, and every module its mode of GEMMs; returns how many slots
+    have changed by value.
 
     Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
 
@@ -123,7 +134,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
     """
     modules = quantized_modules(model)
     resolved = recipe.resolve(role for module in modules for role in module.slot_roles().values())
-    return sum(module.rebuild(resolved) for module in modules)
+    return sum(module.rebuild(resolved, recipe.gemm) for module in modules)
 
 
 def _chosen(

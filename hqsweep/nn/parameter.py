@@ -15,6 +15,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
 from hqsweep.nn.delayed import DelayedStates
+from hqsweep.ops.request import Output
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
@@ -66,9 +67,10 @@ def weight_operand(
     quantizer: HybridQuantizer,
     dtype: torch.dtype,
     key: RngKey,
+    output: Output,
     states: SlotStates | None,
 ) -> Operand | ExactOperand:
-    """The operand of one direction: the one that is held, or one made of weight.to(dtype).
+    """The operand of one direction: the one that is held, or one made of weight.to(dtype), as `output` says.
 
     UserError, for the caller to say where, when the held one is of another quantizer, or is not there.
     """
@@ -77,7 +79,7 @@ def weight_operand(
     if isinstance(weight, HybridQuantizedTensor):
         check_held(weight, direction, quantizer)
         return getattr(weight, direction)
-    wanted = {d: "exact" if d == direction else None for d in DIRECTIONS}
+    wanted = {d: output if d == direction else None for d in DIRECTIONS}
     return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key, states=states), direction)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.formats import RngKey
+from hqsweep.ops.request import Output
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.hybrid import Direction
 
@@ -14,20 +15,26 @@ class WeightWorkspace:
     """One operand a direction: 2 bytes an element each where it is exact in bfloat16.
 
     Used inside quantization(cache_weights=True). An operand is made anew when the weight's memory, its version counter,
-    the quantizer or, for +sr, the key of the random bits is another one. Writing through weight.data bypasses torch's
-    version counter and so this check.
+    the quantizer, its output or, for +sr, the key of the random bits is another one. Writing through weight.data
+    bypasses torch's version counter and so this check.
     """
 
     def __init__(self) -> None:
         self._made: dict[Direction, tuple[Hashable, Any]] = {}
 
     def take(
-        self, weight: Tensor, direction: Direction, quantizer: HybridQuantizer, key: RngKey, make: Callable[[], Any]
+        self,
+        weight: Tensor,
+        direction: Direction,
+        quantizer: HybridQuantizer,
+        output: Output,
+        key: RngKey,
+        make: Callable[[], Any],
     ) -> Any:
-        """What make() gave when it was last called for the same bits."""
+        """What make() gave when it was last called for the same bits in the same form."""
         if weight.is_inference() or quantizer.delayed:  # without a version counter; not all that it depends on
             return make()
-        identity = (weight.data_ptr(), weight._version, quantizer, key if quantizer.stochastic else None)
+        identity = (weight.data_ptr(), weight._version, quantizer, output, key if quantizer.stochastic else None)
         found = self._made.get(direction)
         if found is None or found[0] != identity:
             self._made.pop(direction, None)  # its memory is free before the new one is made

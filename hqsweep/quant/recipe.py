@@ -14,7 +14,7 @@ from hqsweep.quant.select import Layers, layers_of
 if TYPE_CHECKING:
     from hqsweep.quant.schedule import AnyRecipe
 
-GEMM_MODES = ("exact", "strict")
+GEMM_MODES = ("exact", "strict", "native")
 HEAD = "head"
 """Name of the output projection; it takes the recipe's `head` section instead of `linear`."""
 SECTIONS = {"linear": LinearQuantizers, "grouped_linear": LinearQuantizers, "dpa": DpaQuantizers}
@@ -93,7 +93,8 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     """Applied in order to linears (the head included), grouped linears and attention; the last match wins."""
     gemm: str = "exact"
-    """exact: any two formats may meet, emulated on exact operands. strict: only pairs that hardware takes."""
+    """exact: any two formats may meet, emulated on exact operands. strict: the same for pairs that hardware takes only.
+    native: those pairs on the tensor cores of the machine, or not at all."""
     schedule: tuple[Change, ...] = ()
     """Later recipes of a training, in order. What is said above is the recipe until the first of them."""
 

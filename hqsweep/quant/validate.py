@@ -1,17 +1,23 @@
 """Checks a recipe against the modules of a model before one of them is built: every GEMM of every module."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats import Format, Identity
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
 from hqsweep.quant.recipe import Recipe
 from hqsweep.quant.roles import QuantizerRole, module_roles
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.quant.schedule import AnyRecipe, stages
 from hqsweep.quant.select import layers_of
+
+DeviceFault = Callable[[Format, Format, int, int, int], str | None]
+"""(a, b, m, n, k) -> why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+NATIVE_MODULES = ("linear",)
+"""Module types whose products gemm=native has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +26,8 @@ class GemmModule:
 
     module_type: str
     name: str
-    contracted: Mapping[str, int]
-    """GEMM -> how many elements it contracts."""
+    shapes: Mapping[str, tuple[int, int, int]]
+    """GEMM -> (m, n, k) of mm_t, k being the contracted axis."""
     context: int | None = None
     """Of attention, the number of tokens, which its other GEMMs contract."""
 
@@ -32,14 +38,18 @@ class GemmModule:
 
 def linear_module(name: str, in_features: int, out_features: int, tokens: int) -> GemmModule:
     """A linear; tokens: rows of its input in a training step."""
-    contracted = {"fprop": in_features, "dgrad": out_features, "wgrad": tokens}
-    return GemmModule(module_type="linear", name=name, contracted=contracted)
+    shapes = {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }
+    return GemmModule(module_type="linear", name=name, shapes=shapes)
 
 
 def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
     """Dot-product attention over `context` tokens."""
-    contracted = {"qk": head_dim, "ds": head_dim}
-    return GemmModule(module_type="dpa", name=name, contracted=contracted, context=context)
+    shapes = dict.fromkeys(("qk", "ds"), (context, context, head_dim))
+    return GemmModule(module_type="dpa", name=name, shapes=shapes, context=context)
 
 
 def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) -> Iterator[str]:
@@ -58,42 +68,75 @@ def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) ->
                 yield f"{tensor} {direction} {format}: the context has {context} positions; {takes}"
 
 
-def validate(recipe: AnyRecipe, modules: Sequence[GemmModule]) -> None:
-    """Check every GEMM of a model on the recipe (the schedule is not looked at); each slot is resolved once.
+def validate(
+    recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule], device_fault: DeviceFault | None = None
+) -> None:
+    """Check every GEMM of a model on every stage of the recipe; each slot is resolved once a stage.
+
+    device_fault is asked under gemm=native; None where the device is not known yet.
 
     Raises:
         UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with the
-            module, the slots, directions and formats of both; overrides without a module.
+            module, the slots, directions and formats of both; overrides without a module. Of a later stage only what
+            is new.
     """
-    texts = list(_unread(recipe, modules)) if isinstance(recipe, Recipe) else []
-    quantizers = recipe.resolve(role for module in modules for role in module.roles)
-    faults = [(module.name, text) for module in modules for text in _faults(module, quantizers, recipe.gemm)]
-    count = Counter(text for _, text in faults)
-    first = {text: name for name, text in reversed(faults)}
-    texts += [f"{first[t]} {t}" + (f" (and in {n - 1} more)" if n > 1 else "") for t, n in count.items()]
-    if texts:
+    first_step: dict[str, int] = {}
+    for stage in stages(recipe, steps):
+        for text in _stage_faults(stage.recipe, modules, device_fault):
+            first_step.setdefault(text, stage.first_step)
+    if first_step:
+        texts = [text + (f" (from step {step} on)" if step > 1 else "") for text, step in first_step.items()]
         raise UserError("recipe: " + "; ".join(texts))
 
 
-def _faults(module: GemmModule, quantizers: Mapping[QuantizerRole, HybridQuantizer], gemm_mode: str) -> Iterator[str]:
+def _stage_faults(recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None) -> Iterator[str]:
+    if isinstance(recipe, Recipe):
+        yield from _unread(recipe, modules)
+    quantizers = recipe.resolve(role for module in modules for role in module.roles)
+    faults = [
+        (module.name, text)
+        for module in modules
+        for text in _gemm_faults(module, quantizers, recipe.gemm, device_fault)
+    ]
+    count = Counter(text for _, text in faults)
+    first = {text: name for name, text in reversed(faults)}
+    for text, times in count.items():
+        yield f"{first[text]} {text}" + (f" (and in {times - 1} more)" if times > 1 else "")
+
+
+def _gemm_faults(
+    module: GemmModule,
+    quantizers: Mapping[QuantizerRole, HybridQuantizer],
+    gemm_mode: str,
+    device_fault: DeviceFault | None,
+) -> Iterator[str]:
     if module.context is not None:
         yield from attention_faults({role.tensor_type: quantizers[role] for role in module.roles}, module.context)
     for gemm, operands in MODULE_GEMMS[module.module_type].items():
-        size = module.contracted.get(gemm, 0)
+        shape = module.shapes.get(gemm, (0, 0, 0))
         formats = [
             getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
             for tensor, direction in operands
         ]
         spelled = [f"{t} {d} {f}" for (t, d), f in zip(operands, formats, strict=True)]
-        misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if size % f.column_multiple}
+        misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if shape[2] % f.column_multiple}
         if misfits:
             takers = " and ".join(f"{s} takes a multiple of {m}" for s, m in misfits.items())
-            yield f"{gemm}: the contracted axis has {size} elements, but {takers}"
-        fault = mathematical_fault(*formats)
-        strict = "" if fault or gemm_mode != "strict" else " under gemm=strict"
-        fault = fault or (hardware_fault(*formats) if strict else None)
+            yield f"{gemm}: the contracted axis has {shape[2]} elements, but {takers}"
+        fault, mode = mathematical_fault(*formats), ""
+        if not fault and gemm_mode != "exact":
+            fault, mode = hardware_fault(*formats), f" under gemm={gemm_mode}"
+        if not fault and gemm_mode == "native":
+            fault = _native_fault(module.module_type, *formats)
+            fault = fault or (device_fault(*formats, *shape) if device_fault else None)
         if fault:
-            yield f"{gemm}: {spelled[0]} cannot meet {spelled[1]}{strict}: {fault}"
+            yield f"{gemm}: {spelled[0]} cannot meet {spelled[1]}{mode}: {fault}"
+
+
+def _native_fault(module_type: str, a: Format, b: Format) -> str | None:
+    if module_type in NATIVE_MODULES or (isinstance(a, Identity) and isinstance(b, Identity)):
+        return None
+    return f"only the products of linears are built; leave {module_type} in high precision, or set gemm=exact"
 
 
 def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
@@ -108,3 +151,18 @@ def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
             hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
             hint = hint or f"{nearest(override.name, names)}; the model has {names[0]} to {names[-1]}"
             yield f"{where} matches no module{hint}"
+
+
+def check_held_weights(recipe: AnyRecipe, steps: int, names: Sequence[str]) -> None:
+    """UserError where a schedule would change the format of the weight, held quantized, of a linear with that name."""
+    roles = [QuantizerRole("linear", "weight", name) for name in names]
+    first, *later = stages(recipe, steps)
+    held = first.recipe.resolve(roles)
+    for stage in later:
+        for role, quantizer in stage.recipe.resolve(roles).items():
+            if quantizer != held[role]:
+                raise UserError(
+                    f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
+                    f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
+                    " model.quantized_weights=false"
+                )

@@ -19,6 +19,7 @@ from scipy import stats
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.frames import Frames
+from hqsweep.report.plans import computed_by
 
 LEVEL = 0.95
 
@@ -29,7 +30,7 @@ class Comparison:
 
     arms    one row per arm: arm, baseline, runs, state, seeds (paired), final_loss (mean over finished runs), final_sd,
             gap, gap_lo, gap_hi (nats), gap_pct (of the baseline's loss), train_gap, train_lo, train_hi (trailing
-            window), tokens_per_s, outcome, verdict
+            window), tokens_per_s, gemm (the plans that computed its GEMMs), outcome, verdict
     finals  one row per run: run, arm, seed, state, final_loss, train_loss (trailing mean), gap, train_gap (NaN where
             there is no pair)
     """
@@ -136,7 +137,7 @@ def arm_row(arm: str, baseline: str, finals: pd.DataFrame, runs: pd.DataFrame, r
         "final_loss": finals["final_loss"].mean(), "final_sd": finals["final_loss"].std(),
         "gap": gap, "gap_lo": low, "gap_hi": high, "gap_pct": 100 * gap / reference,
         "train_gap": train_gap, "train_lo": train_low, "train_hi": train_high,
-        "tokens_per_s": runs["tokens_per_s"].mean(),
+        "tokens_per_s": runs["tokens_per_s"].mean(), "gemm": computed_by(runs),
     }  # fmt: skip
     without = set(finals["run"][finals["final_loss"].isna()])
     row["outcome"] = outcome(row, len(without))

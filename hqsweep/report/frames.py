@@ -91,7 +91,8 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict]]:
         "step": progress.get("step"), "steps": progress.get("steps"), "seconds": status["seconds"],
         "tokens_per_s": progress.get("tokens_per_s"), "run_id": manifest.get("run_id"), "path": str(run.path),
     }  # fmt: skip
-    facts = manifest | {"gemm_plan": json.dumps(manifest.get("gemm_plan", {}))}  # one cell, not one for every GEMM
+    plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
+    facts = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
     row |= flatten(config, "config") | flatten(facts, "manifest")
     return row, run.rows("metrics"), run.rows("stats")
 

@@ -9,7 +9,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from hqsweep.report.text import TextTable, number, plan_text, sparkline, text, to_rich
+from hqsweep.report.plans import plan_lines
+from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
 from hqsweep.sweep.files import read_json
 from hqsweep.sweep.store import RunDir, RunStore
 
@@ -114,9 +115,12 @@ def _worst_table(worst: list[dict[str, Any]]) -> Table:
 
 
 def _facts_table(manifest: dict[str, Any]) -> Table:
-    manifest = manifest | ({"gemm_plan": plan_text(manifest["gemm_plan"])} if "gemm_plan" in manifest else {})
+    if "gemm_plan" in manifest:
+        schedule = manifest.get("recipe_schedule", [])
+        manifest = manifest | {"gemm_plan": plan_lines(manifest["gemm_plan"], schedule)}
     rows = tuple(
         (name, yaml.safe_dump(value, sort_keys=False, width=160).strip() if isinstance(value, dict) else text(value))
         for name, value in manifest.items()
+        if name != "recipe_schedule"  # gemm_plan says it
     )
     return to_rich(TextTable(header=("fact", "value"), rows=rows), "manifest")

@@ -2,7 +2,6 @@
 page.
 """
 
-import json
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +12,8 @@ from rich.text import Text
 
 from hqsweep.report.arms import Comparison, fault
 from hqsweep.report.frames import config_leaves
-from hqsweep.report.text import TextTable, markdown, markdown_text, number, plan_text, text, to_rich
+from hqsweep.report.plans import arm_lines
+from hqsweep.report.text import TextTable, markdown, markdown_text, number, text, to_rich
 
 COLOUR = {
     "worse": "red",
@@ -23,7 +23,8 @@ COLOUR = {
     "one seed": "yellow",
     "unpaired": "yellow",
 }
-SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan"}  # of the manifest
+SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
+"""Facts of the manifest that have their own place in a report."""
 
 
 def arms_table(comparison: Comparison) -> TextTable:
@@ -78,13 +79,9 @@ def provenance(runs: pd.DataFrame) -> TextTable:
 
 
 def gemm_plans(runs: pd.DataFrame) -> TextTable:
-    """Which operands each GEMM of an arm got and which plan computed it, with the number of linears."""
-    rows = [
-        (arm, gemm, how)
-        for arm, plans in runs.groupby("arm", sort=False)["manifest.gemm_plan"]
-        for gemm, how in plan_text(json.loads(plans.iloc[0])).items()
-    ]
-    return TextTable(header=("arm", "GEMM", "operands: plan (linears)"), rows=tuple(rows))
+    """Which operands each GEMM of an arm got and which plan computed it, with the number of modules."""
+    rows = [(arm, *line) for arm, part in runs.groupby("arm", sort=False) for line in arm_lines(part)]
+    return TextTable(header=("arm", "GEMM", "operands: plan (modules)"), rows=tuple(rows))
 
 
 def gemm_errors(stats: pd.DataFrame) -> TextTable:
@@ -147,7 +144,8 @@ def title(comparison: Comparison) -> str:
 
 
 def rich_table(comparison: Comparison) -> Table:
-    """The arms for a terminal of 80 columns, coloured by outcome, with the verdict sentences below as the caption.
+    """The arms for a terminal of 80 columns, coloured by outcome; the caption below has the verdict sentences and the
+    plans that computed the GEMMs.
 
     The interval is left out when every arm has one seed, else seeds and tokens/s make room for it (the sentences have
     the seeds); the state is left out when every run finished. Pages show all columns.
@@ -159,6 +157,13 @@ def rich_table(comparison: Comparison) -> Table:
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):
         cells = cells.without("state")
     table = to_rich(cells, title(comparison), styles)
-    table.caption = Text("\n".join(f"{row.arm}: {row.verdict}" for row in comparison.arms.itertuples()))
+    sentences = [f"{row.arm}: {row.verdict}" for row in comparison.arms.itertuples()]
+    table.caption = Text("\n".join([*sentences, *_computed_by(comparison.arms)]))
     table.caption_justify = "left"
     return table
+
+
+def _computed_by(arms: pd.DataFrame) -> list[str]:
+    """One line for each set of plans, with the arms that have it where they are not all."""
+    groups = arms.groupby("gemm", sort=False)["arm"].agg(", ".join)
+    return [f"gemm: {how}" + (f" ({names})" if len(groups) > 1 else "") for how, names in groups.items()]

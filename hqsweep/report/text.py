@@ -3,8 +3,7 @@ language.
 """
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -82,15 +81,6 @@ def to_rich(table: TextTable, heading: str, styles: Sequence[str] | None = None)
     for index, row in enumerate(table.rows):
         shown.add_row(*map(Text, row), style=styles[index] if styles else None)
     return shown
-
-
-def plan_text(plan: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """A manifest's gemm_plan (linear -> GEMM -> "a x b: plan") as one line per GEMM, with the number of linears."""
-    counts: dict[str, Counter[str]] = {}
-    for gemms in plan.values():
-        for gemm, how in gemms.items():
-            counts.setdefault(gemm, Counter())[how] += 1
-    return {gemm: "; ".join(f"{how} ({times})" for how, times in ways.items()) for gemm, ways in counts.items()}
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:

@@ -1,9 +1,12 @@
 """Validation before a model is built: every GEMM of every module, all faults in one message."""
 
+from functools import partial
+
 import pytest
 
+from hqsweep import native
 from hqsweep.errors import UserError
-from hqsweep.quant import CustomRecipe, Recipe
+from hqsweep.quant import CustomRecipe, parse_recipe
 from hqsweep.quant.validate import GemmModule, attention_module, linear_module, validate
 
 LINEARS = [
@@ -15,9 +18,9 @@ LINEARS = [
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
-def check(linear="mxfp8", *, tokens=2048, more=(), **sections):
-    recipe = Recipe.from_config({"name": "r", "linear": linear, **sections})
-    validate(recipe, [*(linear_module(*shape, tokens) for shape in LINEARS), *more])
+def check(linear="mxfp8", *, tokens=2048, more=(), device_fault=None, **sections):
+    recipe = parse_recipe({"name": "r", "linear": linear, **sections})
+    validate(recipe, 100, [*(linear_module(*shape, tokens) for shape in LINEARS), *more], device_fault)
 
 
 def test_valid_recipes_pass():
@@ -60,6 +63,48 @@ def test_strict_takes_what_tensor_cores_take():
     check({"input": "mxfp8", "weight": "mxfp4", "grad_output": "mxfp8+e5m2"}, gemm="strict")
     check({"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}, gemm="strict", tokens=64)
     check({"input": "fp8_delayed", "weight": "fp8_current", "grad_output": "fp8_delayed+e5m2"}, gemm="strict")
+
+
+ON_HOPPER = partial(native.refusal, (9, 0))
+FP8_BLOCK = {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}
+
+
+def test_native_takes_what_strict_takes_until_the_device_is_known():
+    for linear in ("mxfp8", "nvfp4", FP8_BLOCK):
+        check(linear, gemm="native")
+    with pytest.raises(UserError, match=r"fprop: input rowwise mxfp8 cannot meet .* under gemm=native: their scaling"):
+        check(FP8_BLOCK | {"input": "mxfp8|fp8_block"}, gemm="native")
+
+
+def test_native_tells_all_that_the_device_has_no_product_for():
+    check({"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}, gemm="native",
+          device_fault=ON_HOPPER)  # fmt: skip
+    check("mxfp8", device_fault=ON_HOPPER)  # gemm=exact asks no device
+    linear = {"input": "fp8_block|mxfp8", "weight": "fp8_block+2d", "grad_output": "fp8_block|mxfp8"}
+    schedule = [{"at": 50, "linear": FP8_BLOCK}]
+    with pytest.raises(UserError) as raised:
+        check(linear, gemm="native", tokens=72, schedule=schedule, device_fault=ON_HOPPER)
+    text = str(raised.value)
+    for part in (
+        "layers.0.attn.qkv fprop: input rowwise fp8_block cannot meet weight rowwise fp8_block+2d under gemm=native:"
+        " tensor cores take multiples of 16, which rows of the first operand (72) is not (and in 2 more)",
+        "wgrad: grad_output columnwise mxfp8 cannot meet input columnwise mxfp8 under gemm=native: sm_90 has no product"
+        " for mxfp8; it has: fp8_block, fp8_current (and in 2 more)",
+        "wgrad: grad_output columnwise fp8_block cannot meet input columnwise fp8_block under gemm=native: tensor cores"
+        " take multiples of 16, which the contracted axis (72) is not (and in 2 more) (from step 51 on)",
+    ):
+        assert part in text
+    assert text.count("fprop: input rowwise fp8_block cannot") == 1  # of the second stage only what is new
+    with pytest.raises(UserError, match="128x128 tiles where the contracted axis is a multiple of 512; it has 128"):
+        check(FP8_BLOCK, gemm="native", device_fault=ON_HOPPER)
+
+
+def test_native_has_no_product_for_quantized_attention():
+    attention = attention_module("layers.0.attn.dpa", 64, 128)
+    check("bf16", gemm="native", more=[attention])
+    message = "dpa qk: qkv rowwise fp8_current cannot meet .* under gemm=native: only the products of linears"
+    with pytest.raises(UserError, match=message):
+        check("bf16", dpa="fp8_current", gemm="native", more=[attention])
 
 
 def test_axes_that_do_not_fit_the_block_are_named():
@@ -119,7 +164,9 @@ def test_the_gemms_of_attention_are_checked():
 
 def test_grouped_linears_are_checked_with_their_own_section():
     grouped = GemmModule(
-        module_type="grouped_linear", name="layers.0.mlp.experts.fc1", contracted=dict(fprop=128, dgrad=64, wgrad=0)
+        module_type="grouped_linear",
+        name="layers.0.mlp.experts.fc1",
+        shapes=dict(fprop=(32, 64, 128), dgrad=(32, 128, 64), wgrad=(64, 128, 0)),
     )
     check(grouped_linear="nvfp4|mxfp8", more=[grouped])
     section = {"input": "nvfp4+row_scaled|mxfp8", "weight": "mxfp8", "grad_output": "mxfp8"}
@@ -137,5 +184,5 @@ def test_a_factory_is_asked_once_for_each_slot_and_checked_the_same():
 
     modules = [linear_module(*shape, 64) for shape in LINEARS]
     with pytest.raises(UserError, match=r"wgrad: grad_output columnwise nvfp4 cannot meet input columnwise nvfp4\+rht"):
-        validate(CustomRecipe(qfactory=factory), modules)
+        validate(CustomRecipe(qfactory=factory), 100, modules)
     assert len(asked) == len(set(asked)) == 3 * len(LINEARS)

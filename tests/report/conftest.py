@@ -37,6 +37,8 @@ class FakeRun:
     nan_from: int | None = None
     fmt: str = "mxfp8"
     threads: int = 2
+    gemm: str = "exact fp32"
+    schedule: tuple = ()
 
 
 def losses(run: FakeRun) -> np.ndarray:
@@ -141,7 +143,8 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "isa": "avx2",
         "kernel_build": "-O3 -ffp-contract=off",
         "data": {"hash": "9f" * 8, "unigram_entropy_nats": VOCAB_ENTROPY},
-        "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: exact fp32"} for layer in LAYERS},
+        "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: {run.gemm}"} for layer in LAYERS},
+        "recipe_schedule": list(run.schedule),
         "params": 98304,
     }
     status = {

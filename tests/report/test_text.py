@@ -2,7 +2,7 @@
 
 import math
 
-from hqsweep.report.text import TextTable, markdown, number, plan_text, sparkline, text
+from hqsweep.report.text import TextTable, markdown, number, sparkline, text
 
 
 def test_numbers_and_what_is_missing():
@@ -27,8 +27,3 @@ def test_sparkline_spans_low_to_high_and_marks_what_is_not_finite():
     assert sparkline([1.0, math.nan, math.inf, 0.0]) == "█!!▁"
     long = sparkline(list(range(1000)), width=10)
     assert len(long) == 10 and long[0] == "▁" and long[-1] == "█"
-
-
-def test_plan_text_counts_linears():
-    plan = {"l0": {"fprop": "a x b: exact"}, "l1": {"fprop": "a x b: exact"}, "head": {"fprop": "c x c: exact"}}
-    assert plan_text(plan) == {"fprop": "a x b: exact (2); c x c: exact (1)"}

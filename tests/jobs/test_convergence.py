@@ -1,0 +1,115 @@
+"""gemm=native in a run: what the machine cannot multiply is told before a model is built; plans say who computes."""
+
+import pytest
+import torch
+
+from hqsweep import native
+from hqsweep.config import ConvergenceConfig, parse
+from hqsweep.errors import UserError
+from hqsweep.gemm import mm_t
+from hqsweep.jobs import convergence
+from hqsweep.jobs.sink import ListSink
+from hqsweep.nn import call
+from hqsweep.train import data
+from hqsweep.train.loop import Trainer
+
+CPU = torch.device("cpu")
+FP8_E5M2 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
+
+
+def config(
+    linear: object = "fp8_current", *, schedule: tuple = (), device: str = "cpu", context: int = 36, **recipe: object
+) -> ConvergenceConfig:
+    return parse(
+        {
+            "job": "convergence", "sweep": "t", "stats": {"every": 0},
+            "recipe": {"name": "r", "linear": linear, "schedule": list(schedule), **recipe},
+            "model": {"dim": 32, "layers": 1, "heads": 2},
+            "data": {"source": "markov", "markov": {"length": 20000}},
+            "train": {"steps": 4, "batch": 4, "context": context, "eval_batches": 1, "device": device},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"gemm": "native"}, {"schedule": ({"at": 2, "gemm": "native"},)}], ids=["at once", "later"]
+)
+def test_without_a_gpu_native_is_refused_before_a_model_is_built(recipe, tmp_path, monkeypatch):
+    monkeypatch.delattr(convergence, "Trainer")
+    with pytest.raises(UserError, match=r"recipe: gemm=native needs a GPU of compute capability 8.9 .* is on the CPU;"):
+        convergence.run(config(**recipe), ListSink(), tmp_path)
+
+
+def test_all_that_a_device_has_no_product_for_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(native, "capability_of", lambda device: (9, 0))
+    convergence.check_native(config("mxfp8"), CPU, 16)  # gemm=exact runs anywhere
+    convergence.check_native(config(gemm="native"), CPU, 16)
+    linear = {"input": "fp8_block|mxfp8", "weight": "fp8_block", "grad_output": "fp8_block|mxfp8"}
+    with pytest.raises(UserError) as raised:
+        convergence.check_native(config(linear, head="fp8_current", gemm="native"), CPU, 17)
+    for part in (
+        "layers.0.attn.qkv wgrad: grad_output columnwise mxfp8 cannot meet input columnwise mxfp8 under gemm=native:"
+        " sm_90 has no product for mxfp8; it has: fp8_block, fp8_current",
+        "head fprop: input rowwise fp8_current cannot meet weight rowwise fp8_current under gemm=native: tensor cores"
+        " take multiples of 16, which rows of the second operand (17) is not",
+        "head dgrad: grad_output rowwise fp8_current cannot meet weight columnwise fp8_current under gemm=native:"
+        " tensor cores take multiples of 16, which the contracted axis (17) is not",
+    ):
+        assert part in str(raised.value)
+
+
+def test_plans_say_native_where_it_is(monkeypatch):
+    schedule = ({"at": 2, "gemm": "native"}, {"at": 3, "fprop": "bf16"})
+    cfg = config(schedule=schedule)
+    trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
+    monkeypatch.setattr(native, "capability_of", lambda device: (10, 0))
+    facts = convergence.facts(trainer)
+    pair, exact = "fp8_current x fp8_current", "exact: bf16 operands, float32 GEMM"
+    tensor_cores = "native: tensor cores of sm_100 through torch._scaled_mm, not yet run on such hardware"
+    assert facts["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {exact}"
+    second, third = (stage["gemm_plan"] for stage in facts["recipe_schedule"])
+    assert second["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {tensor_cores}" and "head" not in second
+    assert third["layers.0.attn.qkv"]["fprop"] == f"bf16 x bf16: {exact}"
+    assert third["layers.0.attn.qkv"]["dgrad"] == f"{pair}: {tensor_cores}"
+
+
+def test_plans_are_those_of_quantized_attention_too():
+    cfg = config(dpa="mxfp8", schedule=({"at": 2, "dpa": "bf16"},), context=32)
+    facts = convergence.facts(Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU))
+    plan = facts["gemm_plan"]["layers.0.attn.dpa"]
+    assert plan["pv"] == "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM" and len(plan) == 6
+    assert facts["recipe_schedule"] == [{"first_step": 3, "gemm_plan": {"layers.0.attn.dpa": {}}}]
+
+
+def test_a_training_follows_the_schedule_of_modes(monkeypatch):
+    modes = {step: set() for step in range(1, 5)}
+    cfg = config(schedule=({"at": 2, "gemm": "native"}, {"at": 3, "gemm": "exact"}))
+    trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
+
+    def spy(a, b, **options):
+        modes[trainer.step].add((str(a.format), str(b.format)))
+        return mm_t(a, b, **options)
+
+    monkeypatch.setattr(call, "mm_t_native", spy)
+    losses = [done.metrics.get("train_loss") for done in trainer.steps()]
+    high, low = ("bf16", "bf16"), ("fp8_current", "fp8_current")
+    assert modes == {1: set(), 2: set(), 3: {high, low}, 4: set()}
+    plain = config()
+    others = Trainer(plain, data.load(plain.data), plain.recipe.build(), CPU).steps()
+    assert losses == [done.metrics.get("train_loss") for done in others]
+
+
+@pytest.mark.gpu
+def test_a_training_on_tensor_cores_is_near_the_exact_one():
+    """Products of Hopper's FP8 tensor cores keep fewer bits while they add; the losses show it in later digits."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no tensor cores for FP8")
+    losses = []
+    for gemm in ("exact", "native"):
+        cfg = config(FP8_E5M2, gemm=gemm, device="cuda")
+        trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cuda"))
+        plan = convergence.facts(trainer)["gemm_plan"]["layers.0.mlp.fc2"]["dgrad"]
+        assert plan.startswith(f"fp8_current+e5m2 x fp8_current: {gemm}: ")
+        convergence.check_native(cfg, trainer.device, trainer.dataset.vocab_size)
+        losses.append([done.loss for done in trainer.steps()][-1])
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.01)
