@@ -29,7 +29,7 @@ class _Saved:
     """One tensor [...] in host memory, always contiguous, and what it takes to make it again on the device."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
-        self.number, self.nbytes = number, tensor.nbytes
+        self.number, self.nbytes, self.was_read = number, tensor.nbytes, False
         self.strides, self.device = tensor.stride(), tensor.device
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
@@ -137,6 +137,7 @@ class ActivationOffload:
             if packed not in self.arriving.held:
                 self._fetch(packed)
             tensor = self.arriving.take(packed)
+        packed.was_read = True
         self._prefetch(packed.number)
         return tensor
 
@@ -144,8 +145,8 @@ class ActivationOffload:
         """Start to bring back what was saved before tensor `number`, the latest first."""
         for earlier in range(number - 1, -1, -1):
             saved = self._saved.get(earlier)
-            if saved is None or saved in self.leaving.held or saved in self.arriving.held:
-                continue
+            if saved is None or saved.was_read or saved in self.leaving.held or saved in self.arriving.held:
+                continue  # what was read may be read again, by a second backward, but not soon
             if not self.arriving.has_room(saved.nbytes):
                 return
             self._fetch(saved)
