@@ -50,7 +50,7 @@ def test_the_recipe_shown_is_valid():
 def test_formats_and_options_of_the_table_exist():
     rows = [line.split("|") for line in README.splitlines() if re.match(r"\| `[a-z]", line)]
     named = {name: re.findall(r"\+(\w+)", row[4]) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
-    assert len(named) == 10
+    assert len(named) == 11
     for name, listed in named.items():
         parse(name)
         assert set(listed) <= set(options(name)), name
