@@ -16,13 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hqsweep.config_errors import sentence
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import parse as parse_format
-from hqsweep.jobs.inputs import DISTRIBUTIONS
+from hqsweep.jobs.inputs import DISTRIBUTIONS, check_format
 from hqsweep.jobs.parity import CHECKS
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
 from hqsweep.quant.validate import DeviceFault, validate
-from hqsweep.train.model import gemm_modules, linear_shapes
+from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
@@ -132,10 +131,15 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps."""
+    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
+
+    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
+    its batch in `microbatches` equal parts, whose gradients add up.
+    """
 
     steps: Count = 200
     batch: Count = 16
+    microbatches: Count = 1
     context: Count = 128
     lr: Positive = 1e-3
     min_lr_fraction: Fraction = 0.1
@@ -147,6 +151,8 @@ class TrainConfig(Section):
     clip: Positive = 1.0
     dtype: Literal["bf16", "fp32"] = "bf16"
     device: Device = "auto"
+    recompute: Recompute = "none"
+    offload: bool = False
     log_every: Count = 10
     eval_every: Count = 100
     eval_batches: Count = 8
@@ -159,6 +165,8 @@ class TrainConfig(Section):
                 f"train.warmup: {self.warmup} and train.decay {self.decay} are fractions of the steps and sum to more"
                 " than 1; lower one of them"
             )
+        if self.batch % self.microbatches:
+            raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
         return self
 
 
@@ -226,7 +234,8 @@ class ConvergenceConfig(Job):
 
     def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
         """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
-        modules = gemm_modules(self.model, vocab_size, self.train.batch, self.train.context)
+        part = self.train.batch // self.train.microbatches
+        modules = gemm_modules(self.model, vocab_size, part, self.train.context)
         validate(self.recipe.build(), self.train.steps, modules, device_fault)
 
     def _weights_stay(self) -> None:
@@ -261,7 +270,7 @@ class ParitySection(Section):
                 if name not in known:
                     raise UserError(f"parity.{key}: got '{name}'{nearest(name, known)}; known are {', '.join(known)}")
         for text, shape in itertools.product(self.formats, self.shapes):
-            _check_format(text, shape)
+            check_format(text, shape)
         return self
 
 
@@ -271,14 +280,16 @@ class ParityConfig(Job):
     job: Literal["parity"]
     parity: ParitySection
 
-    def training(self, name: str, linear: object, *, quantized_weights: bool = False) -> ConvergenceConfig:
+    def training(
+        self, name: str, linear: object, *, quantized_weights: bool = False, **train: object
+    ) -> ConvergenceConfig:
         """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums."""
         config = {
             "job": "convergence", "sweep": self.sweep, "seed": self.seed,
             "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
             "model": {"dim": 64, "layers": 1, "heads": 2, "quantized_weights": quantized_weights},
             "data": {"source": "markov", "markov": {"length": 20_000}},
-            "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1},
+            "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1, **train},
             "stats": {"every": 0},
         }  # fmt: skip
         return ConvergenceConfig.model_validate(config)
@@ -302,15 +313,3 @@ def parse(config: Mapping[str, Any]) -> Config:
         return JOBS[job].model_validate(dict(config))
     except ValidationError as error:
         raise UserError(sentence(error, JOBS[job])) from None
-
-
-def _check_format(text: str, shape: list[int]) -> None:
-    """The format must exist, and both orientations of the shape fit its blocks."""
-    where = "parity.formats"
-    try:
-        format = parse_format(text)
-        where = f"parity.shapes: {shape} does not fit {text}"
-        format.check_shape(*shape)
-        format.check_shape(*reversed(shape))
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None

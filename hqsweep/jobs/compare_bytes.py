@@ -39,6 +39,11 @@ def skip(check: str, subject: str, case: str, note: str) -> dict[str, object]:
     return row(check, subject, case, {}) | {"status": "SKIP", "note": note}
 
 
+def named_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Pairs for row(), of every name that is expected."""
+    return {name: (expected[name], actual[name]) for name in expected}
+
+
 def _bits(x: Tensor) -> Tensor:
     return x.detach().cpu().contiguous().view(_BITS[x.element_size()])
 

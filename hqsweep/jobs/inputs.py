@@ -6,6 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
+from hqsweep.formats import parse
+
 Draw = Callable[[torch.Generator, int, int], Tensor]
 
 
@@ -86,3 +89,15 @@ def draw(distribution: str, rows: int, cols: int, seed: int = 0, dtype: torch.dt
     name = f"{distribution} {rows} {cols} {seed}"
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little"))
     return DISTRIBUTIONS[distribution](generator, rows, cols).to(dtype)
+
+
+def check_format(text: str, shape: list[int]) -> None:
+    """UserError unless the format exists and both orientations of the shape fit its blocks."""
+    where = "parity.formats"
+    try:
+        format = parse(text)
+        where = f"parity.shapes: {shape} does not fit {text}"
+        format.check_shape(*shape)
+        format.check_shape(*reversed(shape))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

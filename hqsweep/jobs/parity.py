@@ -5,16 +5,12 @@ kernel   both directions in one call: codes, scales, amaxes (found and given), e
          and the kernel there against the same bytes
 statistics  what is gathered while quantizing: counts exactly, sums up to the rounding of float32
 pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
-vanilla  Linear with one format in both directions against its GEMMs composed by hand
-routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone
-repeat   the same training twice
-resume   training interrupted by a checkpoint against uninterrupted training
-weights  training with quantized weights and FP32 masters against training that quantizes FP32 weights at every use:
-         losses, weights, moments; then the same interrupted by a checkpoint, with the codes
+vanilla  Linear with one format in both directions against its composition from the format reference
+routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; and three formats
+and those of jobs/parity_modules.py, on whole modules, and of jobs/parity_training.py, which train a small GPT
 """
 
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -23,33 +19,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hqsweep.formats import NVFP4, ExactOperand, Format, RngKey, parse
-from hqsweep.gemm import mm_t
-from hqsweep.jobs.compare_bytes import row, skip
+from hqsweep.formats import NVFP4, Format, RngKey, parse
+from hqsweep.jobs.compare_bytes import named_pairs, row, skip
+from hqsweep.jobs.composed import composed
 from hqsweep.jobs.inputs import draw
 from hqsweep.jobs.outcomes import gathered, outcomes, same_up_to_rounding
+from hqsweep.jobs.parity_modules import MODULE_CHECKS
+from hqsweep.jobs.parity_training import TRAINING_CHECKS, Check, Rows
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
 from hqsweep.ops import kernel
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.request import SOURCES
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers
-from hqsweep.train import data
-from hqsweep.train.loop import Trainer, load_checkpoint, pick_device, save_checkpoint
+from hqsweep.quant import HybridQuantizer, LinearQuantizers
+from hqsweep.train.loop import pick_device
 
 if TYPE_CHECKING:
     from hqsweep.config import ParityConfig
 
-Rows = Iterator[dict[str, object]]
 KEY = RngKey(seed=1, slot="parity", step=3)
 STATISTICS_SHAPE = (208, 304)
-TRAINING_RECIPES = {
-    "bf16": "bf16",
-    "mxfp8": "mxfp8",
-    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
-    "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
-    "nvfp4 fwd, mxfp8 bwd": "nvfp4|mxfp8@rowwise_dequantized",
-}
 
 
 def run(config: "ParityConfig", sink: Sink, workspace: Path) -> None:
@@ -84,7 +73,7 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
     if device.type == "cuda":
         again = outcomes(format, x.to(device), KEY, "reference")
         yield row("reference", str(format), case, _cpu_pairs(expected, again))
-    yield row("cpu", str(format), case, _pairs(expected, outcomes(format, x, KEY, "kernel")))
+    yield row("cpu", str(format), case, named_pairs(expected, outcomes(format, x, KEY, "kernel")))
     if device.type == "cuda":
         yield row("cuda", str(format), case, _cpu_pairs(expected, outcomes(format, x.to(device), KEY, "kernel")))
 
@@ -102,35 +91,19 @@ def statistics_check(config: "ParityConfig", device: torch.device) -> Rows:
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Linear against mm_t of operands that the torch reference encodes, outside of any module or quantizer.
+    """Linear against its composition from the format reference, for every format.
 
     A format stands in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
     Hadamard transform rowwise and on weights.
     """
-    x, w, dy = _problem(config, device)
+    problem = _problem(config, device)
     for format in _formats(config):
         row_format, column = _without(format, rht=False, rht_signed=True), _without(format, row_scaled=False)
         weight_column = _without(column, rht=False, rht_signed=True)
         quantizers = {t: f"{row_format}|{column}" for t in ("input", "grad_output")}
-        quantizers["weight"] = f"{row_format}|{weight_column}"
-        operands = {
-            "y": (_by_hand(row_format, x, "input/rowwise"), _by_hand(row_format, w, "weight/rowwise")),
-            "dx": (
-                _by_hand(row_format, dy, "grad_output/rowwise"),
-                _by_hand(weight_column, w.t(), "weight/columnwise"),
-            ),
-            "dw": (_by_hand(column, dy.t(), "grad_output/columnwise"), _by_hand(column, x.t(), "input/columnwise")),
-        }
-        dtypes = {"y": x.dtype, "dx": x.dtype, "dw": torch.float32}
-        expected = {name: mm_t(*pair, out_dtype=dtypes[name]) for name, pair in operands.items()}
-        actual = _linear(LinearQuantizers.parse(quantizers, "parity"), x, w, dy)
-        yield row("vanilla", str(format), "linear", _pairs(expected, actual))
-
-
-def _by_hand(format: Format, matrix: Tensor, slot: str) -> ExactOperand:
-    """The operand by the reference, under the key that the module named "parity" has for that slot."""
-    key = RngKey(seed=0, slot=f"parity/linear/{slot}", step=0)
-    return format.operand(format.encode(matrix, None, key), tuple(matrix.shape))
+        quantizers = LinearQuantizers.parse(quantizers | {"weight": f"{row_format}|{weight_column}"}, "parity")
+        expected, actual = _linear(quantizers, *problem, apply=composed), _linear(quantizers, *problem)
+        yield row("vanilla", str(format), "linear", named_pairs(expected, actual))
 
 
 def _without(format: Format, **options: bool) -> Format:
@@ -138,15 +111,21 @@ def _without(format: Format, **options: bool) -> Format:
 
 
 def routing_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """All ordered pairs of formats that can stand in both directions."""
-    x, w, dy = _problem(config, device)
+    """All ordered pairs and triples of formats that can stand in both directions: y is that of a alone, dx that of b,
+    dw that of c, where c is b for a pair."""
+    problem = _problem(config, device)
     names = [str(f) for f in _formats(config) if not any(getattr(f, o, False) for o in ("rht", "sr", "row_scaled"))]
-    alone = {name: _linear(LinearQuantizers.parse(name, "parity"), x, w, dy) for name in names}
-    for a, b in permutations(names, 2):
-        quantizers = {"input": f"{a}|{b}", "weight": f"{a}|{b}", "grad_output": b}
-        mixed = _linear(LinearQuantizers.parse(quantizers, "parity"), x, w, dy)
-        expected = {"y": alone[a]["y"], "dx": alone[b]["dx"], "dw": alone[b]["dw"]}
-        yield row("routing", f"{a}|{b}", "linear", _pairs(expected, mixed))
+    alone = {name: _linear(LinearQuantizers.parse(name, "parity"), *problem) for name in names}
+    for a, b, c in (*((a, b, b) for a, b in permutations(names, 2)), *permutations(_families(names), 3)):
+        quantizers = {"input": f"{a}|{c}", "weight": f"{a}|{b}", "grad_output": f"{b}|{c}"}
+        mixed = _linear(LinearQuantizers.parse(quantizers, "parity"), *problem)
+        expected = {"y": alone[a]["y"], "dx": alone[b]["dx"], "dw": alone[c]["dw"]}
+        yield row("routing", f"{a}|{b}" if b == c else f"{a}|{b}|{c}", "linear", named_pairs(expected, mixed))
+
+
+def _families(names: Sequence[str]) -> list[str]:
+    """Those without options."""
+    return [name for name in names if "+" not in name]
 
 
 def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -169,72 +148,14 @@ def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
                 yield row("pairs", subject, "both directions", pairs)
 
 
-def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Two trainings of a small GPT from the same config: all weights, and every metric."""
-    for name in TRAINING_RECIPES:
-        first, second = (_trained(config, name, device) for _ in range(2))
-        yield row("repeat", name, "small GPT", _pairs(first, second))
-
-
-def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Half the steps, a checkpoint on disk, a new process state, the other half; against all steps at once."""
-    for name in TRAINING_RECIPES:
-        yield row("resume", name, "small GPT", _pairs(_trained(config, name, device), _resumed(config, name, device)))
-
-
-def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Both kinds of weights from the same config; then held ones with and without an interruption."""
-    for name in TRAINING_RECIPES:
-        plain = _trained(config, name, device)
-        held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
-        yield row("weights", name, "small GPT", _pairs(plain, held))
-        yield row("weights", name, "small GPT, resumed", _pairs(held, resumed))
-
-
-def _trained(
-    config: "ParityConfig", recipe: str, device: torch.device, *, quantized_weights: bool = False
+def _linear(
+    quantizers: LinearQuantizers, x: Tensor, w: Tensor, dy: Tensor, apply: Callable[..., Tensor] = Linear.__call__
 ) -> dict[str, Tensor]:
-    return _finish(_trainer(config, recipe, device, quantized_weights))
-
-
-def _resumed(
-    config: "ParityConfig", recipe: str, device: torch.device, *, quantized_weights: bool = False
-) -> dict[str, Tensor]:
-    first = _trainer(config, recipe, device, quantized_weights)
-    for done in first.steps():
-        if 2 * done.step >= first.config.train.steps:
-            break
-    with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(first, Path(folder))
-        second = _trainer(config, recipe, device, quantized_weights)
-        load_checkpoint(second, Path(folder))
-    return _finish(second)
-
-
-def _trainer(config: "ParityConfig", recipe: str, device: torch.device, quantized_weights: bool) -> Trainer:
-    training = config.training(recipe, TRAINING_RECIPES[recipe], quantized_weights=quantized_weights)
-    return Trainer(training, data.load(training.data), training.recipe.build(), device)
-
-
-def _finish(trainer: Trainer) -> dict[str, Tensor]:
-    """Losses, the FP32 value and the moments of every parameter, and the codes of quantized ones."""
-    done = list(trainer.steps())[-1]
-    made = {"losses": torch.tensor([done.metrics["train_loss"], done.metrics["val_loss"]], dtype=torch.float64)}
-    for name, p in trainer.model.named_parameters():
-        state = trainer.optimizer.state[p]
-        made |= {name: trainer.optimizer.master_param(p).detach()}
-        made |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
-        if isinstance(p, HybridQuantizedTensor):
-            made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
-    return made
-
-
-def _linear(quantizers: LinearQuantizers, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
     module = Linear(w.shape[1], w.shape[0], name="parity", quantizers=quantizers, dtype=x.dtype).to(x.device)
     with torch.no_grad():
         module.weight.copy_(w)
     x = x.clone().requires_grad_()
-    y = module(x)
+    y = apply(module, x)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad}
 
@@ -249,21 +170,16 @@ def _cpu_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[s
     return {name: (expected[name], actual[name].cpu()) for name in expected}
 
 
-def _pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    return {name: (expected[name], actual[name]) for name in expected}
-
-
 def _formats(config: "ParityConfig") -> list[Format]:
     return [parse(text) for text in config.parity.formats]
 
 
-CHECKS: dict[str, Callable[["ParityConfig", torch.device], Rows]] = {
+CHECKS: dict[str, Check] = {
     "kernel": kernel_check,
     "statistics": statistics_check,
     "vanilla": vanilla_check,
     "routing": routing_check,
     "pairs": pairs_check,
-    "repeat": repeat_check,
-    "resume": resume_check,
-    "weights": weights_check,
+    **MODULE_CHECKS,
+    **TRAINING_CHECKS,
 }

@@ -28,8 +28,10 @@ class Call:
     """The recipe's mode: native multiplies codes on tensor cores, all others exact operands."""
 
     def key(self, tensor: str) -> RngKey:
-        """The stream of one slot in this step."""
-        return self.context.key(str(QuantizerRole(self.module_type, tensor, self.name)))
+        """The stream of one slot in this step and microbatch; of a weight in this step."""
+        slot = str(QuantizerRole(self.module_type, tensor, self.name))
+        part = self.context.microbatch if tensor != "weight" else 0
+        return self.context.key(f"{slot}@{part}" if part else slot)
 
     def quantizer(self, tensor: str) -> HybridQuantizer:
         return getattr(self.quantizers, tensor)

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
+from hqsweep.nn.scoped import Scoped
 from hqsweep.quant import LinearQuantizers, Recipe
 from hqsweep.quant.schedule import AnyRecipe
 
@@ -19,6 +19,7 @@ class Context:
     seed: int = 0
     step: int = 0
     probe: Probe | None = None
+    microbatch: int = 0
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
 
@@ -27,37 +28,34 @@ class Context:
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
-_OUTSIDE = Context()
-_CURRENT: ContextVar[Context] = ContextVar("hqsweep_quantization", default=_OUTSIDE)
+_CONTEXT = Scoped("hqsweep_quantization", Context())
+_RECIPE: Scoped[AnyRecipe | None] = Scoped("hqsweep_autocast", None)
 
 
 def current() -> Context:
     """The innermost context; outside of any: seed 0, step 0, no probe."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def quantization(
-    *, seed: int = 0, step: int = 0, probe: Probe | None = None, cache_weights: bool = False
-) -> Iterator[None]:
-    """Modules called inside draw their random bits from (seed, slot, step) and report to `probe`.
-
-    cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs
-    2 bytes an element and direction.
-    """
-    token = _CURRENT.set(Context(seed=seed, step=step, probe=probe, cache_weights=cache_weights))
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-
-
-_RECIPE: ContextVar[AnyRecipe | None] = ContextVar("hqsweep_autocast", default=None)
+    return _CONTEXT.get()
 
 
 def autocast_recipe() -> AnyRecipe | None:
     """The recipe of the innermost autocast; None outside of any."""
     return _RECIPE.get()
+
+
+@contextmanager
+def quantization(
+    *, seed: int = 0, step: int = 0, probe: Probe | None = None, microbatch: int = 0, cache_weights: bool = False
+) -> Iterator[None]:
+    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`.
+
+    microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
+    cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs
+    2 bytes an element and direction.
+    """
+    with _CONTEXT.entered(
+        Context(seed=seed, step=step, probe=probe, microbatch=microbatch, cache_weights=cache_weights)
+    ):
+        yield
 
 
 @contextmanager
@@ -68,8 +66,12 @@ def autocast(enabled: bool = True, *, recipe: AnyRecipe | None = None) -> Iterat
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
-    token = _RECIPE.set(recipe if enabled else HIGH_PRECISION)
-    try:
+    with _RECIPE.entered(recipe if enabled else HIGH_PRECISION):
         yield
-    finally:
-        _RECIPE.reset(token)
+
+
+@contextmanager
+def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
+    """As it was where current() and autocast_recipe() gave these: what is computed again draws the same bits."""
+    with _CONTEXT.entered(context), _RECIPE.entered(recipe):
+        yield

@@ -10,6 +10,7 @@ from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule, gemm_options
+from hqsweep.nn.recompute import recomputed
 from hqsweep.quant import QuantizerRole
 from hqsweep.quant.schedule import AnyRecipe
 
@@ -47,17 +48,22 @@ class MultiheadAttention(nn.Module):
         self.dpa = DotProductAttention(**gemm_options(recipe, "dpa", f"{name}.dpa"), dtype=dtype)
         self.proj = Linear(dim, dim, **gemm_options(recipe, "linear", f"{name}.proj"), **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
+        """checkpoint_core_attention: compute what lies between the two linears again in backward."""
         if self.quantize_boundaries:
             self._wire_boundaries()
         qkv = self.qkv(x)
+        return self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
+
+    def _core(self, qkv: Tensor) -> Tensor:
+        """[B, T, 3 D] -> [B, T, D]."""
+        b, t, d = *qkv.shape[:2], qkv.shape[2] // 3
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
         qk, v = qkv.view(b, t, 3 * self.heads, d // self.heads).split((2 * self.heads, self.heads), dim=2)
         qk = qk if self.rope_base is None else rotate(qk, self.rope_base)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
         y = self.dpa(q, k, v.transpose(1, 2), is_causal=self.is_causal)
-        return self.proj(y.transpose(1, 2).reshape(b, t, d))
+        return y.transpose(1, 2).reshape(b, t, d)
 
     def _wire_boundaries(self) -> None:
         """Give each tensor between the modules the role of its reader, or None where that reads high precision."""

@@ -17,6 +17,8 @@ COLUMNS = (
 class Probe:
     """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors.
 
+    What reports again under a name that has rows already is passed over: a forward that is computed again in backward
+    (the rows are those without recomputation), and further microbatches of the step.
     originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
     """
 
@@ -25,20 +27,27 @@ class Probe:
         self.originals = originals or {}
         self.gemms = gemms
         self.rows: list[dict[str, object]] = []
+        self._reported: set[tuple[str, str]] = set()
 
     def tensor(self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> None:
         """Both directions of x [rows, cols], quantized again as the module quantizes it.
 
         Errors are against the original values, also with columnwise_source rowwise_dequantized.
         """
-        for direction, values in quantizer.statistics(x.detach(), key).items():
-            self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
+        if self._is_first(layer, tensor):
+            for direction, values in quantizer.statistics(x.detach(), key).items():
+                self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
 
     def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """actual [m, n] against a [m, k] @ b [n, k].T of the unquantized tensors in FP32."""
-        if self.gemms:
+        if self.gemms and self._is_first(layer, gemm):
             expected = a.detach().float() @ b.detach().float().t()
             self._add(layer, gemm, "output", None, output_error(expected, actual.detach()))
+
+    def _is_first(self, layer: str, name: str) -> bool:
+        known = (layer, name) in self._reported
+        self._reported.add((layer, name))
+        return not known
 
     def _add(self, layer: str, tensor: str, direction: str, format: str | None, values: dict[str, float]) -> None:
         row = {"step": self.step, "layer": layer, "tensor": tensor, "direction": direction, "format": format}

@@ -35,6 +35,6 @@ class TransformerLayer(nn.Module):
         self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **options, **attention)
         self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", activation=activation, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(x).to(x.dtype)
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
+        x = x + self.attn(x, checkpoint_core_attention).to(x.dtype)
         return x + self.mlp(x).to(x.dtype)

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
+from hqsweep.nn.offload import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
@@ -52,6 +54,7 @@ class Trainer:
         self.stage = self.stages[0]
         self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
         self.optimizer = make_optimizer(self.model, config.train)
+        self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -69,13 +72,11 @@ class Trainer:
         lr = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with quantization(seed=self.config.seed, step=self.step, probe=probe):
-            loss = self._loss("train", self.step - 1)
-            loss.backward()
+        loss = self._forward_backward(probe)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss_sum += loss.detach().double()
+        self.loss_sum += loss.double()
         self.loss_count += 1
         return self._report(norm, lr, probe)
 
@@ -107,17 +108,36 @@ class Trainer:
         masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
         return Probe(self.step, gemms=stats.gemm, originals=masters)
 
-    def _loss(self, split: str, index: int) -> Tensor:
+    def _forward_backward(self, probe: Probe | None) -> Tensor:
+        """The mean loss of the step's batch, whose gradients are accumulated over its microbatches."""
+        parts = self.config.train.microbatches
+        total = torch.zeros((), device=self.device)
+        for index, (inputs, targets) in enumerate(self._batches("train", self.step - 1, parts)):
+            options = {"probe": probe, "microbatch": index, "cache_weights": parts > 1}
+            with quantization(seed=self.config.seed, step=self.step, **options):
+                loss = self._loss(inputs, targets) / parts
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _batches(self, split: str, index: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets [B / parts, T] of a batch, on the device."""
         train = self.config.train
-        inputs, targets = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
-        logits = self.model(inputs.to(self.device, non_blocking=True))
-        return F.cross_entropy(logits.flatten(0, 1), targets.to(self.device, non_blocking=True).flatten())
+        batch = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
+        inputs, targets = (tokens.to(self.device, non_blocking=True).chunk(parts) for tokens in batch)
+        yield from zip(inputs, targets, strict=True)
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.saving():
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss in nats a token over the validation batches, which are the same for every run and step."""
-        with quantization(seed=self.config.seed, step=self.step):
-            losses = [self._loss("val", i).double() for i in range(self.config.train.eval_batches)]
+        with quantization(seed=self.config.seed, step=self.step, cache_weights=True):
+            batches = [next(self._batches("val", i)) for i in range(self.config.train.eval_batches)]
+            losses = [self._loss(*batch).double() for batch in batches]
         return torch.stack(losses).mean().item()
 
     def state(self) -> dict:
@@ -151,7 +171,7 @@ def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: AnyRecipe)
     held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
     with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
         torch.manual_seed(config.seed)
-        return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype])
+        return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype], config.train.recompute)
 
 
 def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:

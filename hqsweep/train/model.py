@@ -5,7 +5,7 @@ precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import gemm_options, section_of
 from hqsweep.nn.norm import Norm
+from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.quant.recipe import HEAD
@@ -23,6 +24,7 @@ from hqsweep.quant.validate import GemmModule, attention_module, linear_module
 if TYPE_CHECKING:
     from hqsweep.config import ModelConfig
 
+Recompute = Literal["none", "layer", "attention"]
 EMBEDDING_STD = 0.02
 
 
@@ -67,10 +69,21 @@ class Embedding(QuantizedWeight):
 
 
 class GPT(nn.Module):
-    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with."""
+    """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with.
 
-    def __init__(self, config: "ModelConfig", vocab_size: int, recipe: AnyRecipe, dtype: torch.dtype) -> None:
+    recompute: what backward computes again instead of keeping it: "none", every "layer", or the core of "attention".
+    """
+
+    def __init__(
+        self,
+        config: "ModelConfig",
+        vocab_size: int,
+        recipe: AnyRecipe,
+        dtype: torch.dtype,
+        recompute: Recompute = "none",
+    ) -> None:
         super().__init__()
+        self.recompute = recompute
         recipe = recipe.for_layers(range(config.layers))
         self.embedding = Embedding(vocab_size, config.dim, "embedding", recipe)
         sizes, options = (config.dim, ffn_width(config), config.heads), {"recipe": recipe, "dtype": dtype}
@@ -96,7 +109,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = recomputed(layer, x) if self.recompute == "layer" else layer(x, self.recompute == "attention")
         return self.head(self.norm(x)).float()
 
     def linears(self) -> Iterator[Linear]:

@@ -40,7 +40,7 @@ def test_every_check_passes(check, tmp_path):
 
 def test_routing_covers_all_ordered_pairs(tmp_path):
     subjects = {r["subject"] for r in run("routing", tmp_path=tmp_path)}
-    assert len(subjects) == 5 * 4 and {"nvfp4|mxfp8", "mxfp8|nvfp4"} <= subjects
+    assert len(subjects) == 5 * 4 + 5 * 4 * 3 and {"nvfp4|mxfp8", "mxfp8|nvfp4", "nvfp4|mxfp8|fp8_block"} <= subjects
 
 
 def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):

@@ -1,8 +1,7 @@
-"""Linear: gradients against torch, the routing of three formats, keys, recompute, and what the probe sees."""
+"""Linear: gradients against torch, the routing of three formats, keys, and what the probe sees."""
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hqsweep.formats import parse
 from hqsweep.jobs.inputs import draw
@@ -18,10 +17,10 @@ def build(quantizers, k=64, n=96, dtype=torch.bfloat16, **options):
     return Linear(k, n, name="layer", quantizers=parsed, dtype=dtype, **options)
 
 
-def run(quantizers, step=0, **options):
+def run(quantizers, step=0, microbatch=0, **options):
     module = build(quantizers, **options)
     x = draw("heavy", 32, 64).clamp(-100, 100).to(module.dtype).requires_grad_()
-    with quantization(seed=0, step=step):
+    with quantization(seed=0, step=step, microbatch=microbatch):
         y = module(x)
     y.backward(draw("normal", 32, 96, 1).to(y.dtype))
     return {
@@ -96,50 +95,10 @@ def test_stochastic_rounding_follows_the_step():
     assert torch.equal(run(NVFP4, step=3)["y"], run(NVFP4, step=4)["y"])
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"], ids=str)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recompute_gives_the_same_bits(quantizers, reentrant):
-    module = build(quantizers)
-    results = []
-    for recompute in (False, True):
-        x = draw("normal", 32, 64).requires_grad_()
-        module.weight.grad = None
-        with quantization(seed=1, step=5):
-            y = checkpoint(module, x, use_reentrant=reentrant) if recompute else module(x)
-            y.backward(draw("normal", 32, 96, 1))
-        results.append({"y": y.detach(), "dx": x.grad, "dw": module.weight.grad})
-    assert_equal(*results)
-
-
-@pytest.mark.parametrize("quantizers", ["fp8_current", "mxfp8", NVFP4], ids=str)
-def test_the_gradient_of_the_bias_is_the_sum_of_the_unquantized_gradient(quantizers):
-    """In float32: a sum in bfloat16 would be rounded, one of codes would be another sum."""
-    assert torch.equal(run(quantizers, bias=True)["db"], draw("normal", 32, 96, 1).sum(0, dtype=torch.float32))
-
-
-SAVED_BYTES = {  # (quantizers, save_original_input) -> bytes an element of x
-    ("mxfp8", False): 1 + 1 / 32,
-    ("mxfp8", True): 2,
-    ("nvfp4|mxfp8", True): 2,
-    ("nvfp4|mxfp8@rowwise_dequantized", True): 1 + 1 / 32,  # vetoes
-    ("mxfp8|nvfp4", False): 0.5 + 1 / 16 + 4 / (32 * 64),
-    ("bf16", False): 2,
-}
-
-
-@pytest.mark.parametrize(("quantizers", "original"), SAVED_BYTES, ids=str)
-def test_bytes_per_element_saved_for_backward(quantizers, original):
-    module, saved = build(quantizers), []
-    module.save_original_input = original
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
-        module(draw("normal", 32, 64))
-    of_x = [tensor.nbytes for tensor in saved if tensor is not module.weight]
-    assert sum(of_x) / (32 * 64) == SAVED_BYTES[quantizers, original]
-
-
-@pytest.mark.parametrize("quantizers", ["mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"], ids=str)
-def test_a_saved_original_gives_the_same_bits(quantizers):
-    assert_equal(run(quantizers), run(quantizers, save_original_input=True))
+def test_microbatches_of_a_step_draw_other_bits_for_all_but_the_weight():
+    assert not torch.equal(run(NVFP4)["dx"], run(NVFP4, microbatch=1)["dx"])
+    only_weight = {"input": "bf16", "weight": "nvfp4+sr", "grad_output": "bf16"}
+    assert_equal(run(only_weight), run(only_weight, microbatch=1))
 
 
 def test_shapes_bias_and_frozen_parts():

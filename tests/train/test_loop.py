@@ -9,6 +9,7 @@ from hqsweep.config import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.ops import fingerprint
+from hqsweep.quant import HybridQuantizer
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, learning_rate, load_checkpoint, save_checkpoint
 
@@ -52,6 +53,31 @@ def test_schedule_rises_stays_and_falls():
     assert rates[-1] == pytest.approx(0.1 + 0.9 / 40) and rates == sorted(rates[:10]) + rates[10:60] + sorted(
         rates[60:], reverse=True
     )
+
+
+def test_microbatches_add_up_to_the_batch():
+    """In FP32, where only the order of sums differs; under a low-precision recipe each part has its own scales."""
+    whole, parts = (trainer(config("fp32", dtype="fp32", log_every=1, microbatches=n)) for n in (1, 4))
+    for a, b in zip(whole.steps(), parts.steps(), strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_weights_are_quantized_once_for_all_microbatches_and_for_all_batches_of_an_evaluation(monkeypatch):
+    seen, real = [], HybridQuantizer.quantize
+
+    def spy(self, x, **options):
+        seen.append((options["key"].step, options["key"].slot, options["rowwise"]))
+        return real(self, x, **options)
+
+    monkeypatch.setattr(HybridQuantizer, "quantize", spy)
+    list(trainer(config(NVFP4, microbatches=2, steps=4)).steps())
+    weights = [each for each in seen if each[1] == "layers.0.mlp.fc1/linear/weight"]
+    assert weights == [
+        *((step, "layers.0.mlp.fc1/linear/weight", d) for step in range(1, 5) for d in ("exact", None)),
+        (4, "layers.0.mlp.fc1/linear/weight", "exact"),  # of the updated weight, for two batches
+    ]
 
 
 @pytest.mark.parametrize("linear", ["bf16", NVFP4], ids=["bf16", "nvfp4"])

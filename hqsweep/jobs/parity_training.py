@@ -1,0 +1,120 @@
+"""Checks of the parity job that train a small GPT: two ways to the same bytes, in every weight, moment and loss.
+
+repeat     the same training twice
+resume     training interrupted by a checkpoint against uninterrupted training
+weights    training with quantized weights and FP32 masters against training that quantizes FP32 weights at every use;
+           then the same interrupted by a checkpoint, with the codes
+recompute  training that computes layers, or the cores of attention, again in backward against training that keeps all
+offload    training whose activations wait in CPU memory against training that keeps them where they are
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hqsweep.jobs.compare_bytes import named_pairs, row
+from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.train import data
+from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from hqsweep.config import ParityConfig
+
+Rows = Iterator[dict[str, object]]
+Check = Callable[["ParityConfig", torch.device], Rows]
+RECIPES = {
+    "bf16": "bf16",
+    "mxfp8": "mxfp8",
+    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
+    "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    "nvfp4 fwd, mxfp8 bwd": "nvfp4|mxfp8@rowwise_dequantized",
+}
+
+
+def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Two trainings from the same config."""
+    for name in RECIPES:
+        first, second = (_trained(config, name, device) for _ in range(2))
+        yield row("repeat", name, "small GPT", named_pairs(first, second))
+
+
+def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Half the steps, a checkpoint on disk, a new process state, the other half; against all steps at once."""
+    for name in RECIPES:
+        pairs = named_pairs(_trained(config, name, device), _resumed(config, name, device))
+        yield row("resume", name, "small GPT", pairs)
+
+
+def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Both kinds of weights from the same config; then held ones with and without an interruption."""
+    for name in RECIPES:
+        plain = _trained(config, name, device)
+        held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
+        yield row("weights", name, "small GPT", named_pairs(plain, held))
+        yield row("weights", name, "small GPT, resumed", named_pairs(held, resumed))
+
+
+def recompute_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Both parts that can be computed again."""
+    for name in RECIPES:
+        plain = _trained(config, name, device)
+        for part in ("layer", "attention"):
+            again = _trained(config, name, device, recompute=part)
+            yield row("recompute", name, f"small GPT, {part}", named_pairs(plain, again))
+
+
+def offload_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Alone, and with layers that are computed again, of which the inputs wait."""
+    for name in RECIPES:
+        plain = _trained(config, name, device)
+        for case, options in (("small GPT", {}), ("small GPT, layers recomputed", {"recompute": "layer"})):
+            away = _trained(config, name, device, offload=True, **options)
+            yield row("offload", name, case, named_pairs(plain, away))
+
+
+def _trained(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
+    """options: those of config.training."""
+    return _finish(_trainer(config, recipe, device, **options))
+
+
+def _resumed(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
+    first = _trainer(config, recipe, device, **options)
+    for done in first.steps():
+        if 2 * done.step >= first.config.train.steps:
+            break
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(first, Path(folder))
+        second = _trainer(config, recipe, device, **options)
+        load_checkpoint(second, Path(folder))
+    return _finish(second)
+
+
+def _trainer(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> Trainer:
+    training = config.training(recipe, RECIPES[recipe], **options)
+    return Trainer(training, data.load(training.data), training.recipe.build(), device)
+
+
+def _finish(trainer: Trainer) -> dict[str, Tensor]:
+    """Losses, the FP32 value and the moments of every parameter, and the codes of quantized ones."""
+    done = list(trainer.steps())[-1]
+    made = {"losses": torch.tensor([done.metrics["train_loss"], done.metrics["val_loss"]], dtype=torch.float64)}
+    for name, p in trainer.model.named_parameters():
+        state = trainer.optimizer.state[p]
+        made |= {name: trainer.optimizer.master_param(p).detach()}
+        made |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        if isinstance(p, HybridQuantizedTensor):
+            made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
+    return made
+
+
+TRAINING_CHECKS: dict[str, Check] = {
+    "repeat": repeat_check,
+    "resume": resume_check,
+    "weights": weights_check,
+    "recompute": recompute_check,
+    "offload": offload_check,
+}

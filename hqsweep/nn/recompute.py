@@ -1,0 +1,31 @@
+"""Recomputation: a part of a model keeps its inputs only, and runs again in backward to make what backward reads.
+
+torch.utils.checkpoint, reentrant or not, gives the same bytes as no checkpoint for every module here: nothing is drawn
+from a generator's state (random bits are keyed by seed, slot, step and index), saving is pure, and modules keep nothing
+between calls that a second run would find changed.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hqsweep.nn.context import autocast_recipe, current, replayed
+
+Outputs = TypeVar("Outputs", Tensor, tuple[Tensor, ...])
+
+
+def recomputed(function: Callable[..., Outputs], *args: object) -> Outputs:
+    """function(*args) by torch.utils.checkpoint without reentry, under the quantization() and autocast() of this call.
+
+    Backward may therefore run outside of both. function: a module or a closure over modules, which draws nothing from
+    torch's generators; tensors in args are kept until backward.
+    """
+    context, recipe = current(), autocast_recipe()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), replayed(context, recipe)
+
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

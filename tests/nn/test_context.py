@@ -1,0 +1,58 @@
+"""quantization() and autocast(): what they restore, and what threads without a value of their own read."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from hqsweep.nn import Linear, autocast, quantization
+from hqsweep.nn.context import autocast_recipe, current
+from hqsweep.quant import LinearQuantizers, Recipe
+
+RECIPE = Recipe(linear=LinearQuantizers.parse("mxfp8", "test"))
+
+
+def seen_by_a_fresh_thread():
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: (current().seed, current().step, autocast_recipe())).result()
+
+
+def test_a_fresh_thread_reads_the_innermost_contexts_and_nothing_after_them():
+    assert seen_by_a_fresh_thread() == (0, 0, None)
+    with quantization(seed=3, step=7), autocast(recipe=RECIPE):
+        assert seen_by_a_fresh_thread() == (3, 7, RECIPE)
+        with quantization(seed=4), autocast(enabled=False):
+            assert seen_by_a_fresh_thread()[:2] == (4, 0)
+            assert str(seen_by_a_fresh_thread()[2].linear.input) == "bf16"
+        assert seen_by_a_fresh_thread() == (3, 7, RECIPE)
+    assert seen_by_a_fresh_thread() == (0, 0, None)
+
+
+def test_exceptions_restore():
+    with quantization(seed=1):
+        with pytest.raises(ZeroDivisionError), quantization(seed=2), autocast(recipe=RECIPE):
+            raise ZeroDivisionError
+        assert (current().seed, autocast_recipe()) == (1, None)
+        assert seen_by_a_fresh_thread() == (1, 0, None)
+
+
+def test_a_thread_with_a_value_of_its_own_keeps_it_and_leaves_in_any_order():
+    outer, inner = quantization(seed=1), quantization(seed=2)
+    with ThreadPoolExecutor(1) as other:
+        outer.__enter__()
+        other.submit(inner.__enter__).result()
+        assert current().seed == 1 and other.submit(lambda: current().seed).result() == 2
+        outer.__exit__(None, None, None)  # before the one that was entered later
+        assert seen_by_a_fresh_thread()[0] == 2
+        other.submit(inner.__exit__, None, None, None).result()
+    assert seen_by_a_fresh_thread()[0] == 0
+
+
+def test_a_module_called_in_a_fresh_thread_draws_the_bits_of_the_step():
+    quantizers = LinearQuantizers.parse("nvfp4+sr|mxfp8", "test")
+    module, x = Linear(64, 96, name="layer", quantizers=quantizers), torch.randn(32, 64)
+    with quantization(seed=3, step=7), ThreadPoolExecutor(1) as threads, torch.no_grad():
+        here, there = module(x), threads.submit(module, x).result()
+        assert torch.equal(here, there)
+    with torch.no_grad():
+        assert not torch.equal(module(x), here)

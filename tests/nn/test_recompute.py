@@ -1,0 +1,206 @@
+"""Recomputation: the bytes of outputs and gradients are those without it, by torch.utils.checkpoint and by ours."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hqsweep.config import parse
+from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
+from hqsweep.nn.attention import DotProductAttention
+from hqsweep.nn.recompute import recomputed
+from hqsweep.quant import DpaQuantizers, LinearQuantizers, Recipe
+from hqsweep.train.loop import build_model
+
+FORMATS = {
+    "fp8_current": "fp8_current",
+    "mxfp8": "mxfp8",
+    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
+    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    "hybrid": "nvfp4|mxfp8@rowwise_dequantized",
+}
+ATTENTION = {
+    "fp8_current": "fp8_current",
+    "mxfp8": "mxfp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4+sr",
+    "hybrid": FORMATS["hybrid"],
+}
+WAYS = {
+    "reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=True),
+    "not reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=False),
+    "ours": recomputed,
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+formats = pytest.mark.parametrize("name", FORMATS)
+ways = pytest.mark.parametrize("way", WAYS)
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def linear(text, *, held=False, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    with quantized_model_init(enabled=held), quantization(seed=5):
+        return Linear(64, 96, name="layer", quantizers=LinearQuantizers.parse(text, "test"), bias=True, dtype=dtype)
+
+
+def attention(text):
+    return DotProductAttention(name="dpa", quantizers=DpaQuantizers.parse(text, "test"))
+
+
+def gpt(text, recompute="none"):
+    config = {
+        "job": "convergence", "sweep": "t", "recipe": {"name": "r", "linear": text},
+        "model": {"dim": 64, "layers": 2, "heads": 2}, "data": {"source": "markov"}, "train": {"recompute": recompute},
+    }  # fmt: skip
+    config = parse(config)
+    return build_model(config, 16, config.recipe.build())
+
+
+def draw(*shape, seed=0, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def run(module, inputs, call=lambda module, *x: module(*x), within=nullcontext):
+    """Bytes of the output, the gradients of inputs and of weights; and how often the module ran."""
+    runs = []
+    hook = module.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    module.zero_grad()
+    with quantization(seed=1, step=5), within():
+        y = call(module, *inputs)
+        y.backward(draw(*y.shape, seed=9, device=y.device).to(y.dtype))
+    hook.remove()
+    made = {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)}
+    return made | {name: p.grad for name, p in module.named_parameters()}, len(runs)
+
+
+def assert_the_same(module, inputs, way, **options):
+    module.to(inputs[0].device)
+    expected, once = run(module, inputs, **options)
+    actual, twice = run(module, inputs, WAYS[way], **options)
+    assert (once, twice) == (1, 2)  # it did happen
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        assert tensor is not None and torch.equal(tensor, actual[name]), name
+
+
+@devices
+@ways
+@formats
+def test_linear(name, way, device):
+    assert_the_same(linear(FORMATS[name]), [draw(32, 64, device=device)], way)
+
+
+@devices
+@ways
+@formats
+def test_linear_with_a_held_weight(name, way, device):
+    module = linear(FORMATS[name], held=True)
+    assert_the_same(module, [draw(32, 64, device=device)], way)
+
+
+@devices
+@ways
+@formats
+def test_linear_inside_autocast(name, way, device):
+    """The module's own recipe would give other bytes."""
+    recipe = Recipe(linear=LinearQuantizers.parse(FORMATS[name], "test"))
+    module, inputs = linear("bf16"), [draw(32, 64, device=device)]
+    assert_the_same(module, inputs, way, within=lambda: autocast(recipe=recipe))
+    assert not torch.equal(
+        run(module, inputs)[0]["y"], run(module, inputs, within=lambda: autocast(recipe=recipe))[0]["y"]
+    )
+
+
+@devices
+@ways
+@formats
+def test_attention(name, way, device):
+    qkv = [draw(2, 128, 32, seed=i, device=device).bfloat16() for i in range(3)]
+    assert_the_same(attention(ATTENTION[name]), qkv, way)
+
+
+@devices
+@ways
+@formats
+def test_gpt_block(name, way, device):
+    assert_the_same(gpt(FORMATS[name]).layers[0], [draw(2, 32, 64, device=device)], way)
+
+
+@devices
+@formats
+@pytest.mark.parametrize("part", ["layer", "attention"])
+def test_gpt(name, part, device):
+    """The whole model with its own switch, against the one without."""
+    made = []
+    for recompute in ("none", part):
+        model, tokens = gpt(FORMATS[name], recompute).to(device), torch.arange(64, device=device).view(2, 32) % 16
+        nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator(device).manual_seed(0))
+        with quantization(seed=1, step=5):
+            y = model(tokens)
+            y.backward(draw(*y.shape, device=device))
+        made.append({"y": y.detach()} | {name: p.grad for name, p in model.named_parameters()})
+    for name, tensor in made[0].items():
+        assert tensor.abs().sum() > 0 and torch.equal(tensor, made[1][name]), name
+
+
+@pytest.mark.parametrize(("part", "layers", "cores"), [("none", 1, 1), ("layer", 2, 2), ("attention", 1, 2)])
+def test_what_a_model_computes_again(part, layers, cores, monkeypatch):
+    """And that without gradients nothing is."""
+    model, ran = gpt("mxfp8", part), []
+    model.layers[1].register_forward_pre_hook(lambda *_: ran.append("layer"))
+    right = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda *a, **k: (ran.append("core"), right(*a, **k))[1]
+    )
+    tokens = torch.arange(64).view(2, 32) % 16
+    model(tokens).sum().backward()
+    assert (ran.count("layer"), ran.count("core")) == (layers, 2 * cores)
+    ran.clear()
+    with torch.no_grad():
+        model(tokens)
+    assert (ran.count("layer"), ran.count("core")) == (1, 2)
+
+
+def test_random_bits_are_replayed_and_not_drawn_again():
+    """With another key in backward the bytes would differ, so that the tests above compare something."""
+    module, x = linear("nvfp4|nvfp4+sr"), draw(32, 64)
+    expected, _ = run(module, [x])
+
+    def forgetful(module, x):
+        def run(x):
+            with quantization(seed=len(calls)):
+                calls.append(x)
+                return module(x)
+
+        calls = []
+        return checkpoint(run, x, use_reentrant=False)
+
+    actual, _ = run(module, [x], forgetful)
+    assert not torch.equal(expected["weight"], actual["weight"])
+
+
+@formats
+def test_ours_may_run_backward_outside_of_the_contexts(name):
+    recipe = Recipe(linear=LinearQuantizers.parse(FORMATS[name], "test"))
+    made = []
+    for call in (lambda module, x: module(x), recomputed):
+        module, x = linear("bf16"), draw(32, 64).requires_grad_()
+        with quantization(seed=1, step=5), autocast(recipe=recipe):
+            y = call(module, x)
+        y.backward(draw(*y.shape, seed=9).to(y.dtype))
+        made.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@ways
+def test_a_probe_reports_once(way):
+    rows = []
+    for call in (lambda module, x: module(x), WAYS[way]):
+        probe, module, x = Probe(step=5), linear(FORMATS["nvfp4"]), draw(32, 64).requires_grad_()
+        with quantization(seed=1, step=5, probe=probe):
+            call(module, x).float().square().sum().backward()
+        rows.append(probe.rows)
+    assert rows[0] == rows[1] and len(rows[0]) == 9
