@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks.rows import ROOT, Row, markdown
 
-BENCHMARKS = ("quantize", "gemm", "linear")
+BENCHMARKS = ("quantize", "gemm", "linear", "offload")
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
-    "scale_b", "out", "fast", "tokens",
+    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context",
 )  # fmt: skip
 
 

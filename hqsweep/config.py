@@ -18,9 +18,8 @@ from hqsweep.config_errors import sentence
 from hqsweep.errors import UserError, nearest
 from hqsweep.jobs.inputs import DISTRIBUTIONS, check_format
 from hqsweep.jobs.parity import CHECKS
-from hqsweep.quant import QuantizerRole
-from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config, stages
-from hqsweep.quant.validate import DeviceFault, validate
+from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config
+from hqsweep.quant.validate import DeviceFault, check_held_weights, validate
 from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
 
 Count = Annotated[int, Field(ge=1)]
@@ -229,7 +228,8 @@ class ConvergenceConfig(Job):
     def _recipe_fits(self) -> "ConvergenceConfig":
         self.check_recipe(self.data.vocab_estimate)
         if self.model.quantized_weights:
-            self._weights_stay()
+            names = [name for name, _, _ in linear_shapes(self.model, self.data.vocab_estimate)]
+            check_held_weights(self.recipe.build(), self.train.steps, names)
         return self
 
     def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
@@ -237,21 +237,6 @@ class ConvergenceConfig(Job):
         part = self.train.batch // self.train.microbatches
         modules = gemm_modules(self.model, vocab_size, part, self.train.context)
         validate(self.recipe.build(), self.train.steps, modules, device_fault)
-
-    def _weights_stay(self) -> None:
-        """UserError where a schedule would change the format of a weight that is held quantized."""
-        shapes = linear_shapes(self.model, self.data.vocab_estimate)
-        roles = [QuantizerRole("linear", "weight", name) for name, _, _ in shapes]
-        first, *later = stages(self.recipe.build(), self.train.steps)
-        held = first.recipe.resolve(roles)
-        for stage in later:
-            for role, quantizer in stage.recipe.resolve(roles).items():
-                if quantizer != held[role]:
-                    raise UserError(
-                        f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
-                        f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
-                        " model.quantized_weights=false"
-                    )
 
 
 class ParitySection(Section):

@@ -7,17 +7,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity
+from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed, Identity
 from hqsweep.quant import CustomRecipe, HybridQuantizer, Recipe
 from hqsweep.quant.hybrid import without_rht
 from hqsweep.quant.recipe import HEAD, HIGH_PRECISION, Override
+from hqsweep.quant.roles import GRADIENTS
 from hqsweep.quant.schedule import AnyRecipe
 from hqsweep.quant.sections import Section
 
 TENSOR = "transformer_engine.pytorch.tensor"
 MODULES = {
     "CustomRecipe": "transformer_engine.common.recipe",
+    "Format": "transformer_engine.common.recipe",
     "DType": "transformer_engine.pytorch.constants",
+    "DelayedScalingRequest": "transformer_engine.pytorch.quantization",
     "HybridQuantizer": f"{TENSOR}.hybrid_tensor",
     "IdentityQuantizer": f"{TENSOR}.identity_tensor",
     "Float8CurrentScalingQuantizer": f"{TENSOR}.float8_tensor",
@@ -67,10 +70,7 @@ def to_transformer_engine(recipe: AnyRecipe, name: str, layers: int | None = Non
 def _stage(recipe: AnyRecipe, index: int, layers: int | None) -> str:
     if isinstance(recipe, CustomRecipe):
         raise UserError(f"recipe: it is a Python factory already, {recipe.path}; import it there")
-    faults = [
-        f"{where}: TransformerEngine has no {format}" for where, q in _slots(recipe)
-        for format in (q.rowwise, q.columnwise) if _quantizer_call(format) is None
-    ]  # fmt: skip
+    faults = list(_faults(recipe))
     if faults:
         raise UserError("; ".join(dict.fromkeys(faults)))
     lines = [f"def qfactory{_suffix(index)}(role):", '    """The quantizer of a slot."""']
@@ -89,8 +89,8 @@ def _stage(recipe: AnyRecipe, index: int, layers: int | None) -> str:
         sections["dpa"] = recipe.dpa
     lines += _match(sections, "    ")
     if attention:  # slots of the fused kernel that no module of the recipe owns
-        lines += ['    if "dpa_output" in role.name:', f"        return {_call(recipe.dpa.qkv)}"]
-        lines += ['    if "dpa_grad_input" in role.name:', f"        return {_call(recipe.dpa.do)}"]
+        lines += ['    if "dpa_output" in role.name:', f"        return {_call(recipe.dpa.qkv, 'qkv')}"]
+        lines += ['    if "dpa_grad_input" in role.name:', f"        return {_call(recipe.dpa.do, 'do')}"]
     lines += ["    return IdentityQuantizer()", "", ""]
     dpa = ", fp8_dpa=True" if attention else ""
     lines += [f"recipe{_suffix(index)} = CustomRecipe(qfactory=qfactory{_suffix(index)}{dpa})", ""]
@@ -105,15 +105,31 @@ def _quantizes_attention(recipe: Recipe) -> bool:
     return any(s != HIGH_PRECISION["dpa"] for s in (recipe.dpa, *(o.dpa for o in recipe.overrides)) if s is not None)
 
 
-def _slots(recipe: Recipe) -> Iterator[tuple[str, HybridQuantizer]]:
-    """Every quantizer that the module will have to give, with its key path."""
+def _faults(recipe: Recipe) -> Iterator[str]:
+    """What TransformerEngine cannot be asked for, with key paths."""
+    for where, section in _sections(recipe):
+        requests: dict[bool, str] = {}  # for gradients, and for other tensors
+        for tensor in section.tensors():
+            q, gradient, slot = getattr(section, tensor), tensor in GRADIENTS, f"{where}.{tensor}"
+            if not q.delayed:
+                formats = [f for f in (q.rowwise, q.columnwise) if _quantizer_call(f) is None]
+                yield from (f"{slot}: TransformerEngine has no {format}" for format in formats)
+            elif q.rowwise != q.columnwise or q.columnwise_source != "original":
+                yield f"{slot}: TransformerEngine takes fp8_delayed only in both directions of a tensor, not {q}"
+            elif q.rowwise.element_name == "e5m2" and not gradient:
+                yield f"{slot}: TransformerEngine takes {q} for gradients only"
+            elif requests.setdefault(gradient, _request(q.rowwise, tensor)) != _request(q.rowwise, tensor):
+                same = "gradients" if gradient else "forward tensors"
+                yield f"{slot}: TransformerEngine takes one fp8_delayed for all {same} of a module, not also {q}"
+
+
+def _sections(recipe: Recipe) -> Iterator[tuple[str, Section]]:
+    """Every section that the module will have to give, with its key path."""
     sections = {f"recipe.{key}": getattr(recipe, key) for key in ("linear", "grouped_linear", "dpa", "head")}
     for index, override in enumerate(recipe.overrides):
         for key in ("linear", "grouped_linear", "dpa"):
             sections[f"recipe.overrides[{index}].{key}"] = getattr(override, key)
-    for where, section in sections.items():
-        for tensor in section.tensors() if section else ():
-            yield f"{where}.{tensor}", getattr(section, tensor)
+    yield from ((where, section) for where, section in sections.items() if section)
 
 
 def _condition(override: Override, index: int, layers: int | None) -> str:
@@ -135,12 +151,12 @@ def _match(sections: Mapping[str, Section | None], indent: str) -> list[str]:
             types.setdefault(section, []).append(module_type)
     lines = [f"{indent}match slot:"]
     for section, names in types.items():
-        tensors: dict[HybridQuantizer, list[str]] = {}
+        tensors: dict[str, list[str]] = {}
         for tensor in section.tensors():
-            tensors.setdefault(getattr(section, tensor), []).append(tensor)
-        for quantizer, same in tensors.items():
+            tensors.setdefault(_call(getattr(section, tensor), tensor), []).append(tensor)
+        for call, same in tensors.items():
             lines += [f"{indent}    case ({_alternatives(names)}, {_alternatives(same)}):"]
-            lines += [f"{indent}        return {_call(quantizer)}"]
+            lines += [f"{indent}        return {call}"]
     return lines
 
 
@@ -148,9 +164,11 @@ def _alternatives(names: Sequence[str]) -> str:
     return " | ".join(f'"{name}"' for name in names)
 
 
-def _call(quantizer: HybridQuantizer) -> str:
-    """The expression that makes a quantizer."""
+def _call(quantizer: HybridQuantizer, tensor: str) -> str:
+    """The expression that makes the quantizer of a tensor."""
     row, column, source = quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source
+    if isinstance(row, Fp8Delayed):
+        return _request(row, tensor)
     if row == without_rht(column) and source == "original":
         return _quantizer_call(column)
     return (
@@ -190,6 +208,16 @@ def _quantizer_call(format: Format) -> str | None:
             unsigned = ", with_random_sign_mask=False" if not format.rht_signed else ""
             return f"NVFP4Quantizer({given}{unsigned})"
     return None
+
+
+def _request(format: Fp8Delayed, tensor: str) -> str:
+    """The request for fp8_delayed: TransformerEngine keeps the state, and under HYBRID gives gradients E5M2."""
+    hybrid = (format.element_name == "e5m2") == (tensor in GRADIENTS)
+    algorithm = "most_recent" if format.most_recent else "max"
+    return (
+        f"DelayedScalingRequest(fp8_format=Format.{'HYBRID' if hybrid else 'E4M3'},"
+        f' amax_history_len={format.history}, amax_compute_algo="{algorithm}")'
+    )
 
 
 def _fp8(format: Fp8Current | Fp8Block | MX) -> str:

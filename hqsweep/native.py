@@ -16,15 +16,27 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, ExactOperand, Format, Fp8Block, Fp8Current, Identity
+from hqsweep.formats import (
+    FORMATS,
+    MX,
+    NVFP4,
+    ExactOperand,
+    Format,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    Fp8PerTensor,
+    Identity,
+)
 from hqsweep.gemm import epilogue, mm_t, plan
 from hqsweep.ops.swizzle import swizzle
 from hqsweep.quant import Operand
+from hqsweep.quant.pairs import same_scaling
 
 CUDA_KINDS: dict[int, tuple[type[Format], ...]] = {
-    8: (Fp8Current,),
-    9: (Fp8Current, Fp8Block),
-    10: (Fp8Current, MX, NVFP4),
+    8: (Fp8PerTensor,),
+    9: (Fp8PerTensor, Fp8Block),
+    10: (Fp8PerTensor, MX, NVFP4),
 }
 """Major compute capability -> formats with a native product; of 8 only 8.9."""
 UNTRIED = (10,)
@@ -67,15 +79,19 @@ def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | Non
     kinds = CUDA_KINDS.get(capability[0], ())
     for format in (a, b):
         if not isinstance(format, kinds) or (isinstance(format, MX) and format.name != "mxfp8"):
-            names = ", ".join(sorted(k.name if k is not MX else "mxfp8" for k in kinds)) or "none"
+            names = ", ".join(sorted(_names(kinds))) or "none"
             return f"sm_{capability[0]}{capability[1]} has no product for {format}; it has: {names}"
-    if type(a) is not type(b):
+    if not same_scaling(a, b):
         return "their scaling modes differ"
     if isinstance(a, Fp8Block) and a.two_d and b.two_d:
         return "128x128 tiles on both sides have no product"
     if getattr(a, "element_name", "") == getattr(b, "element_name", "") == "e5m2":
         return "E5M2 does not meet E5M2"
     return None
+
+
+def _names(kinds: tuple[type[Format], ...]) -> list[str]:
+    return [name for name, (cls, _) in FORMATS.items() if issubclass(cls, kinds) and (cls is not MX or name == "mxfp8")]
 
 
 def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
@@ -131,7 +147,7 @@ def _float8(operand: Operand) -> Tensor:
     return operand.buffers["q"].view(FLOAT8[operand.format.element_name])
 
 
-def _current(operand: Operand) -> tuple[Tensor, Tensor]:
+def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
     return _float8(operand), operand.buffers["s"].view(())
 
 
@@ -161,5 +177,5 @@ def _factor(operand: Operand) -> ExactOperand:
 
 
 _ARRANGED: dict[type[Format], Callable[[Operand], tuple[Tensor, Tensor]]] = {
-    Fp8Current: _current, Fp8Block: _block, MX: _mx, NVFP4: _nvfp4,
+    Fp8Current: _per_tensor, Fp8Delayed: _per_tensor, Fp8Block: _block, MX: _mx, NVFP4: _nvfp4,
 }  # fmt: skip

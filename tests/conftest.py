@@ -3,9 +3,23 @@
 import pytest
 import torch
 
+from hqsweep.jobs.convergence import make_deterministic
+
 
 def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def deterministic():
+    """On CUDA: as training runs, so that bytes of two runs can be compared."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    make_deterministic()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)

@@ -29,6 +29,8 @@ ZOO = {
         "nvfp4+row_scaled|bf16@rowwise_dequantized", "nvfp4|bf16@rowwise_dequantized", "bf16"
     ),
     "high_precision": ("bf16", "bf16", "bf16"),
+    "delayed_scaling": ("fp8_delayed", "fp8_delayed", "fp8_delayed+e5m2"),
+    "nvfp4_linear_fp8_dpa": ("nvfp4+rht", "nvfp4+2d", "nvfp4+rht+sr"),  # and sections for attention
     # ----
     "nvfp4_row_scaled_fwd_mxfp8_bwd_dense": (
         "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8"

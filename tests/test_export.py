@@ -53,6 +53,7 @@ def test_an_exported_recipe_is_the_recipe(name):
         {"linear": "mxfp8", "overrides": [{"name": "*", "linear": "nvfp4|mxfp8@rowwise_dequantized"}]},
         {"linear": "mxfp8", "overrides": [{"layers": 3, "grouped_linear": "bf16|mxfp8"}]},
         {"linear": "mxfp8", "overrides": [{"name": "head", "linear": "nvfp4"}]},
+        {"linear": {"input": "fp8_delayed+most_recent+history4", "weight": "mxfp8", "grad_output": "fp8_delayed"}},
         {"linear": "mxfp8", "overrides": [{"layers": "first(2)", "name": "*.qk?", "linear": "bf16"}]},
     ],
     ids=str,
@@ -83,6 +84,25 @@ def test_slots_that_no_module_of_ours_has_get_a_quantizer():
 def test_formats_that_transformer_engine_has_not_are_named_with_their_slots(name):
     with pytest.raises(UserError, match=r"recipe.linear.input: TransformerEngine has no .*; recipe.linear.weight: "):
         to_transformer_engine(parse_recipe(load_recipe(name)), name)
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        ({"input": "fp8_delayed|mxfp8"}, r"input: .* only in both directions of a tensor, not fp8_delayed\|mxfp8"),
+        ({"weight": "fp8_delayed@rowwise_dequantized"}, "weight: .* only in both directions of a tensor"),
+        ({"input": "fp8_delayed+e5m2"}, r"input: TransformerEngine takes fp8_delayed\+e5m2 for gradients only"),
+        (
+            {"input": "fp8_delayed", "weight": "fp8_delayed+history4"},
+            r"weight: .* one fp8_delayed for all forward",
+        ),
+    ],
+    ids=str,
+)
+def test_delayed_scaling_is_exported_as_far_as_it_goes_there(linear, message):
+    recipe = parse_recipe({"linear": dict.fromkeys(("input", "weight", "grad_output"), "mxfp8") | linear})
+    with pytest.raises(UserError, match=message):
+        to_transformer_engine(recipe, "mine")
 
 
 def test_what_cannot_be_said_there_is_refused():

@@ -62,7 +62,7 @@ def test_operands_with_block_scales_decode_to_the_exact_matrix(text):
     assert torch.equal((matrix * expand_tiles(plain.float(), (144, 288), 1, made.format.tile[1])).bfloat16(), exact)
 
 
-@pytest.mark.parametrize("a, b", PAIRS)
+@pytest.mark.parametrize("a, b", [*PAIRS, ("fp8_delayed", "fp8_delayed+e5m2"), ("fp8_current", "fp8_delayed")])
 def test_hopper_takes(a, b):
     assert fault(parse(a), parse(b), HOPPER) is None
 
@@ -72,14 +72,15 @@ def test_hopper_takes(a, b):
     [
         ("fp8_current", "fp8_current", None, "8.9 or later"),
         ("fp8_current", "fp8_current", (8, 0), "8.9 or later"),
-        ("fp8_block", "fp8_block", (8, 9), "sm_89 has no product for fp8_block; it has: fp8_current"),
+        ("fp8_block", "fp8_block", (8, 9), "sm_89 has no product for fp8_block; it has: fp8_current, fp8_delayed"),
         ("mxfp8", "mxfp8", HOPPER, "sm_90 has no product for mxfp8; it has: fp8_block, fp8_current"),
         ("fp8_current", "nvfp4", HOPPER, "sm_90 has no product for nvfp4"),
         ("fp8_current", "fp8_block", HOPPER, "scaling modes differ"),
         ("fp8_block+2d", "fp8_block+2d", HOPPER, "128x128 tiles on both sides"),
         ("fp8_current+e5m2", "fp8_current+e5m2", HOPPER, "E5M2 does not meet E5M2"),
+        ("fp8_delayed+e5m2", "fp8_current+e5m2", HOPPER, "E5M2 does not meet E5M2"),
         ("bf16", "fp8_current", HOPPER, "one high-precision dtype"),
-        ("fp8_block", "fp8_block", BLACKWELL, "sm_100 has no product for fp8_block; it has: fp8_current, mxfp8, nvfp4"),
+        ("fp8_block", "fp8_block", BLACKWELL, "fp8_block; it has: fp8_current, fp8_delayed, mxfp8, nvfp4"),
         ("mxfp6_e2m3", "mxfp6_e2m3", BLACKWELL, "sm_100 has no product for mxfp6_e2m3"),
         ("nvfp4", "mxfp8", BLACKWELL, "scaling modes differ"),
         ("mxfp8", "mxfp8", (7, 0), "8.9 or later"),

@@ -1,7 +1,8 @@
 """Number formats: elements, scales, blocks and rounding, each in a pure-torch reference that is exact to the bit."""
 
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format
-from hqsweep.formats.fp8 import Fp8Block, Fp8Current
+from hqsweep.formats.delayed import Fp8Delayed
+from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8PerTensor
 from hqsweep.formats.identity import Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
@@ -19,6 +20,8 @@ __all__ = [
     "Format",
     "Fp8Block",
     "Fp8Current",
+    "Fp8Delayed",
+    "Fp8PerTensor",
     "Identity",
     "RngKey",
     "options",

@@ -56,16 +56,18 @@ class Format:
     """First part of the format's string, such as "mxfp8"."""
     OPTIONS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Option of the string -> the fields it sets, each away from its default."""
+    NUMBERED: ClassVar[Mapping[str, str]] = {}
+    """Option that a number follows, such as "eps" in "eps16.0" -> the field that takes the number."""
 
     def __str__(self) -> str:
-        """The canonical text: name and options in the order of OPTIONS; parse() reads it back."""
+        """The canonical text: name and options in the order of OPTIONS, then of NUMBERED; parse() reads it back."""
         default = {f.name: f.default for f in fields(self)}
         words = [self.name]
         for option, values in self.OPTIONS.items():
             if all(getattr(self, f) == v != default[f] for f, v in values.items()):
                 words.append(option)
-        if getattr(self, "amax_epsilon", 0.0):
-            words.append(f"eps{self.amax_epsilon!r}")
+        numbers = {option: f for option, f in self.NUMBERED.items() if getattr(self, f) != default[f]}
+        words += [f"{option}{getattr(self, f)!r}" for option, f in numbers.items()]
         return "+".join(words)
 
     @cached_property

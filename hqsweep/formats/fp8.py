@@ -1,6 +1,6 @@
-"""FP8 with float32 scales: one scale a tensor (current scaling), or one a 1x128 block or 128x128 tile (block scaling).
+"""FP8 with float32 scales: one scale a tensor (current scaling; delayed.py), or one a 1x128 block or 128x128 tile.
 
-Both store scale_inv, the factor that multiplies codes back. The arithmetic is TransformerEngine's (common/recipe/
+All store scale_inv, the factor that multiplies codes back. The arithmetic is TransformerEngine's (common/recipe/
 recipe_common.cuh, current_scaling.cu, transpose/quantize_transpose_{vector,square}_blockwise.cu at d0067d0da6cb).
 """
 
@@ -34,11 +34,11 @@ def fp8_scale(amax: Tensor, *, fp8_max: float, epsilon: float, pow2: bool, inf_v
 
 @dataclass(frozen=True, kw_only=True)
 class _ScaledFp8(Format):
-    """What both scalings share: codes q (uint8) and float32 scale_inv s over tiles."""
+    """What all scalings share: codes q (uint8) and float32 scale_inv s over tiles."""
 
     element_name: str = "e4m3"
-    pow2: bool = False
-    amax_epsilon: float = 0.0
+    pow2 = False  # a field of those formats that offer it, as the next
+    amax_epsilon = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.amax_epsilon < FLT_MAX:
@@ -89,11 +89,8 @@ class _ScaledFp8(Format):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Current(_ScaledFp8):
-    """One scale for the tensor, from its own amax. operand(): matrix = codes (always exact), factor = scale_inv."""
-
-    name = "fp8_current"
-    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}}
+class Fp8PerTensor(_ScaledFp8):
+    """One scale for the tensor. operand(): matrix = codes (always exact), factor = scale_inv."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -104,6 +101,18 @@ class Fp8Current(_ScaledFp8):
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         return ExactOperand(self.element.decode(buffers["q"]).bfloat16(), buffers["s"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Current(Fp8PerTensor):
+    """The scale is that of the tensor's own amax."""
+
+    name = "fp8_current"
+    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}}
+    NUMBERED: ClassVar = {"eps": "amax_epsilon"}
+
+    pow2: bool = False
+    amax_epsilon: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +131,10 @@ class Fp8Block(_ScaledFp8):
         "pow2": {"pow2": True},
         "fp32_scale": {"pow2": False},
     }
+    NUMBERED: ClassVar = {"eps": "amax_epsilon"}
 
     pow2: bool = True
+    amax_epsilon: float = 0.0
     two_d: bool = False
 
     @property

@@ -7,6 +7,7 @@ import re
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats.base import Format
+from hqsweep.formats.delayed import Fp8Delayed
 from hqsweep.formats.fp8 import Fp8Block, Fp8Current
 from hqsweep.formats.identity import DTYPES, Identity
 from hqsweep.formats.mx import MX
@@ -15,6 +16,7 @@ from hqsweep.formats.nvfp4 import NVFP4
 FORMATS: dict[str, tuple[type[Format], dict[str, object]]] = {
     **{name: (Identity, {"name": name}) for name in DTYPES},
     "fp8_current": (Fp8Current, {}),
+    "fp8_delayed": (Fp8Delayed, {}),
     "fp8_block": (Fp8Block, {}),
     "mxfp8": (MX, {"name": "mxfp8"}),
     "mxfp6_e2m3": (MX, {"name": "mxfp6_e2m3", "element_name": "e2m3"}),
@@ -24,7 +26,7 @@ FORMATS: dict[str, tuple[type[Format], dict[str, object]]] = {
 }
 """Name -> class and the fields that the name fixes."""
 
-_EPSILON = re.compile(r"eps(\d+(\.\d*)?(e-?\d+)?)")
+_NUMBERED = re.compile(r"([a-z]+)(\d+(\.\d*)?(e-?\d+)?)")
 
 
 def parse(text: str) -> Format:
@@ -52,8 +54,9 @@ def _fields(text: str, name: str, token: str) -> dict[str, object]:
     cls, allowed = FORMATS[name][0], options(name)
     if token in allowed:
         return dict(cls.OPTIONS[token])
-    epsilon = _EPSILON.fullmatch(token)
-    if epsilon and hasattr(cls, "amax_epsilon"):
-        return {"amax_epsilon": float(epsilon[1])}
-    takes = ", ".join(f"+{o}" for o in allowed) or "no options"
+    number = _NUMBERED.fullmatch(token)
+    field = cls.NUMBERED.get(number[1]) if number else None
+    if field and (isinstance(getattr(cls, field), float) or number[2].isdigit()):
+        return {field: type(getattr(cls, field))(number[2])}
+    takes = ", ".join([f"+{o}" for o in allowed] + [f"+{o}N" for o in cls.NUMBERED]) or "no options"
     raise UserError(f"format '{text}': unknown option '+{token}'{nearest(token, allowed)}; {name} takes {takes}")

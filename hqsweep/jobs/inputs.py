@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import parse
+from hqsweep.formats import Fp8Delayed, parse
 
 Draw = Callable[[torch.Generator, int, int], Tensor]
 
@@ -96,6 +96,11 @@ def check_format(text: str, shape: list[int]) -> None:
     where = "parity.formats"
     try:
         format = parse(text)
+        if isinstance(format, Fp8Delayed):
+            raise UserError(
+                f"'{text}' takes its scale from a training, as the checks that train do; its kernels are those of"
+                " fp8_current, so give that"
+            )
         where = f"parity.shapes: {shape} does not fit {text}"
         format.check_shape(*shape)
         format.check_shape(*reversed(shape))

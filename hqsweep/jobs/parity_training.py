@@ -32,6 +32,12 @@ RECIPES = {
     "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
     "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
     "nvfp4 fwd, mxfp8 bwd": "nvfp4|mxfp8@rowwise_dequantized",
+    "fp8_delayed": {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"},
+    "fp8_delayed hybrid": {
+        "input": "fp8_delayed+history4|fp8_current",
+        "weight": "fp8_current|fp8_delayed+most_recent+history1@rowwise_dequantized",
+        "grad_output": "mxfp8+e5m2|fp8_delayed+e5m2",
+    },
 }
 
 
@@ -52,7 +58,8 @@ def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
 def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
     """Both kinds of weights from the same config; then held ones with and without an interruption."""
     for name in RECIPES:
-        plain = _trained(config, name, device)
+        made = _trained(config, name, device)
+        plain = {k: v for k, v in made.items() if ".states.weight_" not in k}  # where held ones are a write ahead
         held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
         yield row("weights", name, "small GPT", named_pairs(plain, held))
         yield row("weights", name, "small GPT, resumed", named_pairs(held, resumed))
@@ -99,7 +106,7 @@ def _trainer(config: "ParityConfig", recipe: str, device: torch.device, **option
 
 
 def _finish(trainer: Trainer) -> dict[str, Tensor]:
-    """Losses, the FP32 value and the moments of every parameter, and the codes of quantized ones."""
+    """Losses, the FP32 value and the moments of every parameter, the codes of quantized ones, and all buffers."""
     done = list(trainer.steps())[-1]
     made = {"losses": torch.tensor([done.metrics["train_loss"], done.metrics["val_loss"]], dtype=torch.float64)}
     for name, p in trainer.model.named_parameters():
@@ -108,7 +115,7 @@ def _finish(trainer: Trainer) -> dict[str, Tensor]:
         made |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
         if isinstance(p, HybridQuantizedTensor):
             made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
-    return made
+    return made | dict(trainer.model.named_buffers())
 
 
 TRAINING_CHECKS: dict[str, Check] = {

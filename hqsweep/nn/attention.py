@@ -21,7 +21,6 @@ from hqsweep.formats import ExactOperand, Identity
 from hqsweep.gemm import epilogue
 from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
-from hqsweep.nn.weight import rounded
 from hqsweep.ops.request import Output
 from hqsweep.quant import DpaQuantizers, HybridOperand, Operand, flatten, unflatten
 from hqsweep.quant.roles import TENSOR_TYPES
@@ -109,8 +108,7 @@ class _AttentionFunction(torch.autograd.Function):
         scale = 1 / math.sqrt(do.shape[-1])
         dq = _bmm_t(_rows(ds_made.rowwise, t), _third(column, 1)) * scale
         dk = _bmm_t(_columns(ds_made.columnwise, t), _third(column, 0)) * scale
-        made = torch.cat([dq, dk, dv]).to(call.dtype)
-        return *rounded(made, call.quantizers.grad_input, call.key("grad_input")).chunk(3), None
+        return *call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3), None
 
 
 class DotProductAttention(QuantizedModule):
@@ -151,7 +149,7 @@ class DotProductAttention(QuantizedModule):
             o = _AttentionFunction.apply(*folded, call).view(q.shape)
         if call.quantizers.output is None:
             return o
-        return rounded(o.to(self.dtype), call.quantizers.output, call.key("output"))
+        return call.rounded("output", o.to(self.dtype))
 
     def _check(self, call: _Call, t: int) -> None:
         faults = list(attention_faults({x: call.quantizer(x) for x in TENSORS}, t))

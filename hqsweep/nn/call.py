@@ -10,8 +10,11 @@ from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm import mm_t
 from hqsweep.native import mm_t_native
 from hqsweep.nn.context import Context
+from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.weight import rounded
 from hqsweep.ops.request import Output
 from hqsweep.quant import HybridOperand, HybridQuantizer, Operand, QuantizerRole
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.sections import Section
 
 
@@ -26,6 +29,10 @@ class Call:
     context: Context
     gemm: str
     """The recipe's mode: native multiplies codes on tensor cores, all others exact operands."""
+    states: DelayedStates
+    grad: bool
+    """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
+    delayed scaling changes."""
 
     def key(self, tensor: str) -> RngKey:
         """The stream of one slot in this step and microbatch; of a weight in this step."""
@@ -36,6 +43,11 @@ class Call:
     def quantizer(self, tensor: str) -> HybridQuantizer:
         return getattr(self.quantizers, tensor)
 
+    def states_of(self, tensor: str, x: Tensor) -> SlotStates | None:
+        """The states of one slot, on x's device."""
+        rest = {"device": x.device, "step": self.context.step, "record": self.grad}
+        return self.states.of(tensor, self.quantizer(tensor), **rest)
+
     @property
     def product_takes(self) -> Output:
         """What quantize is asked for where product is next."""
@@ -45,7 +57,12 @@ class Call:
         self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot."""
-        return self.quantizer(tensor).quantize(x, rowwise=rowwise, columnwise=columnwise, key=self.key(tensor))
+        wanted = {"rowwise": rowwise, "columnwise": columnwise}
+        return self.quantizer(tensor).quantize(x, **wanted, key=self.key(tensor), states=self.states_of(tensor, x))
+
+    def rounded(self, tensor: str, x: Tensor) -> Tensor:
+        """x in the values of the quantizer of a boundary slot; x itself without one."""
+        return rounded(x, self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
 
     def product(self, a: Operand | ExactOperand, b: Operand | ExactOperand, out_dtype: torch.dtype) -> Tensor:
         """a [m, k], b [n, k] -> [m, n]. UserError, with the module's name, for what gemm=native has no product for."""
@@ -59,7 +76,8 @@ class Call:
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
         """Report x [rows, cols] to the probe, if there is one."""
         if self.context.probe:
-            self.context.probe.tensor(self.name, tensor, x, self.quantizer(tensor), self.key(tensor))
+            facts = (self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
+            self.context.probe.tensor(self.name, tensor, x, *facts)
 
     def probe_gemm(self, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """Report a GEMM of unquantized a [m, k] and b [n, k], if there is a probe."""

@@ -17,14 +17,15 @@ class Context:
     """Captured by each module in forward, so that backward and recompute draw the same bits."""
 
     seed: int = 0
-    step: int = 0
+    step: int | None = None
+    """Of the training; None outside of any."""
     probe: Probe | None = None
     microbatch: int = 0
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
 
     def key(self, slot: str) -> RngKey:
-        return RngKey(seed=self.seed, slot=slot, step=self.step)
+        return RngKey(seed=self.seed, slot=slot, step=self.step or 0)
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
@@ -33,7 +34,7 @@ _RECIPE: Scoped[AnyRecipe | None] = Scoped("hqsweep_autocast", None)
 
 
 def current() -> Context:
-    """The innermost context; outside of any: seed 0, step 0, no probe."""
+    """The innermost context; outside of any: seed 0, random bits of step 0, no probe."""
     return _CONTEXT.get()
 
 
@@ -46,7 +47,8 @@ def autocast_recipe() -> AnyRecipe | None:
 def quantization(
     *, seed: int = 0, step: int = 0, probe: Probe | None = None, microbatch: int = 0, cache_weights: bool = False
 ) -> Iterator[None]:
-    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`.
+    """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
+    delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
 
     microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
     cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.linear_function import LinearCall, LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
-from hqsweep.nn.parameter import gemm_weight
-from hqsweep.nn.weight import rounded
+from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant import LinearQuantizers, QuantizerRole
 
@@ -56,10 +55,13 @@ class Linear(QuantizedModule):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         weight = nn.init.normal_(torch.empty(out_features, in_features), std=1 / math.sqrt(in_features))
         role = QuantizerRole("linear", "weight", name)
-        self.weight = gemm_weight(weight, quantizers.weight, role, dtype)
+        self.weight = gemm_weight(weight, quantizers.weight, role, dtype, self.states)
 
     def reset_parameters(self) -> None:
         """Draw the weight again, and zero the bias."""
+        for state in self.states.values():
+            state.reset_parameters()
+        link_states(self.weight, self.states)
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -67,7 +69,7 @@ class Linear(QuantizedModule):
     def forward(self, x: Tensor) -> Tensor:
         call = self._call()
         y = LinearFunction.apply(x.reshape(-1, x.shape[-1]).to(self.dtype), self.weight, self.bias, call)
-        y = rounded(y, call.quantizers.output, call.key("output"))
+        y = call.rounded("output", y)
         return y.view(*x.shape[:-1], -1)
 
     def _call(self) -> LinearCall:
@@ -79,7 +81,6 @@ class Linear(QuantizedModule):
             main_grad=self.fuse_wgrad_accumulation,
             save_original=self.save_original_input and facts["quantizers"].input.may_save_original,
             workspace=self.workspace if facts["context"].cache_weights else None,
-            grad=torch.is_grad_enabled(),
         )
 
     def extra_repr(self) -> str:

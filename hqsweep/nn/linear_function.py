@@ -1,6 +1,6 @@
 """The three GEMMs of a linear as one autograd function: y = x @ w.T + b, and from dy: dx = dy @ w, dw = dy.T @ x."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,8 +8,14 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.nn.call import Call
-from hqsweep.nn.parameter import check_held, check_main_grad, flatten_weight, unflatten_weight, weight_operand
-from hqsweep.nn.weight import rounded
+from hqsweep.nn.parameter import (
+    check_held,
+    check_main_grad,
+    flatten_weight,
+    link_states,
+    unflatten_weight,
+    weight_operand,
+)
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant import HybridQuantizedTensor, LinearQuantizers, Operand, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
@@ -26,15 +32,20 @@ class LinearCall(Call):
     save_original: bool
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
-    grad: bool
-    """Whether autograd records: without it nothing of a direction that only backward reads is made."""
+
+    def use_held(self, weight: Tensor) -> None:
+        """Note that this step uses a weight that is held quantized in fp8_delayed."""
+        link_states(weight, self.states)
+        if isinstance(weight, HybridQuantizedTensor) and weight.states:
+            replace(weight.states, step=self.context.step, record=self.grad).use()
 
     def weight(self, weight: Tensor | Operand, direction: Direction) -> Operand | ExactOperand:
         """The operand of one direction, from the workspace when there is one."""
         quantizer, key = self.quantizers.weight, self.key("weight")
 
         def make() -> Operand | ExactOperand:
-            return weight_operand(weight, direction, quantizer, self.dtype, key, self.product_takes)
+            states = None if isinstance(weight, Operand) else self.states_of("weight", weight)
+            return weight_operand(weight, direction, quantizer, self.dtype, key, self.product_takes, states)
 
         if self.workspace is None or isinstance(weight, Operand | HybridQuantizedTensor):
             return make()
@@ -79,6 +90,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         needs_dx, needs_dw = (needed and call.grad for needed in ctx.needs_input_grad[:2])
         call.check_weight(weight, needs_dx, needs_dw)
+        call.use_held(weight)
         column = "codes" if needs_dw and not call.save_original else None
         x_made = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
         y = call.product(x_made.rowwise, call.weight(weight, "rowwise"), call.dtype)
@@ -110,7 +122,7 @@ class LinearFunction(torch.autograd.Function):
             dx = call.product(dy_made.rowwise, w_column, call.dtype)
             if ctx.probed:
                 call.probe_gemm("dgrad", dy, w.t(), dx)
-            dx = rounded(dx, call.quantizers.grad_input, call.key("grad_input"))
+            dx = call.rounded("grad_input", dx)
         if ctx.needs_input_grad[1]:
             dw = call.product(dy_made.columnwise, call.saved_input(saved, ctx.skeleton), ctx.dw_dtype)
             if ctx.probed:

@@ -9,13 +9,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from hqsweep.nn.context import autocast_recipe, current
+from hqsweep.nn.delayed import DelayedStates
 from hqsweep.quant import HybridQuantizer, QuantizerRole
 from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES, module_roles
 from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.sections import MODULE_SECTIONS, Section
+from hqsweep.quant.sections import MODULE_SECTIONS, Section, slots
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
@@ -49,6 +51,7 @@ class QuantizedModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.states = DelayedStates()
         self._autocast: tuple[AnyRecipe, Section] | None = None
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
@@ -67,6 +70,7 @@ class QuantizedModule(nn.Module):
         changed = {slot: q for slot, q in new.items() if getattr(self.quantizers, slot) != q}
         if changed:
             self.quantizers = replace(self.quantizers, **changed)
+            self.states.keep(slots(self.quantizers))
         return len(changed)
 
     def active_quantizers(self) -> Section:
@@ -87,8 +91,8 @@ class QuantizedModule(nn.Module):
         """The fields of a Call, as they are now."""
         facts = {"module_type": self.module_type, "name": self.name, "dtype": self.dtype}
         recipe = autocast_recipe()
-        facts["gemm"] = self.gemm if recipe is None else recipe.gemm
-        return facts | {"quantizers": self.active_quantizers(), "context": current()}
+        facts |= {"gemm": self.gemm if recipe is None else recipe.gemm, "quantizers": self.active_quantizers()}
+        return facts | {"context": current(), "states": self.states, "grad": torch.is_grad_enabled()}
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None}

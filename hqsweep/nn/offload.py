@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.nn.saved import memory_of, tensors_of
 
 MIN_BYTES = 4096
 """Smaller tensors stay: their copy is latency alone."""
@@ -29,7 +29,7 @@ class _Saved:
     """One tensor [...] in host memory, always contiguous, and what it takes to make it again on the device."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
-        self.number, self.nbytes = number, tensor.nbytes
+        self.number, self.nbytes, self.was_read = number, tensor.nbytes, False
         self.strides, self.device = tensor.stride(), tensor.device
         self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
@@ -109,7 +109,7 @@ class ActivationOffload:
         self.leaving.clear()
         self.arriving.clear()
         self._count = max(self._saved.keys(), default=-1) + 1
-        self._kept = frozenset(_memory(t) for t in _tensors_of(self.model))
+        self._kept = frozenset(memory_of(t) for t in tensors_of(self.model))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -137,6 +137,7 @@ class ActivationOffload:
             if packed not in self.arriving.held:
                 self._fetch(packed)
             tensor = self.arriving.take(packed)
+        packed.was_read = True
         self._prefetch(packed.number)
         return tensor
 
@@ -144,8 +145,8 @@ class ActivationOffload:
         """Start to bring back what was saved before tensor `number`, the latest first."""
         for earlier in range(number - 1, -1, -1):
             saved = self._saved.get(earlier)
-            if saved is None or saved in self.leaving.held or saved in self.arriving.held:
-                continue
+            if saved is None or saved.was_read or saved in self.leaving.held or saved in self.arriving.held:
+                continue  # what was read may be read again, by a second backward, but not soon
             if not self.arriving.has_room(saved.nbytes):
                 return
             self._fetch(saved)
@@ -162,15 +163,5 @@ class ActivationOffload:
             and tensor.nbytes >= self.min_bytes
             and 0 not in tensor.stride()
             and not (tensor.is_conj() or tensor.is_neg())
-            and _memory(tensor) not in self._kept
+            and memory_of(tensor) not in self._kept
         )
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    for parameter in model.parameters():
-        yield from parameter.buffers.values() if isinstance(parameter, HybridQuantizedTensor) else (parameter,)
-    yield from model.buffers()

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
+from hqsweep.nn.delayed import DelayedStates
 from hqsweep.ops.request import Output
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import Skeleton
 
@@ -43,15 +45,18 @@ def quantized_model_init(*, enabled: bool = True, preserve_high_precision_init_v
         _INIT.reset(token)
 
 
-def gemm_weight(weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype) -> nn.Parameter:
+def gemm_weight(
+    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: DelayedStates
+) -> nn.Parameter:
     """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
-    dtype: that of the module's tensors, to which weights are rounded before they are quantized.
+    dtype: that of the module's tensors, to which weights are rounded before they are quantized. states: the module's.
     """
     init = _INIT.get()
     if init is None:
         return nn.Parameter(weight)
     options = {"source_dtype": dtype, "key": current().key(str(role))}
+    options["states"] = states.of("weight", quantizer, device=weight.device)
     options["preserve_high_precision_init_val"] = init.preserve
     return nn.Parameter(HybridQuantizedTensor.quantize(weight.detach(), quantizer, **options))
 
@@ -63,6 +68,7 @@ def weight_operand(
     dtype: torch.dtype,
     key: RngKey,
     output: Output,
+    states: SlotStates | None,
 ) -> Operand | ExactOperand:
     """The operand of one direction: the one that is held, or one made of weight.to(dtype), as `output` says.
 
@@ -74,7 +80,13 @@ def weight_operand(
         check_held(weight, direction, quantizer)
         return getattr(weight, direction)
     wanted = {d: output if d == direction else None for d in DIRECTIONS}
-    return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key), direction)
+    return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key, states=states), direction)
+
+
+def link_states(weight: Tensor, states: DelayedStates) -> None:
+    """Have a weight that is held quantized use the states of its module, after a copy, a move or a checkpoint."""
+    if isinstance(weight, HybridQuantizedTensor):
+        weight.states = states.of("weight", weight.quantizer, device=weight.device)
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from hqsweep.formats import RngKey
 from hqsweep.ops.stats import finite_or_none, output_error
 from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.delayed import SlotStates
 
 COLUMNS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
@@ -29,13 +30,15 @@ class Probe:
         self.rows: list[dict[str, object]] = []
         self._reported: set[tuple[str, str]] = set()
 
-    def tensor(self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> None:
+    def tensor(
+        self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None
+    ) -> None:
         """Both directions of x [rows, cols], quantized again as the module quantizes it.
 
         Errors are against the original values, also with columnwise_source rowwise_dequantized.
         """
         if self._is_first(layer, tensor):
-            for direction, values in quantizer.statistics(x.detach(), key).items():
+            for direction, values in quantizer.statistics(x.detach(), key, states).items():
                 self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
 
     def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:

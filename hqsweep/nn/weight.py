@@ -7,6 +7,7 @@ from hqsweep.formats import Identity, RngKey
 from hqsweep.nn.context import current
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.sections import WeightQuantizers
 
 
@@ -14,21 +15,21 @@ class _StraightThrough(torch.autograd.Function):
     """Forward: dequantize(quantize(x)); backward: the gradient passes unchanged (Bengio et al., arXiv 1308.3432)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, quantizer: HybridQuantizer, key: RngKey) -> Tensor:
+    def forward(ctx, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
-        row = quantizer.quantize(matrix, columnwise=None, key=key).rowwise
+        row = quantizer.quantize(matrix, columnwise=None, key=key, states=states).rowwise
         return row.dequantize().view(x.shape)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient, None, None, None
 
 
-def rounded(x: Tensor, quantizer: HybridQuantizer | None, key: RngKey) -> Tensor:
+def rounded(x: Tensor, quantizer: HybridQuantizer | None, key: RngKey, states: SlotStates | None = None) -> Tensor:
     """x [..., n] in the values of the quantizer's rowwise format, same dtype; x itself for None and fp32."""
     if quantizer is None or quantizer.rowwise == Identity(name="fp32"):
         return x
-    return _StraightThrough.apply(x, quantizer, key)
+    return _StraightThrough.apply(x, quantizer, key, states)
 
 
 class QuantizedWeight(QuantizedModule):
@@ -38,5 +39,7 @@ class QuantizedWeight(QuantizedModule):
 
     def quantized_weight(self) -> Tensor:
         """self.weight, rounded as `rounded` does."""
-        role = self.slot_roles()["weight"]
-        return rounded(self.weight, self.active_quantizers().weight, current().key(str(role)))
+        quantizer, context, role = self.active_quantizers().weight, current(), self.slot_roles()["weight"]
+        rest = {"device": self.weight.device, "step": context.step, "record": torch.is_grad_enabled()}
+        states = self.states.of("weight", quantizer, **rest)
+        return rounded(self.weight, quantizer, context.key(str(role)), states)

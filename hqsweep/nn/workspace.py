@@ -32,7 +32,7 @@ class WeightWorkspace:
         make: Callable[[], Any],
     ) -> Any:
         """What make() gave when it was last called for the same bits in the same form."""
-        if weight.is_inference():  # without a version counter
+        if weight.is_inference() or quantizer.delayed:  # without a version counter; not all that it depends on
             return make()
         identity = (weight.data_ptr(), weight._version, quantizer, output, key if quantizer.stochastic else None)
         found = self._made.get(direction)

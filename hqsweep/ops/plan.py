@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, parse
+from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Delayed, Fp8PerTensor, parse
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of elements, by the extension's numbers."""
@@ -47,8 +47,8 @@ def has_kernels(device_type: str) -> bool:
 def spec_fields(format: Format) -> dict[str, object] | None:
     """Keyword arguments of _C.Spec for a format, or None for one without a kernel (Identity)."""
     match format:
-        case Fp8Current() | Fp8Block():
-            family = "current" if isinstance(format, Fp8Current) else "block"
+        case Fp8PerTensor() | Fp8Block():
+            family = "current" if isinstance(format, Fp8PerTensor) else "block"
             given = {"family": family, "element": format.element_name, "pow2": format.pow2}
             given |= {"amax_epsilon": format.amax_epsilon}
         case MX():
@@ -78,6 +78,8 @@ class Plan:
     """Name, rows and columns per entry, dtype (plain values, which graphs can be traced through)."""
     amax_name: str | None
     """The buffer of a grid that is a global amax: the only one that kernels take."""
+    delayed: bool
+    """Whether that amax must be given, because the format's comes from earlier steps."""
     multiple: int
     """What the length of the contracted axis must be a multiple of."""
     row_scaled: bool
@@ -141,7 +143,8 @@ def _make(format: Format) -> Plan:
         spec=extension().Spec(**fields) if fields and extension() else None,
         names=tuple(format.layout),
         buffers=tuple((name, b.rows, b.cols, b.dtype) for name, b in format.layout.items()),
-        amax_name="s" if isinstance(format, Fp8Current) else "g" if isinstance(format, NVFP4) else None,
+        amax_name="s" if isinstance(format, Fp8PerTensor) else "g" if isinstance(format, NVFP4) else None,
+        delayed=isinstance(format, Fp8Delayed),
         multiple=format.column_multiple,
         row_scaled=getattr(format, "row_scaled", False),
         stochastic=getattr(format, "sr", False),

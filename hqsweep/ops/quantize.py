@@ -12,7 +12,17 @@ from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.ops import kernel
 from hqsweep.ops.dequantize import Backend, dequantize, exact_operand_of
 from hqsweep.ops.plan import NO_KEY, Plan
-from hqsweep.ops.request import Output, Request, Source, as_matrix, check_shape, key_words, request_of, use_kernel
+from hqsweep.ops.request import (
+    Output,
+    Request,
+    Source,
+    as_matrix,
+    check_given,
+    check_shape,
+    key_words,
+    request_of,
+    use_kernel,
+)
 from hqsweep.ops.stats import Statistics, gather
 
 Made = dict[str, Tensor] | ExactOperand
@@ -48,9 +58,10 @@ def quantize(
     "rowwise_dequantized" makes it from the decoded rowwise operand, rounded to x's dtype (rowwise is needed then).
     output "codes": the format's buffers; "exact": what gemm=exact multiplies, format.operand(codes), with a float32
     matrix from the CPU kernel and a bfloat16 one from CUDA and the reference (fp8_block+fp32_scale: always float32).
-    grid: amaxes agreed on elsewhere (another rank, an earlier pass), of the tensor ({"g": ...}, or fp8_current's
-    {"s": ...}) or of the blocks; the kernels take those of the tensor, the reference all. A given "g" becomes part of
-    the operand as it is, so it must not change afterwards. key: stream of +sr.
+    grid: amaxes agreed on elsewhere (another rank, an earlier pass), of the tensor ({"g": ...}, or {"s": ...} of
+    fp8_current and fp8_delayed, which must have one) or of the blocks; the kernels take those of the tensor, the
+    reference all. A given "g" becomes part of the operand as it is, so it must not change afterwards. key: stream of
+    +sr.
     statistics: sums of ops.stats, gathered while quantizing. backend "auto": the kernel where there is one, with the
     same bytes. Nothing waits for the device. UserError for a shape that a format cannot hold and for unknown names.
     """
@@ -58,6 +69,8 @@ def quantize(
     x = as_matrix(x)
     check_shape(request, x)
     keys, grids = (rowwise_key, columnwise_key), (rowwise_grid, columnwise_grid)
+    if request.delayed:
+        check_given(request, grids)
     if rowwise is None and columnwise is None:
         return Quantized()
     if use_kernel(request, x, grids, backend):
@@ -94,7 +107,7 @@ def find_amax(
     """out = max(out, global amax) in place: float32 [1, 1], or [operand rows, 1] for +row_scaled; NaN is ignored.
 
     Only directions with an `out` are scanned. With rowwise_dequantized the columnwise amax is that of the decoded
-    rowwise operand, whose own global amax is given as rowwise_amax or found in out_rowwise.
+    rowwise operand, whose own global amax is given as rowwise_amax or found in out_rowwise (fp8_delayed: given).
     """
     request = request_of(
         rowwise if out_rowwise is not None or columnwise_source == "rowwise_dequantized" else None,
@@ -125,8 +138,9 @@ def _check_amaxes(
             p.check_amax(f"out_{name}", out, x.shape[rows], x)
     if row:
         row.check_amax("rowwise_amax", given, x.shape[0], x)
-    if request.dequantized and row.amax_name and given is None and out_row is None:
-        raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give rowwise_amax or out_rowwise")
+    if request.dequantized and row.amax_name and given is None and (out_row is None or row.delayed):
+        where = "rowwise_amax" if row.delayed else "rowwise_amax or out_rowwise"
+        raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")
 
 
 def _by_kernel(request: Request, x: Tensor, keys, grids, statistics: bool) -> Quantized:

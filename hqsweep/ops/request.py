@@ -33,6 +33,7 @@ class Request:
     multiples: tuple[int, int]
     """What X's rows and columns must be multiples of."""
     stochastic: bool
+    delayed: bool
     kernels: bool
     """Whether all formats have one."""
 
@@ -71,6 +72,7 @@ def _checked(rowwise, columnwise, source, row_output, column_output) -> Request:
         column_text=column.text if column else "",
         multiples=(column.multiple if column else 1, row.multiple if row else 1),
         stochastic=any(p.stochastic for p in (row, column) if p),
+        delayed=any(p.delayed for p in (row, column) if p),
         kernels=all(p.spec is not None for p in (row, column) if p),
     )
 
@@ -96,6 +98,16 @@ def check_shape(request: Request, x: Tensor) -> None:
             f"quantize: {direction} {p.text} takes a multiple of {p.multiple} {axis} (its blocks are {height} x "
             f"{width}), and the matrix has shape {tuple(x.shape)}"
         )
+
+
+def check_given(request: Request, grids: tuple[Buffers | None, Buffers | None]) -> None:
+    """UserError for a format with delayed scaling whose amax is not given."""
+    for direction, p, grid in zip(("rowwise", "columnwise"), (request.row, request.column), grids, strict=True):
+        if p and p.delayed and p.amax_name not in (grid or ()):
+            raise UserError(
+                f"quantize: {direction} {p.text} takes its scale from the amaxes of earlier steps, which the states of"
+                f" a slot remember; give states, or {direction}_grid={{'{p.amax_name}': amax}}"
+            )
 
 
 def use_kernel(request: Request, x: Tensor, grids: tuple[Buffers | None, Buffers | None], backend: Backend) -> bool:

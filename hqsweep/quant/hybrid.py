@@ -7,16 +7,17 @@ operands only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import NVFP4, ExactOperand, Format, Identity, RngKey, parse
+from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Delayed, Identity, RngKey, parse
 from hqsweep.ops import quantize as ops
 from hqsweep.ops.request import SOURCES, Output
 from hqsweep.ops.stats import gather
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.operand import HybridOperand, Operand
 
 FIELDS = ("rowwise", "columnwise", "columnwise_source")
@@ -26,7 +27,8 @@ Direction = Literal["rowwise", "columnwise"]
 
 @dataclass(frozen=True)
 class HybridQuantizer:
-    """Frozen, hashable; which directions to make and the key of stochastic rounding are call arguments."""
+    """Frozen, hashable; which directions to make, the key of stochastic rounding and the states of delayed scaling are
+    call arguments."""
 
     rowwise: Format
     columnwise: Format
@@ -83,6 +85,11 @@ class HybridQuantizer:
         return any(getattr(format, "sr", False) for format in (self.rowwise, self.columnwise))
 
     @property
+    def delayed(self) -> bool:
+        """Whether the scale of a direction comes from the amaxes of earlier steps."""
+        return any(isinstance(format, Fp8Delayed) for format in (self.rowwise, self.columnwise))
+
+    @property
     def may_save_original(self) -> bool:
         """Whether backward may keep the tensor and make the columnwise operand from it again.
 
@@ -97,46 +104,56 @@ class HybridQuantizer:
         rowwise: Output | None = "codes",
         columnwise: Output | None = "codes",
         key: RngKey | None = None,
+        states: SlotStates | None = None,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
         Each is wanted as "codes" (an Operand, to keep), "exact" (an ExactOperand, to multiply at once) or None. With
-        rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype.
+        rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype. Directions in
+        fp8_delayed are scaled by the states of the slot, which then take note of x's amaxes in one more read; UserError
+        without them.
         """
         needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
-        made = ops.quantize(
-            x,
-            self.rowwise if needs_row else None,
-            self.columnwise if columnwise else None,
-            columnwise_source=self.columnwise_source if columnwise else "original",
-            rowwise_output=rowwise or "codes",
-            columnwise_output=columnwise or "codes",
-            rowwise_key=_slot(key, self.rowwise, "rowwise"),
-            columnwise_key=_slot(key, self.columnwise, "columnwise"),
-        )
+        formats = {
+            "rowwise": self.rowwise if needs_row else None,
+            "columnwise": self.columnwise if columnwise else None,
+        }
+        outputs = {"rowwise_output": rowwise or "codes", "columnwise_output": columnwise or "codes"}
+        made = self._quantize(x, formats, key, states, **outputs)
         shape = tuple(x.shape)
         row = _operand(made.rowwise, self.rowwise, shape, x.dtype) if rowwise else None
         return HybridOperand(rowwise=row, columnwise=_operand(made.columnwise, self.columnwise, shape[::-1], x.dtype))
 
-    def statistics(self, x: Tensor, key: RngKey | None = None) -> dict[Direction, dict[str, float]]:
+    def statistics(
+        self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
+    ) -> dict[Direction, dict[str, float]]:
         """Rows of ops.stats for both directions of x [rows, cols], gathered in the pass that quantizes it.
 
         Errors are against the values of x. The pass compares an operand with what it is made from, so that with
-        rowwise_dequantized the columnwise one is decoded and compared again.
+        rowwise_dequantized the columnwise one is decoded and compared again. States are read and stay as they are.
         """
-        made = ops.quantize(
-            x,
-            self.rowwise,
-            self.columnwise,
-            columnwise_source=self.columnwise_source,
-            rowwise_key=_slot(key, self.rowwise, "rowwise"),
-            columnwise_key=_slot(key, self.columnwise, "columnwise"),
-            statistics=True,
-        )
+        formats = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        made = self._quantize(x, formats, key, states and replace(states, record=False), statistics=True)
         column = made.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
             column = gather(x.t(), self.columnwise, made.columnwise)
         return {"rowwise": made.rowwise_statistics.row(), "columnwise": column.row()}
+
+    def _quantize(
+        self,
+        x: Tensor,
+        formats: Mapping[Direction, Format | None],
+        key: RngKey | None,
+        states: SlotStates | None,
+        **options: Any,
+    ) -> ops.Quantized:
+        source = self.columnwise_source if formats["columnwise"] else "original"
+        keys = {f"{direction}_key": _slot(key, getattr(self, direction), direction) for direction in DIRECTIONS}
+        grids = states.grids(formats) if states else {}
+        made = ops.quantize(x, **formats, columnwise_source=source, **keys, **grids, **options)
+        if states:
+            states.note(x, formats, source, keys["rowwise_key"])
+        return made
 
 
 def _operand(

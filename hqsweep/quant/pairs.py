@@ -11,7 +11,7 @@ Attention of one head, q, k, v [T, E], s = softmax(q @ k.T) [T, T], do [T, E], d
   dq  dp @ k      reads dp rowwise, qkv columnwise     dk  dp.T @ q   reads dp columnwise, qkv columnwise
 """
 
-from hqsweep.formats import MX, Format, Fp8Block, Identity
+from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8PerTensor, Identity
 
 GEMMS = {
     "fprop": (("input", "rowwise"), ("weight", "rowwise")),
@@ -33,6 +33,15 @@ DPA_GEMMS = {
 MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 
 
+SCALING_MODES = (Fp8PerTensor, Fp8Block, MX, NVFP4)
+"""Formats that tensor cores scale in one way."""
+
+
+def same_scaling(a: Format, b: Format) -> bool:
+    """Whether one product scales both operands alike."""
+    return any(isinstance(a, mode) and isinstance(b, mode) for mode in SCALING_MODES)
+
+
 def mathematical_fault(a: Format, b: Format) -> str | None:
     """Why the product of the two would be wrong in any arithmetic, or None."""
     transform = [(getattr(f, "rht", False), getattr(f, "rht_signed", True)) for f in (a, b)]
@@ -52,6 +61,4 @@ def hardware_fault(a: Format, b: Format) -> str | None:
         return None if a == b else "a GEMM takes one dtype"
     if isinstance(a, Fp8Block) and isinstance(b, Fp8Block) and a.two_d and b.two_d:
         return "128x128 tiles on both sides have no hardware GEMM"
-    if (isinstance(a, MX) and isinstance(b, MX)) or type(a) is type(b):
-        return None
-    return "their scaling modes differ"
+    return None if same_scaling(a, b) else "their scaling modes differ"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Identity, RngKey
+from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import Operand
@@ -31,6 +32,9 @@ class HybridQuantizedTensor(torch.Tensor):
     quantizer: HybridQuantizer
     rowwise: Operand | None
     columnwise: Operand | None
+    states: SlotStates | None
+    """Those of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies have
+    none."""
     high_precision_init_val: Tensor | None
     """What preserve_high_precision_init_val kept, on the CPU."""
 
@@ -41,7 +45,7 @@ class HybridQuantizedTensor(torch.Tensor):
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
         made._metadata, made._key = metadata, [metadata.key]  # the key in a cell, which views share
-        made.quantizer, made.high_precision_init_val = metadata.quantizer, None
+        made.quantizer, made.states, made.high_precision_init_val = metadata.quantizer, None, None
         for name, buffer in buffers.items():
             setattr(made, name, buffer)  # where callers of __tensor_flatten__ look for them
         for direction in DIRECTIONS:
@@ -86,16 +90,20 @@ class HybridQuantizedTensor(torch.Tensor):
         source_dtype: torch.dtype | None = None,
         directions: Sequence[str] = DIRECTIONS,
         key: RngKey | None = None,
+        states: SlotStates | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> Self:
         """The quantized form of x [..., cols] (bf16, fp16 or fp32), with x's shape and dtype, in memory of its own.
 
-        x is rounded to source_dtype (default: its own) before it is quantized. key: stream of +sr. With
+        x is rounded to source_dtype (default: its own) before it is quantized. key: stream of +sr; states: those of
+        fp8_delayed, which the tensor keeps. With
         preserve_high_precision_init_val a copy of x is kept on the CPU, follows later writes, and is what an optimizer
-        starts its masters from. UserError for a shape that a format cannot hold and for +sr without a key.
+        starts its masters from. UserError for a shape that a format cannot hold, for +sr without a key and for
+        fp8_delayed without states.
         """
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
         made = cls.empty(x.shape, quantizer, **options)
+        made.states = states
         made.quantize_(x, key=key)
         if preserve_high_precision_init_val:
             made.high_precision_init_val = x.detach().clone() if x.is_meta else x.detach().to("cpu", copy=True)
@@ -117,7 +125,8 @@ class HybridQuantizedTensor(torch.Tensor):
             if not (self.is_meta or x.is_meta):
                 matrix = x.to(self.device, meta.source_dtype).reshape(meta.matrix)
                 wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-                self.write_(self.quantizer.quantize(matrix, **wanted, key=key))
+                states = self.states and replace(self.states, record=True, held=True)
+                self.write_(self.quantizer.quantize(matrix, **wanted, key=key, states=states))
             if self.high_precision_init_val is not None:
                 self.high_precision_init_val.copy_(x)
         torch.autograd.graph.increment_version(self)
@@ -172,7 +181,7 @@ class HybridQuantizedTensor(torch.Tensor):
     def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
         """A tensor of these views of the buffers, with `changes` to the metadata, that shares the key."""
         made = type(self)(buffers, replace(self.metadata, **changes), shape)
-        made._key = self._key
+        made._key, made.states = self._key, self.states
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:

@@ -151,3 +151,18 @@ def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
             hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
             hint = hint or f"{nearest(override.name, names)}; the model has {names[0]} to {names[-1]}"
             yield f"{where} matches no module{hint}"
+
+
+def check_held_weights(recipe: AnyRecipe, steps: int, names: Sequence[str]) -> None:
+    """UserError where a schedule would change the format of the weight, held quantized, of a linear with that name."""
+    roles = [QuantizerRole("linear", "weight", name) for name in names]
+    first, *later = stages(recipe, steps)
+    held = first.recipe.resolve(roles)
+    for stage in later:
+        for role, quantizer in stage.recipe.resolve(roles).items():
+            if quantizer != held[role]:
+                raise UserError(
+                    f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
+                    f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
+                    " model.quantized_weights=false"
+                )

@@ -134,8 +134,11 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss in nats a token over the validation batches, which are the same for every run and step."""
-        with quantization(seed=self.config.seed, step=self.step, cache_weights=True):
+        """Mean loss in nats a token over the validation batches, which are the same for every run and step.
+
+        The model is what the next step's forward would see: after the update, under the scales that it leaves.
+        """
+        with quantization(seed=self.config.seed, step=self.step + 1, cache_weights=True):
             batches = [next(self._batches("val", i)) for i in range(self.config.train.eval_batches)]
             losses = [self._loss(*batch).double() for batch in batches]
         return torch.stack(losses).mean().item()

@@ -25,6 +25,7 @@ from golden_cases import (
 )
 
 from hqsweep.formats import Format, parse
+from hqsweep.formats.delayed import end_step
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
 from hqsweep.formats.fp8 import FLT_MAX, fp8_scale
 from hqsweep.formats.nvfp4 import stochastic_e2m1
@@ -114,8 +115,25 @@ def check_nonfinite(case: dict, arrays: Arrays) -> None:
         check_quantizer(part, Arrays(part))
 
 
+def check_delayed(case: dict, arrays: Arrays) -> None:
+    """Each slot of each case, step by step: history and scale after TransformerEngine's fused update."""
+    for name, facts in json.loads(str(arrays.file["__meta__"]))["cases"].items():
+        recorded, scales, histories = (torch.from_numpy(arrays[f"{name}/{k}"]) for k in ("amax", "scale", "history"))
+        scaled_max = ELEMENTS[facts["fp8"]].max * 2.0 ** -facts["margin"]
+        for slot in range(recorded.shape[1]):
+            history, amax = torch.zeros(facts["L"]), torch.zeros(1, 1)
+            for step in range(len(recorded)):
+                history[0] = recorded[step, slot]
+                history, amax = end_step(history, amax, most_recent=facts["algo"] == "most_recent")
+                scale = fp8_scale(amax, fp8_max=scaled_max, epsilon=0.0, pow2=False, inf_value=FLT_MAX)
+                where = f"{name} slot {slot} after step {step}"
+                assert_same(history, histories[step, :, slot], f"{where}: history")
+                assert_same(scale.view(()), scales[step, slot], f"{where}: scale")
+
+
 CHECKS = dict.fromkeys(QUANTIZERS, check_quantizer) | {
     "casts": check_casts,
+    "fp8_delayed": check_delayed,
     "stochastic_rounding": check_stochastic_rounding,
     "rht_matrix": check_rht_matrix,
     "nonfinite": check_nonfinite,
@@ -125,8 +143,6 @@ CASES = find_cases()
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_case(case):
-    if case["format"] == "fp8_delayed":
-        pytest.skip("delayed scaling keeps a history across steps; it is no format of its own")
     CHECKS[case["format"]](case, Arrays(case))
 
 

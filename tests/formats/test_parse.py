@@ -30,6 +30,8 @@ def test_defaults_print_short():
     assert str(parse("fp8_block+pow2")) == "fp8_block"
     assert str(parse("nvfp4+sr+2d")) == "nvfp4+2d+sr"
     assert str(parse("fp8_current+eps16")) == "fp8_current+eps16.0"
+    assert str(parse("fp8_delayed+history16+most_recent+e5m2")) == "fp8_delayed+e5m2+most_recent+history16"
+    assert str(parse("fp8_delayed+history1024")) == "fp8_delayed"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,12 @@ def test_defaults_print_short():
         ("bf16+sr", "bf16 takes no options"),
         ("mxfp8+eps3", r"unknown option '\+eps3'"),
         ("fp8_current+epsx", r"unknown option '\+epsx'"),
+        (
+            "fp8_delayed+history1.5",
+            r"unknown option '\+history1.5'; fp8_delayed takes \+e5m2, \+most_recent, \+historyN",
+        ),
+        ("fp8_delayed+pow2", r"unknown option '\+pow2'"),
+        ("fp8_delayed+history0", "the history has 0 steps; allowed is a whole number >= 1"),
         ("fp8_block+pow2+fp32_scale", r"'\+fp32_scale' sets pow2 a second time"),
         ("nvfp4+row_scaled+2d", "row_scaled cannot be combined with 2d"),
         ("nvfp4+row_scaled+rht", "row_scaled cannot be combined with rht"),

@@ -98,7 +98,7 @@ def test_shapes_that_do_not_fit_are_named():
 def test_empty_matrices_have_empty_codes_and_zero_amaxes(name, shape):
     for text in (name, *(f"{name}+{option}" for option in options(name) if option in ("2d", "row_scaled", "4over6"))):
         format = parse(text)
-        buffers = format.encode(torch.zeros(shape))
+        buffers = format.encode(torch.zeros(shape), format.grid(torch.zeros(shape)))
         assert {n: tuple(b.shape) for n, b in buffers.items()} == format.shapes(*shape)
         assert format.decode(buffers, shape).shape == shape
         assert all((amax == 0).all() for amax in format.grid(torch.zeros(shape)).values())

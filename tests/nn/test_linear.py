@@ -95,6 +95,17 @@ def test_stochastic_rounding_follows_the_step():
     assert torch.equal(run(NVFP4, step=3)["y"], run(NVFP4, step=4)["y"])
 
 
+@pytest.mark.parametrize("quantizers", ["fp8_current", "mxfp8", NVFP4], ids=str)
+def test_the_gradient_of_the_bias_is_the_sum_of_the_unquantized_gradient(quantizers):
+    """In float32: a sum in bfloat16 would be rounded, one of codes would be another sum."""
+    assert torch.equal(run(quantizers, bias=True)["db"], draw("normal", 32, 96, 1).sum(0, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("quantizers", ["mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"], ids=str)
+def test_a_saved_original_gives_the_same_bits(quantizers):
+    assert_equal(run(quantizers), run(quantizers, save_original_input=True))
+
+
 def test_microbatches_of_a_step_draw_other_bits_for_all_but_the_weight():
     assert not torch.equal(run(NVFP4)["dx"], run(NVFP4, microbatch=1)["dx"])
     only_weight = {"input": "bf16", "weight": "nvfp4+sr", "grad_output": "bf16"}

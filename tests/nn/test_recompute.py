@@ -11,6 +11,7 @@ from hqsweep.config import parse
 from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
+from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.quant import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.train.loop import build_model
 
@@ -34,6 +35,7 @@ WAYS = {
     "ours": recomputed,
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures("deterministic")
 formats = pytest.mark.parametrize("name", FORMATS)
 ways = pytest.mark.parametrize("way", WAYS)
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -49,9 +51,10 @@ def attention(text):
     return DotProductAttention(name="dpa", quantizers=DpaQuantizers.parse(text, "test"))
 
 
-def gpt(text, recompute="none"):
+def gpt(name, recompute="none", dpa=True):
+    recipe = {"name": "r", "linear": FORMATS[name]} | ({"dpa": ATTENTION[name]} if dpa else {})
     config = {
-        "job": "convergence", "sweep": "t", "recipe": {"name": "r", "linear": text},
+        "job": "convergence", "sweep": "t", "recipe": recipe,
         "model": {"dim": 64, "layers": 2, "heads": 2}, "data": {"source": "markov"}, "train": {"recompute": recompute},
     }  # fmt: skip
     config = parse(config)
@@ -76,10 +79,11 @@ def run(module, inputs, call=lambda module, *x: module(*x), within=nullcontext):
     return made | {name: p.grad for name, p in module.named_parameters()}, len(runs)
 
 
-def assert_the_same(module, inputs, way, **options):
+def assert_the_same(module, inputs, way, *more, **options):
+    """more: arguments of the module when it is computed again."""
     module.to(inputs[0].device)
     expected, once = run(module, inputs, **options)
-    actual, twice = run(module, inputs, WAYS[way], **options)
+    actual, twice = run(module, inputs, lambda module, *x: WAYS[way](module, *x, *more), **options)
     assert (once, twice) == (1, 2)  # it did happen
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
@@ -117,6 +121,16 @@ def test_linear_inside_autocast(name, way, device):
 @devices
 @ways
 @formats
+def test_linear_whose_weight_operands_are_cached(name, way, device):
+    cached = {"within": lambda: quantization(seed=1, step=5, cache_weights=True)}
+    module, inputs = linear(FORMATS[name]), [draw(32, 64, device=device)]
+    assert_the_same(module, inputs, way, **cached)
+    assert_the_same(module, inputs, way, **cached)  # from the cache, from the first forward on
+
+
+@devices
+@ways
+@formats
 def test_attention(name, way, device):
     qkv = [draw(2, 128, 32, seed=i, device=device).bfloat16() for i in range(3)]
     assert_the_same(attention(ATTENTION[name]), qkv, way)
@@ -126,7 +140,20 @@ def test_attention(name, way, device):
 @ways
 @formats
 def test_gpt_block(name, way, device):
-    assert_the_same(gpt(FORMATS[name]).layers[0], [draw(2, 32, 64, device=device)], way)
+    assert_the_same(gpt(name).layers[0], [draw(2, 128, 64, device=device)], way)
+
+
+@devices
+@ways
+@formats
+def test_transformer_layer_with_everything(name, way, device):
+    """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside of it."""
+    linear, dpa = LinearQuantizers.parse(FORMATS[name], "t"), DpaQuantizers.parse(ATTENTION[name], "t")
+    options = {"normalization": "LayerNorm", "bias": True, "activation": "gelu", "quantize_boundaries": True}
+    recipe = Recipe(linear=linear, dpa=dpa)
+    layer, inputs = TransformerLayer(64, 96, 2, name="l", recipe=recipe, **options), [draw(2, 128, 64, device=device)]
+    assert_the_same(layer, inputs, way)
+    assert_the_same(layer, inputs, way, True)
 
 
 @devices
@@ -136,7 +163,7 @@ def test_gpt(name, part, device):
     """The whole model with its own switch, against the one without."""
     made = []
     for recompute in ("none", part):
-        model, tokens = gpt(FORMATS[name], recompute).to(device), torch.arange(64, device=device).view(2, 32) % 16
+        model, tokens = gpt(name, recompute).to(device), torch.arange(256, device=device).view(2, 128) % 16
         nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator(device).manual_seed(0))
         with quantization(seed=1, step=5):
             y = model(tokens)
@@ -149,7 +176,7 @@ def test_gpt(name, part, device):
 @pytest.mark.parametrize(("part", "layers", "cores"), [("none", 1, 1), ("layer", 2, 2), ("attention", 1, 2)])
 def test_what_a_model_computes_again(part, layers, cores, monkeypatch):
     """And that without gradients nothing is."""
-    model, ran = gpt("mxfp8", part), []
+    model, ran = gpt("mxfp8", part, dpa=False), []
     model.layers[1].register_forward_pre_hook(lambda *_: ran.append("layer"))
     right = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

@@ -62,6 +62,7 @@ def test_strict_refuses_pairs_without_hardware_and_exact_takes_them(linear, mess
 def test_strict_takes_what_tensor_cores_take():
     check({"input": "mxfp8", "weight": "mxfp4", "grad_output": "mxfp8+e5m2"}, gemm="strict")
     check({"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}, gemm="strict", tokens=64)
+    check({"input": "fp8_delayed", "weight": "fp8_current", "grad_output": "fp8_delayed+e5m2"}, gemm="strict")
 
 
 ON_HOPPER = partial(native.refusal, (9, 0))

@@ -18,6 +18,7 @@ RECIPES = {
     "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
     "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
     "hybrid": "nvfp4|mxfp8@rowwise_dequantized",
+    "fp8_delayed": {"input": "bf16", "weight": "fp8_delayed|fp8_delayed+e5m2+history2", "grad_output": "fp8_delayed"},
 }
 
 

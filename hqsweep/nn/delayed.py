@@ -1,0 +1,70 @@
+"""The states of delayed scaling that a module holds, which its state_dict carries."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hqsweep.formats import Fp8Delayed
+from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.delayed import DelayedState, SlotStates
+from hqsweep.quant.hybrid import DIRECTIONS
+
+
+class DelayedStates(nn.ModuleDict):
+    """ "input_rowwise" -> DelayedState, for each slot and direction in fp8_delayed.
+
+    A state is made when it is first used, lives through changes of recipe for as long as its slot and direction stay
+    fp8_delayed with a history of the same length, and is given up by keep(). An autocast under which a slot is not
+    delayed leaves it alone.
+    """
+
+    def of(
+        self,
+        slot: str,
+        quantizer: HybridQuantizer | None,
+        *,
+        device: torch.device,
+        step: int | None = None,
+        record: bool = False,
+    ) -> SlotStates | None:
+        """The states of a slot for one call; None where no direction is delayed."""
+        if quantizer is None or not quantizer.delayed:
+            return None
+        formats = {direction: getattr(quantizer, direction) for direction in DIRECTIONS}
+        delayed = {direction: f for direction, f in formats.items() if isinstance(f, Fp8Delayed)}
+        states = {direction: self._state(f"{slot}_{direction}", f, device) for direction, f in delayed.items()}
+        return SlotStates(states=states, step=step, record=record)
+
+    def keep(self, quantizers: Mapping[str, HybridQuantizer | None]) -> None:
+        """Give up the states that these quantizers, by slot, have no use for."""
+        formats = {f"{slot}_{d}": getattr(q, d) for slot, q in quantizers.items() if q for d in DIRECTIONS}
+        for name in list(self):
+            if not (isinstance(formats.get(name), Fp8Delayed) and _fits(self[name], formats[name].history)):
+                del self[name]
+
+    def _state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
+        if name not in self or not _fits(self[name], format.history):
+            self[name] = DelayedState(format.history, device)
+        elif self[name].history.device != device:
+            self[name].to(device)
+        return self[name]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Have the states that the checkpoint has, and no others."""
+        found = {
+            key.removeprefix(prefix).removesuffix(".history"): tensor
+            for key, tensor in state_dict.items()
+            if key.startswith(prefix) and key.endswith(".history")
+        }
+        for name in [name for name in self if name not in found]:
+            del self[name]
+        for name, history in found.items():
+            if name not in self or not _fits(self[name], len(history)):
+                self[name] = DelayedState(len(history), history.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _fits(state: DelayedState, length: int) -> bool:
+    return len(state.history) == length

@@ -1,0 +1,55 @@
+"""What autograd keeps for backward: whose memory it is, and how much."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.nn.linear import Linear
+from hqsweep.quant import HybridQuantizedTensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Address of the storage: equal for views of one tensor."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, the operands of quantized ones: what saving does not keep alive."""
+    for parameter in model.parameters():
+        yield from parameter.buffers.values() if isinstance(parameter, HybridQuantizedTensor) else (parameter,)
+    yield from model.buffers()
+
+
+class SavedBytes:
+    """Counts the bytes that a forward keeps for backward, beside the model itself; shared memory counts once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.nbytes = model, 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around forward."""
+        counted = {memory_of(tensor) for tensor in tensors_of(self.model)}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided and memory_of(tensor) not in counted:
+                counted.add(memory_of(tensor))
+                self.nbytes += tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+
+def saved_input_bytes(linear: Linear, rows: int) -> float:
+    """Bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or x
+    itself under save_original_input."""
+    quantizer, columns = linear.quantizers.input, linear.weight.shape[1]
+    if linear.save_original_input and quantizer.may_save_original:
+        return float(linear.dtype.itemsize)
+    format = quantizer.columnwise
+    shapes = format.shapes(columns, rows)
+    nbytes = sum(shapes[name][0] * shapes[name][1] * buffer.dtype.itemsize for name, buffer in format.layout.items())
+    return nbytes / (rows * columns)

@@ -1,0 +1,225 @@
+"""Modules in fp8_delayed: which states they hold, when these change, and that a checkpoint carries them."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hqsweep.errors import UserError
+from hqsweep.formats import parse
+from hqsweep.gemm import mm_t
+from hqsweep.jobs.inputs import draw
+from hqsweep.nn import Linear, Probe, autocast, quantization, set_recipe
+from hqsweep.nn.attention import DotProductAttention
+from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, QuantizerRole, Recipe
+
+DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
+HYBRID = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+NAMES = [f"{t}_{d}" for t in ("input", "weight", "grad_output") for d in ("rowwise", "columnwise")]
+
+
+def build(quantizers=DELAYED, **options):
+    torch.manual_seed(0)
+    return Linear(64, 96, name="fc", quantizers=LinearQuantizers.parse(quantizers, "test"), **options)
+
+
+def recipe(linear=DELAYED, **sections):
+    return Recipe.from_config({"linear": linear, **sections})
+
+
+def train(module, step, *, scale=1.0, seed=0, call=None):
+    """One microbatch of a step: y, dx and dw."""
+    x = (draw("normal", 32, 64, seed) * scale).requires_grad_()
+    module.weight.grad = None
+    with quantization(step=step):
+        y = (call or module)(x)
+        y.backward(draw("normal", 32, 96, seed + 1) * scale)
+    return y.detach(), x.grad, module.weight.grad
+
+
+def snapshot(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items() if "states." in name}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def all_equal(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("quantizers", [DELAYED, HYBRID], ids=["both directions", "hybrid"])
+def test_each_gemm_reads_operands_under_the_amaxes_of_the_step_before(quantizers):
+    module = build(quantizers)
+    train(module, 1, scale=2.0)
+    y, dx, dw = train(module, 2)
+    w, x, dy = module.weight.detach().bfloat16(), draw("normal", 32, 64), draw("normal", 32, 96, 1)
+    before = {"input": 2 * x, "weight": w, "grad_output": 2 * dy}
+
+    def operand(tensor, direction, matrix):
+        format = getattr(getattr(module.quantizers, tensor), direction)
+        grid = {"s": before[tensor].float().abs().max().view(1, 1)} if format.name == "fp8_delayed" else None
+        return format.operand(format.encode(matrix, grid), tuple(matrix.shape))
+
+    pairs = {
+        "y": (y, ("input", "rowwise", x), ("weight", "rowwise", w)),
+        "dx": (dx, ("grad_output", "rowwise", dy), ("weight", "columnwise", w.t())),
+        "dw": (dw, ("grad_output", "columnwise", dy.t()), ("input", "columnwise", x.t())),
+    }
+    for name, (actual, a, b) in pairs.items():
+        assert torch.equal(actual, mm_t(operand(*a), operand(*b), out_dtype=actual.dtype)), name
+
+
+def test_a_state_for_each_direction_in_the_format():
+    module = build(HYBRID)
+    assert not module.states and not snapshot(module)  # made at the first call
+    train(module, 1)
+    assert set(module.states) == {"input_rowwise", "weight_columnwise", "grad_output_rowwise"}
+    assert all(state.step == 1 and state.history[0] > 0 for state in module.states.values())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("options", [{}, {"save_original_input": True}], ids=str)
+def test_recomputation_gives_the_same_bits_and_the_same_states(reentrant, options):
+    plain, recomputed = build(**options), build(**options)
+    for step in (1, 2, 3):
+        for seed in (0, 5):  # two microbatches
+            expected = train(plain, step, scale=step, seed=seed)
+            actual = train(
+                recomputed, step, scale=step, seed=seed,
+                call=lambda x: checkpoint(recomputed, x, use_reentrant=reentrant),
+            )  # fmt: skip
+            assert all_equal(expected, actual)
+    assert same(snapshot(plain), snapshot(recomputed))
+
+
+def test_microbatches_share_a_scale():
+    module = build()
+    train(module, 1, scale=3.0)
+    once = train(module, 2)
+    train(module, 2, scale=100.0)
+    assert all_equal(once, train(module, 2))
+    assert not all_equal(once, train(module, 3))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_evaluation_changes_nothing_and_has_the_scales_of_its_step(cached):
+    module = build()
+    train(module, 1, scale=4.0)
+    before, x = snapshot(module), draw("normal", 32, 64)
+    outputs = {}
+    with torch.no_grad():
+        for step in (1, 2, 3):
+            with quantization(step=step, cache_weights=cached):
+                outputs[step] = module(x)
+        outputs[None] = module(x)
+    assert same(before, snapshot(module))
+    assert torch.equal(outputs[2], train(module, 2)[0])
+    assert torch.equal(outputs[2], outputs[3]) and torch.equal(outputs[2], outputs[None])
+    assert not torch.equal(outputs[1], outputs[2])
+
+
+def test_training_needs_a_step():
+    with pytest.raises(UserError, match=r"fp8_delayed counts the steps of a training.*nn.quantization\(step=...\)"):
+        build()(draw("normal", 32, 64))
+
+
+def test_a_probe_sees_the_scales_in_use_and_changes_nothing():
+    plain, probed, probe = build(HYBRID), build(HYBRID), Probe(step=2)
+    for module in (plain, probed):
+        train(module, 1, scale=2.0)
+    expected, x = train(plain, 2), draw("normal", 32, 64).requires_grad_()
+    probed.weight.grad = None
+    with quantization(step=2, probe=probe):
+        y = probed(x)
+    y.backward(draw("normal", 32, 96, 1))
+    assert all_equal(expected, (y.detach(), x.grad, probed.weight.grad)) and same(snapshot(plain), snapshot(probed))
+    seen = {(row["tensor"], row["direction"]): row for row in probe.rows}
+    amax = {"input": 2 * draw("normal", 32, 64), "grad_output": 2 * draw("normal", 32, 96, 1)}
+    for tensor, top in (("input", 448), ("grad_output", 57344)):
+        assert seen[tensor, "rowwise"]["scale_max"] == pytest.approx(float(amax[tensor].abs().max()) / top)
+
+
+def test_histories_live_through_a_change_that_keeps_the_slot():
+    module = build()
+    train(module, 1)
+    before = snapshot(module)
+    new = {"input": "fp8_delayed+e5m2+most_recent|mxfp8", "weight": "fp8_delayed+history8", "grad_output": "bf16"}
+    assert set_recipe(module, recipe(new)) == 3
+    assert set(module.states) == {"input_rowwise"}  # another length is another history
+    kept = snapshot(module)
+    assert all(torch.equal(kept[name], before[name]) for name in kept) and len(kept) == 3
+    train(module, 2)
+    assert set(module.states) == {"input_rowwise", "weight_rowwise", "weight_columnwise"}
+    assert len(module.states["weight_rowwise"].history) == 8
+    set_recipe(module, recipe("bf16"))
+    assert not module.states
+
+
+def test_under_autocast_states_are_made_and_left_alone_by_other_recipes():
+    module, x = build("bf16"), draw("normal", 32, 64)
+    with autocast(recipe=recipe()):
+        train(module, 1)
+    before = snapshot(module)
+    assert set(module.states) == set(NAMES)
+    with autocast(enabled=False):
+        train(module, 2)
+    module(x)
+    assert same(before, snapshot(module))
+    own = build()
+    train(own, 1)
+    with autocast(recipe=recipe()):
+        assert all_equal(train(module, 2), train(own, 2))
+
+
+@pytest.mark.parametrize("own", [DELAYED, "bf16"], ids=["own recipe", "autocast"])
+def test_a_checkpoint_goes_on_in_a_fresh_module(own):
+    module = build(own)
+    with autocast(recipe=recipe()):
+        train(module, 1, scale=3.0)
+        train(module, 2)
+    fresh = build(own)
+    fresh.load_state_dict(module.state_dict())
+    assert same(snapshot(fresh), snapshot(module)) and {s.step for s in fresh.states.values()} == {2}
+    copy = pickle.loads(pickle.dumps(module))
+    with autocast(recipe=recipe()):
+        expected = train(module, 2)
+        assert all_equal(expected, train(fresh, 2)) and all_equal(expected, train(copy, 2))
+    fresh.load_state_dict(build().state_dict())  # a checkpoint without states
+    assert not fresh.states
+
+
+def test_attention_trains_in_the_formats_of_fp8_attention():
+    texts = {"qkv": "fp8_current", "s": "fp8_delayed+most_recent+history1", "do": "fp8_current+e5m2"}
+    quantizers = {t: HybridQuantizer.parse(text) for t, text in texts.items()}
+    quantizers["dp"] = HybridQuantizer.parse("fp8_delayed+e5m2+most_recent+history1")
+    attention = DotProductAttention(name="dpa", quantizers=DpaQuantizers(**quantizers))
+    q = draw("normal", 32, 16).view(1, 32, 16).requires_grad_()
+    exact = torch.nn.functional.scaled_dot_product_attention(*[q.detach().float()] * 3, is_causal=True)
+    outputs = []
+    for step in (1, 2):
+        with quantization(step=step):
+            o = attention(q, q, q, is_causal=True)
+        (gradient,) = torch.autograd.grad(o, q, draw("normal", 32, 16, 1).view(1, 32, 16))
+        assert (o.detach() - exact).norm() < 0.05 * exact.norm() and gradient.isfinite().all()
+        outputs.append(o.detach())
+    assert set(attention.states) == {f"{t}_{d}" for t in ("s", "dp") for d in ("rowwise", "columnwise")}
+    assert attention.states["s_rowwise"].amax == 1  # softmax of the first position
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("boundary", ["output", "grad_input"])
+def test_a_boundary_is_a_slot_like_others(boundary):
+    module = build("bf16")
+    setattr(module, f"{boundary}_quantizer_role", QuantizerRole("linear", "input", "next"))
+    set_recipe(module, recipe("bf16", overrides=[{"name": "next", "linear": "fp8_delayed"}]))
+    plain = build("bf16")
+    values = {"output": 0, "grad_input": 1}[boundary]
+    for step, scale in ((1, 2.0), (2, 1.0)):
+        unrounded, actual = train(plain, step, scale=scale)[values], train(module, step, scale=scale)[values]
+        format, state = parse("fp8_delayed"), module.states[f"{boundary}_rowwise"]
+        buffers = format.encode(unrounded, {"s": state.amax})
+        assert torch.equal(actual, format.decode(buffers, tuple(actual.shape)).to(actual.dtype))
+    assert state.amax > 0 and state.step == 2

@@ -1,0 +1,153 @@
+"""States of delayed scaling: when a step ends, what is recorded, and by which scale each direction is encoded."""
+
+import copy
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.quant import HybridQuantizer
+from hqsweep.quant.delayed import DelayedState, SlotStates
+
+FP8, KEY = parse("fp8_delayed+history4"), RngKey(seed=0, slot="test", step=0)
+
+
+def states(quantizer, step=1, record=True, **given):
+    made = {d: getattr(quantizer, d) for d in ("rowwise", "columnwise")}
+    made = {d: given.get(d) or DelayedState(f.history) for d, f in made.items() if hasattr(f, "history")}
+    return SlotStates(states=made, step=step, record=record)
+
+
+def at(slot, step, record=True):
+    return SlotStates(states=slot.states, step=step, record=record)
+
+
+def matrix(amax, seed=0):
+    x = draw("normal", 32, 64, seed).clamp(-0.5, 0.5)
+    x[3, 5] = -amax
+    return x
+
+
+def scale_amax(operand):
+    """The amax that a scale_inv comes from; 448 where the scale is 1."""
+    return operand.buffers["s"].item() * operand.format.element.max
+
+
+def test_a_scale_comes_from_the_largest_amax_of_earlier_steps():
+    quantizer = HybridQuantizer.parse("fp8_delayed+history4")
+    slot, seen = states(quantizer), []
+    for step, amax in enumerate([8.0, 2.0, 1.0, 1.0, 1.0, 4.0, 1.0], start=1):
+        made = quantizer.quantize(matrix(amax), states=at(slot, step))
+        assert made.rowwise.buffers["s"] == made.columnwise.buffers["s"].item()
+        seen.append(scale_amax(made.rowwise))
+    assert seen == pytest.approx([448, 8, 8, 8, 8, 2, 4])  # of four entries one is of the present step
+    last = slot.states["rowwise"]
+    assert last.step == 7 and last.history.tolist() == [1.0, 1.0, 1.0, 4.0]
+
+
+def test_the_most_recent_amax_alone():
+    quantizer = HybridQuantizer.parse("fp8_delayed+e5m2+most_recent+history1")
+    slot = states(quantizer)
+    seen = [scale_amax(quantizer.quantize(matrix(a), states=at(slot, s)).rowwise) for s, a in ((1, 8), (2, 2), (3, 1))]
+    assert seen == pytest.approx([57344, 8, 2])
+
+
+def test_microbatches_of_a_step_share_a_scale_and_add_to_one_amax():
+    quantizer = HybridQuantizer.parse("fp8_delayed")
+    slot = states(quantizer)
+    for amax in (3.0, 7.0, 5.0):
+        assert scale_amax(quantizer.quantize(matrix(amax), states=at(slot, 1)).rowwise) == 448
+    assert slot.states["rowwise"].history[0] == slot.states["columnwise"].history[0] == 7
+    assert scale_amax(quantizer.quantize(matrix(1.0), states=at(slot, 2)).rowwise) == pytest.approx(7)
+
+
+def test_nothing_changes_without_recording():
+    quantizer = HybridQuantizer.parse("fp8_delayed|fp8_delayed+e5m2@rowwise_dequantized")
+    slot = states(quantizer)
+    quantizer.quantize(matrix(3.0), states=at(slot, 1))
+    before = copy.deepcopy({d: s.state_dict() for d, s in slot.states.items()})
+    seen = [quantizer.quantize(matrix(9.0), states=at(slot, s, record=False)).rowwise for s in (1, 2, 5, None)]
+    assert [scale_amax(row) for row in seen] == pytest.approx([448, 3, 3, 3])  # within the step, and after it
+    statistics = quantizer.statistics(matrix(9.0), states=at(slot, 2))
+    assert statistics["rowwise"]["scale_max"] == pytest.approx(3 / 448)
+    for direction, state in slot.states.items():
+        assert all(torch.equal(t, before[direction][name]) for name, t in state.state_dict().items())
+
+
+def test_a_step_that_sees_only_zeros_is_no_step():
+    quantizer = HybridQuantizer.parse("fp8_delayed+history4")
+    slot = states(quantizer)
+    for step, amax in ((1, 2.0), (2, 0.0), (3, 0.0)):
+        made = quantizer.quantize(matrix(amax) * (amax > 0), states=at(slot, step))
+    assert scale_amax(made.rowwise) == pytest.approx(2)
+    assert slot.states["rowwise"].history.tolist() == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "row", ["fp8_delayed", "fp8_current", "mxfp8", "nvfp4", "nvfp4+row_scaled", "nvfp4+sr", "bf16"]
+)
+def test_the_columnwise_amax_is_that_of_what_is_encoded(row):
+    """From the dequantized row: with saturation under fp8_delayed, with rounding elsewhere."""
+    quantizer = HybridQuantizer.parse(f"{row}|fp8_delayed+e5m2@rowwise_dequantized")
+    slot = states(quantizer)
+    for step, amax in ((1, 3.3), (2, 7.7)):
+        made = quantizer.quantize(matrix(amax), key=KEY, states=at(slot, step))
+        assert slot.states["columnwise"].history[0] == made.rowwise.dequantize().abs().max()
+    assert scale_amax(made.columnwise) == pytest.approx(3.3, rel=0.1)
+    if row == "fp8_delayed":
+        assert slot.states["columnwise"].history[0] < 4 < slot.states["rowwise"].history[0]
+
+
+@pytest.mark.parametrize("text", ["fp8_delayed|fp8_current", "mxfp8|fp8_delayed", "fp8_delayed|nvfp4+rht"])
+def test_only_what_is_made_is_recorded_and_other_directions_are_as_without(text):
+    quantizer, x = HybridQuantizer.parse(text), matrix(3.0)
+    slot = states(quantizer)
+    ((direction, state),) = slot.states.items()
+    other = {"rowwise": "columnwise", "columnwise": "rowwise"}[direction]
+    made = getattr(quantizer.quantize(x, **{direction: None}, states=slot), other)
+    alone = HybridQuantizer(*[getattr(quantizer, other)] * 2) if "rht" not in text else None
+    if alone:
+        expected = getattr(alone.quantize(x, **{direction: None}), other)
+        assert all(torch.equal(t, made.buffers[name]) for name, t in expected.buffers.items())
+    assert state.step is None and not state.history.any()
+    quantizer.quantize(x, states=slot)
+    assert state.step == 1 and state.history[0] == 3
+
+
+def test_without_states_or_without_a_step_it_is_refused():
+    quantizer, x = HybridQuantizer.parse("mxfp8|fp8_delayed"), matrix(1.0)
+    with pytest.raises(UserError, match=r"quantize: columnwise fp8_delayed takes its scale from .* give states"):
+        quantizer.quantize(x)
+    with pytest.raises(UserError, match=r"fp8_delayed counts the steps of a training; .*quantization\(step=...\)"):
+        quantizer.quantize(x, states=states(quantizer, step=None))
+
+
+def test_state_dict_has_the_step():
+    state = DelayedState(4)
+    assert state.state_dict().keys() == {"history", "amax", "_extra_state"}
+    state.begin(7, FP8)
+    state.history[0] = 5.0
+    other = DelayedState(4)
+    other.load_state_dict(state.state_dict())
+    assert other.step == 7 and torch.equal(other.history, state.history)
+    other.load_state_dict(DelayedState(4).state_dict())
+    assert other.step is None
+
+
+@pytest.mark.gpu
+def test_gpu_states_are_those_of_the_cpu():
+    quantizer = HybridQuantizer.parse("fp8_delayed+history3|fp8_delayed+e5m2+history3@rowwise_dequantized")
+    slots = {device: states(quantizer) for device in ("cpu", "cuda")}
+    for step, distribution in enumerate(("normal", "heavy", "nonfinite", "tiny", "zeros"), start=1):
+        made = {}
+        for device, slot in slots.items():
+            for state in slot.states.values():
+                state.to(device)
+            made[device] = quantizer.quantize(draw(distribution, 48, 80).to(device), states=at(slot, step))
+        for direction in ("rowwise", "columnwise"):
+            a, b = (getattr(made[device], direction).buffers for device in slots)
+            assert all(torch.equal(t.view(torch.uint8), b[name].cpu().view(torch.uint8)) for name, t in a.items())
+            a, b = (slot.states[direction].history.cpu() for slot in slots.values())
+            assert torch.equal(a.view(torch.int32), b.view(torch.int32))
