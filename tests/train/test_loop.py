@@ -76,7 +76,7 @@ def test_weights_are_quantized_once_for_all_microbatches_and_for_all_batches_of_
     weights = [each for each in seen if each[1] == "layers.0.mlp.fc1/linear/weight"]
     assert weights == [
         *((step, "layers.0.mlp.fc1/linear/weight", d) for step in range(1, 5) for d in ("exact", None)),
-        (4, "layers.0.mlp.fc1/linear/weight", "exact"),  # of the updated weight, for two batches
+        (5, "layers.0.mlp.fc1/linear/weight", "exact"),  # of the updated weight, for two batches
     ]
 
 
@@ -208,6 +208,27 @@ def test_manifest_facts(tmp_path):
     assert sink.facts["gemm_plan"]["head"]["wgrad"].startswith("bf16 x bf16")
     assert sink.facts["kernel_digest"] == fingerprint.EXPECTED
     assert sink.facts["device"] == "cpu" and len(sink.facts["data_hash"]) == 64
+
+
+def test_the_manifest_says_what_is_kept_for_backward(tmp_path):
+    kept = {}
+    for linear, train in (
+        ("bf16", {}),
+        ("mxfp8", {}),
+        ("mxfp8", {"microbatches": 2}),
+        ("mxfp8", {"recompute": "layer"}),
+    ):
+        sink = ListSink()
+        convergence.run(config(linear, steps=1, **train), sink, tmp_path / f"{linear}{train}")
+        kept[linear, *train] = sink.facts["saved_for_backward"]
+    names = ["layers.*.attn.qkv", "layers.*.attn.proj", "layers.*.mlp.fc1", "layers.*.mlp.fc2", "head"]
+    assert kept["mxfp8",]["input_bytes_per_element"] == {key: [1 + 1 / 32] for key in names[:4]} | {"head": [2.0]}
+    tokens, elements = 4 * 32, 3 * 32 + 96  # a token: three inputs of width 32, and of fc2 the hidden width
+    saved = kept["bf16",]["bytes"] - kept["mxfp8",]["bytes"]
+    assert saved == tokens * elements * (2 - 1 - 1 / 32)
+    assert kept["mxfp8",]["bytes_per_token"] == kept["mxfp8",]["bytes"] / tokens
+    assert kept["mxfp8", "microbatches"]["bytes"] < 0.52 * kept["mxfp8",]["bytes"]
+    assert set(kept["mxfp8", "recompute"]) == {"input_bytes_per_element"}
 
 
 def test_throughput_counts_tokens_since_its_start():
