@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hqsweep.errors import UserError
-from hqsweep.report.arms import fault, final_losses
+from hqsweep.report.curves import measures
 from hqsweep.report.frames import Frames, load
 from hqsweep.report.text import TextTable, number, text, to_rich
+from hqsweep.report.verdict import fault
 from hqsweep.sweep.files import write_json
 from hqsweep.sweep.store import RunDir
 
@@ -112,7 +113,7 @@ def measure(frames: Frames) -> dict[tuple[str, int], dict]:
     facts = frames.runs.set_index("run")
     curves = {run: curve_hash(rows) for run, rows in frames.metrics.groupby("run")}
     entries = {}
-    for final in final_losses(frames, window=1).itertuples():
+    for final in measures(frames, window=1).itertuples():
         if math.isfinite(final.final_loss):
             entries[final.arm, final.seed] = {
                 "arm": final.arm, "seed": int(final.seed), "final_loss": float(final.final_loss).hex(),
