@@ -143,6 +143,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "threads": run.threads,
         "isa": "avx2",
         "kernel_build": "-O3 -ffp-contract=off",
+        "data_hash": "9f" * 8,
         "data": {"hash": "9f" * 8, "unigram_entropy_nats": VOCAB_ENTROPY},
         "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: {run.gemm}"} for layer in LAYERS},
         "recipe_schedule": list(run.schedule),
