@@ -183,7 +183,7 @@ class Composer:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
         try:
             config = self.loader.load_configuration(self.name, list(groups), mode)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
             raise UserError(f"conf={self.name}: {_explain(error)}") from None
         OmegaConf.set_struct(config, False)
         return config

@@ -58,6 +58,13 @@ def test_what_it_refuses(words: list[str], says: str) -> None:
         expand("quickstart", words)
 
 
+def test_a_defaults_list_with_off_in_it_is_one_sentence(tmp_path) -> None:
+    path = tmp_path / "off.yaml"
+    path.write_text("defaults: [convergence, {override stats: off}]\n")
+    with pytest.raises(UserError, match=r"conf=off: .*bool"):
+        expand(str(path))
+
+
 def test_a_config_with_a_wrong_recipe_is_left_to_the_typed_config(tmp_path) -> None:
     path = tmp_path / "odd.yaml"
     path.write_text("job: convergence\nnull_arm: true\nrecipe: 3\nseed: 0\n")
