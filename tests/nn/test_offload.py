@@ -1,5 +1,7 @@
 """ActivationOffload: the same bytes under the same strides, what would not be freed stays, nothing is left over."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from hqsweep.formats import RngKey
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.nn.attention import TENSORS, DotProductAttention
-from hqsweep.nn.offload import ActivationOffload
+from hqsweep.nn.offload import ActivationOffload, _Lane
 from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -260,6 +262,44 @@ def test_tensors_are_brought_back_ahead_in_reverse_order():
     assert sorted(saved.number for saved in away.leaving.held) == [4, 5]
     y.backward()
     assert seen == [(5, [2, 3, 4]), (4, [2, 3]), (3, [1, 2]), (2, [0, 1]), (1, [0]), (0, [])]
+
+
+def test_copies_wait_for_the_computing_stream_and_it_waits_for_them(monkeypatch):
+    """The order in which the CUDA path enqueues, with streams that only take notes."""
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self):
+            return f"event {len(log)} of {self.name}"
+
+        def wait_event(self, event):
+            log.append(f"{self.name} waits for {event}")
+
+    @contextmanager
+    def on(stream):
+        log.append(f"on {stream.name}")
+        yield
+        log.append("on main")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    away = offload(window_bytes=0)
+    away.leaving, away.arriving = (_Lane(torch.device("cuda"), 0) for _ in range(2))
+    x = torch.zeros(1, requires_grad=True)
+    with away.saving():
+        y = Keep.apply(x, [torch.ones(2), torch.ones(3)], [])
+    copy = ["side waits for main", "on side", "on main"]
+    assert log == [*copy, *copy, "main waits for event 2 of side"]  # the first is dropped behind its copy
+    log.clear()
+    y.backward()
+    assert log == [*copy, "main waits for event 2 of side", "main waits for event 5 of side"]
 
 
 @pytest.mark.gpu
