@@ -1,6 +1,7 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
 import os
+import re
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Identity
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.quant.pairs import MODULE_GEMMS
 from hqsweep.quant.schedule import Stage
@@ -41,7 +43,10 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
         sink.rewind(trainer.step)
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
+    first = trainer.step + 1
     for done in trainer.steps():
+        if done.step == first:
+            sink.manifest(saved_for_backward=saved_facts(trainer))
         sink.stats(done.stats)
         if done.metrics:
             sink.metric(done.step, done.metrics)
@@ -91,6 +96,24 @@ def facts(trainer: Trainer) -> dict[str, object]:
         "gemm_plan": stage_plans(trainer, trainer.stages[0]),
         "recipe_schedule": schedule_facts(trainer),
     }
+
+
+def saved_facts(trainer: Trainer) -> dict[str, object]:
+    """For the manifest: what a microbatch's forward keeps for backward.
+
+    bytes and bytes_per_token are what autograd saved beside the model, and there only where it saves all of it (without
+    recomputation and offload). input_bytes_per_element: of the input of each linear, layers taken together where they
+    have the same number.
+    """
+    train = trainer.config.train
+    tokens = train.batch // train.microbatches * train.context
+    inputs: dict[str, set[float]] = {}
+    for linear in trainer.model.linears():
+        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", linear.name), set()).add(saved_input_bytes(linear, tokens))
+    facts: dict[str, object] = {"input_bytes_per_element": {name: sorted(found) for name, found in inputs.items()}}
+    if trainer.saved.nbytes:
+        facts |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
+    return facts
 
 
 def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:

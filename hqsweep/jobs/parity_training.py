@@ -1,4 +1,5 @@
-"""Checks of the parity job that train a small GPT: two ways to the same bytes, in every weight, moment and loss.
+"""Checks of the parity job that train a small GPT: two ways to the same bytes, in every weight, moment and loss
+of every step.
 
 repeat     the same training twice
 resume     training interrupted by a checkpoint against uninterrupted training
@@ -51,8 +52,8 @@ def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
 def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
     """Half the steps, a checkpoint on disk, a new process state, the other half; against all steps at once."""
     for name in RECIPES:
-        pairs = named_pairs(_trained(config, name, device), _resumed(config, name, device))
-        yield row("resume", name, "small GPT", pairs)
+        whole, resumed = _trained(config, name, device), _resumed(config, name, device)
+        yield row("resume", name, "small GPT", named_pairs({step: whole[step] for step in resumed}, resumed))
 
 
 def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -62,7 +63,7 @@ def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
         plain = {k: v for k, v in made.items() if ".states.weight_" not in k}  # where held ones are a write ahead
         held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
         yield row("weights", name, "small GPT", named_pairs(plain, held))
-        yield row("weights", name, "small GPT, resumed", named_pairs(held, resumed))
+        yield row("weights", name, "small GPT, resumed", named_pairs({step: held[step] for step in resumed}, resumed))
 
 
 def recompute_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -106,16 +107,23 @@ def _trainer(config: "ParityConfig", recipe: str, device: torch.device, **option
 
 
 def _finish(trainer: Trainer) -> dict[str, Tensor]:
-    """Losses, the FP32 value and the moments of every parameter, the codes of quantized ones, and all buffers."""
-    done = list(trainer.steps())[-1]
-    made = {"losses": torch.tensor([done.metrics["train_loss"], done.metrics["val_loss"]], dtype=torch.float64)}
+    """Every step that is left: the state of the model and the optimizer after it, and the losses that it logs."""
+    made: dict[str, Tensor] = {}
+    for done in trainer.steps():
+        losses = {name: torch.tensor(value, dtype=torch.float64) for name, value in done.metrics.items()}
+        made |= {f"step {done.step} {name}": tensor for name, tensor in (losses | _state(trainer)).items()}
+    return made
+
+
+def _state(trainer: Trainer) -> dict[str, Tensor]:
+    """The FP32 value and the moments of every parameter, the codes of quantized ones, and all buffers."""
+    made = dict(trainer.model.named_buffers())
     for name, p in trainer.model.named_parameters():
         state = trainer.optimizer.state[p]
-        made |= {name: trainer.optimizer.master_param(p).detach()}
-        made |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        made |= {name: trainer.optimizer.master_param(p)} | {f"{name}.{m}": state[m] for m in ("exp_avg", "exp_avg_sq")}
         if isinstance(p, HybridQuantizedTensor):
             made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
-    return made | dict(trainer.model.named_buffers())
+    return {name: tensor.detach().cpu().clone() for name, tensor in made.items()}
 
 
 TRAINING_CHECKS: dict[str, Check] = {

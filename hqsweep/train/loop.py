@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.offload import ActivationOffload
+from hqsweep.nn.saved import SavedBytes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
@@ -55,6 +56,7 @@ class Trainer:
         self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
         self.optimizer = make_optimizer(self.model, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
+        self.saved = SavedBytes(self.model)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -128,7 +130,9 @@ class Trainer:
         yield from zip(inputs, targets, strict=True)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.saving():
+        train = self.config.train
+        count = torch.is_grad_enabled() and not (self.saved.nbytes or train.offload or train.recompute != "none")
+        with self.saved.counting() if count else self.saving():
             logits = self.model(inputs)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -217,6 +217,27 @@ def test_manifest_facts(tmp_path):
     assert sink.facts["device"] == "cpu" and len(sink.facts["data_hash"]) == 64
 
 
+def test_the_manifest_says_what_is_kept_for_backward(tmp_path):
+    kept = {}
+    for linear, train in (
+        ("bf16", {}),
+        ("mxfp8", {}),
+        ("mxfp8", {"microbatches": 2}),
+        ("mxfp8", {"recompute": "layer"}),
+    ):
+        sink = ListSink()
+        convergence.run(config(linear, steps=1, **train), sink, tmp_path / f"{linear}{train}")
+        kept[linear, *train] = sink.facts["saved_for_backward"]
+    names = ["layers.*.attn.qkv", "layers.*.attn.proj", "layers.*.mlp.fc1", "layers.*.mlp.fc2", "head"]
+    assert kept["mxfp8",]["input_bytes_per_element"] == {key: [1 + 1 / 32] for key in names[:4]} | {"head": [2.0]}
+    tokens, elements = 4 * 32, 3 * 32 + 96  # a token: three inputs of width 32, and of fc2 the hidden width
+    saved = kept["bf16",]["bytes"] - kept["mxfp8",]["bytes"]
+    assert saved == tokens * elements * (2 - 1 - 1 / 32)
+    assert kept["mxfp8",]["bytes_per_token"] == kept["mxfp8",]["bytes"] / tokens
+    assert kept["mxfp8", "microbatches"]["bytes"] < 0.52 * kept["mxfp8",]["bytes"]
+    assert set(kept["mxfp8", "recompute"]) == {"input_bytes_per_element"}
+
+
 def test_throughput_counts_tokens_since_its_start():
     times = iter([0.0, 2.0])
     throughput = Throughput(100, clock=lambda: next(times))
