@@ -229,7 +229,7 @@ def test_the_manifest_says_what_is_kept_for_backward(tmp_path):
         convergence.run(config(linear, steps=1, **train), sink, tmp_path / f"{linear}{train}")
         kept[linear, *train] = sink.facts["saved_for_backward"]
     names = ["layers.*.attn.qkv", "layers.*.attn.proj", "layers.*.mlp.fc1", "layers.*.mlp.fc2", "head"]
-    assert kept["mxfp8",]["input_bytes_per_element"] == {key: [1 + 1 / 32] for key in names[:4]} | {"head": [2.0]}
+    assert kept["mxfp8",]["input_bytes_per_element"] == dict.fromkeys(names[:4], 1 + 1 / 32) | {"head": 2.0}
     tokens, elements = 4 * 32, 3 * 32 + 96  # a token: three inputs of width 32, and of fc2 the hidden width
     saved = kept["bf16",]["bytes"] - kept["mxfp8",]["bytes"]
     assert saved == tokens * elements * (2 - 1 - 1 / 32)
