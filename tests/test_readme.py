@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,10 @@ def test_formats_and_options_of_the_table_exist():
     for name, listed in named.items():
         parse(name)
         assert set(listed) <= set(options(name)), name
+
+
+def test_the_python_shown_runs():
+    code = README.split("## From Python\n\n")[1].split("\n\n`hqsweep.nn` has")[0]
+    names = {}
+    exec(compile(textwrap.dedent(code), "README.md", "exec"), names)
+    assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.input) == "bf16"

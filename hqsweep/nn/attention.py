@@ -37,8 +37,10 @@ class _Call(Call):
     causal: bool
 
     def fold(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
-        """x [n, T, C] folded to rows, so that one amax serves all matrices."""
-        return self.quantize(tensor, x.reshape(-1, x.shape[-1]), **outputs)
+        """x [n, T, C], probed, folded to rows, so that one amax serves all matrices."""
+        rows = x.reshape(-1, x.shape[-1])
+        self.probe_tensor(tensor, rows)
+        return self.quantize(tensor, rows, **outputs)
 
 
 def _exact(operand: Operand | ExactOperand) -> ExactOperand:

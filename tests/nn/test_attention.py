@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hqsweep.errors import UserError
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.context import quantization
+from hqsweep.nn.probe import Probe
 from hqsweep.quant import DpaQuantizers, HybridQuantizer
 
 SHAPE = (2, 3, 128, 32)  # batch, heads, positions, width
@@ -129,3 +130,17 @@ def test_a_context_that_blocks_do_not_divide_is_refused():
 def test_a_factor_per_row_is_refused():
     with pytest.raises(UserError, match=r"dpa: qkv nvfp4\+row_scaled: attention takes one global amax"):
         run(attention(RECIPES["mxfp8"] | {"qkv": "nvfp4+row_scaled|mxfp8"}))
+
+
+def test_the_probe_sees_every_tensor_in_both_directions():
+    probe = Probe(step=3)
+    with quantization(step=3, probe=probe):
+        run(attention(RECIPES["a format each"]))
+    seen = {(r["tensor"], r["direction"]): r["format"] for r in probe.rows}
+    assert seen == {
+        (tensor, direction): getattr(HybridQuantizer.parse(text), direction).text
+        for tensor, text in RECIPES["a format each"].items()
+        for direction in ("rowwise", "columnwise")
+    }
+    sqnr = {(r["tensor"], r["direction"]): r["sqnr_db"] for r in probe.rows}
+    assert 18 < sqnr["qkv", "rowwise"] < 22 and 28 < sqnr["qkv", "columnwise"] < 34

@@ -10,7 +10,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import Linear, Probe, autocast, quantization, set_recipe
+from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, QuantizerRole, Recipe
 
@@ -78,6 +78,25 @@ def test_a_state_for_each_direction_in_the_format():
     train(module, 1)
     assert set(module.states) == {"input_rowwise", "weight_columnwise", "grad_output_rowwise"}
     assert all(state.step == 1 and state.history[0] > 0 for state in module.states.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("held", [False, True])
+def test_nothing_waits_for_the_gpu(held):
+    with quantized_model_init(enabled=held):
+        module = build(HYBRID).cuda()
+    x, dy = draw("normal", 32, 64).cuda().requires_grad_(), draw("normal", 32, 96, 1).cuda()
+    for step in (1, 2, 3):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            with quantization(step=step):
+                y = module(x)
+            y.backward(dy)
+            if held:
+                update(module.weight, 1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert {state.step for state in module.states.values()} <= {3, None}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -223,3 +242,56 @@ def test_a_boundary_is_a_slot_like_others(boundary):
         buffers = format.encode(unrounded, {"s": state.amax})
         assert torch.equal(actual, format.decode(buffers, tuple(actual.shape)).to(actual.dtype))
     assert state.amax > 0 and state.step == 2
+
+
+def update(weight, scale):
+    """What an optimizer does: the weight times a factor, written from high precision."""
+    with torch.no_grad():
+        weight.quantize_(weight.dequantize() * scale)
+
+
+def test_a_held_weight_is_written_under_the_amax_of_the_values_that_steps_used():
+    with quantized_model_init():
+        module = build({"input": "bf16", "weight": "fp8_delayed+history2", "grad_output": "bf16"})
+    weight, state = module.weight, module.states["weight_rowwise"]
+    assert weight.states.states["rowwise"] is state and state.step is None and state.amax == 0
+    first = state.history[0].clone()
+    with torch.no_grad():
+        weight.mul_(0.5)  # before any step: the values before are forgotten
+    assert state.history[0] <= 0.6 * first and state.amax == 0
+    used = state.history[0].clone()
+    train(module, 1)
+    assert state.step == 1
+    with torch.no_grad(), quantization(step=9):
+        module(draw("normal", 32, 64))
+    assert state.step == 1  # an evaluation uses it for no step
+    update(weight, 2.0)
+    assert state.amax == used and state.step is None and weight.rowwise.buffers["s"] == used / 448
+    assert weight.dequantize().abs().max() == used.bfloat16()  # it saturates, as delayed scaling does
+    update(weight, 1.0)
+    assert state.amax == used  # no step between
+
+
+def test_a_held_weight_finds_the_states_of_its_module_again():
+    recipe_of = {"input": "bf16", "weight": "fp8_delayed", "grad_output": "bf16"}
+    with quantized_model_init():
+        module, other = build(recipe_of), build(recipe_of)
+        with torch.device("meta"):
+            later = build(recipe_of)
+    train(module, 1)
+    update(module.weight, 1.0)
+    other.load_state_dict(module.state_dict())
+    copy = pickle.loads(pickle.dumps(module))
+    for again in (other, copy):
+        assert all_equal(train(again, 2), train(module, 2))
+        update(again.weight, 1.5)
+        assert same(snapshot(again), snapshot(other))
+    later.to_empty(device="cpu")
+    torch.manual_seed(0)
+    later.reset_parameters()
+    assert later.states["weight_columnwise"].amax == 0
+    train(later, 1)
+    update(later.weight, 1.0)
+    assert later.states["weight_rowwise"].amax > 0
+    with pytest.raises(UserError, match="fp8_delayed takes its scale from"):
+        update(module.weight.clone(), 1.0)

@@ -10,9 +10,15 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.ops import fingerprint
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.quant.delayed import DelayedState
+from hqsweep.sweep.compose import load_recipe
 from hqsweep.train import data
 from hqsweep.train.loop import Throughput, Trainer, build_model, learning_rate, load_checkpoint, save_checkpoint
 
+DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+CURRENT_BACKWARD = {
+    "input": "fp8_delayed|fp8_current", "weight": "fp8_delayed|fp8_current", "grad_output": "fp8_current+e5m2"
+}  # fmt: skip
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
@@ -33,9 +39,10 @@ def trainer(cfg):
     return Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cpu"))
 
 
-def test_training_learns_the_source(tmp_path):
+@pytest.mark.parametrize("linear", ["mxfp8", DELAYED, CURRENT_BACKWARD], ids=["mxfp8", "delayed", "delayed, current"])
+def test_training_learns_the_source(linear, tmp_path):
     sink = ListSink()
-    convergence.run(config("mxfp8", steps=60, lr=1e-2), sink, tmp_path)
+    convergence.run(config(linear, steps=60, lr=1e-2), sink, tmp_path)
     losses = [m["value"] for m in sink.metrics if m["metric"] == "val_loss"]
     assert losses[0] > losses[-1] and losses[-1] < sink.facts["data"]["unigram_entropy_nats"]
     assert losses[-1] > sink.facts["data"]["entropy_rate_nats"]
@@ -80,7 +87,7 @@ def test_weights_are_quantized_once_for_all_microbatches_and_for_all_batches_of_
     ]
 
 
-@pytest.mark.parametrize("linear", ["bf16", NVFP4], ids=["bf16", "nvfp4"])
+@pytest.mark.parametrize("linear", ["bf16", NVFP4, DELAYED], ids=["bf16", "nvfp4", "delayed"])
 def test_resume_equals_uninterrupted(linear, tmp_path):
     whole, sink = trainer(config(linear)), ListSink()
     list(whole.steps())
@@ -243,7 +250,7 @@ def test_the_manifest_says_what_is_kept_for_backward(tmp_path):
         convergence.run(config(linear, steps=1, **train), sink, tmp_path / f"{linear}{train}")
         kept[linear, *train] = sink.facts["saved_for_backward"]
     names = ["layers.*.attn.qkv", "layers.*.attn.proj", "layers.*.mlp.fc1", "layers.*.mlp.fc2", "head"]
-    assert kept["mxfp8",]["input_bytes_per_element"] == {key: [1 + 1 / 32] for key in names[:4]} | {"head": [2.0]}
+    assert kept["mxfp8",]["input_bytes_per_element"] == dict.fromkeys(names[:4], 1 + 1 / 32) | {"head": 2.0}
     tokens, elements = 4 * 32, 3 * 32 + 96  # a token: three inputs of width 32, and of fc2 the hidden width
     saved = kept["bf16",]["bytes"] - kept["mxfp8",]["bytes"]
     assert saved == tokens * elements * (2 - 1 - 1 / 32)
@@ -270,3 +277,21 @@ def test_gpu_trains_repeats_and_follows_the_cpu(linear, tmp_path):
     first, second, cpu = losses("cuda", "a"), losses("cuda", "b"), losses("cpu", "c")
     assert first == second
     assert first == pytest.approx(cpu, abs=5e-3)
+
+
+@pytest.mark.parametrize("name", ["delayed_scaling", "nvfp4_linear_fp8_dpa"])
+def test_packaged_recipes_with_delayed_scaling_see_every_step(name, tmp_path):
+    """With microbatches, statistics and evaluations between."""
+    fields = config(stats={"every": 2}, microbatches=2).model_dump(mode="json")
+    cfg, sink = parse(fields | {"recipe": load_recipe(name)}), ListSink()
+    convergence.run(cfg, sink, tmp_path)
+    made = trainer(cfg)
+    assert load_checkpoint(made, tmp_path / "checkpoint")
+    states = {key: module for key, module in made.model.named_modules() if isinstance(module, DelayedState)}
+    slots = {key.partition(".states.")[2].rpartition("_")[0] for key in states}
+    assert slots == ({"s", "dp"} if "dpa" in name else {"input", "weight", "grad_output"})
+    for key, state in states.items():
+        steps = 8 - ("grad_output" in key)  # behind a head of zeros the first gradient is zero
+        assert (state.step, int(state.history.count_nonzero())) == (8, min(steps, len(state.history))), key
+        assert state.amax > 0, key
+    assert {row["step"] for row in sink.stat_rows} == {2, 4, 6, 8}

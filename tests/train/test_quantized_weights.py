@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from hqsweep.config import parse
 from hqsweep.jobs import convergence
@@ -142,3 +143,23 @@ def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
     assert sinks[0].metrics == sinks[1].metrics
     again = trainer(config("nvfp4|mxfp8"))
     assert load_checkpoint(again, tmp_path / "a" / "checkpoint") and again.step == 6
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("linear", ["nvfp4|mxfp8", RECIPES["fp8_delayed"]], ids=["hybrid", "fp8_delayed"])
+def test_a_distributed_checkpoint_of_model_and_optimizer_forks_the_training(linear, tmp_path):
+    """torch.distributed.checkpoint in one process; both forks give the same bytes from there on."""
+    first, second = trainer(config(linear)), trainer(config(linear))
+    steps = first.steps()
+    for _ in range(3):
+        next(steps)
+    dcp.save(first.state(), checkpoint_id=tmp_path, no_dist=True)
+    next(second.steps())  # has a state of the same shapes and other values
+    state = second.state()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    second.load_state(state)
+    assert second.step == 3
+    assert_same(held(first.model), held(second.model))
+    for a, b in zip(steps, second.steps(), strict=True):
+        assert a == b
+        assert_same(held(first.model), held(second.model))
