@@ -31,4 +31,4 @@ def test_published_rates_follow_from_the_published_sweeps_and_stay_within_their_
     for row in null_sweeps.rates(sweeps):
         for key, value in row.items():
             assert published[row["case"]][key] == pytest.approx(value), (row["case"], key)
-        assert row["level"] is None or row["low"] <= row["level"]
+        assert row["level"] is None or row["rate"] <= row["level"]
