@@ -33,7 +33,7 @@ gpu-test: gpu-install  ## every test that needs a GPU, parity, and the quick for
 	$(GPU_RUN) -m benchmarks.quantize --device cuda --quick
 
 gpu-bench: gpu-install  ## all benchmarks on the GPU; rows to build/benchmarks.jsonl, which benchmarks.publish takes
-	for name in "quantize --device cuda" gemm linear offload; do \
+	for name in "quantize --device cuda" gemm linear offload sharing; do \
 	  $(GPU_RUN) -m benchmarks.$$name --out build/benchmarks.jsonl || exit 1; done
 
 gpu-install:
