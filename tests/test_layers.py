@@ -13,7 +13,7 @@ PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",), ("config_errors", "config"), ("worker", "launch"),
-    ("cli_output",), ("cli_recipe",), ("cli",), ("__main__",),
+    ("cli_output",), ("cli_gate", "cli_recipe"), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
