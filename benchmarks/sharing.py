@@ -22,7 +22,8 @@ from benchmarks import rows
 SECTIONS = ("wall",)
 COLUMNS = ("section", "case", "runs", "cores", "seconds", "seconds_per_run", "share_of_sequential")
 TINY = (
-    "recipe=mxfp8", "train.steps=200", "train.eval_every=100", "stats.every=0", "track=none",
+    "null_arm=false", "recipe=mxfp8", "model.dim=128", "model.heads=4", "train.batch=16", "train.context=128",
+    "train.steps=200", "train.eval_every=100", "stats.every=0", "track=none",
 )  # fmt: skip
 
 
