@@ -41,7 +41,7 @@ def _perturbed(point: "GridPoint") -> "GridPoint":
     return replace(
         point,
         config=point.config | {"recipe": recipe | {"name": NAME}, "model": model | {"init_noise": NOISE}},
-        overrides=(*_without(point.overrides, NULL_ARM), f"recipe.name='{NAME}'", noise),
+        overrides=(*_without(point.overrides, NULL_ARM), f"{NULL_ARM}=false", f"recipe.name='{NAME}'", noise),
         changed=(*_without(point.changed, "recipe"), noise),
         arm=NAME + point.arm.removeprefix(str(recipe.get("name"))),
     )
