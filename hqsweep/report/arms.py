@@ -152,7 +152,8 @@ def judge(rows: list[dict[str, Any]], nulls: dict[str, str], finals: pd.DataFram
         row["resolution"] = max(abs(null["gap_lo"]), abs(null["gap_hi"])) if null else math.nan
         row["p_holm"] = corrected.get(row["arm"], math.nan)
         row["target_gap"] = abs(row["gap"]) if target_gap is None else target_gap
-        row["seeds_needed"] = seeds_needed(max(spreads, default=math.nan), row["target_gap"], tests)
+        spread = math.nan if row["arm"] == row["baseline"] else max(spreads, default=math.nan)
+        row["seeds_needed"] = seeds_needed(spread, row["target_gap"], tests)
         row["outcome"] = outcome(row)
         without = finals["run"][(finals["arm"] == row["arm"]) & finals["final_loss"].isna()]
         row["verdict"] = sentence(row, runs[runs["run"].isin(without)])
