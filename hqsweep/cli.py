@@ -177,6 +177,15 @@ def show(
 
 
 @app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can run natively, exactly or not at all, and why."""
+    from hqsweep.doctor.page import doctor
+
+    page, facts = doctor()
+    print_result(as_json, facts, page)
+
+
+@app.command()
 def version(as_json: AsJson = False) -> None:
     """Print versions, for the report of a fault."""
     from hqsweep.track.machine import facts

@@ -23,6 +23,8 @@ class OneSentence(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except UserError as error:
             code = _refuse(str(error))
+        except OSError as error:  # of a file or folder that was named: missing, not writable, no folder, full
+            code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except typer.TyperException as error:
             code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
         if standalone_mode:

@@ -178,7 +178,7 @@ class Composer:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
         try:
             config = self.loader.load_configuration(self.name, list(groups), mode)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
             raise UserError(f"conf={self.name}: {_explain(error)}") from None
         OmegaConf.set_struct(config, False)
         return config
@@ -222,9 +222,11 @@ class Composer:
             raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
         if override.is_sweep_override() and key.split(".")[0] in NOT_IN_ID:
             raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
+        if override.is_sweep_override() and not self._choices(override):
+            raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
         if self._is_group(override):
             known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
-            wrong = next((value for value in values if value not in known), None if values else "")
+            wrong = next((value for value in values if value not in known), None)
             if wrong is not None:
                 hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
                 raise UserError(f"{text}: no {key} '{wrong}'{hint}")
@@ -236,7 +238,10 @@ class Composer:
         """The override once per value."""
         if not override.is_sweep_override():
             return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
-        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        try:
+            return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        except ValueError as error:
+            raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
