@@ -54,3 +54,9 @@ def test_import_starts_nothing():
         "import sys, hqsweep; print([m for m in ('torch', 'pandas', 'hydra', 'wandb', 'pydantic') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_importing_the_command_line_leaves_the_compiler_alone():
+    """torch._dynamo takes as long to import as torch itself."""
+    code = "import hqsweep.config, hqsweep.launch, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
