@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hqsweep import cli_recipe
+from hqsweep import cli_completion, cli_recipe
 from hqsweep.cli_output import AsJson, OneSentence, print_result
 from hqsweep.errors import UserError
 
@@ -28,17 +28,27 @@ app = typer.Typer(
 app.add_typer(cli_recipe.app, name="recipe")
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
-Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUNS...",
+        help="Sweeps, runs, beginnings of runs, or folders.",
+        autocompletion=cli_completion.run_or_sweep,
+    ),
+]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
 
 
 def main() -> None:
     """The console script."""
+    cli_completion.register()
     app(prog_name="hqsweep")
 
 
 @app.callback(invoke_without_command=True)
-def hqsweep(context: typer.Context) -> None:
+def hqsweep(
+    context: typer.Context, install: cli_completion.Install = None, show_script: cli_completion.Show = None
+) -> None:
     """Which low-precision training recipe can I trust? Sweeps, bit-exact quantizers, paired statistics."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -46,7 +56,12 @@ def hqsweep(context: typer.Context) -> None:
 
 @app.command()
 def run(
-    words: Annotated[list[str], typer.Argument(metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
+        ),
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and start nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     config_dir: Annotated[
@@ -158,7 +173,10 @@ def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(help="A run's name, its beginning, or its folder.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
+    ],
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:

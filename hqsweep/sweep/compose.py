@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,7 +201,8 @@ class Composer:
     def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
         try:
-            config = self.loader.load_configuration(self.name, list(groups), mode)
+            with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
+                config = self.loader.load_configuration(self.name, list(groups), mode)
         except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
             raise UserError(f"conf={self.name}: {explain(error)}") from None
         OmegaConf.set_struct(config, False)
@@ -277,9 +279,9 @@ def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
 
 def _check_arms(points: Iterable[GridPoint]) -> None:
     """Two recipes under one name would be taken for repetitions of each other."""
-    seen: dict[tuple[str, Any], GridPoint] = {}
+    seen: dict[tuple[str, str], GridPoint] = {}
     for point in points:
-        twin = seen.setdefault((point.arm, point.config.get("seed")), point)
+        twin = seen.setdefault((point.arm, json.dumps(point.config.get("seed"))), point)
         if twin is not point:
             raise UserError(
                 f"{' '.join(twin.changed)} and {' '.join(point.changed)} are different runs with the same recipe.name"
