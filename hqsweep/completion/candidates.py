@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from hqsweep import conf
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunStore
 
-PACKAGED = Path(conf.__file__).parent
+PACKAGED = Path(__file__).parents[1] / "conf"
 OWN = Path("conf")
 
 

@@ -15,7 +15,7 @@ from hqsweep import launch
 from hqsweep.cli import app
 from hqsweep.sweep.store import RunStore
 
-CASES = int(os.environ.get("HQSWEEP_FUZZ", 240))
+CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))
 FIRST = int(os.environ.get("HQSWEEP_FUZZ_SEED", 0))
 PARTS = 4
 
