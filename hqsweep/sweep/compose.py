@@ -30,6 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
+from hqsweep.sweep.null_arm import NULL_ARM, null_points
 from hqsweep.sweep.store import NOT_IN_ID
 
 PACKAGE = "pkg://hqsweep.conf"
@@ -146,14 +147,18 @@ class Composer:
         params = [o for key, o in self._parse(self._params(given)).items() if key not in given]
         overrides = [*params, *given.values()]
         points: dict[str, GridPoint] = {}
+        with_null: Any = False
         for choice in itertools.product(*map(self._choices, overrides)):
             config = self.compose(choice)
             config["sweep"] = config.get("sweep") or self.name
+            if config.get("job") == "convergence":
+                with_null = config.pop(NULL_ARM, False)
             changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
             point = GridPoint(config=config, overrides=choice, changed=changed, arm=_arm(config, changed))
             points.setdefault(json.dumps(config), point)
-        _check_arms(points.values())
-        return list(points.values())
+        found = [*points.values(), *null_points(list(points.values()), with_null)]
+        _check_arms(found)
+        return found
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """One resolved config; `overrides` hold no sweep.
@@ -245,7 +250,7 @@ class Composer:
             raise UserError(f"{text}: '@' would move a config group elsewhere, where nothing reads it; leave it out")
         if override.is_sweep_override() and not override.is_discrete_sweep():
             raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
-        if override.is_sweep_override() and key.split(".")[0] in NOT_IN_ID:
+        if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, NULL_ARM):
             raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
         if override.is_sweep_override() and not self._choices(override):
             raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")

@@ -10,6 +10,7 @@ from hqsweep.completion.candidates import keys, names, run_or_sweep, run_word
 from hqsweep.config import ConvergenceConfig, ParityConfig
 from hqsweep.config_errors import leaves
 from hqsweep.sweep.compose import known_confs, known_recipes
+from hqsweep.sweep.null_arm import NULL_ARM
 
 PACKAGED = Path(__file__).parents[2] / "hqsweep/conf"
 
@@ -25,7 +26,7 @@ def test_keys_are_those_of_the_typed_configs() -> None:
     typed = {*leaves(ConvergenceConfig), *leaves(ParityConfig)}
     values = {key for key in typed if not any(other.startswith(f"{key}.") for other in typed)}
     assert {key for key in values - offered if not key.startswith("recipe.")} == {"sweep"}
-    assert {key for key in offered - typed if not key.startswith("recipe.")} == set()
+    assert {key for key in offered - typed if not key.startswith("recipe.")} == {NULL_ARM}
     assert {"recipe.linear.input", "recipe.dpa.qkv", "recipe.gemm"} - offered <= {"recipe.gemm"}
 
 

@@ -31,8 +31,8 @@ KEYS = [
     *leaves(ConvergenceConfig), *leaves(ParityConfig), *GROUPS, "recipe.linear.input",
     "recipe.linear.weight.columnwise", "recipe.linear.grad_output.columnwise_source", "recipe.dpa.qkv",
     "recipe.grouped_linear.input", "recipe._target_", "recipe.overrides.0.linear", "recipe.schedule.0.at",
-    "train.lr.deeper", "seed.x", "hydra.job.name", "hydra/launcher", "a", "a.b.c", ".", "train.", "train..lr",
-    "recipe@x", "conf", "0", "recipe/linear", "train/lr", "$", "-", "_target_",
+    "train.lr.deeper", "seed.x", "null_arm", "hydra.job.name", "hydra/launcher", "a", "a.b.c", ".", "train.",
+    "train..lr", "recipe@x", "conf", "0", "recipe/linear", "train/lr", "$", "-", "_target_",
 ]  # fmt: skip
 SCALARS = [
     "", " ", "abc", "-1", "0", "1", "2", "3", "7", "64", "0.5", "-0.0", "1e400", "1e-400", "nan", "inf", "-inf",
@@ -63,7 +63,7 @@ YAML_LINES = [
     "\x07", "parity: {}",
 ]  # fmt: skip
 COMMANDS = ["run", "run", "run", "run", "compare", "gate", "ls", "show", "recipe ls", "recipe show", "recipe diff"]
-COMMANDS += ["recipe export", "recipe", "version", "runs", "", "--help", "run --help"]
+COMMANDS += ["recipe export", "recipe", "baseline update", "version", "runs", "", "--help", "run --help"]
 RUNS = [
     "convergence",
     "bf16",

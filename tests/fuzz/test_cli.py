@@ -22,8 +22,9 @@ PARTS = 4
 
 def flags() -> dict[str, list[str]]:
     """Command -> its options."""
-    root = typer.main.get_command(app)
-    found = dict(root.commands) | {f"recipe {n}": c for n, c in root.commands["recipe"].commands.items()}
+    found = dict(typer.main.get_command(app).commands)
+    for group in ("recipe", "baseline"):
+        found |= {f"{group} {name}": command for name, command in found[group].commands.items()}
     names = {name: [o for p in command.params for o in p.opts if o.startswith("-")] for name, command in found.items()}
     return {name: ["--help", *options] for name, options in names.items()}
 
