@@ -117,7 +117,10 @@ def _load(name: str, config_dir: Path | None) -> "AnyRecipe":
     from hqsweep.sweep.compose import load_recipe
 
     try:
-        return parse_recipe(load_recipe(name, config_dir))
+        given = load_recipe(name, config_dir)
+        if not isinstance(given, dict):
+            raise UserError("its YAML gives no mapping as recipe; write name and linear at the top, without '@package'")
+        return parse_recipe(given)
     except UserError as error:
         raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
 

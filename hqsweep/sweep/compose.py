@@ -83,9 +83,9 @@ def known_recipes(config_dir: Path | None = None) -> list[str]:
     return _options(_loader([config_dir, Path("conf")]), "recipe")
 
 
-def load_recipe(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+def load_recipe(name: str, config_dir: Path | None = None) -> Any:
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
-    that has one.
+    that has one. It is whatever stands there; None without one.
 
     Raises:
         UserError: there is no such recipe, or its YAML cannot be composed.
@@ -96,11 +96,11 @@ def load_recipe(name: str, config_dir: Path | None = None) -> dict[str, Any]:
         if name not in known:
             hint = nearest(name, known)
             raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
-        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"])["recipe"]
+        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"]).get("recipe")
     if path.suffix != ".yaml" or not path.is_file():
         raise UserError(f"recipe '{name}': no such .yaml file{nearest(path.name, _yaml_names(path.parent))}")
     if path.resolve().parent.name == "recipe":  # a member of the group, which may build on others
-        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"])["recipe"]
+        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"]).get("recipe")
     config = Composer(path.stem, [path.parent, config_dir, Path("conf")]).compose([])
     return config.get("recipe", config)
 
