@@ -252,11 +252,11 @@ class Composer:
             raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
         if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, NULL_ARM):
             raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
-        if override.is_sweep_override() and not self._choices(override):
+        if not self._is_group(override) and not self._choices(override):
             raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
         if self._is_group(override):
             known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
-            wrong = next((value for value in values if value not in known), None)
+            wrong = next((value for value in values if value not in known), None if values else "")
             if wrong is not None:
                 hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
                 raise UserError(f"{text}: no {key} '{wrong}'{hint}")
