@@ -25,7 +25,8 @@ BLOCKS = re.findall(r"```(\w+) ?(\w*)\n(.*?)```", (DOCS / "tutorial.md").read_te
 def test_the_tutorial_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    for name in ("GITHUB_STEP_SUMMARY", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     ran = 0
     for kind, how, text in BLOCKS:
         if kind == "yaml" and (named := re.match(r"# (\S+)\n", text)):
