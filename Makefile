@@ -6,7 +6,7 @@ STAMP := $(VENV)/.hqsweep-installed
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test gpu-test gpu-bench gpu-study gpu-install build lint clean
+.PHONY: quickstart test gpu-test gpu-bench gpu-study gpu-install build docs lint clean
 
 quickstart: $(STAMP)  ## train six recipes on real text and write reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
@@ -17,6 +17,9 @@ test: $(STAMP)  ## the whole suite
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"
+
+docs: $(STAMP)  ## write docs/reference from the code
+	$(BIN)/python -m docs.generate
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hqsweep import cli_gate, cli_recipe
+from hqsweep import cli_completion, cli_gate, cli_recipe
 from hqsweep.cli_output import AsJson, Junit, OneSentence, Runs, RunsDir, print_result
 from hqsweep.errors import UserError
 
@@ -32,11 +32,14 @@ app.command()(cli_gate.gate)
 
 def main() -> None:
     """The console script."""
+    cli_completion.register()
     app(prog_name="hqsweep")
 
 
 @app.callback(invoke_without_command=True)
-def hqsweep(context: typer.Context) -> None:
+def hqsweep(
+    context: typer.Context, install: cli_completion.Install = None, show_script: cli_completion.Show = None
+) -> None:
     """Which low-precision training recipe can I trust? Sweeps, bit-exact quantizers, paired statistics."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -44,7 +47,12 @@ def hqsweep(context: typer.Context) -> None:
 
 @app.command()
 def run(
-    words: Annotated[list[str], typer.Argument(metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
+        ),
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and start nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     config_dir: Annotated[
@@ -133,7 +141,10 @@ def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
 
 @app.command()
 def show(
-    run: Annotated[str, typer.Argument(help="A run's name, its beginning, or its folder.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
+    ],
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -148,6 +159,15 @@ def show(
     if len(found) > 1:
         raise UserError(f"'{run}' means {len(found)} runs; name one of {', '.join(each.name for each in found)}")
     page, facts = show_run(found[0])
+    print_result(as_json, facts, page)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can run natively, exactly or not at all, and why."""
+    from hqsweep.doctor.page import doctor
+
+    page, facts = doctor()
     print_result(as_json, facts, page)
 
 

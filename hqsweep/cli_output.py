@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hqsweep import cli_completion
 from hqsweep.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
-Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUNS...",
+        help="Sweeps, runs, beginnings of runs, or folders.",
+        autocompletion=cli_completion.run_or_sweep,
+    ),
+]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -27,6 +35,8 @@ class OneSentence(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except UserError as error:
             code = _refuse(str(error))
+        except OSError as error:  # of a file or folder that was named: missing, not writable, no folder, full
+            code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except typer.TyperException as error:
             code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
         if standalone_mode:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hqsweep import cli_completion
 from hqsweep.cli_output import AsJson, OneSentence, print_result
 
 if TYPE_CHECKING:
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare and export recipes.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A packaged recipe, one of ./conf, or PATH.yaml.")]
+_COMPLETED = {"autocompletion": cli_completion.recipe_name}
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A packaged recipe, one of ./conf, or PATH.yaml.", **_COMPLETED)
+]
 ConfigDir = Annotated[
     Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
 ]
@@ -59,8 +63,8 @@ def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> N
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A recipe, as NAME of show.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A recipe, as NAME of show.", **_COMPLETED)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", **_COMPLETED)],
     config_dir: ConfigDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -113,7 +117,10 @@ def _load(name: str, config_dir: Path | None) -> "AnyRecipe":
     from hqsweep.sweep.compose import load_recipe
 
     try:
-        return parse_recipe(load_recipe(name, config_dir))
+        given = load_recipe(name, config_dir)
+        if not isinstance(given, dict):
+            raise UserError("its YAML gives no mapping as recipe; write name and linear at the top, without '@package'")
+        return parse_recipe(given)
     except UserError as error:
         raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
 

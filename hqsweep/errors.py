@@ -12,7 +12,7 @@ class UserError(ValueError):
     """Wrong input by a person; `str(error)` is the whole message."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """ " (did you mean 'x'?)" for the closest known word, or "" when none is close."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def nearest(word: object, known: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)" for the closest known word, or "" when none is close. A YAML's key may be no text."""
+    match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""

@@ -37,7 +37,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/loop.yaml": "defaults: [convergence, _self_]\ntrain: {lr: '${train.lrr}'}\n",
         "conf/open.yaml": "job: convergence\nseed: ???\n",
         "conf/bare.yaml": "seed: 1\n",
+        "conf/stamp.yaml": "defaults: [convergence, _self_]\nseed: !!timestamp 1\n",
+        "conf/map.yaml": "defaults: {}\n",
         "conf/recipe/twin.yaml": "name: bf16\nlinear: mxfp8\n",
+        "alien/sweep.json": "[1, 2]",
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +63,12 @@ WRONG = [
     ("run conf=lost", ["nvpf4", "recipe"]),
     ("run conf=loop", ["train.lr", "train.lrr"]),
     ("run conf=open", ["seed", "no value yet", "seed=VALUE"]),
+    ("run conf=stamp", ["conf=stamp"]),
+    ("run conf=map", ["conf=map", "defaults must be a list"]),
+    ("run conf=convergence train.steps=range(1,4,0)", ["train.steps=range(1,4,0)", "zero"]),
+    ("run conf=convergence train.steps=glob(*)", ["train.steps=glob(*)", "no value"]),
+    ("compare alien", ["alien/sweep.json", "not the list of a sweep's runs"]),
+    ("compare nothing --runs-dir " + "x" * 300, ["File name too long"]),
     ("run conf=bare", ["job: missing", "convergence or parity"]),
     ("run conf=quickstart --dryrun", ["--dryrun", "--dry-run"]),
     ("run conf=quickstart --workers 0", ["--workers", "1"]),

@@ -29,6 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/sweep.yaml": "defaults: [convergence, {override recipe: mine}, _self_]\n",
         "alone.yaml": "name: alone\nlinear: {input: nvfp4|mxfp8, weight: mxfp8, grad_output: mxfp8}\n",
         "wrong.yaml": "name: wrong\nlinear: mxpf8\n",
+        "other/recipe/moved.yaml": "# @package _global_\nlinear: mxfp8\n",
         "python.yaml": "name: python\n_target_: my_factories.mine\n",
         "my_factories.py": "def mine(role):\n    return 'nvfp4' if role.tensor_type == 'input' else 'mxfp8'\n",
     }.items():
@@ -89,6 +90,7 @@ def test_export_writes_a_module(folder: Path):
         ("show lost.yaml", ["'lost.yaml'", "no such .yaml file"]),
         ("show some/where", ["'some/where'"]),
         ("show wrong.yaml", ["'wrong.yaml'", "recipe.linear", "mxpf8", "did you mean 'mxfp8'?"]),
+        ("show other/recipe/moved.yaml", ["moved.yaml'", "no mapping as recipe", "@package"]),
         ("diff mxfp8", ["B"]),
         ("diff mxfp8 mxfp9", ["'mxfp9'", "did you mean 'mxfp8'?"]),
         ("export mxfp8", ["--to"]),

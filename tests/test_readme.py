@@ -29,9 +29,9 @@ def test_sweeps_compose(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " not in c])
 def test_commands_and_their_options_exist(command):
     _, name, *words = shlex.split(command)
-    path = [name, words[0]] if name in ("recipe", "baseline") else [name]
+    path = [] if name.startswith("-") else [name, *words[: name in ("recipe", "baseline")]]
     shown = CliRunner().invoke(app, [*path, "--help"]).output
-    assert shown and all(word in shown for word in words if word.startswith("--")), command
+    assert shown and all(word in shown for word in (name, *words) if word.startswith("--")), command
 
 
 def test_targets_and_paths_exist():

@@ -1,7 +1,10 @@
 """FP8 with float32 scales: one scale a tensor (current scaling; delayed.py), or one a 1x128 block or 128x128 tile.
 
-All store scale_inv, the factor that multiplies codes back. The arithmetic is TransformerEngine's (common/recipe/
-recipe_common.cuh, current_scaling.cu, transpose/quantize_transpose_{vector,square}_blockwise.cu at d0067d0da6cb).
+scale = S(amax), which is fp8_scale(); code = RNE(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
+value = fl(code * scale_inv). All store scale_inv. S = fl(max / amax), max 448 (E4M3) or 57344 (E5M2), truncated to a
+power of two where scales are powers of two, and 1 for an amax of 0 or inf. The arithmetic is TransformerEngine's
+(common/recipe/recipe_common.cuh, current_scaling.cu, transpose/quantize_transpose_{vector,square}_blockwise.cu
+at d0067d0da6cb).
 """
 
 from dataclasses import dataclass
@@ -37,6 +40,7 @@ class _ScaledFp8(Format):
     """What all scalings share: codes q (uint8) and float32 scale_inv s over tiles."""
 
     element_name: str = "e4m3"
+    """The element of the codes."""
     pow2 = False  # a field of those formats that offer it, as the next
     amax_epsilon = 0.0
 
@@ -112,7 +116,9 @@ class Fp8Current(Fp8PerTensor):
     NUMBERED: ClassVar = {"eps": "amax_epsilon"}
 
     pow2: bool = False
+    """The scale is truncated to a power of two."""
     amax_epsilon: float = 0.0
+    """An amax below it counts as it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +140,11 @@ class Fp8Block(_ScaledFp8):
     NUMBERED: ClassVar = {"eps": "amax_epsilon"}
 
     pow2: bool = True
+    """Scales are truncated to powers of two."""
     amax_epsilon: float = 0.0
+    """An amax below it counts as it."""
     two_d: bool = False
+    """Scales over 128x128 tiles."""
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -56,6 +56,7 @@ class NVFP4(Format):
     rht: bool = False
     """Random Hadamard transform along the contracted axis first; only meaningful columnwise, on both wgrad operands."""
     rht_signed: bool = True
+    """Whether the transform has the signs of TransformerEngine's, or none."""
     sr: bool = False
     """Stochastic rounding of elements (scales stay RNE), keyed."""
     row_scaled: bool = False
@@ -63,7 +64,9 @@ class NVFP4(Format):
     four_over_six: bool = False
     """Per block, map the amax to 6 or to 4, whichever gives the smaller error."""
     error_mode: str = "mae"
+    """The error that 4over6 compares: mean absolute (mae) or squared (mse)."""
     fast_error: bool = False
+    """4over6 compares float16 products of code and scale with x * S_enc, without the division."""
     e4m3_max: int = 0
     """Largest block scale used with 4over6, 448 or 256; 0 stands for the default: 256 with 4over6, 448 without."""
 

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from hqsweep.report.plans import plan_lines
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
-from hqsweep.sweep.files import read_json
 from hqsweep.sweep.store import RunDir, RunStore
 
 STATES = ("finished", "running", "pending", "interrupted", "failed")
@@ -33,7 +32,7 @@ def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
 
 
 def _sweep(store: RunStore, name: str) -> dict[str, Any]:
-    document = read_json(store.root / name / "sweep.json")
+    document = store.facts(name)
     states = Counter(run.status()["state"] for run in store.runs(name))
     return {
         "sweep": name, "conf": document["conf"], "created": document["created"], "overrides": document["overrides"],

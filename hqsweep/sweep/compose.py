@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +83,9 @@ def known_recipes(config_dir: Path | None = None) -> list[str]:
     return _options(_loader([config_dir, Path("conf")]), "recipe")
 
 
-def load_recipe(name: str, config_dir: Path | None = None) -> dict[str, Any]:
+def load_recipe(name: str, config_dir: Path | None = None) -> Any:
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
-    that has one.
+    that has one. It is whatever stands there; None without one.
 
     Raises:
         UserError: there is no such recipe, or its YAML cannot be composed.
@@ -95,11 +96,11 @@ def load_recipe(name: str, config_dir: Path | None = None) -> dict[str, Any]:
         if name not in known:
             hint = nearest(name, known)
             raise UserError(f"recipe '{name}': no such recipe{hint}; known are {', '.join(known)}, or give PATH.yaml")
-        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"])["recipe"]
+        return Composer("convergence", [config_dir, Path("conf")]).compose([f"recipe={name}"]).get("recipe")
     if path.suffix != ".yaml" or not path.is_file():
         raise UserError(f"recipe '{name}': no such .yaml file{nearest(path.name, _yaml_names(path.parent))}")
     if path.resolve().parent.name == "recipe":  # a member of the group, which may build on others
-        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"])["recipe"]
+        return Composer("convergence", [path.resolve().parents[1]]).compose([f"recipe={path.stem}"]).get("recipe")
     config = Composer(path.stem, [path.parent, config_dir, Path("conf")]).compose([])
     return config.get("recipe", config)
 
@@ -205,8 +206,9 @@ class Composer:
     def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
         try:
-            config = self.loader.load_configuration(self.name, list(groups), mode)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
+                config = self.loader.load_configuration(self.name, list(groups), mode)
+        except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
             raise UserError(f"conf={self.name}: {explain(error)}") from None
         OmegaConf.set_struct(config, False)
         return config
@@ -250,6 +252,8 @@ class Composer:
             raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
         if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, NULL_ARM):
             raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
+        if not self._is_group(override) and not self._choices(override):
+            raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
         if self._is_group(override):
             known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
             wrong = next((value for value in values if value not in known), None if values else "")
@@ -264,7 +268,10 @@ class Composer:
         """The override once per value."""
         if not override.is_sweep_override():
             return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
-        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        try:
+            return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        except ValueError as error:
+            raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
 
 
 def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
@@ -277,9 +284,9 @@ def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
 
 def _check_arms(points: Iterable[GridPoint]) -> None:
     """Two recipes under one name would be taken for repetitions of each other."""
-    seen: dict[tuple[str, Any], GridPoint] = {}
+    seen: dict[tuple[str, str], GridPoint] = {}
     for point in points:
-        twin = seen.setdefault((point.arm, point.config.get("seed")), point)
+        twin = seen.setdefault((point.arm, json.dumps(point.config.get("seed"))), point)
         if twin is not point:
             raise UserError(
                 f"{' '.join(twin.changed)} and {' '.join(point.changed)} are different runs with the same recipe.name"

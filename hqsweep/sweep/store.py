@@ -228,8 +228,13 @@ class RunStore:
         """Names of the sweeps, the last created one last."""
         if not self.root.is_dir():
             return []
-        made = {entry.name: read_json(Path(entry) / "sweep.json") for entry in os.scandir(self.root) if entry.is_dir()}
-        return sorted((name for name, facts in made.items() if facts), key=lambda name: (made[name]["created"], name))
+        folders = [entry.name for entry in os.scandir(self.root) if (Path(entry) / "sweep.json").is_file()]
+        made = {name: self.facts(name)["created"] for name in folders}
+        return sorted(made, key=lambda name: (made[name], name))
+
+    def facts(self, sweep: str) -> dict[str, Any]:
+        """sweep.json. Raises UserError where it is not what create() wrote."""
+        return _sweep_facts(self.root / sweep)
 
     def runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs in grid order; [] for an unknown sweep."""
@@ -276,10 +281,18 @@ def _create_run(run: RunDir, point: PlannedRun) -> RunDir:
     return run
 
 
+def _sweep_facts(sweep_path: Path) -> dict[str, Any]:
+    path = sweep_path / "sweep.json"
+    facts = read_json(path)
+    if not isinstance(facts, dict) or not {"name", "conf", "overrides", "runs", "arms", "created"} <= facts.keys():
+        raise UserError(f"{path}: not the list of a sweep's runs; delete it, and the sweep's command writes it again")
+    return facts
+
+
 def _runs_in(sweep_path: Path) -> list[RunDir]:
     """Runs of a sweep's folder: those of sweep.json in its order, then any others by name."""
     if not (sweep_path / "sweep.json").is_file():
         return []
     present = {entry.name for entry in os.scandir(sweep_path) if (Path(entry) / "config.yaml").is_file()}
-    ordered = [name for name in read_json(sweep_path / "sweep.json")["runs"] if name in present]
+    ordered = [name for name in _sweep_facts(sweep_path)["runs"] if name in present]
     return [RunDir(sweep_path / name) for name in [*ordered, *sorted(present - set(ordered))]]

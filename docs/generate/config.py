@@ -1,0 +1,135 @@
+"""docs/reference/config.md: every key of the typed configs, the packaged sweeps and what each group offers.
+
+Types, limits and defaults come from the models; what a key means, from the comment beside it in hqsweep/conf.
+"""
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from docs.generate.source import table
+from hqsweep import conf
+from hqsweep.completion.candidates import groups, names
+from hqsweep.config import JOBS, Job
+
+HEADER = ("key", "type", "default", "what it is")
+CONF = Path(conf.__file__).parent
+TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}
+LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_LINE = re.compile(r"( *)([\w]+):([^#]*)(?:# *(.*))?$")
+
+
+def page() -> str:
+    parts = [
+        "# Configs\n",
+        "Every key is set as `KEY=VALUE` after `conf=NAME`; `KEY=V1,V2` and `KEY=range(1,4)` sweep it.",
+    ]
+    parts += ["\n## Sweeps and groups\n", table(("word", "what it is"), _offers())]
+    parts += ["## Keys of all jobs\n", *_job(Job, Job.model_fields)]
+    for job, model in JOBS.items():
+        parts += [f"## Job {job}\n", inspect.getdoc(model), ""]
+        parts += _job(model, [name for name in model.model_fields if name not in Job.model_fields])
+    return "\n".join(parts)
+
+
+def _job(model: type[BaseModel], own: Iterable[str]) -> list[str]:
+    """A table of the keys at the top level, and a heading and a table for each section."""
+    fields = {name: model.model_fields[name] for name in own}
+    top = [_row(name, field, {}) for name, field in fields.items() if not _section(field)]
+    parts = [table(HEADER, top)]
+    for name, field in fields.items():
+        if _section(field):
+            comments = [pair for path in sorted((CONF / name).glob("*.yaml")) for pair in _comments(path).items()]
+            parts += [f"### {name}\n", inspect.getdoc(_section(field)), ""]
+            parts += [table(HEADER, _rows(name, field, dict(comments)))]
+    return parts
+
+
+def _rows(prefix: str, field: FieldInfo, comments: dict[str, str]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, inner in _section(field).model_fields.items():
+        key = f"{prefix}.{name}"
+        rows += _rows(key, inner, comments) if _section(inner) else [_row(key, inner, comments)]
+    return rows
+
+
+def _row(key: str, field: FieldInfo, comments: dict[str, str]) -> tuple[str, str, str, str]:
+    limits = [
+        f"{sign} {getattr(m, name):g}"
+        for m in _metadata(field)
+        for name, sign in LIMITS.items()
+        if getattr(m, name, None) is not None
+    ]
+    default = (
+        "required"
+        if field.is_required()
+        else "null"
+        if field.default is None
+        else str(field.default).replace("False", "false").replace("True", "true")
+    )
+    return (
+        key,
+        " ".join([_type(field.annotation), " and ".join(limits)]).strip(),
+        default,
+        comments.get(key.partition(".")[2], ""),
+    )
+
+
+def _metadata(field: FieldInfo) -> Iterator[object]:
+    """Limits of the field, and of what a union such as `Count | None` holds."""
+    for one in [
+        *field.metadata,
+        *(m for a in typing.get_args(field.annotation) for m in getattr(a, "__metadata__", ())),
+    ]:
+        yield from getattr(one, "metadata", [one])
+
+
+def _type(annotation: typing.Any) -> str:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(_type(each) for each in typing.get_args(annotation))
+    if typing.get_origin(annotation) is list:
+        return f"list of {_type(typing.get_args(annotation)[0])}"
+    return TYPES.get(annotation, "mapping")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    return field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+
+
+def _offers() -> list[tuple[str, str]]:
+    """conf=NAME, recipe=NAME and so on, with the comment at the top of each file."""
+    rows = []
+    for group in ("", *groups([CONF])):
+        for name in names(group, [CONF]):
+            lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
+            first = list(_leading(lines))
+            rows.append((f"{group or 'conf'}={name}", " ".join(first)))
+    return rows
+
+
+def _leading(lines: list[str]) -> Iterator[str]:
+    for line in lines:
+        if not line.startswith("#"):
+            return
+        yield line.lstrip("# ")
+
+
+def _comments(path: Path) -> dict[str, str]:
+    """Dotted key -> the comment on its line."""
+    found, parents = {}, []
+    for line in filter(None, map(_LINE.match, path.read_text().splitlines())):
+        indent, key, _, comment = line.groups()
+        parents = [*parents[: len(indent) // 2], key]
+        if comment:
+            found[".".join(parents)] = comment
+    return found

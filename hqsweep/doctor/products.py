@@ -1,0 +1,95 @@
+"""Every pair of formats: whether its product runs here on tensor cores, exactly, or not at all, and why.
+
+exact   gemm=exact: any two formats on any device, but for a product that would be wrong in any arithmetic.
+strict  gemm=strict: as exact, for pairs that some hardware GEMM takes.
+native  gemm=native: on the tensor cores of this machine.
+"""
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from hqsweep.formats import parse
+from hqsweep.gemm import plan
+from hqsweep.native import CUDA_KINDS, UNTRIED, fault, plan_text
+from hqsweep.quant.pairs import hardware_fault, mathematical_fault
+
+FORMATS = (
+    "bf16", "fp16", "fp32", "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d",
+    "fp8_block+fp32_scale", "mxfp8", "mxfp8+e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+rht",
+)  # fmt: skip
+"""Every name, and the options that decide which operands may meet."""
+MARKS = {"native": "N", "strict": "S", "exact": "x", "none": "-"}
+"""The best mode of a pair -> its mark in the table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """One pair; `exact`, `strict` and `native` are plans or, where the name ends in `_fault`, why there is none."""
+
+    a: str
+    b: str
+    exact: str | None
+    exact_fault: str | None
+    strict_fault: str | None
+    native: str | None
+    native_fault: str | None
+    native_on: tuple[str, ...]
+    """Compute capabilities whose tensor cores take the pair, as "sm_90"."""
+    untried: tuple[str, ...]
+    """Those of native_on that follow documents and were not run."""
+
+    @property
+    def mode(self) -> str:
+        """The best one that runs here: native, strict, exact or none."""
+        if self.exact_fault:
+            return "none"
+        return "native" if self.native else "exact" if self.strict_fault else "strict"
+
+
+def products(capability: tuple[int, int] | None) -> list[Product]:
+    """All unordered pairs of FORMATS for a device of that compute capability; None: a CPU."""
+    return [_product(a, b, capability) for a, b in itertools.combinations_with_replacement(FORMATS, 2)]
+
+
+def capability_here() -> tuple[int, int] | None:
+    """Of the first GPU that torch sees; None where it sees none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def reasons(found: list[Product]) -> list[dict[str, object]]:
+    """mode, reason, pairs (how many), example: why pairs go no further than the mode before; most pairs first."""
+    rows, left = [], found
+    for mode in ("exact", "strict", "native"):
+        faults = {(p.a, p.b): fault for p in left if (fault := getattr(p, f"{mode}_fault"))}
+        for reason, count in Counter(faults.values()).most_common():
+            example = next(pair for pair, fault in faults.items() if fault == reason)
+            rows.append({"mode": mode, "reason": reason, "pairs": count, "example": " x ".join(example)})
+        left = [p for p in left if (p.a, p.b) not in faults]
+    return rows
+
+
+def _product(a_text: str, b_text: str, capability: tuple[int, int] | None) -> Product:
+    a, b = parse(a_text), parse(b_text)
+    wrong = mathematical_fault(a, b)
+    strict = wrong or hardware_fault(a, b)
+    native = strict or fault(a, b, capability)
+    device = "cpu" if capability is None else "cuda"
+    with_product = [c for c in _capabilities() if not (strict or fault(a, b, c))]
+    exact = None if wrong else str(plan(a, b, device))
+    return Product(
+        a=a_text, b=b_text, exact=exact, exact_fault=wrong, strict_fault=strict, native_fault=native,
+        native=None if native else plan_text(capability) if capability else exact,
+        native_on=tuple(map(_sm, with_product)), untried=tuple(_sm(c) for c in with_product if c[0] in UNTRIED),
+    )  # fmt: skip
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """The first capability of each major that has products; of 8 that is 8.9."""
+    return [(major, 9 if major == 8 else 0) for major in CUDA_KINDS]
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"

@@ -1,0 +1,56 @@
+"""The tutorial is true: its files are written and its commands run, one after the other, in one empty folder.
+
+```sh        runs as it stands
+```sh tiny   runs with TINY, which makes trainings short
+```sh dry    composes: `hqsweep run` gets --dry-run
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hqsweep.cli import app
+
+DOCS = Path(__file__).parents[2] / "docs"
+TINY = [
+    "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2", "train.batch=2", "train.context=32",
+    "train.eval_batches=1", "stats.every=0", "engine.workers=2",
+]  # fmt: skip
+BLOCKS = re.findall(r"```(\w+) ?(\w*)\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+
+
+def test_the_tutorial_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("GITHUB_STEP_SUMMARY", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    ran = 0
+    for kind, how, text in BLOCKS:
+        if kind == "yaml" and (named := re.match(r"# (\S+)\n", text)):
+            Path(named[1]).parent.mkdir(parents=True, exist_ok=True)
+            Path(named[1]).write_text(text)
+        for line in re.findall(r"^hqsweep (.*)$", text, re.MULTILINE):
+            ran += call(shlex.split(line), how)
+    assert ran >= 20
+    assert (tmp_path / "reports/first/report.html").is_file() and "def qfactory" in (tmp_path / "mine.py").read_text()
+
+
+def call(words: list[str], how: str) -> int:
+    """Run a command, which must end well; returns 1."""
+    if words[0] == "run" and how == "tiny":
+        less = {"train.steps": "train.steps=4", "seed": "seed=0"}
+        words = [*(less.get(word.partition("=")[0], word) for word in words), *TINY]
+    elif words[0] == "run" and how == "dry":
+        words = [*words, "--dry-run"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, f"hqsweep {shlex.join(words)}: {result.output}"
+    return 1
+
+
+def test_links_lead_somewhere() -> None:
+    for page in DOCS.glob("*.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,0 +1,35 @@
+"""The machine's parts: each probe answers, and one that breaks is a row."""
+
+import os
+
+import pytest
+
+from hqsweep.doctor import machine
+from hqsweep.doctor.machine import PROBES, parts
+
+
+def test_every_part_answers():
+    found = {part.what: part for part in parts()}
+    assert list(found) == list(PROBES)
+    assert all(part.detail and part.found is not None for part in found.values())
+    assert found["kernel digest"].found and "as every exact build" in found["kernel digest"].detail
+
+
+def test_a_probe_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PROBES, "gpu", lambda: 1 / 0)
+    (gpu,) = (part for part in parts() if part.what == "gpu")
+    assert (gpu.found, gpu.detail) == (None, "ZeroDivisionError: division by zero")
+
+
+def test_an_empty_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "extension", lambda: None)
+    monkeypatch.setattr(machine.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine.Path, "is_file", lambda path: False)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(PROBES, "kernel digest", lambda: (False, "other"))
+    monkeypatch.setitem(os.environ, "PATH", "/nowhere")
+    found = {part.what: part for part in parts()}
+    missing = ("cpu kernels", "cuda kernels", "nvcc", "gpu", "wandb", "submitit", "slurm", "chromium")
+    assert {what: found[what].found for what in missing} == dict.fromkeys(missing, False)
+    assert "no driver" in found["gpu"].detail and "sbatch and scontrol" in found["slurm"].detail
