@@ -60,7 +60,7 @@ WRONG = [
     ("run conf=lost", ["nvpf4", "recipe"]),
     ("run conf=loop", ["train.lr", "train.lrr"]),
     ("run conf=open", ["seed", "no value yet", "seed=VALUE"]),
-    ("run conf=bare", ["job: missing", "convergence or parity"]),
+    ("run conf=bare", ["job: missing", "convergence, parity, calibrate"]),
     ("run conf=quickstart --dryrun", ["--dryrun", "--dry-run"]),
     ("run conf=quickstart --workers 0", ["--workers", "1"]),
     ("run conf=quickstart --config-dir nowhere", ["--config-dir", "nowhere"]),

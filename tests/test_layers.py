@@ -12,7 +12,8 @@ import hqsweep
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
-    ("train",), ("jobs",), ("sweep",), ("track",), ("report",), ("config_errors", "config"), ("worker", "launch"),
+    ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
+    ("config_types",), ("config_errors", "config_checks"), ("config",), ("worker", "launch"),
     ("cli_output",), ("cli_recipe",), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
