@@ -44,7 +44,7 @@ class CalibrateSection(Section):
     distributions: Names
     shape: Shape
     students: dict[str, Any]
-    steps: Count = 1000
+    steps: Count = 1500
     device: Device = "auto"
 
     @field_validator("students")
