@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hqsweep import cli_recipe
+from hqsweep import cli_probe, cli_recipe
 from hqsweep.cli_output import AsJson, OneSentence, print_result
 from hqsweep.errors import UserError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # importing rich for it would double the time of --help
 )  # fmt: skip
 app.add_typer(cli_recipe.app, name="recipe")
+app.command()(cli_probe.probe)
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
 Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]

@@ -14,7 +14,7 @@ LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
     ("config_types",), ("config_errors", "config_checks"), ("config",), ("worker", "launch"),
-    ("cli_output",), ("cli_recipe",), ("cli",), ("__main__",),
+    ("cli_output",), ("cli_recipe", "cli_probe"), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
