@@ -1,7 +1,8 @@
-"""What all commands share: how wrong input ends, and how results are printed."""
+"""What commands share: their common options, how wrong input ends, and how results are printed."""
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,9 @@ from hqsweep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
+Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

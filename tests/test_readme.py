@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_sweeps_compose(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " not in c])
 def test_commands_and_their_options_exist(command):
     _, name, *words = shlex.split(command)
-    path = [name, words[0]] if name == "recipe" else [name]
+    path = [name, words[0]] if name in ("recipe", "baseline") else [name]
     shown = CliRunner().invoke(app, [*path, "--help"]).output
     assert shown and all(word in shown for word in words if word.startswith("--")), command
 
@@ -37,7 +38,7 @@ def test_targets_and_paths_exist():
     targets = set(re.findall(r"`?make ([a-z-]+)", README))
     makefile = (ROOT / "Makefile").read_text()
     assert {"quickstart", "test", "gpu-test"} <= targets and all(f"\n{t}:" in makefile for t in targets)
-    for path in re.findall(r"`((?:hqsweep|csrc|tests)/[^`]*)`", README):
+    for path in re.findall(r"`((?:hqsweep|csrc|tests|reports)/[^`]*)`", README):
         assert (ROOT / path).exists(), path
 
 
@@ -54,3 +55,10 @@ def test_formats_and_options_of_the_table_exist():
     for name, listed in named.items():
         parse(name)
         assert set(listed) <= set(options(name)), name
+
+
+def test_the_python_shown_runs():
+    code = README.split("## From Python\n\n")[1].split("\n\n`hqsweep.nn` has")[0]
+    names = {}
+    exec(compile(textwrap.dedent(code), "README.md", "exec"), names)
+    assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.input) == "bf16"

@@ -51,10 +51,8 @@ def end_step(history: Tensor, amax: Tensor, *, most_recent: bool) -> tuple[Tenso
         history[i] = history[i + 1] for 0 < i < L - 1, history[L - 1] = last, history[0] = 0
         amax = last (most_recent), or the largest of the old history, NaN ignored; unless that is 0, inf or NaN
     """
-    last = history[0]
-    rolled = history.roll(-1)
-    rolled[-1] = last
-    rolled[0] = 0.0
+    last, rolled = history[0], history.roll(-1)
+    rolled[:1].zero_()  # an assigned number would be copied to the device, which waits
     candidate = last if most_recent else history.nan_to_num(nan=0.0, posinf=torch.inf).amax()
     recorded = last != 0
     usable = recorded & (candidate > 0) & candidate.isfinite()

@@ -110,7 +110,8 @@ def saved_facts(trainer: Trainer) -> dict[str, object]:
     inputs: dict[str, set[float]] = {}
     for linear in trainer.model.linears():
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", linear.name), set()).add(saved_input_bytes(linear, tokens))
-    facts: dict[str, object] = {"input_bytes_per_element": {name: sorted(found) for name, found in inputs.items()}}
+    per_element = {name: found.pop() if len(found) == 1 else sorted(found) for name, found in inputs.items()}
+    facts: dict[str, object] = {"input_bytes_per_element": per_element}
     if trainer.saved.nbytes:
         facts |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
     return facts

@@ -55,7 +55,7 @@ class DelayedState(nn.Module):
         if self.step is not None:
             self._end(format)
             self.step = None
-        self.history[0] = 0.0
+        self.history[:1].zero_()
 
     def _end(self, format: Fp8Delayed) -> None:
         history, amax = end_step(self.history, self.amax, most_recent=format.most_recent)

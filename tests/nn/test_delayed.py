@@ -80,6 +80,25 @@ def test_a_state_for_each_direction_in_the_format():
     assert all(state.step == 1 and state.history[0] > 0 for state in module.states.values())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("held", [False, True])
+def test_nothing_waits_for_the_gpu(held):
+    with quantized_model_init(enabled=held):
+        module = build(HYBRID).cuda()
+    x, dy = draw("normal", 32, 64).cuda().requires_grad_(), draw("normal", 32, 96, 1).cuda()
+    for step in (1, 2, 3):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            with quantization(step=step):
+                y = module(x)
+            y.backward(dy)
+            if held:
+                update(module.weight, 1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert {state.step for state in module.states.values()} <= {3, None}
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("options", [{}, {"save_original_input": True}], ids=str)
 def test_recomputation_gives_the_same_bits_and_the_same_states(reentrant, options):
