@@ -1,6 +1,6 @@
 """The command line: parse, call one function, print. Heavy imports stay inside the commands, so that --help is instant.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 good; 1 a regression or a parity mismatch; 2 wrong
+Results go to stdout, progress and errors to stderr. Exit codes: 0 good; 1 a regression or a mismatch; 2 wrong
 usage or config; 3 a run failed or is missing; 4 no usable baseline.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hqsweep import cli_completion, cli_gate, cli_recipe
+from hqsweep import cli_completion, cli_gate, cli_probe, cli_recipe
 from hqsweep.cli_output import AsJson, Junit, OneSentence, Runs, RunsDir, print_result
 from hqsweep.errors import UserError
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.add_typer(cli_recipe.app, name="recipe")
 app.add_typer(cli_gate.app, name="baseline")
 app.command()(cli_gate.gate)
+app.command()(cli_probe.probe)
 
 
 def main() -> None:
@@ -71,7 +72,7 @@ def run(
 
     from hqsweep import launch
     from hqsweep.report import junit
-    from hqsweep.report.parity import matrix
+    from hqsweep.report.checks import verdicts
     from hqsweep.sweep.progress import open_display
 
     plan = launch.plan(words, config_dir=config_dir, workers=workers)
@@ -80,16 +81,17 @@ def run(
         return
     runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
     results = [launch.result(run) for run in runs]
-    parity_rows = [row for run in runs for row in run.rows("parity")]
+    rows = {table: [row for run in runs for row in run.rows(table)] for table in launch.CHECKED}
+    checked = [row for part in rows.values() for row in part]
     if junit_file:
-        junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *parity_rows])
+        junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
-    tables = [_table("results", results, RESULT_COLUMNS)] if failed or not parity_rows else []
-    print_result(as_json, results, *([matrix(parity_rows)] if parity_rows else []), *tables)
+    tables = [_table("results", results, RESULT_COLUMNS)] if failed or not checked else []
+    print_result(as_json, results, *verdicts(rows), *tables)
     _hint(as_json, results, plan.first.sweep)
     if failed:
         raise typer.Exit(RUN_FAILED)
-    raise typer.Exit(MISMATCH if any(row["status"] == "FAIL" for row in parity_rows) else 0)
+    raise typer.Exit(MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0)
 
 
 @app.command()

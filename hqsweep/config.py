@@ -1,43 +1,29 @@
 """The typed config: the one place where YAML becomes objects.
 
-`parse` takes what composition gives (plain dicts), checks all of it, and returns a frozen ConvergenceConfig or
-ParityConfig. Defaults here and in conf/ are the same; a test holds them together. What a run is given is
-`config.model_dump(mode="json")`: every leaf, recipes in one canonical form, so that equal runs have equal dicts.
+`parse` takes what composition gives (plain dicts), checks all of it, and returns a frozen ConvergenceConfig,
+ParityConfig or CalibrateConfig. Defaults here and in conf/ are the same; a test holds them together. What a run is
+given is `config.model_dump(mode="json")`: every leaf, recipes in one canonical form, so that equal runs have equal
+dicts.
 """
 
-import itertools
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from hqsweep.config_checks import CalibrateSection, ParitySection
 from hqsweep.config_errors import sentence
+from hqsweep.config_types import Count, Device, Fraction, Index, Name, Positive, Section
 from hqsweep.errors import UserError, nearest
-from hqsweep.jobs.inputs import DISTRIBUTIONS, check_format
-from hqsweep.jobs.parity import CHECKS
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config
 from hqsweep.quant.validate import DeviceFault, check_held_weights, validate
 from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
 
-Count = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$")]
-"""Part of a folder's name."""
-Device = Literal["auto", "cpu", "cuda"]
-
 TOKENS_VOCAB = 50304
 """Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys, wrong types, NaN and infinity are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RecipeConfig(Section):
@@ -240,26 +226,6 @@ class ConvergenceConfig(Job):
         validate(self.recipe.build(), self.train.steps, modules, device_fault)
 
 
-class ParitySection(Section):
-    """What is compared to the byte, and by which checks; a shape is [rows, columns]."""
-
-    formats: Annotated[list[str], Field(min_length=1)]
-    distributions: Annotated[list[str], Field(min_length=1)]
-    shapes: Annotated[list[Annotated[list[Count], Field(min_length=2, max_length=2)]], Field(min_length=1)]
-    checks: Annotated[list[str], Field(min_length=1)]
-    device: Device = "auto"
-
-    @model_validator(mode="after")
-    def _known(self) -> "ParitySection":
-        for key, known in (("distributions", DISTRIBUTIONS), ("checks", CHECKS)):
-            for name in getattr(self, key):
-                if name not in known:
-                    raise UserError(f"parity.{key}: got '{name}'{nearest(name, known)}; known are {', '.join(known)}")
-        for text, shape in itertools.product(self.formats, self.shapes):
-            check_format(text, shape)
-        return self
-
-
 class ParityConfig(Job):
     """Compare kernels with the reference and hybrid routing with single-format runs."""
 
@@ -281,8 +247,17 @@ class ParityConfig(Job):
         return ConvergenceConfig.model_validate(config)
 
 
-Config = ConvergenceConfig | ParityConfig
-JOBS: dict[str, type[Config]] = {"convergence": ConvergenceConfig, "parity": ParityConfig}
+class CalibrateConfig(Job):
+    """Compare the errors of formats, products and trained students with what theory says."""
+
+    job: Literal["calibrate"]
+    calibrate: CalibrateSection
+
+
+Config = ConvergenceConfig | ParityConfig | CalibrateConfig
+JOBS: dict[str, type[Config]] = {
+    "convergence": ConvergenceConfig, "parity": ParityConfig, "calibrate": CalibrateConfig,
+}  # fmt: skip
 
 
 def parse(config: Mapping[str, Any]) -> Config:
@@ -294,7 +269,9 @@ def parse(config: Mapping[str, Any]) -> Config:
     job = config.get("job")
     if job not in JOBS:
         given = f"got {job!r}{nearest(str(job), JOBS)}" if job is not None else "missing"
-        raise UserError(f"job: {given}; must be {' or '.join(JOBS)} (defaults: [convergence] in a YAML gives all keys)")
+        raise UserError(
+            f"job: {given}; must be one of {', '.join(JOBS)} (defaults: [convergence] in a YAML gives all keys)"
+        )
     try:
         return JOBS[job].model_validate(dict(config))
     except ValidationError as error:

@@ -21,6 +21,9 @@ from hqsweep.sweep.progress import Display
 from hqsweep.sweep.store import RunDir, RunStore, run_name
 from hqsweep.train.loop import pick_device
 
+CHECKED = ("parity", "calibrate")
+"""Tables whose rows have a status: PASS, FAIL or SKIP."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -93,23 +96,24 @@ def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
 
 def _check_device(config: Config) -> None:
     """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
-    wanted = config.train.device if isinstance(config, ConvergenceConfig) else config.parity.device
+    section = "train" if isinstance(config, ConvergenceConfig) else config.job
+    wanted = getattr(config, section).device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
+        raise UserError(f"{section}.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
     if isinstance(config, ConvergenceConfig):
         check_native(config, pick_device(wanted), config.data.vocab_estimate)
 
 
 def result(run: RunDir) -> dict[str, Any]:
     """One run in short: run, arm, seed, state, val_loss (nats, last one or None), tokens_per_s, seconds, reason, path,
-    and for a parity run how many rows PASS, FAIL and SKIP."""
+    and for a parity or calibrate run how many rows PASS, FAIL and SKIP."""
     status, manifest = run.status(), run.manifest()
     losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
     return {
         "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
-        "parity": dict(Counter(row["status"] for row in run.rows("parity"))),
+        **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED},
     }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from hqsweep.track.machine import facts
 from hqsweep.track.rows import RowSink
 from hqsweep.track.tracker import NullTracker, Tracker, open_tracker
 
-JOBS = {"convergence": "hqsweep.jobs.convergence", "parity": "hqsweep.jobs.parity"}
+JOBS = {name: f"hqsweep.jobs.{name}" for name in ("convergence", "parity", "calibrate")}
 """Job name -> module with run(config, sink, workspace)."""
 
 FAILED_EXIT = 3
@@ -89,7 +89,7 @@ def _work(run: RunDir) -> int:
         outcome = {"state": "failed", "reason": _reason(error), "exit_code": FAILED_EXIT}
     _deafen()
     run.write_status(**outcome, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3))
-    for table in ("stats", "parity"):
+    for table in ("stats", "parity", "calibrate"):
         tracker.table(table, run.rows(table))
     if not tracker.finish(outcome["exit_code"]):
         sys.stdout.flush()

@@ -69,7 +69,7 @@ WRONG = [
     ("run conf=convergence train.steps=glob(*)", ["train.steps=glob(*)", "no value"]),
     ("compare alien", ["alien/sweep.json", "not the list of a sweep's runs"]),
     ("compare nothing --runs-dir " + "x" * 300, ["File name too long"]),
-    ("run conf=bare", ["job: missing", "convergence or parity"]),
+    ("run conf=bare", ["job: missing", "convergence, parity, calibrate"]),
     ("run conf=quickstart --dryrun", ["--dryrun", "--dry-run"]),
     ("run conf=quickstart --workers 0", ["--workers", "1"]),
     ("run conf=quickstart --config-dir nowhere", ["--config-dir", "nowhere"]),

@@ -89,13 +89,13 @@ def test_yaml_states_every_leaf_with_the_default_of_the_model() -> None:
     assert point.config | {"recipe": None} == default | {"recipe": None}
 
 
-@pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "parity"])
+@pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "parity", "calibrate"])
 def test_packaged_sweeps_are_valid(conf: str) -> None:
     assert all(parse(point.config).sweep == conf for point in expand(conf))
 
 
 def test_a_dump_parses_to_the_same_config() -> None:
-    for conf in ("convergence", "parity"):
+    for conf in ("convergence", "parity", "calibrate"):
         config = parse(expand(conf)[0].config)
         assert parse(config.model_dump(mode="json")) == config
 
@@ -162,7 +162,7 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"job": None}, "job: missing; must be convergence or parity"),
+        ({"job": None}, "job: missing; must be one of convergence, parity, calibrate"),
         ({"job": "convergance"}, r"job: got 'convergance' \(did you mean 'convergence'\?\)"),
         ({"recipe": "mxfp8"}, "recipe: got 'mxfp8'; it takes a mapping"),
         ({"recipe": {"linear": "mxfp8"}}, "recipe.name: got None; must be text"),

@@ -5,6 +5,7 @@ here speaks of directions. Its layout says, per buffer, how many rows and column
 allocation, slicing, gathering and bits per element follow from it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -89,6 +90,12 @@ class Format:
         """Shape of each buffer for a matrix [rows, cols]; UserError when the format cannot hold that shape."""
         self.check_shape(rows, cols)
         return {name: buffer.shape(rows, cols) for name, buffer in self.layout.items()}
+
+    def bits_per_element(self, rows: int, cols: int) -> float:
+        """Bits of the codes, closely packed, and of all scales, of a matrix of that shape, for each of its elements."""
+        entries = {name: math.prod(buffer.shape(rows, cols)) for name, buffer in self.layout.items()}
+        scales = sum(n * self.layout[name].dtype.itemsize * 8 for name, n in entries.items() if name != "q")
+        return self.element_bits + scales / (rows * cols)
 
     def empty(self, rows: int, cols: int, device: torch.device | str) -> dict[str, Tensor]:
         """Uninitialised buffers for a matrix [rows, cols]."""

@@ -91,17 +91,16 @@ def draw(distribution: str, rows: int, cols: int, seed: int = 0, dtype: torch.dt
     return DISTRIBUTIONS[distribution](generator, rows, cols).to(dtype)
 
 
-def check_format(text: str, shape: list[int]) -> None:
-    """UserError unless the format exists and both orientations of the shape fit its blocks."""
-    where = "parity.formats"
+def check_format(text: str, shape: list[int], job: str) -> None:
+    """UserError unless the format exists and both orientations of the shape fit its blocks; job starts the key."""
+    where = f"{job}.formats"
     try:
         format = parse(text)
         if isinstance(format, Fp8Delayed):
             raise UserError(
-                f"'{text}' takes its scale from a training, as the checks that train do; its kernels are those of"
-                " fp8_current, so give that"
+                f"'{text}' takes its scale from a training; its kernels are those of fp8_current, so give that"
             )
-        where = f"parity.shapes: {shape} does not fit {text}"
+        where = f"{job}.shapes: {shape} does not fit {text}"
         format.check_shape(*shape)
         format.check_shape(*reversed(shape))
     except UserError as error:

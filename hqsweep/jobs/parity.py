@@ -7,7 +7,8 @@ statistics  what is gathered while quantizing: counts exactly, sums up to the ro
 pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
 vanilla  Linear with one format in both directions against its composition from the format reference
 routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; and three formats
-and those of jobs/parity_modules.py, on whole modules, and of jobs/parity_training.py, which train a small GPT
+and those of jobs/parity_modules.py, on whole modules, of jobs/parity_causality.py, on what a later token changes, and
+of jobs/parity_training.py, which train a small GPT
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from hqsweep.jobs.compare_bytes import named_pairs, row, skip
 from hqsweep.jobs.composed import composed
 from hqsweep.jobs.inputs import draw
 from hqsweep.jobs.outcomes import gathered, outcomes, same_up_to_rounding
+from hqsweep.jobs.parity_causality import CAUSALITY_CHECKS
 from hqsweep.jobs.parity_modules import MODULE_CHECKS
 from hqsweep.jobs.parity_training import TRAINING_CHECKS, Check, Rows
 from hqsweep.jobs.sink import Sink
@@ -180,6 +182,7 @@ CHECKS: dict[str, Check] = {
     "vanilla": vanilla_check,
     "routing": routing_check,
     "pairs": pairs_check,
+    **CAUSALITY_CHECKS,
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }

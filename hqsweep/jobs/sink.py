@@ -22,6 +22,9 @@ class Sink(Protocol):
     def parity(self, rows: list[dict]) -> None:
         """Rows of the parity job."""
 
+    def calibrate(self, rows: list[dict]) -> None:
+        """Rows of the calibrate job."""
+
     def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
         """For the display and the run's status."""
 
@@ -39,6 +42,7 @@ class ListSink:
         self.metrics: list[dict] = []
         self.stat_rows: list[dict] = []
         self.parity_rows: list[dict] = []
+        self.calibrate_rows: list[dict] = []
         self.facts: dict[str, object] = {}
 
     def metric(self, step: int, values: dict[str, float]) -> None:
@@ -49,6 +53,9 @@ class ListSink:
 
     def parity(self, rows: list[dict]) -> None:
         self.parity_rows += rows
+
+    def calibrate(self, rows: list[dict]) -> None:
+        self.calibrate_rows += rows
 
     def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
         pass

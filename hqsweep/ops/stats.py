@@ -14,6 +14,7 @@ gather(), the reference; both are added in float64. With squares beyond float32 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,21 +46,59 @@ class Statistics:
 
     def row(self) -> dict[str, float]:
         """All statistics; waits for the device."""
-        x2, error2, q2, amax, nonzero, lost, saturated, _ = self._totals()
+        return self.read().row()
+
+    def read(self) -> "Sums":
+        """The sums over all tiles, from which statistics are made; waits for the device."""
+        totals = self.sums.double().sum(dim=0)
+        if self.sums.shape[0]:
+            totals[3] = self.sums[:, 3].max()
         scales = None if self.buffers is None else self.format.value_scales(self.buffers)
+        power = None
+        if self.x is not None:
+            power = torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float64).square()
+        return Sums(
+            totals=totals, elements=self.elements, scales=_scale_range(scales), row_power=power,
+            row_error=self.row_errors.double().sum(dim=1),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sums:
+    """Sums over a matrix, or over a part of one, in float64."""
+
+    totals: Tensor
+    """As an entry of Statistics.sums."""
+    elements: int
+    scales: tuple[float, float]
+    """Smallest non-zero and largest, NaN without."""
+    row_power: Tensor | None
+    """[operand rows]: sums of x^2."""
+    row_error: Tensor
+    """[operand rows]: sums of (x - Qx)^2."""
+
+    def joined(self, other: "Sums", *, below: bool) -> "Sums":
+        """Of this part and another: below it, with operand rows of its own, or beside it, with more of the same."""
+        totals = self.totals + other.totals
+        totals[3] = torch.maximum(self.totals[3], other.totals[3])
+        join = (lambda a, b: torch.cat([a, b])) if below else torch.add
+        (low, high), (other_low, other_high) = self.scales, other.scales
+        return Sums(
+            totals=totals, elements=self.elements + other.elements,
+            scales=(_least(min, low, other_low), _least(max, high, other_high)),
+            row_power=join(self.row_power, other.row_power), row_error=join(self.row_error, other.row_error),
+        )  # fmt: skip
+
+    def row(self) -> dict[str, float]:
+        """All statistics."""
+        x2, error2, q2, amax, nonzero, lost, saturated, _ = self.totals.tolist()
         return {
             **_ratios(x2, error2, q2, (x2 + q2 - error2) / 2, amax),
             "underflow_pct": 100.0 * lost / max(nonzero, 1),
             "saturation_pct": 100.0 * saturated / max(self.elements, 1),
-            **_scale_range(scales),
-            **_row_quantiles(self.x, self.row_errors),
+            **dict(zip(("scale_min", "scale_max"), self.scales, strict=True)),
+            **_row_quantiles(self.row_power, self.row_error),
         }
-
-    def _totals(self) -> list[float]:
-        totals = self.sums.double().sum(dim=0)
-        if self.sums.shape[0]:
-            totals[3] = self.sums[:, 3].max()
-        return totals.tolist()
 
 
 def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
@@ -130,22 +169,23 @@ def _decibel(power: float, error: float) -> float:
     return 10 * math.log10(power / error) if error else math.inf
 
 
-def _scale_range(scale: Tensor | None) -> dict[str, float]:
+def _scale_range(scale: Tensor | None) -> tuple[float, float]:
     if scale is None or scale.numel() == 0:
-        return {"scale_min": math.nan, "scale_max": math.nan}
+        return math.nan, math.nan
     positive = scale[scale > 0]
-    return {
-        "scale_min": positive.min().item() if positive.numel() else math.nan,
-        "scale_max": scale.max().item(),
-    }
+    return positive.min().item() if positive.numel() else math.nan, scale.max().item()
 
 
-def _row_quantiles(x: Tensor | None, row_errors: Tensor) -> dict[str, float]:
+def _least(choose: Callable[..., float], a: float, b: float) -> float:
+    """min or max of two, of which a NaN does not count."""
+    return b if math.isnan(a) else a if math.isnan(b) else choose(a, b)
+
+
+def _row_quantiles(power: Tensor | None, error: Tensor) -> dict[str, float]:
     """The transform of +rht keeps the power of a row, which is therefore that of x."""
-    if x is None:
+    if power is None:
         return dict.fromkeys(("row_sqnr_db_median", "row_sqnr_db_p5"), math.nan)
-    power = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
-    ratio = 10 * torch.log10(power / row_errors.double().sum(dim=1))
+    ratio = 10 * torch.log10(power / error)
     ratio = ratio[(power > 0) & ~ratio.isnan()].sort().values
     place = {"median": 0.5, "p5": 0.05}
     last = ratio.numel() - 1

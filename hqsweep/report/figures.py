@@ -129,24 +129,25 @@ def sqnr_heatmaps(comparison: Comparison) -> Iterator[tuple[str, go.Figure]]:
     medians = rows.groupby(["arm", "layer", "tensor", "direction"], sort=False)["sqnr_db"].median()
     formats = rows.groupby(["arm", "layer", "tensor", "direction"], sort=False)["format"].last()
     layers, columns = rows["layer"].unique(), pd.MultiIndex.from_frame(rows[["tensor", "direction"]].drop_duplicates())
-    scale = _colour_range(medians.to_numpy())
+    scale = colour_range(medians.to_numpy())
     for arm in comparison.arms["arm"]:
         if arm in medians.index.levels[0]:
             grids = (
                 values[arm].unstack(["tensor", "direction"]).reindex(index=layers, columns=columns)
                 for values in (medians, formats)
             )
-            yield arm, _heatmap(*grids, scale)
+            yield arm, heatmap(*grids, scale)
 
 
-def _colour_range(values: np.ndarray) -> tuple[float, float]:
+def colour_range(values: np.ndarray) -> tuple[float, float]:
     """Multiples of 5 dB around the finite values, at least 10 dB apart."""
     values = values[np.isfinite(values)] if np.isfinite(values).any() else np.array([0.0])
     low = 5 * np.floor(values.min() / 5)
     return low, max(low + 10, 5 * np.ceil(values.max() / 5))
 
 
-def _heatmap(grid: pd.DataFrame, formats: pd.DataFrame, scale: tuple[float, float]) -> go.Figure:
+def heatmap(grid: pd.DataFrame, formats: pd.DataFrame, scale: tuple[float, float]) -> go.Figure:
+    """SQNR in dB of lines by two levels of columns; formats are shown beside a value that is pointed at."""
     values, (low, high) = grid.to_numpy(), scale
     cells = [["∞" if np.isposinf(db) else "" if np.isnan(db) else f"{db:.0f}" for db in row] for row in values]
     written = len(grid) <= 60  # more rows are too low to write in

@@ -22,19 +22,17 @@ PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
 def render(comparison: Comparison) -> str:
     """The whole page, about 5 MB, nearly all of it plotly.js."""
     runs, smooth = comparison.frames.runs, figures.smoothing(comparison)
-    templates = FileSystemLoader(Path(__file__).parent)
-    page = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    return page.get_template("report.html.j2").render(
+    return fill(
+        "report.html.j2",
         title=tables.title(comparison),
         baseline=comparison.baseline,
         window=_window_text(comparison.window),
-        plotly_js=Markup(get_plotlyjs()),
         arms=list(zip(tables.arms_table(comparison).rows, comparison.arms.itertuples(), strict=True)),
         arms_table=tables.arms_table(comparison),
         unfinished=tables.unfinished_table(comparison),
-        curves=_blocks(_curves(comparison, smooth)),
-        gaps=_blocks(_gaps(comparison, smooth)),
-        sqnr=_blocks(figures.sqnr_heatmaps(comparison)),
+        curves=blocks(_curves(comparison, smooth)),
+        gaps=blocks(_gaps(comparison, smooth)),
+        sqnr=blocks(figures.sqnr_heatmaps(comparison)),
         sections=[
             ("Training: tokens to loss, spikes, divergence", tables.training_table(comparison)),
             ("GEMM output error against FP32", tables.gemm_errors(comparison.frames.stats)),
@@ -44,6 +42,13 @@ def render(comparison: Comparison) -> str:
             ("Provenance", tables.provenance(runs)),
         ],
     )
+
+
+def fill(template: str, **values: object) -> str:
+    """A page of a template beside this module, with plotly.js in it."""
+    templates = FileSystemLoader(Path(__file__).parent)
+    pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return pages.get_template(template).render(plotly_js=Markup(get_plotlyjs()), **values)
 
 
 def _curves(comparison: Comparison, smooth: int) -> list[tuple[str, go.Figure | None]]:
@@ -69,7 +74,7 @@ def _window_text(window: float) -> str:
     return f"{window:g} steps" if window >= 1 else f"{100 * window:g} % of the steps"
 
 
-def _blocks(titled: Iterable[tuple[str, go.Figure | None]]) -> list[tuple[str, Markup]]:
+def blocks(titled: Iterable[tuple[str, go.Figure | None]]) -> list[tuple[str, Markup]]:
     """(heading, div with its script) of each figure that there is. In the script, plotly writes < > / as escapes."""
     divs = (
         (heading, fig and pio.to_html(fig, include_plotlyjs=False, full_html=False, config=PLOT_CONFIG))

@@ -9,6 +9,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from hqsweep.report.checks import verdicts
 from hqsweep.report.plans import plan_lines
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
 from hqsweep.sweep.store import RunDir, RunStore
@@ -41,8 +42,8 @@ def _sweep(store: RunStore, name: str) -> dict[str, Any]:
 
 
 def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
-    """(page, dict): status, manifest, config, the loss curve as a sparkline, and the lowest SQNRs of the last sampled
-    step."""
+    """(page, dict): status, manifest, config, the loss curve as a sparkline, the lowest SQNRs of the last sampled
+    step, and the tables of what was checked."""
     config, manifest, status = run.config(), run.manifest(), run.status()
     curve, worst = _loss_curve(run), _worst(run)
     facts = {
@@ -60,6 +61,7 @@ def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
         parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
     if worst:
         parts.append(_worst_table(worst))
+    parts += verdicts({table: run.rows(table) for table in ("parity", "calibrate")})
     parts += [
         _facts_table(manifest),
         Text("config", style="bold"),

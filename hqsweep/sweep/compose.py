@@ -196,7 +196,11 @@ class Composer:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if not self._is_group(override) and override not in factories:
+                if _is_file(override):
+                    path = str(override.value())
+                    config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
+            for override in parsed:
+                if not self._is_group(override) and not _is_file(override) and override not in factories:
                     open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:
@@ -256,13 +260,14 @@ class Composer:
             raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
         if self._is_group(override):
             known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
-            wrong = next((value for value in values if value not in known), None if values else "")
+            files = [value for value in values if key == "recipe" and value.endswith(".yaml")]
+            wrong = next((value for value in values if value not in (*known, *files)), None if values else "")
             if wrong is not None:
                 hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
                 raise UserError(f"{text}: no {key} '{wrong}'{hint}")
 
     def _is_group(self, override: Override) -> bool:
-        return override.key_or_group in self.groups
+        return override.key_or_group in self.groups and not _is_file(override)
 
     def _choices(self, override: Override) -> list[str]:
         """The override once per value."""
@@ -272,6 +277,11 @@ class Composer:
             return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         except ValueError as error:
             raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
+
+
+def _is_file(override: Override) -> bool:
+    """Whether it is recipe=PATH.yaml."""
+    return override.key_or_group == "recipe" and str(override.value()).endswith(".yaml")
 
 
 def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:

@@ -32,6 +32,11 @@ TABLES = {
         "check": TEXT, "case": TEXT, "subject": TEXT, "status": TEXT, "mismatches": INT, "total": INT,
         "first_index": TEXT, "got": TEXT, "expected": TEXT, "note": TEXT,
     }),
+    "calibrate": pa.schema({
+        "check": TEXT, "case": TEXT, "subject": TEXT, "status": TEXT, "measured_db": REAL, "source": TEXT,
+        "expected_db": REAL, "low_db": REAL, "high_db": REAL, "row_sqnr_db_median": REAL, "row_sqnr_db_p5": REAL,
+        "underflow_pct": REAL, "note": TEXT,
+    }),
 }  # fmt: skip
 """Columns of each table: SQNR in dB, underflow and saturation in % of the elements; what a row has not is null."""
 
@@ -104,6 +109,10 @@ class RowSink:
     def parity(self, rows: Iterable[dict[str, Any]]) -> None:
         """Results of parity checks, in the columns of TABLES["parity"]."""
         self._tables["parity"].append(rows)
+
+    def calibrate(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Measured and expected decibels, in the columns of TABLES["calibrate"]."""
+        self._tables["calibrate"].append(rows)
 
     def manifest(self, **facts: Any) -> None:
         """Add facts to the run's manifest."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hqsweep.config import parse
-from hqsweep.jobs import parity
+from hqsweep.jobs import parity, parity_causality
 from hqsweep.jobs.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.ops import kernel
@@ -119,3 +119,21 @@ def test_a_held_weight_that_misses_an_update_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(HybridQuantizedTensor, "quantize_", wrong)
     failed = [r for r in run("weights", tmp_path=tmp_path) if r["status"] == "FAIL"]
     assert [(r["subject"], r["case"]) for r in failed] == [("bf16", "small GPT"), ("bf16", "small GPT, resumed")]
+
+
+def test_formats_that_share_a_scale_among_tokens_leak_and_others_do_not(tmp_path):
+    """As published for NVFP4 (arXiv 2603.24477, section 6.1): the scale of the tensor leaks, scales of rows do not."""
+    rows = run("causality", tmp_path=tmp_path)
+    leaking = {r["subject"] for r in rows if r["note"].startswith("expected: leak")}
+    assert leaking == {"fp8_current", "nvfp4", "nvfp4+rht+sr"} and len(rows) == 2 * len(FORMATS)
+    assert {r["case"] for r in rows} == {"operand", "outputs of a Linear"}
+
+
+def test_a_leak_and_a_leak_that_is_missed_are_found(tmp_path, monkeypatch):
+    """A row-scaled format under a scale of the tensor leaks; scales that no token changes do not."""
+    for wrong in (lambda format: True, lambda format: False):
+        with monkeypatch.context() as patch:
+            patch.setattr(parity_causality, "shares_scales", wrong)
+            failed = {r["subject"] for r in run("causality", tmp_path=tmp_path) if r["status"] == "FAIL"}
+        leaking = {"fp8_current", "nvfp4", "nvfp4+rht+sr"}
+        assert failed == (set(FORMATS) - leaking if wrong(None) else leaking)

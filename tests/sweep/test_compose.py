@@ -130,6 +130,15 @@ def test_recipes_are_loaded_by_name_and_by_path(folder: Path) -> None:
         load_recipe("mnie")
 
 
+def test_a_recipe_of_a_file_is_swept_as_packaged_ones_are(folder: Path) -> None:
+    (folder / "plain.yaml").write_text("linear: mxfp4\n")
+    points = expand("quickstart", ["recipe=plain.yaml,mxfp8", "recipe.linear.input=nvfp4"])
+    assert [point.arm for point in points] == ["plain", "mxfp8"]
+    assert [point.config["recipe"]["linear"] for point in points] == [
+        {"input": "nvfp4", "weight": weight, "grad_output": weight} for weight in ("mxfp4", "mxfp8")
+    ]
+
+
 def test_arm_names_what_was_swept_beside_recipe_and_seed() -> None:
     points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,3e-4", "seed=0,1", "train.steps=10"])
     assert sorted({p.arm for p in points}) == [

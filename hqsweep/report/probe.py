@@ -1,0 +1,85 @@
+"""What a probe shows: a table of tensors by quantizers, a heatmap, and a suggested recipe with its promise."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from hqsweep.jobs.suggest import Suggestion
+from hqsweep.report import figures, html
+from hqsweep.report.text import TextTable, number
+
+Row = Mapping[str, Any]
+SHOWN = 60
+"""Tensors in the terminal: those with the lowest SQNR, when there are more."""
+
+
+def probe_table(rows: Sequence[Row]) -> TextTable:
+    """SQNR in dB of both directions, and in brackets the lower 5th percentile of rows: "20.4 20.3 (18.9)"."""
+    cells: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        cells.setdefault(row["tensor"], {}).setdefault(row["quantizer"], []).append(row)
+    quantizers = tuple(dict.fromkeys(row["quantizer"] for row in rows))
+    lines = tuple(
+        (tensor, "x".join(map(str, next(iter(found.values()))[0]["shape"])), *(_cell(found[q]) for q in quantizers))
+        for tensor, found in cells.items()
+    )
+    return TextTable(header=("tensor", "shape", *quantizers), rows=lines)
+
+
+def worst_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the SHOWN tensors with the lowest SQNR in any format, in the order of the file."""
+    lowest: dict[str, float] = {}
+    for row in rows:
+        known = row["sqnr_db"] if row["sqnr_db"] is not None else float("inf")
+        lowest[row["tensor"]] = min(lowest.get(row["tensor"], known), known)
+    kept = set(sorted(lowest, key=lowest.__getitem__)[:SHOWN])
+    return [row for row in rows if row["tensor"] in kept]
+
+
+def summary(suggestion: Suggestion, budget: float) -> str:
+    """ "5.96 bits an element (budget 6), predicted SQNR 30.6 dB"."""
+    left = f"; in bf16 stay {len(suggestion.left_out)}" if suggestion.left_out else ""
+    return (
+        f"{suggestion.bits:.2f} bits an element (budget {budget:g}), predicted SQNR {suggestion.sqnr_db:.1f} dB{left}"
+    )
+
+
+def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:
+    """YAML that recipe=PATH takes."""
+    return f"# {comment}\n{yaml.safe_dump(dict(recipe), sort_keys=False, width=120)}"
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """All rows, one line each."""
+    pd.DataFrame(rows).assign(shape=["x".join(map(str, row["shape"])) for row in rows]).to_csv(path, index=False)
+
+
+def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, promise: str | None) -> None:
+    """One page that needs no network."""
+    frame = pd.DataFrame(rows)
+    columns = pd.MultiIndex.from_frame(frame[["quantizer", "direction"]].drop_duplicates())
+    grids = (
+        frame.pivot(index="tensor", columns=["quantizer", "direction"], values=value).reindex(
+            index=frame["tensor"].unique(), columns=columns
+        )
+        for value in ("sqnr_db", "format")
+    )
+    grid, formats = grids
+    grid = grid.astype(float)
+    heatmap = figures.heatmap(grid, formats, figures.colour_range(grid.to_numpy()))
+    page = html.fill(
+        "probe.html.j2", title=title, heatmaps=html.blocks([("", heatmap)]), table=probe_table(rows), recipe=recipe,
+        summary=promise,
+    )  # fmt: skip
+    path.write_text(page, encoding="utf-8")
+
+
+def _cell(pair: Sequence[Row]) -> str:
+    if pair[0]["note"]:
+        return "-"
+    low = [row["row_sqnr_db_p5"] for row in pair if row["row_sqnr_db_p5"] is not None]
+    shown = " ".join(number(row["sqnr_db"], ".1f") for row in pair)
+    return f"{shown} ({number(min(low, default=None), '.1f')})"

@@ -1,0 +1,148 @@
+"""The probe: what it reads, what it measures, and that its choice is the best under the budget."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hqsweep.errors import UserError
+from hqsweep.jobs import tensor_files
+from hqsweep.jobs.inputs import draw
+from hqsweep.jobs.probe import parse_quantizers, probe
+from hqsweep.jobs.suggest import Choice, Suggestion, choose, recipe_of, suggest
+from hqsweep.jobs.tensor_files import find_matrices
+from hqsweep.quant import HybridQuantizer, parse_recipe
+
+
+@pytest.fixture
+def file(tmp_path):
+    tensors = {
+        "layers.10.fc.weight": draw("heavy", 320, 64), "layers.2.fc.weight": draw("normal", 256, 48).float(),
+        "experts": draw("normal", 4 * 96, 64).view(4, 96, 64), "odd.weight": torch.ones(33, 47),
+        "norm.weight": torch.ones(64), "steps": torch.zeros(32, 32, dtype=torch.int64),
+        "nan.weight": torch.full((32, 32), torch.nan), "zeros.weight": torch.zeros(32, 32),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def rows_of(file, *texts):
+    quantizers = parse_quantizers(texts)
+    return [row for matrix in find_matrices(file)[0] for row in probe(matrix, quantizers)]
+
+
+def test_matrices_are_found_in_natural_order_and_others_are_told(file):
+    matrices, others = find_matrices(file.parent)
+    assert [m.name for m in matrices] == [
+        "experts", "layers.2.fc.weight", "layers.10.fc.weight", "nan.weight", "odd.weight", "zeros.weight"
+    ]  # fmt: skip
+    assert dict(others) == {"norm.weight": "1 axes", "steps": "dtype I64"}
+    assert (matrices[0].rows, matrices[0].cols) == (4 * 96, 64)
+
+
+def test_rows_are_the_statistics_of_the_quantizer_however_the_file_is_read(file, monkeypatch):
+    whole = rows_of(file, "nvfp4|mxfp8", "fp8_current")
+    monkeypatch.setattr(tensor_files, "CHUNK_ELEMENTS", 1)
+    parts = list(find_matrices(file)[0][2].chunks())
+    assert [len(part) for part in parts] == [128, 128, 64]
+    for row, again in zip(whole, rows_of(file, "nvfp4|mxfp8", "fp8_current"), strict=True):
+        numbers = [name for name, value in row.items() if isinstance(value, float)]
+        assert [again[name] for name in numbers] == pytest.approx([row[name] for name in numbers], rel=1e-5)
+    expected = HybridQuantizer.parse("nvfp4|mxfp8").statistics(draw("heavy", 320, 64))
+    found = {
+        row["direction"]: row for row in whole if row["tensor"] == "layers.10.fc.weight" and "|" in row["quantizer"]
+    }
+    assert {d: row["sqnr_db"] for d, row in found.items()} == {d: row["sqnr_db"] for d, row in expected.items()}
+    assert (found["rowwise"]["format"], found["columnwise"]["format"]) == ("nvfp4", "mxfp8")
+    assert found["rowwise"]["bits"] == 4 + 8 / 16 + 32 / (320 * 64) and found["columnwise"]["bits"] == 8 + 8 / 32
+
+
+def test_what_cannot_be_measured_has_a_note_and_no_numbers(file):
+    notes = {row["tensor"]: row["note"] for row in rows_of(file, "nvfp4") if row["sqnr_db"] is None}
+    assert notes["nan.weight"] == "has NaN or infinite values" and "multiple of 16" in notes["odd.weight"]
+    assert notes["zeros.weight"] is None
+
+
+def test_the_choice_is_the_best_of_all_that_fit():
+    """By exhaustion; the greedy choice may miss it by what one step could still have brought."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, bits = (4, 1, 2, 3, 1), (4.5, 6.25, 8.25)
+    options = {
+        str(i): [
+            Choice(tensor=str(i), quantizer=str(b), elements=n, bits=b, error=float(e))
+            for b, e in zip(bits, torch.rand(3, generator=generator).sort(descending=True).values, strict=True)
+        ]
+        for i, n in enumerate(sizes)
+    }
+
+    def total(choices):
+        return sum(c.error * c.elements for c in choices)
+
+    for budget in (4.5, 5.0, 6.0, 7.0, 8.25):
+        made = Suggestion(choices=tuple(choose(options, budget).values()), left_out=())
+        fitting = [
+            choices for choices in itertools.product(*options.values())
+            if sum(c.bits * c.elements for c in choices) <= budget * sum(sizes)
+        ]  # fmt: skip
+        best = min(map(total, fitting))
+        step = max(n * (o[0].error - o[-1].error) for n, o in zip(sizes, options.values(), strict=True))
+        assert made.bits <= budget and best <= total(made.choices) + 1e-12 <= best + step
+    assert total(choose(options, 8.25).values()) == pytest.approx(min(map(total, itertools.product(*options.values()))))
+    with pytest.raises(UserError, match=r"--bits 4: the cheapest formats take 4.50 bits an element"):
+        choose(options, 4)
+
+
+def test_the_recipe_has_what_was_chosen_in_each_slot(tmp_path):
+    """All weights are ones, which every format holds, so that bits help the one input alone."""
+    x = draw("normal", 256, 256)
+    tensors = {f"layers.{i}.fc.weight": torch.ones(256, 256) for i in range(3)}
+    tensors |= {"layers.1.fc.input": x, "embed.weight": x.clone()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    rows = rows_of(tmp_path / "a.safetensors", "mxfp8", "nvfp4+2d", "nvfp4+rht")
+    suggestion = suggest(rows, 6.0)
+    recipe = recipe_of(suggestion, "mine")
+    assert suggestion.bits <= 6 and {c.quantizer for c in suggestion.choices} == {"mxfp8", "nvfp4+2d"}
+    assert len(suggestion.choices) == 4 and recipe["linear"] == "nvfp4+2d"
+    assert recipe["overrides"] == [
+        {"name": "layers.1.fc", "linear": {"input": "mxfp8", "weight": "nvfp4+2d", "grad_output": "nvfp4+2d"}}
+    ]
+    assert parse_recipe(recipe).overrides[0].linear.input == HybridQuantizer.parse("mxfp8")
+    error = sum(row["rel_l2"] ** 2 for c in suggestion.choices for row in rows
+                if (row["tensor"], row["quantizer"]) == (c.tensor, c.quantizer)) / 8  # fmt: skip
+    assert suggestion.sqnr_db == pytest.approx(-10 * math.log10(error))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("modle.safetensors", "does not exist .did you mean 'model.safetensors'"),
+        ("text.safetensors", "cannot be read as a safetensors file"),
+        ("empty", "has no .safetensors file"),
+        ("flat.safetensors", "has no matrices of floating-point numbers .norm: 1 axes"),
+        ("twice", "tensor 'a' is in '.*1.safetensors' and in '.*2.safetensors'"),
+    ],
+)
+def test_wrong_files(file, name, message):
+    folder = file.parent
+    (folder / "text.safetensors").write_text("no header, but more than eight bytes")
+    save_file({"norm": torch.ones(64)}, folder / "flat.safetensors")
+    for sub in ("empty", "twice"):
+        (folder / sub).mkdir()
+    for part in ("1", "2"):
+        save_file({"a": torch.ones(32, 32)}, folder / f"twice/{part}.safetensors")
+    with pytest.raises(UserError, match=message):
+        find_matrices(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nvpf4", "did you mean 'nvfp4'"), ("fp8_delayed", "earlier steps of a training"),
+        ("nvfp4|mxfp8@rowwise_dequantized", "leave out the '@' part"), (" ", "nothing given"),
+    ],
+)  # fmt: skip
+def test_wrong_formats(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_quantizers([text])

@@ -1,0 +1,31 @@
+"""Statistics of a matrix in chunks are those of the whole."""
+
+import pytest
+import torch
+
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops.quantize import quantize
+from hqsweep.ops.stream import stream_statistics
+
+
+@pytest.mark.parametrize("name", ["heavy", "spike", "zeros"])
+@pytest.mark.parametrize(
+    "texts",
+    [("nvfp4", "nvfp4+rht"), ("nvfp4+row_scaled", "mxfp8"), ("fp8_current", "fp8_block+2d"), ("nvfp4+2d", "nvfp4+2d"),
+     ("bf16", "fp8_current+e5m2"), ("mxfp4", "fp8_block+fp32_scale"), ("nvfp4+4over6", "mxfp6_e2m3")],
+    ids="|".join,
+)  # fmt: skip
+def test_chunks_give_the_statistics_of_the_whole(texts, name):
+    x, formats = draw(name, 416, 208), tuple(map(parse, texts))
+    whole = quantize(x, *formats, statistics=True)
+    made = stream_statistics(lambda: x.split(128), *formats)
+    for direction in ("rowwise", "columnwise"):
+        expected = getattr(whole, f"{direction}_statistics").row()
+        assert made[direction] == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_stochastic_rounding_has_the_error_of_the_whole():
+    x, format = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)), parse("nvfp4+sr")
+    made = stream_statistics(lambda: x.split(128), format, format, RngKey(seed=0, slot="s", step=0))
+    assert made["rowwise"]["sqnr_db"] == pytest.approx(17.25, abs=0.1)
