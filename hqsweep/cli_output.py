@@ -1,7 +1,8 @@
-"""What all commands share: how wrong input ends, and how results are printed."""
+"""What commands share: their arguments, how wrong input ends, and how results are printed."""
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,8 @@ from hqsweep.errors import UserError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
+Runs = Annotated[list[str], typer.Argument(metavar="RUNS...", help="Sweeps, runs, beginnings of runs, or folders.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -46,3 +49,26 @@ def print_result(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
     console = Console()
     for each in shown:
         console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
+
+
+GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
+RESULT_COLUMNS = {
+    "arm": "arm", "seed": "seed", "state": "state", "val_loss": "val loss", "tokens_per_s": "tokens/s",
+    "seconds": "seconds", "reason": "reason",
+}  # fmt: skip
+SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
+
+
+def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+    """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
+    from hqsweep.report.text import TextTable, number, text, to_rich
+
+    def cell(key: str, value: Any) -> str:
+        if key in SPECS:
+            return number(value, SPECS[key])
+        return " ".join(value) if isinstance(value, list) else text(value)
+
+    cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
+    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key == "seed")
+    table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
+    return to_rich(table.without("reason") if all(row.get("reason") is None for row in rows) else table, heading)

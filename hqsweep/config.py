@@ -8,12 +8,13 @@ ParityConfig. Defaults here and in conf/ are the same; a test holds them togethe
 import itertools
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from hqsweep.config_base import Count, Fraction, Index, Positive, Section
+from hqsweep.config_engine import EngineConfig, TrackConfig
 from hqsweep.config_errors import sentence
 from hqsweep.errors import UserError, nearest
 from hqsweep.jobs.inputs import DISTRIBUTIONS, check_format
@@ -22,22 +23,12 @@ from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config
 from hqsweep.quant.validate import DeviceFault, check_held_weights, validate
 from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
 
-Count = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]*$")]
 """Part of a folder's name."""
 Device = Literal["auto", "cpu", "cuda"]
 
 TOKENS_VOCAB = 50304
 """Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys, wrong types, NaN and infinity are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class RecipeConfig(Section):
@@ -174,34 +165,6 @@ class StatsConfig(Section):
 
     every: Index = 100
     gemm: bool = True
-
-
-class TrackConfig(Section):
-    """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
-    for who is logged in, else offline."""
-
-    kind: Literal["none", "wandb"] = "none"
-    mode: Literal["offline", "online", "auto"] = "auto"
-    project: str = "hqsweep"
-    entity: str | None = None
-    init_timeout_s: Positive = 15
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _installed(cls, kind: Any) -> Any:
-        installed = find_spec("wandb") is not None
-        if kind == "wandb" and not installed:
-            raise UserError("track.kind: 'wandb' needs the package wandb; pip install wandb, or set track=none")
-        return ("wandb" if installed else "none") if kind == "auto" else kind
-
-
-class EngineConfig(Section):
-    """How runs are executed: `workers` at a time with `threads` CPU threads each (None: cores // workers)."""
-
-    workers: Count = 1
-    threads: Count | None = None
-    timeout_s: Positive | None = None
-    retries: Index = 0
 
 
 class Job(Section):

@@ -12,8 +12,9 @@ import hqsweep
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
-    ("train",), ("jobs",), ("sweep",), ("track",), ("report",), ("config_errors", "config"), ("worker", "launch"),
-    ("cli_output",), ("cli_recipe",), ("cli",), ("__main__",),
+    ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
+    ("config_base", "config_engine", "config_errors", "config"), ("worker", "launch"),
+    ("cli_output",), ("cli_recipe", "cli_status"), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

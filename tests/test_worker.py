@@ -17,7 +17,7 @@ from hqsweep.config import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
-from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.local import run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import BUSY_EXIT, RunDir, RunStore
 
@@ -206,7 +206,7 @@ def test_a_stopped_run_goes_on_to_the_rows_of_an_uninterrupted_one(tmp_path, job
 
 
 def test_the_engine_starts_this_worker(run):
-    (status,) = run_sweep([run], display=PlainDisplay(Console(file=io.StringIO())), threads=1)
+    (status,) = run_local([run], display=PlainDisplay(Console(file=io.StringIO())), threads=1)
     assert (status["state"], status["reason"]) == ("finished", None), run.log.read_text()
     assert run.manifest()["threads"] == 1
     assert run.manifest()["params"] > 0

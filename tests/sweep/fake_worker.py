@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from hqsweep.sweep import process
-from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.local import run_local
+from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir, RunStore
+from hqsweep.sweep.store import BUSY_EXIT, RunDir, RunStore
 
 
 def command(run: RunDir) -> list[str]:
@@ -67,7 +68,7 @@ def main(path: Path, role: str, number: int) -> int:
     if role == "--sweep":
         process.worker_command = command
         runs = RunStore(path.parent).runs(path.name)
-        run_sweep(runs, display=PlainDisplay(Console()), workers=number)
+        run_local(runs, display=PlainDisplay(Console()), workers=number)
         return 0
     process.stop_with_parent(number)
     run = RunDir(path)
