@@ -4,10 +4,11 @@ A run's folder keeps the id of its job, so the same command again finds the jobs
 instead of submitting a second time. Nothing here has to stay alive: jobs go on without us.
 """
 
+import io
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import UserError
@@ -84,12 +85,15 @@ def _submit(runs: Sequence[RunDir], slurm: Mapping[str, Any], workers: int | Non
 
     paths = [run.path.resolve() for run in runs]
     limit_s = slurm["time_min"] * 60.0 - slurm["signal_s"] if slurm["time_min"] else None
+    said = io.StringIO()  # submitit repeats there what sbatch says
     try:
         executor = SlurmExecutor(paths[0].parent / "slurm")
         executor.update_parameters(**sbatch_parameters(runs[0].sweep, slurm, workers, options["threads"]))
-        jobs = executor.map_array(work, paths, [limit_s] * len(paths), [options] * len(paths))
+        with redirect_stderr(said):
+            jobs = executor.map_array(work, paths, [limit_s] * len(paths), [options] * len(paths))
     except (RuntimeError, FailedJobError, FailedSubmissionError) as error:
-        raise UserError(f"engine: Slurm did not take the jobs: {_last_line(error)}") from None
+        why = "; ".join(line.removeprefix("sbatch: error: ") for line in said.getvalue().splitlines()) or str(error)
+        raise UserError(f"engine: Slurm did not take the jobs: {why}") from None
     for run, job in zip(runs, jobs, strict=True):
         write_json(run.job_path, {"id": job.job_id})
 
@@ -107,13 +111,3 @@ def sbatch_parameters(sweep: str, slurm: Mapping[str, Any], workers: int | None,
         "signal_delay_s": slurm["signal_s"], "cpus_per_task": threads, "array_parallelism": workers or ARRAY_SIZE,
         "wckey": None, "stderr_to_stdout": True, "additional_parameters": further,
     }  # fmt: skip
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
-
-
-def log_of(run: RunDir, job: str) -> Path:
-    """Where Slurm puts what a job says outside its worker."""
-    return run.sweep_path / "slurm" / f"{job}_0_log.out"
