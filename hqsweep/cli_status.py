@@ -1,7 +1,7 @@
-"""Commands for runs that somebody else executes: hqsweep status, hqsweep cancel."""
+"""Commands for runs that are there already: hqsweep status, hqsweep cancel, hqsweep sync."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -53,3 +53,31 @@ def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False
 
     taken = [run.name for run in observer.cancel(RunStore(runs_dir).resolve(runs))]
     print_result(as_json, taken, *(f"cancelled: {name}" for name in taken or ["none waits or runs"]))
+
+
+@app.command()
+def sync(
+    runs: Runs,
+    mode: Annotated[
+        Literal["auto", "offline", "online"], typer.Option(help="auto: online for who is logged in to W&B.")
+    ] = "auto",
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Make the W&B mirror of runs again from their rows.
+
+    Offline, the folders that `wandb sync` uploads are printed.
+    """
+    from importlib.util import find_spec
+
+    from hqsweep.errors import UserError
+    from hqsweep.sweep.store import RunStore
+
+    if find_spec("wandb") is None:
+        raise UserError("sync needs the package wandb; pip install wandb")
+    from hqsweep.track.sync import sync as replay
+
+    folders = {run.name: [str(folder) for folder in replay(run, mode)] for run in RunStore(runs_dir).resolve(runs)}
+    print_result(
+        as_json, folders, *(" ".join([f"{name}:", *(at or ["on the server"])]) for name, at in folders.items())
+    )

@@ -31,7 +31,7 @@ from hqsweep.sweep.process import stop_with_parent
 from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, STORAGE_EXIT, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.rows import RowSink
-from hqsweep.track.tracker import NullTracker, Tracker, open_tracker
+from hqsweep.track.tracker import MIRRORED_TABLES, NullTracker, Tracker, open_tracker
 
 JOBS = {"convergence": "hqsweep.jobs.convergence", "parity": "hqsweep.jobs.parity"}
 """Job name -> module with run(config, sink, workspace)."""
@@ -96,7 +96,7 @@ def _work(run: RunDir) -> int:
         outcome = {"state": "failed", "reason": _reason(error), "exit_code": FAILED_EXIT}
     _deafen()
     run.write_status(**outcome, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3))
-    for table in ("stats", "parity"):
+    for table in MIRRORED_TABLES:
         tracker.table(table, run.rows(table))
     if not tracker.finish(outcome["exit_code"]):
         sys.stdout.flush()

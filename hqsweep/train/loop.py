@@ -210,6 +210,8 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
+    except RuntimeError as error:  # torch's own, when a write of the file failed
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     finally:
         partial.unlink(missing_ok=True)  # on a full disk it would take the room of what is to be kept
     for old in folder.glob("step_*.pt"):
