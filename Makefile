@@ -6,7 +6,7 @@ STAMP := $(VENV)/.hqsweep-installed
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test gpu-test gpu-bench gpu-install build lint clean
+.PHONY: quickstart test gpu-test gpu-bench gpu-study gpu-install build lint clean
 
 quickstart: $(STAMP)  ## train six recipes on real text and write reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
@@ -33,8 +33,12 @@ gpu-test: gpu-install  ## every test that needs a GPU, parity, and the quick for
 	$(GPU_RUN) -m benchmarks.quantize --device cuda --quick
 
 gpu-bench: gpu-install  ## all benchmarks on the GPU; rows to build/benchmarks.jsonl, which benchmarks.publish takes
-	for name in "quantize --device cuda" gemm linear offload; do \
+	for name in "quantize --device cuda" gemm linear offload sharing; do \
 	  $(GPU_RUN) -m benchmarks.$$name --out build/benchmarks.jsonl || exit 1; done
+
+gpu-study: gpu-install  ## the study whose table is in the README: at most 10 minutes of one H200; report in reports/gpu_study
+	$(GPU_RUN) -m hqsweep run conf=gpu_study track=none
+	$(GPU_RUN) -m hqsweep compare gpu_study --baseline bf16
 
 gpu-install:
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"

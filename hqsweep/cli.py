@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hqsweep import cli_recipe, cli_status
+from hqsweep import cli_gate, cli_recipe, cli_status
 from hqsweep.cli_output import (
     GRID_COLUMNS,
     RESULT_COLUMNS,
     AsJson,
+    Junit,
     OneSentence,
     Runs,
     RunsDir,
@@ -33,8 +34,8 @@ app = typer.Typer(
 )  # fmt: skip
 app.add_typer(cli_recipe.app, name="recipe")
 app.add_typer(cli_status.app)
-
-Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
+app.add_typer(cli_gate.app, name="baseline")
+app.command()(cli_gate.gate)
 
 
 def main() -> None:
@@ -98,7 +99,12 @@ def compare(
     runs: Runs,
     baseline: Annotated[str, typer.Option(help="Arm, or recipe, that the others are measured against.")] = "bf16",
     out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
-    window: Annotated[float, typer.Option(help="Steps, or part of a run, over which train_loss is averaged.")] = 0.1,
+    window: Annotated[
+        float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
+    ] = 0.1,
+    target_gap: Annotated[
+        float | None, typer.Option(help="Tell the seeds needed to resolve this many nats; default: each arm's own gap.")
+    ] = None,
     band: Annotated[
         float | None, typer.Option(help="Exit 1 when an arm ends farther than this many nats from the baseline.")
     ] = None,
@@ -116,41 +122,13 @@ def compare(
     from hqsweep.sweep.store import RunStore
 
     found = RunStore(runs_dir).resolve(runs)
-    comparison = compare(found, baseline, window)
+    comparison = compare(found, baseline, window, target_gap)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in found))))
     launch.mirror_report(found, page.parent)
     good, line = check(comparison, band) if band is not None else (True, "")
     facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
     print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else MISMATCH)
-
-
-@app.command()
-def gate(
-    runs: Runs,
-    baseline: Annotated[Path, typer.Option(metavar="FILE", help="The stored baseline, a JSON file to keep in git.")],
-    max_gap: Annotated[float, typer.Option(help="Largest rise of an arm's final loss, in nats.")] = 0.01,
-    update: Annotated[bool, typer.Option("--update", help="Store these runs as the baseline.")] = False,
-    junit_file: Junit = None,
-    runs_dir: RunsDir = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
-    """Judge runs against a stored baseline.
-
-    Exit code: 0 good, 1 a regression, 3 failed or missing runs, 4 no usable baseline.
-    """
-    from dataclasses import asdict
-
-    from hqsweep.report import junit
-    from hqsweep.report.gate import gate
-    from hqsweep.sweep.store import RunStore
-
-    verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, max_gap, update)
-    if junit_file:
-        junit.write(junit_file, "gate", verdicts.rows())
-    notes = [verdicts.problem] if verdicts.problem else [f"stored {verdicts.written}"] if verdicts.written else []
-    print_result(as_json, asdict(verdicts), verdicts.table(), *notes)
-    raise typer.Exit(verdicts.exit_code)
 
 
 @app.command()

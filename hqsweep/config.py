@@ -64,7 +64,7 @@ class RecipeConfig(Section):
 
 class ModelConfig(Section):
     """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim. With quantized_weights
-    linears hold operands only, and masters live in the optimizer."""
+    linears hold operands only, and masters live in the optimizer. init_noise: train.loop.perturb, for a null arm."""
 
     dim: Count = 128
     layers: Count = 2
@@ -73,6 +73,7 @@ class ModelConfig(Section):
     tied: bool = False
     rope_base: Positive = 10000.0
     quantized_weights: bool = False
+    init_noise: Annotated[float, Field(ge=0)] = 0.0
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":

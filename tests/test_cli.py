@@ -186,8 +186,14 @@ def test_a_sweep_from_start_to_report(folder: Path) -> None:
     assert "did you mean 'bf16'?" in hqsweep("compare", "convergence", "--baseline", "bf61").stderr
 
     assert hqsweep("gate", "convergence", "--baseline", "base.json").exit_code == 4
-    assert hqsweep("gate", "convergence", "--baseline", "base.json", "--update").exit_code == 0
-    assert hqsweep("gate", "convergence", "--baseline", "base.json").exit_code == 0
+    stored = json.loads(hqsweep("baseline", "update", "convergence", "--baseline", "base.json", "--json").stdout)
+    assert [row["change"] for row in stored["rows"]] == ["new", "new"]
+    words = ["gate", "convergence", "--baseline", "base.json", "--junit", "gate.xml", "--summary", "gate.md"]
+    gated = hqsweep(*words, "--json")
+    assert gated.exit_code == 0 and json.loads(gated.stdout)["outcome"] == "pass"
+    assert ET.parse("gate.xml").getroot().get("failures") == "0" and "✅ pass" in Path("gate.md").read_text()
+    CliRunner(env={"GITHUB_STEP_SUMMARY": "step.md"}).invoke(app, words[:4])
+    assert Path("step.md").read_text() == Path("gate.md").read_text()
 
     assert json.loads(hqsweep("ls", "--json").stdout)[0]["states"] == {"finished": 2}
     assert json.loads(hqsweep("show", results[0]["run"], "--json").stdout)["config"]["recipe"]["name"] == "bf16"

@@ -14,7 +14,7 @@ LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
     ("config_base", "config_engine", "config_errors", "config"), ("worker", "launch"),
-    ("cli_output",), ("cli_recipe", "cli_status"), ("cli",), ("__main__",),
+    ("cli_output",), ("cli_gate", "cli_recipe", "cli_status"), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -55,3 +55,9 @@ def test_import_starts_nothing():
         "import sys, hqsweep; print([m for m in ('torch', 'pandas', 'hydra', 'wandb', 'pydantic') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_importing_the_command_line_leaves_the_compiler_alone():
+    """torch._dynamo takes as long to import as torch itself."""
+    code = "import hqsweep.config, hqsweep.launch, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -29,7 +29,7 @@ def test_sweeps_compose(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " not in c])
 def test_commands_and_their_options_exist(command):
     _, name, *words = shlex.split(command)
-    path = [name, words[0]] if name == "recipe" else [name]
+    path = [name, words[0]] if name in ("recipe", "baseline") else [name]
     shown = CliRunner().invoke(app, [*path, "--help"]).output
     assert shown and all(word in shown for word in words if word.startswith("--")), command
 
@@ -38,7 +38,7 @@ def test_targets_and_paths_exist():
     targets = set(re.findall(r"`?make ([a-z-]+)", README))
     makefile = (ROOT / "Makefile").read_text()
     assert {"quickstart", "test", "gpu-test"} <= targets and all(f"\n{t}:" in makefile for t in targets)
-    for path in re.findall(r"`((?:hqsweep|csrc|tests)/[^`]*)`", README):
+    for path in re.findall(r"`((?:hqsweep|csrc|tests|reports)/[^`]*)`", README):
         assert (ROOT / path).exists(), path
 
 

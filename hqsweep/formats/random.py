@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hqsweep.formats.tracing import constant_result
+
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -36,7 +38,7 @@ class RngKey:
 _SLOT_WORDS: dict[str, int] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _slot_word(slot: str) -> int:
     word = _SLOT_WORDS.get(slot)
     if word is None:

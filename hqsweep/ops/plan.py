@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Delayed, Fp8PerTensor, parse
+from hqsweep.formats.tracing import constant_result
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of elements, by the extension's numbers."""
@@ -38,7 +39,7 @@ def _devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if extension().build_info()["cuda"] else ("cpu",)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def has_kernels(device_type: str) -> bool:
     """Whether the extension was built, and for that type of device."""
     return device_type in _devices()
@@ -126,7 +127,7 @@ class Plan:
 _PLANS: dict[Format, Plan] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def plan_of(format: Format) -> Plan:
     """The plan of a format, made once."""
     found = _PLANS.get(format)

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
+from hqsweep.formats.tracing import constant_result
 from hqsweep.ops.dequantize import BACKENDS, Backend
 from hqsweep.ops.plan import DTYPES, NO_KEY, Plan, has_kernels, plan_of
 
@@ -41,7 +41,7 @@ class Request:
 _REQUESTS: dict[tuple, Request] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def request_of(
     rowwise: Format | None, columnwise: Format | None, source: str, row_output: str, column_output: str
 ) -> Request:

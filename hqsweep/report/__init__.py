@@ -1,5 +1,5 @@
 """From run folders to answers: tidy frames, paired comparison, tables, one HTML page, and the gate for CI.
 
-frames reads, arms computes, tables and html show, compare joins them; gate, check, parity, junit and listing are small
-and stand by themselves.
+frames reads; curves, paired, arms and verdict compute what is claimed; tables and html show it, compare joins them.
+baseline, gate and summary are the CI's side. check, parity, junit and listing are small and stand by themselves.
 """

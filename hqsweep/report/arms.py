@@ -1,11 +1,11 @@
-"""The statistics of a comparison: final losses, gaps paired by seed, intervals, and one sentence per arm.
+"""The arms of a comparison: who is paired with whom, gaps, the null arm's resolution, and what of it can be claimed.
 
 Runs of one seed see the same weights and batches in every arm, so the seed's own level (often ten times larger than
 the effect of a format) cancels in the difference. With d_s = L_arm,s - L_baseline,s over the n seeds that finished in
 both arms,
     gap = mean(d),  interval = gap -+ t(0.975, n - 1) * sd(d) / sqrt(n)       (Student's t, 95 %)
-Losses are natural-log cross entropies in nats. A run that did not finish, or whose final loss is NaN or inf, takes
-part in no gap, and the arm's sentence says so first.
+Losses are natural-log cross entropies in nats, averaged over the trailing window of the run. A run that did not finish,
+or whose final loss is NaN or inf, takes part in no gap, and the arm's sentence says so first.
 """
 
 import math
@@ -13,26 +13,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy import stats
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.report.frames import Frames
+from hqsweep.report.frames import Frames, config_leaves
+from hqsweep.report.paired import holm, interval, p_value, seeds_needed
 from hqsweep.report.plans import computed_by
+from hqsweep.report.verdict import outcome, sentence, state_text
 
-LEVEL = 0.95
+INIT_NOISE = "config.model.init_noise"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What a report shows.
 
-    arms    one row per arm: arm, baseline, runs, state, seeds (paired), final_loss (mean over finished runs), final_sd,
-            gap, gap_lo, gap_hi (nats), gap_pct (of the baseline's loss), train_gap, train_lo, train_hi (trailing
-            window), tokens_per_s, gemm (the plans that computed its GEMMs), outcome, verdict
-    finals  one row per run: run, arm, seed, state, final_loss, train_loss (trailing mean), gap, train_gap (NaN where
-            there is no pair)
+    arms    one row per arm: arm, baseline, null (whether it is the null arm of its baseline), runs, state, seeds
+            (paired), final_loss (mean over finished runs), final_sd, gap, gap_lo, gap_hi, gap_sd (nats), gap_pct,
+            gap_pct_lo, gap_pct_hi (of the baseline's mean loss), train_gap, train_lo, train_hi, p (of gap = 0), p_holm
+            (corrected over the arms that are neither baseline nor null), resolution (nats: the far end of the null
+            arm's interval), target_gap, seeds_needed (for it), overhead_pct, overhead_lo, overhead_hi (tokens to
+            loss), loss_spikes_pct, grad_spikes_pct (means over runs), diverged (runs), diverged_at (tokens, of the
+            first), tokens_per_s, gemm (the plans that computed its GEMMs), outcome, verdict
+    finals  one row per run: the columns of curves.measures, and gap, train_gap, overhead_pct (NaN without a pair)
     """
 
     frames: Frames
@@ -41,18 +44,6 @@ class Comparison:
     window: float
     arms: pd.DataFrame
     finals: pd.DataFrame
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of the mean's 95 % interval; low and high are NaN for one value, all three for none."""
-    values = np.asarray(values, dtype=float)
-    if values.size == 0:
-        return math.nan, math.nan, math.nan
-    mean = float(values.mean())
-    if values.size == 1:
-        return mean, math.nan, math.nan
-    half = float(stats.t.ppf((1 + LEVEL) / 2, values.size - 1) * values.std(ddof=1) / math.sqrt(values.size))
-    return mean, mean - half, mean + half
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
@@ -75,29 +66,6 @@ def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
     return paired
 
 
-def trailing(rows: pd.DataFrame, window: float) -> pd.DataFrame:
-    """Rows of the last `window` steps of each run (window >= 1), or of the last fraction of its steps (window < 1)."""
-    last = rows.groupby("run")["step"].transform("max")
-    width = window if window >= 1 else (last * window).clip(lower=1)
-    return rows[rows["step"] > last - width]
-
-
-def final_losses(frames: Frames, window: float) -> pd.DataFrame:
-    """One row per run: its last val_loss and the mean train_loss of the trailing window; NaN for a run that has not
-    finished."""
-    finals = frames.runs[["run", "arm", "seed", "state"]].copy()
-    loss = {name: rows for name, rows in frames.metrics.groupby("metric")}
-    empty = frames.metrics.iloc[:0]
-    held_out = loss.get("val_loss", empty).sort_values("step").drop_duplicates("run", keep="last")
-    train = trailing(loss.get("train_loss", empty), window)
-    finals["final_loss"] = finals["run"].map(held_out.set_index("run")["value"])
-    finals["train_loss"] = finals["run"].map(
-        train.groupby("run")["value"].agg(lambda values: values.mean(skipna=False))
-    )
-    finals.loc[finals["state"] != "finished", ["final_loss", "train_loss"]] = math.nan
-    return finals.replace({"final_loss": {math.inf: math.nan}, "train_loss": {math.inf: math.nan}})
-
-
 def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequence[str] = ("seed",)) -> pd.Series:
     """rows[value] minus the value of the row of the baseline arm with equal `by` (seed, or seed and step); index as
     `rows`."""
@@ -106,6 +74,12 @@ def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequ
     partner = rows.assign(arm=rows["arm"].map(baseline_of))[keys]
     other = reference.reindex(pd.MultiIndex.from_frame(partner)).to_numpy()
     return rows[value] - other
+
+
+def partners(finals: pd.DataFrame, baseline_of: dict[str, str]) -> list[str | None]:
+    """For each row of `finals` the run of its baseline arm with the same seed, None where there is none."""
+    runs = {(final.arm, final.seed): final.run for final in finals.itertuples()}
+    return [runs.get((baseline_of[final.arm], final.seed)) for final in finals.itertuples()]
 
 
 def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFrame:
@@ -126,75 +100,60 @@ def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFr
     return pd.DataFrame(points, columns=["arm", "step", "gap", "low", "high", "seeds"]).sort_values(["arm", "step"])
 
 
-def arm_row(arm: str, baseline: str, finals: pd.DataFrame, runs: pd.DataFrame, reference: float) -> dict[str, object]:
-    """One row of `Comparison.arms`; `finals` and `runs` are this arm's, `reference` is the baseline's mean final loss
-    in nats."""
+def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:
+    """baseline -> its null arm: the arm with init noise whose config has no other difference but the recipe's name."""
+    if INIT_NOISE not in runs:
+        return {}
+    leaves = [name for name in config_leaves(runs) if name not in (INIT_NOISE, "config.recipe.name")]
+    first = runs.drop_duplicates("arm").set_index("arm")
+    return {
+        baseline: arm
+        for arm, baseline in baseline_of.items()
+        if first.at[arm, INIT_NOISE] > first.at[baseline, INIT_NOISE]
+        and first.loc[arm, leaves].equals(first.loc[baseline, leaves])
+    }
+
+
+def arm_row(arm: str, baseline: str, finals: pd.DataFrame, runs: pd.DataFrame, reference: float) -> dict[str, Any]:
+    """One row of `Comparison.arms` as far as the arm alone decides it; `finals` and `runs` are this arm's, `reference`
+    is the baseline's mean final loss in nats."""
     gaps = finals["gap"].dropna()
     gap, low, high = interval(gaps)
     train_gap, train_low, train_high = interval(finals["train_gap"].dropna())
-    row: dict[str, object] = {
+    overhead, overhead_low, overhead_high = interval(finals["overhead_pct"].dropna())
+    return {
         "arm": arm, "baseline": baseline, "runs": len(runs), "state": state_text(runs["state"]), "seeds": len(gaps),
         "final_loss": finals["final_loss"].mean(), "final_sd": finals["final_loss"].std(),
-        "gap": gap, "gap_lo": low, "gap_hi": high, "gap_pct": 100 * gap / reference,
-        "train_gap": train_gap, "train_lo": train_low, "train_hi": train_high,
+        "gap": gap, "gap_lo": low, "gap_hi": high, "gap_sd": gaps.std(),
+        "gap_pct": 100 * gap / reference, "gap_pct_lo": 100 * low / reference, "gap_pct_hi": 100 * high / reference,
+        "train_gap": train_gap, "train_lo": train_low, "train_hi": train_high, "p": p_value(gaps),
+        "overhead_pct": overhead, "overhead_lo": overhead_low, "overhead_hi": overhead_high,
+        "loss_spikes_pct": finals["loss_spikes_pct"].mean(), "grad_spikes_pct": finals["grad_spikes_pct"].mean(),
+        "diverged": int(finals["diverged_at"].notna().sum()), "diverged_at": finals["diverged_at"].min(),
         "tokens_per_s": runs["tokens_per_s"].mean(), "gemm": computed_by(runs),
     }  # fmt: skip
-    without = set(finals["run"][finals["final_loss"].isna()])
-    row["outcome"] = outcome(row, len(without))
-    row["verdict"] = sentence(row, runs[runs["run"].isin(without)])
-    return row
 
 
-def state_text(states: pd.Series) -> str:
-    """ "3 finished", or "2 finished, 1 failed"."""
-    return ", ".join(f"{count} {state}" for state, count in states.value_counts().items())
+def judge(rows: list[dict[str, Any]], nulls: dict[str, str], finals: pd.DataFrame, runs: pd.DataFrame,
+          target_gap: float | None) -> None:  # fmt: skip
+    """Fill in what depends on the other arms: null, p_holm, resolution, target_gap, seeds_needed, outcome, verdict.
 
-
-def outcome(row: dict, without_final: int) -> str:
-    """One word for the arm: baseline, failed, unpaired, one seed, equal, worse, better or unresolved."""
-    if without_final == row["runs"]:
-        return "failed"
-    if row["arm"] == row["baseline"]:
-        return "baseline"
-    if row["seeds"] == 0:
-        return "unpaired"
-    if row["seeds"] == 1:
-        return "one seed"
-    if row["gap_lo"] == row["gap_hi"] == 0:
-        return "equal"
-    return "worse" if row["gap_lo"] > 0 else "better" if row["gap_hi"] < 0 else "unresolved"
-
-
-def sentence(row: dict, unfinished: pd.DataFrame) -> str:
-    """The verdict in plain words; `unfinished`, the arm's runs without a final loss, come first."""
-    faults = [f"seed {run.seed} {fault(run)}" for run in unfinished.itertuples()]
-    trouble = f"{len(faults)} of {row['runs']} runs without a result: {'; '.join(faults)}. " if faults else ""
-    return trouble + _finding(row)
-
-
-def fault(run: Any) -> str:
-    """Why a run (a row of Frames.runs) has no final loss: "failed (loss is nan at step 37)"."""
-    if run.state == "finished":
-        return "finished without a finite val_loss"
-    return run.state + (f" ({run.reason})" if isinstance(run.reason, str) else "")
-
-
-def _finding(row: dict) -> str:
-    size, seeds = f"{abs(row['gap']):.4f} nats", row["seeds"]
-    span = f"95 % interval {row['gap_lo']:+.4f} to {row['gap_hi']:+.4f} over {seeds} seeds"
-    side = "above" if row["gap"] > 0 else "below"
-    match row["outcome"]:
-        case "failed":
-            return "No run of this arm has a final loss."
-        case "baseline":
-            return f"Baseline: final loss {row['final_loss']:.4f} nats."
-        case "unpaired":
-            return f"No finished seed in common with '{row['baseline']}': no gap."
-        case "one seed":
-            return f"Ends {size} {side} '{row['baseline']}'; one seed: no interval; add seeds."
-        case "equal":
-            return f"Equal to '{row['baseline']}' in every digit over {seeds} seeds."
-        case "unresolved":
-            return f"No difference from '{row['baseline']}' is resolved: gap {row['gap']:+.4f} nats, {span}."
-        case verdict:
-            return f"{verdict.capitalize()} than '{row['baseline']}' by {size}: {span}."
+    The resolution is the larger end, in size, of the null arm's 95 % interval. seeds_needed is for `target_gap` nats
+    (None: the arm's own gap), with the larger one of the arm's and the null arm's standard deviations.
+    """
+    null_rows = {row["baseline"]: row for row in rows if nulls.get(row["baseline"]) == row["arm"]}
+    claims = {row["arm"]: row["p"] for row in rows if row["arm"] not in (row["baseline"], nulls.get(row["baseline"]))}
+    corrected = holm(claims)
+    tests = sum(not math.isnan(p) for p in claims.values())
+    for row in rows:
+        null = null_rows.get(row["baseline"])
+        spreads = [sd for sd in (row["gap_sd"], null["gap_sd"] if null else math.nan) if not math.isnan(sd)]
+        row["null"] = row is null
+        row["resolution"] = max(abs(null["gap_lo"]), abs(null["gap_hi"])) if null else math.nan
+        row["p_holm"] = corrected.get(row["arm"], math.nan)
+        row["target_gap"] = abs(row["gap"]) if target_gap is None else target_gap
+        spread = math.nan if row["arm"] == row["baseline"] else max(spreads, default=math.nan)
+        row["seeds_needed"] = seeds_needed(spread, row["target_gap"], tests)
+        row["outcome"] = outcome(row)
+        without = finals["run"][(finals["arm"] == row["arm"]) & finals["final_loss"].isna()]
+        row["verdict"] = sentence(row, runs[runs["run"].isin(without)])

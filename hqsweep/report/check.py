@@ -5,9 +5,8 @@ from typing import Any
 
 from hqsweep.errors import UserError
 from hqsweep.report.arms import Comparison
+from hqsweep.report.curves import ENTROPY
 from hqsweep.report.text import number
-
-ENTROPY = "manifest.data.unigram_entropy_nats"
 
 
 def check(comparison: Comparison, band_nats: float, floor_nats: float | None = None) -> tuple[bool, str]:

@@ -1,94 +1,108 @@
-"""The gate for CI: this sweep against a baseline file that is kept in git.
+"""The gate for CI: this sweep against a stored baseline (baseline.py).
 
-The file holds, per arm and seed, the final val_loss as a hex float, the sha256 of the loss curves, and what the
-curves depend on (device, threads, ISA, torch, kernel build), because CPU losses repeat bit for bit only where those
-are equal. Runs are paired by arm and seed, so the seed's own spread cancels. `hqsweep gate` exits with
-`Verdicts.exit_code`.
+Runs are paired by arm and seed, so the seed's own spread cancels. Where config and machine are those of the baseline,
+curves must be equal bit for bit. Elsewhere the mean gap to the stored losses is judged against max_gap:
+
+    regression     gap > max_gap is proven: one-sided p, corrected by Holm over the arms, below 2.5 %, so that at most
+                   this share of sweeps whose true gaps are max_gap has a false alarm in any arm
+    pass           the 95 % interval of the gap ends at or below max_gap
+    inconclusive   neither, as with one seed
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.table import Table
-from rich.text import Text
 
 from hqsweep.errors import UserError
-from hqsweep.report.arms import fault, final_losses
-from hqsweep.report.frames import Frames, load
-from hqsweep.report.text import TextTable, number, text, to_rich
-from hqsweep.sweep.files import write_json
+from hqsweep.report.baseline import EQUAL, UPDATE, Entries, Entry, comparable, difference, gap, measure, read_baseline
+from hqsweep.report.frames import load
+from hqsweep.report.paired import LEVEL, holm, interval, p_value, seeds_needed
+from hqsweep.report.text import TextTable, number, to_rich
+from hqsweep.report.verdict import fault
 from hqsweep.sweep.store import RunDir
 
-VERSION = 1
-FINGERPRINT = ("device.", "threads.", "isa.", "versions.torch.", "kernel_build.")
-STYLE = {"pass": "green", "new": "yellow"}
+ALARM_LEVEL = LEVEL / 2
+STYLE = {"pass": "green", "new": "yellow", "inconclusive": "yellow"}
+JUNIT = {"pass": "PASS", "new": "PASS", "inconclusive": "SKIP"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One arm: `outcome` is pass, regression, failed, missing (a stored run is not in the sweep) or new (the arm is
-    not in the baseline); `gap` is the mean of this sweep's final val_loss minus the stored one in nats, over `seeds`
-    common seeds (NaN for none)."""
+    """One arm: `outcome` is pass, regression, inconclusive, failed, missing (a stored run is not in the sweep) or new
+    (the arm is not in the baseline). `gap` is the mean of this sweep's final val_loss minus the stored one in nats over
+    `seeds` common seeds, from `low` to `high` its 95 % interval (NaN for none); `bitwise` says that all of the common
+    runs' curves are equal."""
 
     arm: str
     outcome: str
-    gap: float
-    seeds: int
-    bitwise: bool
-    note: str
+    gap: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    seeds: int = 0
+    bitwise: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """All arms; `problem` says why there is no usable baseline; `written` is the baseline file when it was updated, and
-    `refused` says why it was not."""
+    """All arms; `problem` says why there is no usable baseline."""
 
     verdicts: tuple[Verdict, ...] = field(default=())
     problem: str | None = None
-    written: Path | None = None
-    refused: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """The sweep in one word: no baseline, regression, failed, inconclusive or pass, the worst first."""
+        found = {verdict.outcome for verdict in self.verdicts}
+        if self.problem:
+            return "no baseline"
+        if "regression" in found:
+            return "regression"
+        return "failed" if found & {"failed", "missing"} else "inconclusive" if "inconclusive" in found else "pass"
 
     @property
     def exit_code(self) -> int:
-        """4 no usable baseline; 1 a regression; 3 a failed or missing run; 0 all good, and after an update."""
-        outcomes = {verdict.outcome for verdict in self.verdicts}
-        if self.problem:
-            return 4
-        if self.written:
-            return 0
-        return 1 if "regression" in outcomes else 3 if outcomes & {"failed", "missing"} else 0
+        """0 all good; 1 a regression; 3 a failed or missing run; 4 no baseline, or one with too few seeds to decide."""
+        return {"pass": 0, "regression": 1, "failed": 3, "inconclusive": 4, "no baseline": 4}[self.outcome]
 
-    def rows(self) -> list[dict]:
+    def rows(self) -> list[dict[str, Any]]:
         """The arms, and the problem if there is one, as rows for junit.write."""
-        cases = [(verdict.arm, verdict.outcome in STYLE, verdict.note) for verdict in self.verdicts]
-        cases += [("baseline", False, self.problem)] if self.problem else []
-        return [
-            {"check": "gate", "case": case, "status": "PASS" if good else "FAIL", "note": note}
-            for case, good, note in cases
-        ]
+        cases = [(verdict.arm, JUNIT.get(verdict.outcome, "FAIL"), verdict.note) for verdict in self.verdicts]
+        cases += [("baseline", "FAIL", self.problem)] if self.problem else []
+        return [{"check": "gate", "case": case, "status": status, "note": note} for case, status, note in cases]
+
+    def cells(self) -> TextTable:
+        """The arms, for a terminal and for a job summary."""
+        rows = tuple(
+            (
+                v.arm,
+                v.outcome,
+                number(v.gap, "+.6f"),
+                number(v.low, "+.6f"),
+                number(v.high, "+.6f"),
+                str(v.seeds),
+                v.note,
+            )
+            for v in self.verdicts
+        )
+        header = ("arm", "verdict", "gap (nats)", "95 % from", "to", "seeds", "note")
+        return TextTable(header=header, rows=rows, numeric=frozenset({2, 3, 4, 5}))
 
     def table(self) -> Table:
         """The arms for a terminal."""
-        rows = tuple((v.arm, v.outcome, number(v.gap, "+.6f"), str(v.seeds), v.note) for v in self.verdicts)
-        header = ("arm", "verdict", "gap (nats)", "seeds", "note")
-        table = TextTable(header=header, rows=rows, numeric=frozenset({2, 3}))
-        shown = to_rich(table, "gate", [STYLE.get(verdict.outcome, "red") for verdict in self.verdicts])
-        shown.caption = self.refused and Text(self.refused)
-        return shown
+        styles = [STYLE.get(verdict.outcome, "red") for verdict in self.verdicts]
+        return to_rich(self.cells(), f"gate: {self.outcome}", styles)
 
 
-def gate(run_dirs: Iterable[RunDir], baseline_file: Path, max_gap: float = 0.01, update: bool = False) -> Verdicts:
-    """Judge each arm: a regression when its mean paired gap exceeds `max_gap` nats, or a run that the baseline has now
-    diverges. `update` stores this sweep as the new baseline instead, only when every run has finished, and gives the
-    verdicts against the old one where there was one.
-
-    Raises UserError for no convergence run, or max_gap < 0.
-    """
+def gate(run_dirs: Iterable[RunDir], baseline_file: Path, max_gap: float = 0.01) -> Verdicts:
+    """Judge each arm. A run that the baseline has and that now diverges is a regression too. Raises UserError for no
+    convergence run, or max_gap < 0."""
     if not max_gap >= 0:
         raise UserError(f"max_gap: {max_gap} nats; give 0 (no loss may rise) or more")
     frames = load(run_dirs).of_job("convergence")
@@ -97,118 +111,70 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, max_gap: float = 0.01,
         stored, problem = read_baseline(baseline_file), None
     except UserError as error:
         stored, problem = {}, str(error)
-    arms = frames.runs.groupby("arm", sort=False)
-    verdicts = tuple(_judge(arm, runs, now, stored, max_gap) for arm, runs in arms) + _absent(frames.runs, stored)
-    if update:
-        return _update(baseline_file, frames.runs, now, verdicts)
-    known = dict.fromkeys(arm for arm, _ in stored)
-    if problem is None and not set(known) & set(frames.runs["arm"]):
+    arms = dict.fromkeys([*frames.runs["arm"], *(arm for arm, _ in stored)])
+    pairs = {
+        arm: [(now[key], old) for key, old in sorted(stored.items()) if key[0] == arm and key in now] for arm in arms
+    }
+    unequal = {arm: common for arm, common in pairs.items() if difference(common) != EQUAL}
+    decided = decide({arm: [gap(*pair) for pair in common] for arm, common in unequal.items()}, max_gap)
+    verdicts = tuple(
+        _judge(arm, frames.runs[frames.runs["arm"] == arm], now, stored, common, decided, max_gap)
+        for arm, common in pairs.items()
+    )
+    if problem is None and not {arm for arm, _ in stored} & set(frames.runs["arm"]):
+        known = dict.fromkeys(arm for arm, _ in stored)
         problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(known)})"
     return Verdicts(verdicts=verdicts, problem=problem)
 
 
-def measure(frames: Frames) -> dict[tuple[str, int], dict]:
-    """(arm, seed) -> the baseline's entry, for every run with a finite final loss."""
-    facts = frames.runs.set_index("run")
-    curves = {run: curve_hash(rows) for run, rows in frames.metrics.groupby("run")}
-    entries = {}
-    for final in final_losses(frames, window=1).itertuples():
-        if math.isfinite(final.final_loss):
-            entries[final.arm, final.seed] = {
-                "arm": final.arm, "seed": int(final.seed), "final_loss": float(final.final_loss).hex(),
-                "curve_sha256": curves[final.run], "run_id": facts.at[final.run, "run_id"],
-                "fingerprint": fingerprint(facts.loc[final.run]),
-            }  # fmt: skip
-    return entries
+def decide(gaps: Mapping[str, Sequence[float]], max_gap: float) -> dict[str, str]:
+    """Arm -> regression, pass or inconclusive, from the gaps (nats) of its seeds; the module says by which rule."""
+    corrected = holm({arm: _p_above(values, max_gap) for arm, values in gaps.items()})
+    found = {}
+    for arm, values in gaps.items():
+        below = interval(values)[2] <= max_gap
+        found[arm] = "regression" if corrected[arm] < ALARM_LEVEL else "pass" if below else "inconclusive"
+    return found
 
 
-def fingerprint(facts: pd.Series) -> dict[str, str]:
-    """The manifest's leaves under FINGERPRINT, as text; `facts` is a row of runs."""
-    leaves = {name.removeprefix("manifest."): value for name, value in facts.items() if name.startswith("manifest.")}
-    chosen = {name: value for name, value in leaves.items() if f"{name}.".startswith(FINGERPRINT) and pd.notna(value)}
-    return {name: text(value) for name, value in chosen.items()}
+def _p_above(values: Sequence[float], against: float) -> float:
+    """One-sided p of the mean being at most `against`; NaN for fewer than two values."""
+    p = p_value(values, against)
+    return p / 2 if not math.isnan(p) and np.mean(values) > against else 1 - p / 2
 
 
-def curve_hash(rows: pd.DataFrame) -> str:
-    """sha256 over step and exact value of every train_loss and val_loss row of a run."""
-    losses = rows[rows["metric"].isin(["train_loss", "val_loss"])].sort_values(["metric", "step"])
-    lines = (f"{row.metric} {row.step} {row.value.hex()}\n" for row in losses.itertuples())
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def read_baseline(path: Path) -> dict[tuple[str, int], dict]:
-    """(arm, seed) -> entry. Raises UserError, saying why, when the file is no usable baseline."""
-    try:
-        document = json.loads(path.read_text())
-        if document["version"] != VERSION:
-            raise UserError(
-                f"{path}: a baseline of version {document['version']}, and this hqsweep reads version {VERSION}; "
-                "store it anew with --update"
-            )
-        entries = {(entry["arm"], entry["seed"]): entry for entry in document["runs"]}
-        for entry in entries.values():
-            float.fromhex(entry["final_loss"]), entry["curve_sha256"], entry["run_id"], entry["fingerprint"]
-        return entries
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no baseline file; store one with --update") from None
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path}: not a baseline file ({type(error).__name__}: {error}); store one with --update"
-        ) from None
-
-
-def _judge(arm: str, runs: pd.DataFrame, now: dict, stored: dict, max_gap: float) -> Verdict:
+def _judge(arm: str, runs: pd.DataFrame, now: Entries, stored: Entries, pairs: Sequence[tuple[Entry, Entry]],
+           decided: Mapping[str, str], max_gap: float) -> Verdict:  # fmt: skip
+    """The verdict on one arm; `runs` are its rows of frames.runs, `pairs` its (new, stored) entries, `decided` what the
+    gaps say of the arms that are not bitwise equal."""
     kept = {seed for name, seed in stored if name == arm}
-    common = [(arm, seed) for seed in sorted(kept) if (arm, seed) in now]
-    gaps = [float.fromhex(now[key]["final_loss"]) - float.fromhex(stored[key]["final_loss"]) for key in common]
-    gap = sum(gaps) / len(gaps) if gaps else math.nan
-    bitwise = bool(common) and all(now[key]["curve_sha256"] == stored[key]["curve_sha256"] for key in common)
+    bitwise = bool(pairs) and arm not in decided
+    changed = any(comparable(new, old) and new["curve_sha256"] != old["curve_sha256"] for new, old in pairs)
     broken = [f"seed {run.seed} {fault(run)}" for run in runs.itertuples() if (arm, run.seed) not in now]
     absent = [f"seed {seed} is not in this sweep" for seed in sorted(kept - set(runs["seed"]))]
     diverged = bool((runs["diverged"] & runs["seed"].isin(kept)).any())
-    judged = "missing" if absent else "pass" if kept else "new"
-    outcome = "regression" if gap > max_gap or diverged else "failed" if broken else judged
-    notes = [*broken, *absent, *([f"gap above {max_gap:g} nats"] if gap > max_gap else [])]
-    if common:
-        notes.append("bitwise equal" if bitwise else _difference([(now[key], stored[key]) for key in common]))
+    found = "regression" if changed else decided.get(arm, "pass") if kept else "new"
+    if diverged or found == "regression":
+        outcome = "regression"
+    else:
+        outcome = "failed" if broken else "missing" if absent else found
+    gaps = [gap(*pair) for pair in pairs]
+    notes = [*broken, *absent] if len(runs) else ["no run of this arm in the sweep"]
+    if pairs:
+        notes += [difference(pairs), *([] if bitwise or changed else [_reason(found, gaps, max_gap, len(decided))])]
     elif not kept:
-        notes.append("not in the baseline; --update adds it")
-    return Verdict(arm=arm, outcome=outcome, gap=gap, seeds=len(common), bitwise=bitwise, note="; ".join(notes))
-
-
-def _difference(pairs: list[tuple[dict, dict]]) -> str:
-    """Why curves may differ: another config, another machine or build, or neither."""
-    if any(new["run_id"] != old["run_id"] for new, old in pairs):
-        return "curves differ, and so does the config"
-    changes = {
-        f"{name} {old['fingerprint'].get(name)} -> {new['fingerprint'].get(name)}"
-        for new, old in pairs
-        for name in new["fingerprint"] | old["fingerprint"]
-        if new["fingerprint"].get(name) != old["fingerprint"].get(name)
-    }
-    return (
-        f"curves differ, and so does {', '.join(sorted(changes))}"
-        if changes
-        else "curves differ on an equal machine and config"
+        notes.append(f"not in the baseline; `{UPDATE}` adds it")
+    mean, low, high = interval(gaps)
+    return Verdict(
+        arm=arm, outcome=outcome, gap=mean, low=low, high=high, seeds=len(pairs), bitwise=bitwise, note="; ".join(notes)
     )
 
 
-def _absent(runs: pd.DataFrame, stored: dict) -> tuple[Verdict, ...]:
-    missing = dict.fromkeys(arm for arm, _ in stored if arm not in set(runs["arm"]))
-    return tuple(
-        Verdict(
-            arm=arm, outcome="missing", gap=math.nan, seeds=0, bitwise=False, note="no run of this arm in the sweep"
-        )
-        for arm in missing
-    )
-
-
-def _update(path: Path, runs: pd.DataFrame, now: dict, verdicts: tuple[Verdict, ...]) -> Verdicts:
-    if len(now) < len(runs):
-        holes = f"{path} was not written: {len(runs) - len(now)} of {len(runs)} runs have no final loss"
-        return Verdicts(verdicts=verdicts, refused=holes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"version": VERSION, "sweeps": sorted(set(runs["sweep"])), "runs": list(now.values())})
-    return Verdicts(verdicts=verdicts, written=path)
+def _reason(found: str, gaps: Sequence[float], max_gap: float, tests: int) -> str:
+    """What the gaps say of max_gap, and the seeds that would say more."""
+    if found != "inconclusive":
+        return f"gap {'above' if found == 'regression' else 'not above'} {max_gap:g} nats"
+    sd, off = float(np.std(gaps, ddof=1)) if len(gaps) > 1 else math.nan, np.mean(gaps) - max_gap
+    needed = seeds_needed(sd, off, tests)
+    more = "more seeds" if math.isnan(needed) else f"{needed:.0f} seeds" if math.isfinite(needed) else "too many seeds"
+    return f"{more} would be needed to tell it from {max_gap:g} nats"

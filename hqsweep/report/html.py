@@ -36,6 +36,7 @@ def render(comparison: Comparison) -> str:
         gaps=_blocks(_gaps(comparison, smooth)),
         sqnr=_blocks(figures.sqnr_heatmaps(comparison)),
         sections=[
+            ("Training: tokens to loss, spikes, divergence", tables.training_table(comparison)),
             ("GEMM output error against FP32", tables.gemm_errors(comparison.frames.stats)),
             ("Config: where the arms differ", tables.config_diff(runs)),
             ("GEMM plans", tables.gemm_plans(runs)),

@@ -10,14 +10,16 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from hqsweep.report.arms import Comparison, fault
+from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import config_leaves
 from hqsweep.report.plans import arm_lines
 from hqsweep.report.text import TextTable, markdown, markdown_text, number, text, to_rich
+from hqsweep.report.verdict import fault
 
 COLOUR = {
     "worse": "red",
     "failed": "red",
+    "diverged": "red",
     "better": "green",
     "equal": "green",
     "one seed": "yellow",
@@ -28,24 +30,44 @@ SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "starte
 
 
 def arms_table(comparison: Comparison) -> TextTable:
-    """One row per arm: final loss, gap with its interval, gap in %, trailing train gap, seeds, tokens/s, state."""
+    """One row per arm: final loss, gap with its interval, gap in %, corrected p, seeds, seeds needed, speed, state."""
     rows = tuple(
         (
             row.arm, number(row.final_loss), *_gap_cells(row),
-            str(row.seeds), number(row.tokens_per_s, ",.0f"), row.state,
+            str(row.seeds), number(row.seeds_needed, ".0f"), number(row.tokens_per_s, ",.0f"), row.state,
         )
         for row in comparison.arms.itertuples()
     )  # fmt: skip
-    header = ("arm", "final loss", "gap (nats)", "95 % interval", "gap %", "train gap", "seeds", "tokens/s", "state")
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 8)))
+    header = ("arm", "final loss", "gap (nats)", "95 % interval", "gap %", "p (Holm)", "seeds", "seeds needed",
+              "tokens/s", "state")  # fmt: skip
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)))
 
 
 def _gap_cells(row: Any) -> tuple[str, str, str, str]:
     if row.arm == row.baseline:
         return "baseline", "-", "-", "-"
-    known = not math.isnan(row.gap_lo)
-    span = f"{row.gap_lo:+.4f} to {row.gap_hi:+.4f}" if known else "one seed" if row.seeds == 1 else "-"
-    return number(row.gap, "+.4f"), span, number(row.gap_pct, "+.2f"), number(row.train_gap, "+.4f")
+    span = _span(row.gap_lo, row.gap_hi, "+.4f") if row.seeds != 1 else "one seed"
+    return number(row.gap, "+.4f"), span, number(row.gap_pct, "+.2f"), number(row.p_holm, ".2g")
+
+
+def _span(low: float, high: float, spec: str) -> str:
+    return "-" if math.isnan(low) else f"{low:{spec}} to {high:{spec}}"
+
+
+def training_table(comparison: Comparison) -> TextTable:
+    """One row per arm on what its curves say: trailing train gap, tokens-to-loss overhead, spike scores, divergence."""
+    rows = tuple(
+        (
+            row.arm, number(row.train_gap, "+.4f"), _span(row.train_lo, row.train_hi, "+.4f"),
+            number(row.overhead_pct, "+.1f"), _span(row.overhead_lo, row.overhead_hi, "+.1f"),
+            number(row.loss_spikes_pct, ".2f"), number(row.grad_spikes_pct, ".2f"),
+            f"{row.diverged} of {row.runs}" if row.diverged else "none", number(row.diverged_at, ",.0f"),
+        )
+        for row in comparison.arms.itertuples()
+    )  # fmt: skip
+    header = ("arm", "train gap (nats)", "95 % interval", "tokens-to-loss overhead %", "95 % interval of it",
+              "loss spikes %", "gradient spikes %", "diverged", "at token")  # fmt: skip
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)) - {7})
 
 
 def unfinished_table(comparison: Comparison) -> TextTable:
@@ -124,6 +146,7 @@ def report_markdown(comparison: Comparison) -> str:
         f"# {markdown_text(title(comparison))}\n\n", markdown(arms_table(comparison)), "\n",
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.verdict)}\n" for row in comparison.arms.itertuples()),
         *_section("Runs without a result", unfinished_table(comparison)),
+        *_section("Training: tokens to loss, spikes, divergence", training_table(comparison)),
         *_section("GEMM output error against FP32", gemm_errors(comparison.frames.stats)),
         *_section("Config: where the arms differ", config_diff(runs)),
         *_section("GEMM plans", gemm_plans(runs)),
@@ -147,11 +170,11 @@ def rich_table(comparison: Comparison) -> Table:
     """The arms for a terminal of 80 columns, coloured by outcome; the caption below has the verdict sentences and the
     plans that computed the GEMMs.
 
-    The interval is left out when every arm has one seed, else seeds and tokens/s make room for it (the sentences have
-    the seeds); the state is left out when every run finished. Pages show all columns.
+    The interval is left out when every arm has one seed, else seeds and tokens/s make room for it; sentences have the
+    seeds, those needed and p. The state is left out when every run finished. Pages show all columns.
     """
     styles = [COLOUR.get(outcome, "") for outcome in comparison.arms["outcome"]]
-    cells = arms_table(comparison).without("train gap")
+    cells = arms_table(comparison).without("p (Holm)", "seeds needed")
     single = cells.column("95 % interval") <= {"-", "one seed"}
     cells = cells.without("95 % interval") if single else cells.without("seeds", "tokens/s")
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):

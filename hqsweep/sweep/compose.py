@@ -22,20 +22,21 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.quant.hybrid import FIELDS, HybridQuantizer
-from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
+from hqsweep.sweep.null_arm import NULL_ARM, null_points
 from hqsweep.sweep.store import NOT_IN_ID
 
 PACKAGE = "pkg://hqsweep.conf"
 FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
 """A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,7 @@ class Composer:
         self.parser = OverridesParser.create(config_loader=self.loader)
         self.name = name
         self.bases: dict[tuple[str, ...], DictConfig] = {}
+        self.plain: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self.groups = set(self.loader.list_groups(""))
         known = _options(self.loader, "")
         if name not in known:
@@ -144,17 +146,43 @@ class Composer:
         params = [o for key, o in self._parse(self._params(given)).items() if key not in given]
         overrides = [*params, *given.values()]
         points: dict[str, GridPoint] = {}
+        with_null: Any = False
         for choice in itertools.product(*map(self._choices, overrides)):
             config = self.compose(choice)
             config["sweep"] = config.get("sweep") or self.name
+            if config.get("job") == "convergence":
+                with_null = config.pop(NULL_ARM, False)
             changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
             point = GridPoint(config=config, overrides=choice, changed=changed, arm=_arm(config, changed))
             points.setdefault(json.dumps(config), point)
-        _check_arms(points.values())
-        return list(points.values())
+        found = [*points.values(), *null_points(list(points.values()), with_null)]
+        _check_arms(found)
+        return found
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """One resolved config; `overrides` hold no sweep."""
+        """One resolved config; `overrides` hold no sweep.
+
+        Numbers that nothing else depends on, such as seeds, are set in a copy of the config without them: OmegaConf
+        takes a hundred times as long for each.
+        """
+        numbers = {
+            key: value for key, _, value in (text.partition("=") for text in overrides) if _NUMBER.fullmatch(value)
+        }
+        rest = tuple(text for text in overrides if text.partition("=")[0] not in numbers)
+        if rest not in self.plain:
+            self.plain[rest] = self._compose(rest)
+        config = copy.deepcopy(self.plain[rest])
+        if config is None or not all(set_number(config, key, yaml.safe_load(v)) for key, v in numbers.items()):
+            return resolved(self._merge(overrides))
+        return config
+
+    def _compose(self, overrides: Sequence[str]) -> dict[str, Any] | None:
+        """The resolved config, or None where a value in it is another's or is not there yet."""
+        config = self._merge(overrides)
+        return None if re.search(r"\$\{|\?\?\?", str(OmegaConf.to_container(config))) else resolved(config)
+
+    def _merge(self, overrides: Sequence[str]) -> DictConfig:
+        """The config under the overrides, not resolved."""
         parsed = self.parser.parse_overrides(list(overrides))
         groups = tuple(o.input_line for o in parsed if self._is_group(o))
         if groups not in self.bases:
@@ -168,18 +196,18 @@ class Composer:
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
                 if not self._is_group(override) and override not in factories:
-                    _open_quantizers(config, override.key_or_group)
+                    open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:
-            raise UserError(f"override '{override.input_line}': {_one_line(error)}") from None
-        return _resolved(config)
+            raise UserError(f"override '{override.input_line}': {one_line(error)}") from None
+        return config
 
     def _load(self, groups: Sequence[str], mode: RunMode) -> DictConfig:
         """Hydra's own composition of the named config under a choice of groups, open for unknown keys."""
         try:
             config = self.loader.load_configuration(self.name, list(groups), mode)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"conf={self.name}: {_explain(error)}") from None
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            raise UserError(f"conf={self.name}: {explain(error)}") from None
         OmegaConf.set_struct(config, False)
         return config
 
@@ -220,7 +248,7 @@ class Composer:
             raise UserError(f"{text}: '@' would move a config group elsewhere, where nothing reads it; leave it out")
         if override.is_sweep_override() and not override.is_discrete_sweep():
             raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
-        if override.is_sweep_override() and key.split(".")[0] in NOT_IN_ID:
+        if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, NULL_ARM):
             raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
         if self._is_group(override):
             known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
@@ -237,36 +265,6 @@ class Composer:
         if not override.is_sweep_override():
             return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
         return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-
-
-def _resolved(config: DictConfig) -> dict[str, Any]:
-    """Plain containers with interpolations replaced; errors name the key."""
-    try:
-        missing = sorted(OmegaConf.missing_keys(config))
-        plain = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {_one_line(error)}; correct it, or write the value itself") from None
-    if missing:
-        raise UserError(f"{', '.join(missing)}: no value yet (???); give {missing[0]}=VALUE")
-    return plain
-
-
-def _open_quantizers(config: DictConfig, key: str) -> None:
-    """Where key leads into a recipe's part that is written as one string, spell that part out first.
-
-    "mxfp8" becomes {input, weight, grad_output} for a key such as recipe.linear.input, and
-    {rowwise, columnwise, columnwise_source} for one such as recipe.linear.input.columnwise.
-    """
-    parts = key.split(".")
-    for end in range(1, len(parts)):
-        parent, field = ".".join(parts[:end]), parts[end]
-        text = OmegaConf.select(config, parent)
-        tensors = next((TENSOR_TYPES[t] for t in ("linear", "dpa") if field in TENSOR_TYPES[t]), ())
-        if isinstance(text, str) and tensors:
-            OmegaConf.update(config, parent, dict.fromkeys(tensors, text))
-        elif isinstance(text, str) and field in FIELDS:
-            quantizer = HybridQuantizer.parse(text)
-            OmegaConf.update(config, parent, {name: str(getattr(quantizer, name)) for name in FIELDS})
 
 
 def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
@@ -291,26 +289,3 @@ def _check_arms(points: Iterable[GridPoint]) -> None:
 
 def _yaml_names(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("*.yaml")]
-
-
-def _explain(error: Exception) -> str:
-    """Why a YAML file could not be composed."""
-    if isinstance(error, MissingConfigException):
-        names = [Path(option).name for option in error.options or ()]
-        return f"no config '{error.missing_cfg_file}'{nearest(Path(error.missing_cfg_file or '').name, names)}"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-        return f"{error.problem_mark.name} line {error.problem_mark.line + 1}: {error.problem}; correct the YAML"
-    unused = re.match(r"Could not override '(.*?)'", str(error))
-    if unused:
-        return f"its defaults list has no {unused[1]} to replace; leave it out, or add one by +{unused[1]}=NAME"
-    twice = re.match(r"Multiple values for (\w+)", str(error))
-    if twice:
-        return f"{twice[1]} is chosen in its defaults list already; write {twice[1]}=NAME without a +"
-    return _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    """What Hydra or OmegaConf says, without the lines that repeat the key and its type."""
-    text = re.split(r"\n\s*(?:full_key|object_type|Config search path|Available options)", str(error))[0]
-    cause = f": {_one_line(error.__cause__)}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    return re.sub(r"\s+", " ", text).strip() + cause

@@ -178,7 +178,18 @@ def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: AnyRecipe)
     held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
     with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
         torch.manual_seed(config.seed)
-        return GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype], config.train.recompute)
+        model = GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype], config.train.recompute)
+        if config.model.init_noise:
+            perturb(model, config.model.init_noise)
+        return model
+
+
+@torch.no_grad()
+def perturb(model: GPT, noise: float) -> None:
+    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, whose next numbers the initial
+    weights do not hold. At noise = 0.01 it is a harmless change of the size of quantization noise."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + noise * torch.randn(parameter.shape))
 
 
 def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:

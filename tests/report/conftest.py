@@ -39,6 +39,7 @@ class FakeRun:
     threads: int = 2
     gemm: str = "exact fp32"
     schedule: tuple = ()
+    init_noise: float = 0.0
 
 
 def losses(run: FakeRun) -> np.ndarray:
@@ -126,8 +127,8 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
             "linear": {"input": run.fmt, "weight": run.fmt, "grad_output": run.fmt},
             "overrides": [],
         },
-        "model": {"dim": 64, "layers": 2},
-        "train": {"steps": STEPS, "lr": 0.001},
+        "model": {"dim": 64, "layers": 2, "init_noise": run.init_noise},
+        "train": {"steps": STEPS, "lr": 0.001, "batch": 4, "context": 32},
     }
     manifest = {
         "run_id": digest,
@@ -142,6 +143,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "threads": run.threads,
         "isa": "avx2",
         "kernel_build": "-O3 -ffp-contract=off",
+        "data_hash": "9f" * 8,
         "data": {"hash": "9f" * 8, "unigram_entropy_nats": VOCAB_ENTROPY},
         "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: {run.gemm}"} for layer in LAYERS},
         "recipe_schedule": list(run.schedule),

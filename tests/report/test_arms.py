@@ -1,25 +1,15 @@
 """The statistics: pairing by seed, Student's t, and the sentences."""
 
+import json
 import math
 
 import pandas as pd
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.report.arms import baselines, gap_curve, interval, trailing
+from hqsweep.report.arms import baselines, gap_curve
 from hqsweep.report.compare import compare
-
-
-def test_interval_against_a_value_worked_out_by_hand():
-    mean, low, high = interval([1.0, 2.0, 3.0])  # sd 1, t(0.975, 2) = 4.302652729911275
-    half = 4.302652729911275 / math.sqrt(3)
-    assert mean == 2 and low == pytest.approx(2 - half) and high == pytest.approx(2 + half)
-
-
-def test_interval_of_one_value_and_of_none_is_unknown():
-    mean, low, high = interval([0.25])
-    assert mean == 0.25 and math.isnan(low) and math.isnan(high)
-    assert all(map(math.isnan, interval([])))
+from hqsweep.report.paired import interval
 
 
 def test_gap_is_paired_so_the_spread_of_seeds_cancels(make_sweep, fake):
@@ -40,13 +30,6 @@ def test_final_loss_is_the_last_val_loss_and_train_loss_the_trailing_mean(make_s
     final = comparison.finals.iloc[0]
     assert final["final_loss"] == rows["val_loss", fake.steps]
     assert final["train_loss"] == pytest.approx(rows["train_loss"].loc[fake.steps - 9 :].mean(), abs=1e-12)
-
-
-@pytest.mark.parametrize(("window", "steps"), [(10, [91, 100]), (0.5, [51, 100]), (0.001, [100, 100]), (500, [1, 100])])
-def test_trailing_window_in_steps_or_as_a_fraction(window, steps):
-    rows = pd.DataFrame({"run": "r", "step": range(1, 101), "value": 0.0})
-    kept = trailing(rows, window)["step"]
-    assert [kept.min(), kept.max()] == steps
 
 
 def test_one_seed_has_a_gap_but_no_interval(make_sweep, fake):
@@ -87,7 +70,7 @@ def test_equal_and_unresolved_and_better(make_sweep, fake):
     runs += [fake.Run(arm="noisy", seed=seed, gap=gap) for seed, gap in enumerate((-0.03, 0.03, 0.001))]
     arms = compare(make_sweep(runs), "bf16").arms.set_index("arm")
     assert arms["outcome"].to_dict() == {"bf16": "baseline", "same": "equal", "better": "better", "noisy": "unresolved"}
-    assert arms.at["noisy", "verdict"].startswith("No difference from 'bf16' is resolved")
+    assert arms.at["noisy", "verdict"].startswith("Not resolved from 'bf16': ")
 
 
 def test_unknown_baseline_names_the_arms_and_the_nearest(make_sweep, fake):
@@ -123,3 +106,60 @@ def test_gap_curve_is_the_difference_at_equal_steps(make_sweep, fake):
     arms = comparison.arms.set_index("arm")
     assert curve.loc[("nvfp4", fake.steps), "gap"] == pytest.approx(arms.at["nvfp4", "gap"], abs=1e-12)
     assert set(curve.index.get_level_values("arm")) == {"mxfp8", "nvfp4"} and (curve["seeds"] == 3).all()
+
+
+NULL = 0.004
+
+
+def with_null(fake, gaps=(0.03, 0.002), seeds=3, noise=NULL):
+    """bf16, its null arm, and arms with these gaps."""
+    runs = [fake.Run(seed=s) for s in range(seeds)]
+    runs += [fake.Run(arm="null", seed=s, gap=noise * (-1) ** s, init_noise=0.01, fmt="bf16") for s in range(seeds)]
+    return runs + [fake.Run(arm=f"+{gap}", seed=s, gap=gap) for gap in gaps for s in range(seeds)]
+
+
+def test_the_null_arm_states_the_resolution_and_nothing_below_it_is_claimed(make_sweep, fake):
+    runs = make_sweep(with_null(fake))
+    for run in runs:  # the recipes of bf16 and of its null arm differ in nothing but their names
+        config = run.config()
+        if run.manifest()["arm"] in ("bf16", "null"):
+            config["recipe"]["linear"] = {"input": "bf16"}
+            run.config_path.write_text(json.dumps(config))
+    arms = compare(runs, "bf16").arms.set_index("arm")
+    null = arms.loc["null"]
+    assert arms["resolution"].nunique() == 1
+    assert null["resolution"] == max(abs(null["gap_lo"]), abs(null["gap_hi"])) > NULL
+    assert null["null"] and null["outcome"] == "null" and math.isnan(null["p_holm"])
+    assert null["verdict"].endswith(f"resolution {null['resolution']:.4f}.")
+    assert arms.at["+0.03", "outcome"] == "worse"
+    assert arms.at["+0.03", "verdict"].endswith(f"; resolution {null['resolution']:.4f}.")
+    small = arms.loc["+0.002"]
+    assert small["p_holm"] < 0.05 and small["outcome"] == "unresolved"
+    assert f"within the resolution of {null['resolution']:.4f}; {small['seeds_needed']:.0f} seeds" in small["verdict"]
+
+
+def test_a_null_arm_of_another_recipe_says_nothing_of_this_baseline(make_sweep, fake):
+    arms = compare(make_sweep(with_null(fake)), "+0.03").arms.set_index("arm")
+    assert arms["resolution"].isna().all() and not arms["null"].any()
+
+
+def test_p_is_corrected_for_the_number_of_arms(make_sweep, fake):
+    runs = [
+        fake.Run(arm=f"a{i}", seed=s, gap=g)
+        for i, gaps in enumerate([(0.0, 0.0, 0.0), (0.010, 0.012, 0.0165), (0.01, -0.01, 0.02), (0.02, -0.02, 0.01)])
+        for s, g in enumerate(gaps)
+    ]
+    runs = make_sweep(runs)
+    alone = compare(runs[:6], "a0").arms.set_index("arm").loc["a1"]
+    among = compare(runs, "a0").arms.set_index("arm").loc["a1"]
+    assert alone["p_holm"] == alone["p"] == among["p"] and among["p_holm"] == pytest.approx(3 * among["p"])
+    assert among["seeds_needed"] > alone["seeds_needed"]
+
+
+def test_seeds_needed_for_a_stated_gap(make_sweep, fake):
+    runs = make_sweep(fake.three_arms())
+    own, stated = (compare(runs, "bf16", target_gap=gap).arms.set_index("arm").loc["nvfp4"] for gap in (None, 0.001))
+    assert own["target_gap"] == abs(own["gap"]) and stated["target_gap"] == 0.001
+    assert stated["seeds_needed"] > own["seeds_needed"] and stated["gap"] == own["gap"]
+    with pytest.raises(UserError, match="target_gap: 0 nats"):
+        compare(runs, "bf16", target_gap=0)

@@ -6,14 +6,15 @@ import pytest
 from rich.console import Console
 
 from hqsweep.errors import UserError
-from hqsweep.report.gate import gate
+from hqsweep.report.baseline import update
+from hqsweep.report.gate import decide, gate
 
 
 @pytest.fixture
 def stored(make_sweep, fake, tmp_path):
     """A baseline file of three arms by three seeds."""
     path = tmp_path / "baselines" / "sweep.json"
-    assert gate(make_sweep(fake.three_arms(), "stored"), path, update=True).written == path
+    assert update(make_sweep(fake.three_arms(), "stored"), path).refused is None
     return path
 
 
@@ -72,7 +73,8 @@ def test_another_machine_is_named_when_curves_differ(make_sweep, fake, stored):
         entry |= {"curve_sha256": "0", "run_id": ids[entry["arm"], entry["seed"]]}
     stored.write_text(json.dumps(document))
     verdicts = gate(runs, stored)
-    assert verdicts.exit_code == 0 and "curves differ, and so does threads 2 -> 1" in verdicts.verdicts[0].note
+    assert verdicts.exit_code == 0 and verdicts.outcome == "pass" and not verdicts.verdicts[0].bitwise
+    assert verdicts.verdicts[0].note == "curves differ, and so does threads 2 -> 1; gap not above 0.01 nats"
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"version": 99}', '{"version": 1, "runs": [{"arm": "bf16"}]}'])
@@ -81,7 +83,7 @@ def test_no_usable_baseline_is_4(make_sweep, fake, tmp_path, content):
     if content is not None:
         path.write_text(content)
     verdicts = gate(make_sweep(fake.three_arms()), path)
-    assert verdicts.exit_code == 4 and str(path) in verdicts.problem and "--update" in verdicts.problem
+    assert verdicts.exit_code == 4 and str(path) in verdicts.problem and "hqsweep baseline update" in verdicts.problem
 
 
 def test_no_common_arm_is_4(make_sweep, fake, stored):
@@ -94,17 +96,40 @@ def test_all_runs_of_a_known_arm_failed_is_3(make_sweep, fake, stored):
     assert gate(make_sweep([fake.Run(state="failed", reason="x")]), stored).exit_code == 3
 
 
-def test_update_stores_exact_losses_and_refuses_a_sweep_with_holes(make_sweep, fake, stored):
-    entry = json.loads(stored.read_text())["runs"][0]
-    assert float.fromhex(entry["final_loss"]).hex() == entry["final_loss"]
-    assert entry["fingerprint"] == {
-        "device": "cpu", "threads": "2", "isa": "avx2", "versions.torch": "2.13.0+cpu",
-        "kernel_build": "-O3 -ffp-contract=off",
-    }  # fmt: skip
-    before = stored.read_text()
-    broken = gate(make_sweep([fake.Run(), fake.Run(seed=1, state="failed", reason="x")]), stored, update=True)
-    assert broken.written is None and broken.exit_code == 3 and stored.read_text() == before
-    assert broken.refused == f"{stored} was not written: 1 of 2 runs have no final loss"
+def test_an_equal_machine_and_config_must_be_bitwise_equal(make_sweep, fake, stored):
+    runs = make_sweep(fake.three_arms())
+    document = json.loads(stored.read_text())
+    document["runs"][0]["curve_sha256"] = "0"
+    stored.write_text(json.dumps(document))
+    verdicts = gate(runs, stored, max_gap=9)
+    assert verdicts.exit_code == 1
+    assert outcomes(verdicts) == {"bf16": "regression", "mxfp8": "pass", "nvfp4": "pass"}
+    assert verdicts.verdicts[0].note == "curves differ on an equal machine and config" and verdicts.verdicts[0].gap == 0
+
+
+def test_what_the_seeds_cannot_decide_is_inconclusive_and_exits_4(make_sweep, fake, stored):
+    noisy = [fake.Run(arm="nvfp4", seed=seed, gap=0.03 + 0.04 * (-1) ** seed) for seed in range(3)]
+    verdicts = gate(make_sweep([*fake.three_arms()[:6], *noisy]), stored)
+    last = verdicts.verdicts[-1]
+    assert (verdicts.outcome, verdicts.exit_code, last.outcome) == ("inconclusive", 4, "inconclusive")
+    assert last.low < 0.01 < last.high and "seeds would be needed to tell it from 0.01 nats" in last.note
+    assert [row["status"] for row in verdicts.rows()] == ["PASS", "PASS", "SKIP"]
+
+
+def test_one_seed_decides_nothing_unless_it_is_bitwise_equal(make_sweep, fake, tmp_path):
+    path = tmp_path / "one.json"
+    update(make_sweep([fake.Run(arm="nvfp4", gap=0.03)], "one"), path)
+    verdicts = gate(make_sweep([fake.Run(arm="nvfp4", gap=5.0)], "two"), path)
+    assert verdicts.exit_code == 4 and "more seeds would be needed" in verdicts.verdicts[0].note
+    assert gate(make_sweep([fake.Run(arm="nvfp4", gap=0.03)], "three"), path).exit_code == 0
+
+
+def test_decide_corrects_for_the_number_of_arms():
+    gaps = [0.02, 0.03, 0.045]  # one-sided p of being above 0: 0.025 / 1.2
+    assert decide({"a": gaps}, 0.0) == {"a": "regression"}
+    assert decide({"a": gaps, "b": [0.01, -0.01, 0.0]}, 0.0) == {"a": "inconclusive", "b": "inconclusive"}
+    assert decide({"a": gaps}, 0.1) == {"a": "pass"} and decide({"a": [0.0]}, 0.1) == {"a": "inconclusive"}
+    assert decide({"a": [0.0, 0.0]}, 0.0) == {"a": "pass"} and decide({"a": []}, 0.0) == {"a": "inconclusive"}
 
 
 def test_rows_and_table(make_sweep, fake, stored):

@@ -40,9 +40,9 @@ def test_quickstart_has_six_recipes_of_one_seed() -> None:
 
 
 @pytest.mark.parametrize("conf", ["stdlib", "markov"])
-def test_larger_sweeps_have_the_arms_of_quickstart_with_three_seeds(conf: str) -> None:
+def test_larger_sweeps_have_the_arms_of_quickstart_and_the_null_arm_with_three_seeds(conf: str) -> None:
     points = expand(conf)
-    arms = [p.arm for p in expand("quickstart")]
+    arms = [*(p.arm for p in expand("quickstart")), "null"]
     assert [(p.arm, p.config["seed"]) for p in points] == [(arm, seed) for arm in arms for seed in range(3)]
     assert points[0].config["data"]["source"] == conf
 
@@ -93,7 +93,7 @@ def test_ranges_and_globs() -> None:
 
 
 def test_command_line_wins_over_the_sweeps_yaml() -> None:
-    points = expand("stdlib", ["seed=7", "recipe=bf16,mxfp8"])
+    points = expand("stdlib", ["seed=7", "recipe=bf16,mxfp8", "null_arm=false"])
     assert [(p.arm, p.config["seed"]) for p in points] == [("bf16", 7), ("mxfp8", 7)]
 
 

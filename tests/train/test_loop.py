@@ -9,11 +9,11 @@ from hqsweep.config import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.ops import fingerprint
-from hqsweep.quant import HybridQuantizer
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.sweep.compose import load_recipe
 from hqsweep.train import data
-from hqsweep.train.loop import Throughput, Trainer, learning_rate, load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Throughput, Trainer, build_model, learning_rate, load_checkpoint, save_checkpoint
 
 DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
 CURRENT_BACKWARD = {
@@ -187,6 +187,27 @@ def test_recipes_start_from_the_same_weights_and_batches():
     a, b = trainer(config("bf16")), trainer(config(NVFP4))
     assert all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
     assert torch.equal(a.dataset.batch("train", 0, 5, 4, 32)[0], b.dataset.batch("train", 0, 5, 4, 32)[0])
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_init_noise_multiplies_every_weight_by_a_factor_that_the_seed_alone_sets(quantized):
+    def weights(noise, seed=0):
+        cfg = config("fp32" if not quantized else "mxfp8", seed=seed)
+        model = cfg.model.model_copy(update={"init_noise": noise, "quantized_weights": quantized})
+        built = build_model(cfg.model_copy(update={"model": model}), 16, cfg.recipe.build())
+        find = lambda p: p.get_high_precision_init_val() if isinstance(p, HybridQuantizedTensor) else p.detach()  # noqa: E731
+        return {name: find(p).float().cpu() for name, p in built.named_parameters()}
+
+    plain, noisy, other = weights(0.0), weights(0.01), weights(0.01, seed=1)
+    eps = {name: (noisy[name] / plain[name] - 1) / 0.01 for name in plain if plain[name].all()}
+    assert len(eps) > 5 and all(torch.equal(noisy[name], plain[name]) for name in plain if not plain[name].any())
+    every = torch.cat([values.flatten() for values in eps.values()])
+    assert abs(every.mean()) < 0.05 and abs(every.std() - 1) < 0.05
+    table = eps["embedding.weight"].flatten()
+    assert abs(torch.corrcoef(torch.stack([table, plain["embedding.weight"].flatten()]))[0, 1]) < 0.2
+    again = weights(0.01)
+    assert all(torch.equal(again[name], noisy[name]) for name in noisy)
+    assert not torch.equal(other["embedding.weight"] / weights(0.0, seed=1)["embedding.weight"], 1 + 0.01 * table)
 
 
 def test_divergence_is_an_error_with_its_step(tmp_path):
