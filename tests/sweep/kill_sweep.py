@@ -54,16 +54,17 @@ def rows(runs: list[RunDir]) -> list[bytes]:
     return [run.jsonl(table).read_bytes() for run in runs for table in TABLES]
 
 
-def finish_under_kills(runs: list[RunDir], moments: random.Random, kills: int, span_s: float) -> Counter[str]:
+def finish_under_kills(runs: list[RunDir], moments: random.Random, kills: int) -> Counter[str]:
     """Start the sweep again after every kill, and in peace after the last one; returns who was killed how often.
 
+    A kill comes after a random number of new rows, or, one in five, after a random time, often before the first row.
     Raises AssertionError when a finished run is touched again, or one does not finish.
     """
     dealt: Counter[str] = Counter()
     finished: dict[RunDir, bytes] = {}
     while dealt.total() < kills and len(finished) < len(runs):
         parent = start_parent(runs)
-        time.sleep(moments.uniform(0.0, span_s))
+        _wait(runs, parent, moments)
         victim = moments.choice(VICTIMS)
         if _kill(parent, victim):
             dealt[victim] += 1
@@ -78,6 +79,20 @@ def finish_under_kills(runs: list[RunDir], moments: random.Random, kills: int, s
     _check(finished)
     assert [run.status()["state"] for run in runs] == ["finished"] * len(runs), [run.status() for run in runs]
     return dealt
+
+
+def _wait(runs: list[RunDir], parent: subprocess.Popen[bytes], moments: random.Random) -> None:
+    if moments.random() < 0.2:
+        time.sleep(moments.uniform(0.0, 10.0))
+        return
+    enough = _count(runs) + moments.randrange(1, 150)
+    while _count(runs) < enough and parent.poll() is None:
+        time.sleep(moments.uniform(0.0, 0.05))
+
+
+def _count(runs: list[RunDir]) -> int:
+    """Rows of all runs; what a resumed run takes back is not made up for."""
+    return sum(run.jsonl("metrics").read_bytes().count(b"\n") for run in runs if run.jsonl("metrics").exists())
 
 
 def _kill(parent: subprocess.Popen[bytes], victim: str) -> bool:
@@ -100,14 +115,14 @@ def _check(finished: dict[RunDir, bytes]) -> None:
     )
 
 
-def main(folder: Path, kills: int, seed: int, span_s: float) -> int:
+def main(folder: Path, kills: int, seed: int) -> int:
     whole = make_sweep(folder / "whole")
     assert start_parent(whole).wait() == 0
     moments, dealt, sweeps = random.Random(seed), Counter[str](), 0
     while dealt.total() < kills:
         sweeps += 1
         cut = make_sweep(folder / f"cut{sweeps}")
-        dealt += finish_under_kills(cut, moments, kills - dealt.total(), span_s)
+        dealt += finish_under_kills(cut, moments, kills - dealt.total())
         if rows(cut) != rows(whole):
             print(f"sweep {sweeps}: rows differ from those of the sweep left in peace")
             return 1
@@ -122,10 +137,9 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--span", type=float, default=25.0, help="longest time from a start to its kill, s")
     given = parser.parse_args()
     if given.kills is None:
         run_local(RunStore(given.folder.parent).runs(given.folder.name), display=PlainDisplay(Console()),
                   workers=WORKERS, threads=1)  # fmt: skip
     else:
-        sys.exit(main(given.folder, given.kills, given.seed, given.span))
+        sys.exit(main(given.folder, given.kills, given.seed))

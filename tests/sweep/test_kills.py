@@ -26,6 +26,6 @@ def left_in_peace(tmp_path):
 
 def test_a_killed_sweep_ends_with_the_rows_of_one_left_in_peace(tmp_path, left_in_peace):
     runs = kill_sweep.make_sweep(tmp_path / "cut")
-    dealt = kill_sweep.finish_under_kills(runs, random.Random(3), kills=3, span_s=10.0)
+    dealt = kill_sweep.finish_under_kills(runs, random.Random(3), kills=3)
     assert dealt.total() >= 1
     assert kill_sweep.rows(runs) == left_in_peace

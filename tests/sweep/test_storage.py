@@ -55,10 +55,9 @@ def test_a_full_disk_stops_a_run_and_nothing_else(disk, tmp_path):
     assert [row["step"] for row in run.rows("metrics")][-1] == 10
     assert list(run.checkpoint.iterdir()) == []
 
-    with (folder / "filler").open("ab") as filler, pytest.raises(OSError, match="No space left"):
+    with (folder / "filler").open("ab", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
         while True:
             filler.write(bytes(4096))
-            filler.flush()
     display = Quiet()
     run_local([other], display=display, threads=1)
     reason = display.last[other.name]["reason"]
