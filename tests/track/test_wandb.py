@@ -2,6 +2,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ import wandb_file
 
 from hqsweep.sweep.store import RunStore
 from hqsweep.track import wandb as mirror
-from hqsweep.track.tracker import NullTracker
+from hqsweep.track.tracker import NullTracker, open_tracker
 
 CONFIG = {
     "job": "parity", "sweep": "grid", "seed": 3, "deep": {"er": [1, 2.5, None]},
@@ -107,6 +108,21 @@ def test_a_server_out_of_reach_means_offline_after_the_time_out(run, monkeypatch
     assert "wandb: cannot track online: CommError" in capsys.readouterr().out
     (folder,) = mirror.offline_folders(run)
     assert len(wandb_file.load(folder).history) == 1
+
+
+def test_training_does_not_wait_for_a_server_that_never_answers(run, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        tracker = open_tracker(run)
+        for step in range(100):
+            tracker.log(step, {"loss": 1.0})
+        assert time.monotonic() - began < 1
+        assert tracker.finish(0)
+    assert "wandb: cannot track online: CommError" in capfd.readouterr().out
+    (folder,) = mirror.offline_folders(run)
+    assert len(wandb_file.load(folder).history) == 100
 
 
 def test_no_tracker_at_all_is_better_than_no_run(run, monkeypatch, capsys):
