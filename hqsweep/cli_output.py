@@ -27,6 +27,8 @@ class OneSentence(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except UserError as error:
             code = _refuse(str(error))
+        except OSError as error:  # a file that cannot be read or written
+            code = _refuse(str(error))
         except typer.TyperException as error:
             code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
         if standalone_mode:

@@ -41,6 +41,15 @@ class SlurmConfig(Section):
     options: str | None = None
     detach: bool = False
 
+    @model_validator(mode="after")
+    def _in_time(self) -> "SlurmConfig":
+        if self.time_min is not None and self.time_min * 60 <= self.signal_s:
+            raise UserError(
+                f"engine.slurm.signal_s: {self.signal_s} s before the end of {self.time_min} min is before the start;"
+                " lower it, or raise engine.slurm.time_min"
+            )
+        return self
+
     @field_validator("options")
     @classmethod
     def _long(cls, options: str | None) -> str | None:

@@ -91,6 +91,8 @@ def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), **common)
     else:
+        for run in runs:
+            run.job_path.unlink(missing_ok=True)
         run_local(runs, runs_per_gpu=engine.runs_per_gpu, **common)
     return runs
 

@@ -21,6 +21,8 @@ from hqsweep.sweep.store import CANCELLED, RunDir
 
 ASK_S = 3.0
 """Seconds between two questions to the scheduler."""
+SILENCE_S = 30.0
+"""Seconds more after a question that it did not answer."""
 LAG_S = 30.0
 """How long after the end of a job a shared file system may still show its run's old status."""
 SPOKEN = (0, 3)
@@ -99,26 +101,26 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
 
 def follow(runs: Sequence[RunDir], display: Display) -> None:
     """Show the runs until none of them runs or waits in a queue. SIGINT leaves them alone: SystemExit(130)."""
-    told = ""
     with display:
         try:
-            while True:
-                try:
-                    statuses = observe(runs)
-                except Unreachable as error:
-                    if str(error) != told:
-                        told = str(error)
-                        display.say(told)
-                    time.sleep(ASK_S)
-                    continue
-                for run, status in zip(runs, statuses, strict=True):
-                    display.update(run.name, status)
-                if not any(_goes_on(run, status) for run, status in zip(runs, statuses, strict=True)):
-                    return
+            while _look(runs, display):
                 time.sleep(ASK_S)
         except KeyboardInterrupt:
             display.say("the runs go on; hqsweep status shows them, hqsweep cancel takes them back")
             raise SystemExit(130) from None
+
+
+def _look(runs: Sequence[RunDir], display: Display) -> bool:
+    """Show the runs; whether any of them goes on, as far as is known."""
+    try:
+        statuses = observe(runs)
+    except Unreachable as error:
+        display.say(str(error))
+        time.sleep(SILENCE_S)
+        return True
+    for run, status in zip(runs, statuses, strict=True):
+        display.update(run.name, status)
+    return any(_goes_on(run, status) for run, status in zip(runs, statuses, strict=True))
 
 
 def _goes_on(run: RunDir, status: Mapping[str, Any]) -> bool:
@@ -132,7 +134,7 @@ def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
 
     Raises Unreachable.
     """
-    taken = [run for run in runs if run.status()["state"] in ("pending", "running")]
+    taken = [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
     cancel_jobs(job_ids(taken).values())
     for run in sorted(taken, key=RunDir.is_locked):  # those that wait first, lest they start when others end
         if run.is_locked():

@@ -44,6 +44,8 @@ def run_slurm(
 
     Raises UserError when Slurm does not take the jobs.
     """
+    if find_spec("submitit") is None:
+        raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
     store, sweep = RunStore(runs[0].sweep_path.parent), runs[0].sweep
     with store.lock(sweep):
         todo = _prepare(runs, force)
@@ -78,8 +80,6 @@ def _prepare(runs: Sequence[RunDir], force: bool) -> list[RunDir]:
 
 def _submit(runs: Sequence[RunDir], slurm: Mapping[str, Any], workers: int | None, options: dict[str, Any]) -> None:
     """One array (a plain job for a single run), and each run's job.json."""
-    if find_spec("submitit") is None:
-        raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 

@@ -85,6 +85,7 @@ def test_follow_outlasts_a_silent_scheduler_and_ends_with_the_last_run(run, monk
 
     monkeypatch.setattr(follow, "find_jobs", find_jobs)
     monkeypatch.setattr(follow, "ASK_S", 0.0)
+    monkeypatch.setattr(follow, "SILENCE_S", 0.0)
     said, states = [], []
 
     class Display(fake_worker.PlainDisplay):
@@ -98,7 +99,16 @@ def test_follow_outlasts_a_silent_scheduler_and_ends_with_the_last_run(run, monk
             pass
 
     follow.follow([run], Display(fake_worker.Console()))
-    assert said == ["Slurm: no answer"] and states == ["pending", "failed"]
+    assert said == ["Slurm: no answer"] * 2 and states == ["pending", "failed"]
+
+
+def test_cancel_takes_a_run_back_that_waits_for_its_next_job(run, slurm, monkeypatch):
+    taken = []
+    monkeypatch.setattr(follow, "cancel_jobs", taken.extend)
+    run.write_status(state="interrupted", reason="stopped by SIGUSR2")
+    slurm(job("PENDING", reason="BeginTime"))
+    assert follow.cancel([run]) == [run] and taken == ["5_0"]
+    assert run.status()["reason"] == "cancelled"
 
 
 def test_cancel_reaches_what_runs_here_and_what_waits_and_the_parent_goes_home(make_runs, store):
