@@ -21,25 +21,20 @@ from benchmarks import rows
 
 SECTIONS = ("wall",)
 COLUMNS = ("section", "case", "runs", "cores", "seconds", "seconds_per_run", "share_of_sequential")
-TINY = (
-    "null_arm=false", "recipe=mxfp8", "model.dim=128", "model.heads=4", "train.batch=16", "train.context=128",
-    "train.steps=200", "train.eval_every=100", "stats.every=0", "track=none",
-)  # fmt: skip
+TINY = {
+    "null_arm": "false", "recipe": "mxfp8", "model.dim": "128", "model.heads": "4", "train.batch": "16",
+    "train.context": "128", "train.steps": "200", "train.eval_every": "100", "stats.every": "0", "track": "none",
+}  # fmt: skip
 
 
-def sweep_seconds(runs: int, workers: int, *overrides: str) -> float:
-    """Wall time of `runs` seeds of conf=markov; CalledProcessError when one fails."""
+def sweep_seconds(runs: int, workers: int, **overrides: str) -> float:
+    """Wall time of `runs` seeds of conf=markov; CalledProcessError when one fails. overrides: over TINY's."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            "conf=markov",
-            *TINY,
-            f"seed=range({runs})",
-            f"engine.workers={workers}",
-            f"runs_dir={folder}",
-            *overrides,
-        ]
+        keys = {"seed": f"range({runs})", "engine.workers": str(workers), "runs_dir": folder}
+        words = [f"{key}={value}" for key, value in (TINY | keys | overrides).items()]
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "hqsweep", "run", *words], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "hqsweep", "run", "conf=markov", *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return time.perf_counter() - start
 
 
@@ -51,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
     writer, sequential = rows.Writer("sharing", "cuda", args), None
     for workers in (1, args.workers):
-        seconds = sweep_seconds(args.runs, workers, "train.device=cuda")
+        seconds = sweep_seconds(args.runs, workers, **{"train.device": "cuda"})
         sequential = sequential or seconds
         row = {"runs": args.runs, "cores": os.cpu_count(), "seconds": seconds, "seconds_per_run": seconds / args.runs}
         writer.add(
