@@ -7,16 +7,23 @@ usage or config; 3 a run failed or is missing; 4 no usable baseline.
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from hqsweep import cli_completion, cli_gate, cli_probe, cli_recipe
-from hqsweep.cli_output import AsJson, Junit, OneSentence, Runs, RunsDir, print_result
+from hqsweep import cli_completion, cli_gate, cli_probe, cli_recipe, cli_status
+from hqsweep.cli_output import (
+    GRID_COLUMNS,
+    RESULT_COLUMNS,
+    AsJson,
+    Junit,
+    OneSentence,
+    Runs,
+    RunsDir,
+    print_result,
+    rows_table,
+)
 from hqsweep.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 MISMATCH, RUN_FAILED = 1, 3
 
@@ -26,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # importing rich for it would double the time of --help
 )  # fmt: skip
 app.add_typer(cli_recipe.app, name="recipe")
+app.add_typer(cli_status.app)
 app.add_typer(cli_gate.app, name="baseline")
 app.command()(cli_gate.gate)
 app.command()(cli_probe.probe)
@@ -77,16 +85,18 @@ def run(
 
     plan = launch.plan(words, config_dir=config_dir, workers=workers)
     if dry_run:
-        print_result(as_json, plan.rows(), _table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
+        print_result(as_json, plan.rows(), rows_table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
         return
     runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
+    if plan.first.engine.slurm.detach:
+        return
     results = [launch.result(run) for run in runs]
     rows = {table: [row for run in runs for row in run.rows(table)] for table in launch.CHECKED}
     checked = [row for part in rows.values() for row in part]
     if junit_file:
         junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
-    tables = [_table("results", results, RESULT_COLUMNS)] if failed or not checked else []
+    tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not checked else []
     print_result(as_json, results, *verdicts(rows), *tables)
     _hint(as_json, results, plan.first.sweep)
     if failed:
@@ -180,29 +190,6 @@ def version(as_json: AsJson = False) -> None:
 
     known = {key: value for key, value in facts().items() if key in ("versions", "platform", "isa", "kernel_build")}
     print_result(as_json, known, *(f"{key}: {value}" for key, value in known.items()))
-
-
-GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
-RESULT_COLUMNS = {
-    "arm": "arm", "seed": "seed", "state": "state", "val_loss": "val loss", "tokens_per_s": "tokens/s",
-    "seconds": "seconds", "reason": "reason",
-}  # fmt: skip
-SPECS = {"val_loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
-
-
-def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
-    """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
-    from hqsweep.report.text import TextTable, number, text, to_rich
-
-    def cell(key: str, value: Any) -> str:
-        if key in SPECS:
-            return number(value, SPECS[key])
-        return " ".join(value) if isinstance(value, list) else text(value)
-
-    cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
-    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key == "seed")
-    table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
-    return to_rich(table.without("reason") if all(row.get("reason") is None for row in rows) else table, heading)
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:

@@ -1,4 +1,4 @@
-"""What commands share: their common options, how wrong input ends, and how results are printed."""
+"""What commands share: their arguments, how wrong input ends, and how results are printed."""
 
 import json
 import sys
@@ -60,3 +60,26 @@ def print_result(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
     console = Console()
     for each in shown:
         console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
+
+
+GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
+RESULT_COLUMNS = {
+    "arm": "arm", "seed": "seed", "state": "state", "val_loss": "val loss", "tokens_per_s": "tokens/s",
+    "seconds": "seconds", "reason": "reason",
+}  # fmt: skip
+SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
+
+
+def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+    """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
+    from hqsweep.report.text import TextTable, number, text, to_rich
+
+    def cell(key: str, value: Any) -> str:
+        if key in SPECS:
+            return number(value, SPECS[key])
+        return " ".join(value) if isinstance(value, list) else text(value)
+
+    cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
+    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key == "seed")
+    table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
+    return to_rich(table.without("reason") if all(row.get("reason") is None for row in rows) else table, heading)

@@ -8,13 +8,13 @@ dicts.
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from hqsweep.config_checks import CalibrateSection, ParitySection
+from hqsweep.config_engine import EngineConfig, TrackConfig
 from hqsweep.config_errors import sentence
 from hqsweep.config_types import Count, Device, Fraction, Index, Name, Positive, Section
 from hqsweep.errors import UserError, nearest
@@ -161,34 +161,6 @@ class StatsConfig(Section):
 
     every: Index = 100
     gemm: bool = True
-
-
-class TrackConfig(Section):
-    """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
-    for who is logged in, else offline."""
-
-    kind: Literal["none", "wandb"] = "none"
-    mode: Literal["offline", "online", "auto"] = "auto"
-    project: str = "hqsweep"
-    entity: str | None = None
-    init_timeout_s: Positive = 15
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _installed(cls, kind: Any) -> Any:
-        installed = find_spec("wandb") is not None
-        if kind == "wandb" and not installed:
-            raise UserError("track.kind: 'wandb' needs the package wandb; pip install wandb, or set track=none")
-        return ("wandb" if installed else "none") if kind == "auto" else kind
-
-
-class EngineConfig(Section):
-    """How runs are executed: `workers` at a time with `threads` CPU threads each (None: cores // workers)."""
-
-    workers: Count = 1
-    threads: Count | None = None
-    timeout_s: Positive | None = None
-    retries: Index = 0
 
 
 class Job(Section):

@@ -16,8 +16,9 @@ from hqsweep.config import Config, ConvergenceConfig, parse
 from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
 from hqsweep.sweep.compose import GridPoint, expand, known_confs
-from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.local import run_local
 from hqsweep.sweep.progress import Display
+from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.store import RunDir, RunStore, run_name
 from hqsweep.train.loop import pick_device
 
@@ -79,18 +80,23 @@ def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[st
 
 
 def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
-    """Make the folders, bring every run to an end, and return the folders in grid order."""
+    """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
+    folders in grid order."""
     first = plan.first
-    for config in plan.configs:
-        _check_device(config)
+    engine = first.engine
+    if engine.kind == "local":
+        for config in plan.configs:
+            _check_device(config)
     runs = RunStore(Path(first.runs_dir)).create(
         sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
     )
-    engine = first.engine
-    run_sweep(
-        runs, display=display, workers=engine.workers, threads=engine.threads, timeout_s=engine.timeout_s,
-        retries=engine.retries, force=force,
-    )  # fmt: skip
+    common = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"display": display, "force": force}
+    if engine.kind == "slurm":
+        run_slurm(runs, slurm=engine.slurm.model_dump(), **common)
+    else:
+        for run in runs:
+            run.job_path.unlink(missing_ok=True)
+        run_local(runs, runs_per_gpu=engine.runs_per_gpu, **common)
     return runs
 
 

@@ -4,10 +4,12 @@ It locks the folder, makes a typed config of config.yaml, gives the job a sink, 
 and the exit code:
 
     0 finished    3 failed (the reason is in the status, the traceback in log.txt)    75 another worker has the folder
+    74 the folder cannot be written in (disk full, read-only), so the status is an old one
     128 + n  interrupted by signal n; like a killed run it goes on from its last checkpoint when it is started again
 """
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -24,11 +26,12 @@ from typing import Any
 from hqsweep.config import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs.sink import Diverged
+from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.process import stop_with_parent
-from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir
+from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, STORAGE_EXIT, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.rows import RowSink
-from hqsweep.track.tracker import NullTracker, Tracker, open_tracker
+from hqsweep.track.tracker import MIRRORED_TABLES, NullTracker, Tracker, open_tracker
 
 JOBS = {name: f"hqsweep.jobs.{name}" for name in ("convergence", "parity", "calibrate")}
 """Job name -> module with run(config, sink, workspace)."""
@@ -64,12 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunBusy:
         print(f"{run.name}: another worker has this run", flush=True)
         return BUSY_EXIT
+    except OSError:
+        with contextlib.suppress(OSError):  # the log is on the same disk
+            traceback.print_exc()
+        os._exit(STORAGE_EXIT)  # the exit handlers would try to write what stdout still holds
 
 
 def _work(run: RunDir) -> int:
     """The whole life of one attempt, with the folder locked."""
     before, began = run.written_status(), time.monotonic()
-    if before["state"] == "finished":  # by another worker, since this one was started
+    if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
         return 0
     run.write_status(
         state="running", reason=None, exit_code=None, pid=os.getpid(), host=socket.gethostname(),
@@ -89,7 +96,7 @@ def _work(run: RunDir) -> int:
         outcome = {"state": "failed", "reason": _reason(error), "exit_code": FAILED_EXIT}
     _deafen()
     run.write_status(**outcome, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3))
-    for table in ("stats", "parity", "calibrate"):
+    for table in MIRRORED_TABLES:
         tracker.table(table, run.rows(table))
     if not tracker.finish(outcome["exit_code"]):
         sys.stdout.flush()

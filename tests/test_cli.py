@@ -107,6 +107,13 @@ WRONG = [
     ("run conf=parity recipe=mxfp8", ["recipe", "parity"]),
     ("run conf=parity parity.formats=[mxfp8,nvpf4]", ["parity.formats", "nvpf4", "did you mean 'nvfp4'?"]),
     ("show nothing", ["'nothing'", "hqsweep ls"]),
+    ("status nothing", ["'nothing'", "hqsweep ls"]),
+    ("cancel nothing", ["'nothing'", "hqsweep ls"]),
+    ("sync nothing", ["'nothing'", "hqsweep ls"]),
+    ("sync nothing --mode on", ["--mode", "online"]),
+    (RUN + "engine=slrum", ["engine=slrum", "did you mean 'slurm'?"]),
+    (RUN + "engine.slurm.gres=gpu:1", ["engine.slurm", "add engine=slurm"]),
+    (RUN + "engine=slurm engine.runs_per_gpu=2", ["engine.runs_per_gpu", "engine.slurm.gres"]),
     ("compare nothing", ["'nothing'", "hqsweep ls"]),
     ("gate nothing", ["--baseline"]),
 ]
@@ -207,6 +214,37 @@ def test_a_sweep_from_start_to_report(folder: Path) -> None:
     assert json.loads(hqsweep("ls", "--json").stdout)[0]["states"] == {"finished": 2}
     assert json.loads(hqsweep("show", results[0]["run"], "--json").stdout)["config"]["recipe"]["name"] == "bf16"
     assert "means 2 runs" in hqsweep("show", "convergence").stderr
+
+
+def test_status_cancel_and_sync_of_a_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = RunStore(folder / "runs").create(
+        sweep="tiny", conf="c", overrides=[], runs=launch.plan([*TINY, "recipe=bf16,mxfp8"]).points
+    )
+    runs[0].write_status(state="finished", exit_code=0)
+    runs[0].jsonl("metrics").write_text('{"step": 1, "metric": "lr", "value": 0.5}\n')
+    rows = json.loads(hqsweep("status", "tiny", "--json").stdout)
+    assert [(row["run"], row["state"], row["job"]) for row in rows] == [
+        (runs[0].name, "finished", None), (runs[1].name, "pending", None)
+    ]  # fmt: skip
+    assert json.loads(hqsweep("cancel", "tiny", "--json").stdout) == [runs[1].name]
+    assert hqsweep("cancel", "tiny").stdout == "cancelled: none waits or runs\n"
+    shown = hqsweep("status", "tiny", "--follow")
+    assert shown.exit_code == 3 and "1 of 2 runs finished" in shown.stdout and "cancelled" in shown.stdout
+    pytest.importorskip("wandb")
+    for name in ("DATA_DIR", "CACHE_DIR", "CONFIG_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(folder / "wandb"))
+    (mirror,) = json.loads(hqsweep("sync", runs[0].name, "--mode", "offline", "--json").stdout)[runs[0].name]
+    assert Path(mirror).is_relative_to(runs[0].path.relative_to(folder)) and list(Path(mirror).glob("*.wandb"))
+
+
+def test_detached_runs_are_submitted_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(launch, "run_slurm", lambda runs, **keys: calls.append((len(runs), keys)))
+    words = ["run", *TINY, "engine=slurm", "engine.slurm.detach=true", "--workers", "3", "train.device=cuda"]
+    result = hqsweep(*words)
+    assert (result.exit_code, result.stdout) == (0, ""), result.stderr
+    ((count, keys),) = calls
+    assert (count, keys["workers"], keys["slurm"]["detach"], keys["retries"]) == (1, 3, True, 0)
 
 
 def test_a_failed_run_exits_3_and_names_its_log(folder: Path) -> None:

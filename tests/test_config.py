@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from hqsweep import config as configs
+from hqsweep import config_engine
 from hqsweep.config import ConvergenceConfig, ParityConfig, parse
 from hqsweep.config_errors import leaves
 from hqsweep.errors import UserError
@@ -128,9 +129,9 @@ def test_vocabulary_estimates(tmp_path) -> None:
 
 
 def test_tracker_is_wandb_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "find_spec", lambda name: object())
+    monkeypatch.setattr(config_engine, "find_spec", lambda name: object())
     assert parse(smallest(track={"kind": "auto"})).track.kind == "wandb"
-    monkeypatch.setattr(configs, "find_spec", lambda name: None)
+    monkeypatch.setattr(config_engine, "find_spec", lambda name: None)
     assert parse(smallest(track={"kind": "auto"})).track.kind == "none"
     with pytest.raises(UserError, match=r"track.kind: 'wandb' needs the package wandb"):
         parse(smallest(track={"kind": "wandb"}))
@@ -201,6 +202,10 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"model": {"batch": 3}}, r"model.batch: no such key \(did you mean 'train.batch'\?\)"),
         ({"model": {"qqq": 3}}, "model.qqq: no such key; model takes dim"),
         ({"sweep": "a/b"}, "sweep: got 'a/b'; must match the pattern"),
+        ({"engine": {"slurm": {"gres": "gpu:1"}}}, "engine.slurm: given, but the engine is local"),
+        ({"engine": {"kind": "slurm", "runs_per_gpu": 2}}, "engine.runs_per_gpu: is for engine=local"),
+        ({"engine": {"kind": "slurm", "slurm": {"time_min": 1}}}, "engine.slurm.signal_s: 60 s before the end"),
+        ({"engine": {"kind": "slurm", "slurm": {"options": "-A lab"}}}, "engine.slurm.options: '-A' is no --NAME"),
     ],
 )  # fmt: skip
 def test_wrong_config(extra: dict, message: str) -> None:

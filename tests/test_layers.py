@@ -13,9 +13,9 @@ PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
-    ("config_types",), ("config_errors", "config_checks"), ("config",),
+    ("config_types",), ("config_engine", "config_errors", "config_checks"), ("config",),
     ("worker", "launch", "doctor", "completion"), ("cli_completion",), ("cli_output",),
-    ("cli_gate", "cli_recipe", "cli_probe"), ("cli",), ("__main__",),
+    ("cli_gate", "cli_recipe", "cli_probe", "cli_status"), ("cli",), ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

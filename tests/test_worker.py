@@ -17,9 +17,9 @@ from hqsweep.config import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
-from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep.local import run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import BUSY_EXIT, RunDir, RunStore
+from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, RunDir, RunStore
 
 CONFIG = {
     "job": "convergence", "sweep": "tiny",
@@ -206,7 +206,7 @@ def test_a_stopped_run_goes_on_to_the_rows_of_an_uninterrupted_one(tmp_path, job
 
 
 def test_the_engine_starts_this_worker(run):
-    (status,) = run_sweep([run], display=PlainDisplay(Console(file=io.StringIO())), threads=1)
+    (status,) = run_local([run], display=PlainDisplay(Console(file=io.StringIO())), threads=1)
     assert (status["state"], status["reason"]) == ("finished", None), run.log.read_text()
     assert run.manifest()["threads"] == 1
     assert run.manifest()["params"] > 0
@@ -217,3 +217,20 @@ def test_a_worker_whose_parent_is_another_stops(run):
     command = [sys.executable, "-m", "hqsweep.worker", str(run.path), "--parent", "1"]
     assert subprocess.run(command, timeout=60, check=False).returncode in (143, -signal.SIGTERM)
     assert not run.is_locked() and run.status()["state"] in ("pending", "interrupted")
+
+
+def test_a_clock_that_jumps_back_disturbs_no_run(run, job, monkeypatch):
+    clock = iter([2e9, 1e9])
+    monkeypatch.setattr(worker.time, "time", lambda: next(clock, 0.5e9))
+    job(lambda config, sink, workspace: sink.metric(1, {"lr": 1.0}))
+    assert worker.main([str(run.path)]) == 0
+    status = run.status()
+    assert (status["state"], status["started"] > status["ended"]) == ("finished", True)
+    assert 0 <= status["seconds"] < 60
+
+
+def test_a_cancelled_run_is_not_begun(run, job):
+    job(lambda config, sink, workspace: pytest.fail("the job was started"))
+    run.write_status(state="interrupted", reason=CANCELLED)
+    assert worker.main([str(run.path)]) == 0
+    assert run.status()["state"] == "interrupted"

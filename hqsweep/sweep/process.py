@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.store import CANCELLED, STORAGE_EXIT, RunDir
 
 GRACE_S = 10.0
 """Seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
@@ -88,21 +89,31 @@ class WorkerProcess:
             self._process.wait()
 
     def settle(self) -> dict[str, Any]:
-        """Final status of an ended worker's run: the worker's own word if it left one, else ours."""
-        status = self.run.written_status()
-        spoke = status["pid"] == self._process.pid and status["state"] in ENDED
-        if status["state"] == "finished" or (spoke and self._stop is None):
-            return status
+        """Final status of an ended worker's run: the worker's own word if it left one, else ours. Where another worker
+        has taken the run since, that one's; where nothing can be written, ours with a note of that."""
         state, reason = self._stop or ("failed", self._cause_of_death())
-        return self.run.write_status(
-            state=state, reason=reason, exit_code=self.exit_code, pid=self._process.pid, host=socket.gethostname(),
-            ended=time.time(), seconds=round(self._seconds_before + self.seconds, 3),
-        )  # fmt: skip
+        ours = {"state": state, "reason": reason, "exit_code": self.exit_code}
+        try:
+            with self.run.lock(wait_s=1.0):
+                status = self.run.written_status()
+                spoke = status["pid"] == self._process.pid and status["state"] in ENDED
+                if status["state"] == "finished" or status["reason"] == CANCELLED or (spoke and self._stop is None):
+                    return status
+                return self.run.write_status(
+                    **ours, pid=self._process.pid, host=socket.gethostname(), ended=time.time(),
+                    seconds=round(self._seconds_before + self.seconds, 3),
+                )  # fmt: skip
+        except RunBusy:
+            return self.run.written_status()
+        except OSError as error:
+            return self.run.written_status() | ours | {"reason": f"{reason} (its status cannot be written: {error})"}
 
     def _cause_of_death(self) -> str:
         code = self._process.returncode
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
+        if code == STORAGE_EXIT:
+            return f"cannot write in {self.run.path}; is the disk full or read-only?"
         with self.run.log.open("rb") as log:
             log.seek(self._log_start)
             lines = log.read().decode(errors="replace").split("\n")

@@ -8,16 +8,14 @@ command finds the same folders again, and a changed learning rate is another run
 by an flock on it, which the kernel releases however the worker dies.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import socket
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +25,7 @@ import yaml
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.files import read_json, read_rows, write_json, write_text
+from hqsweep.sweep.locks import RunBusy, is_locked, locked
 
 NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
 """Top-level config keys that cannot change a number, so they do not make another run."""
@@ -40,10 +39,12 @@ PENDING: dict[str, Any] = {
 
 BUSY_EXIT = 75
 """Exit code of a worker that found its run folder locked (EX_TEMPFAIL of sysexits.h)."""
-
-
-class RunBusy(Exception):
-    """Another process works in this run folder."""
+STORAGE_EXIT = 74
+"""Exit code of a worker that cannot write in its run folder, so neither its status nor a reason (EX_IOERR)."""
+LOCK_WAIT_S = 10.0
+"""Seconds to wait for who changes the sweep's list of runs."""
+CANCELLED = "cancelled"
+"""Reason of a run that `hqsweep cancel` took back."""
 
 
 class PlannedRun(Protocol):
@@ -111,6 +112,11 @@ class RunDir:
     def lock_path(self) -> Path:
         return self.path / ".lock"
 
+    @property
+    def job_path(self) -> Path:
+        """The scheduler's job that has the run, as {"id": "12_3"}; no file where there is none."""
+        return self.path / "job.json"
+
     def jsonl(self, table: str) -> Path:
         """Where the rows of `table` ("metrics", "stats" or "parity") are appended."""
         return self.path / f"{table}.jsonl"
@@ -156,30 +162,13 @@ class RunDir:
         write_json(self.status_path, status)
         return status
 
-    @contextmanager
-    def lock(self, wait_s: float = 0.0) -> Iterator[None]:
+    def lock(self, wait_s: float = 0.0) -> AbstractContextManager[None]:
         """Hold the folder. Raises RunBusy when another process still holds it after `wait_s` seconds."""
-        descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            deadline = time.monotonic() + wait_s
-            while not _try_flock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() >= deadline:
-                    raise RunBusy(self.name)
-                time.sleep(0.02)
-            yield
-        finally:
-            os.close(descriptor)
+        return locked(self.lock_path, wait_s)
 
     def is_locked(self) -> bool:
         """Whether a live process holds the folder."""
-        try:
-            descriptor = os.open(self.lock_path, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        try:
-            return not _try_flock(descriptor, fcntl.LOCK_SH)
-        finally:
-            os.close(descriptor)
+        return is_locked(self.lock_path)
 
     def reset(self) -> None:
         """Delete what the run has put out, so that it is pending again. The caller holds the lock."""
@@ -192,14 +181,6 @@ class RunDir:
         write_json(self.status_path, PENDING)
 
 
-def _try_flock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class RunStore:
     """All sweeps under one folder (`runs_dir`)."""
@@ -208,16 +189,31 @@ class RunStore:
 
     def create(self, *, sweep: str, conf: str, overrides: Sequence[str], runs: Iterable[PlannedRun]) -> list[RunDir]:
         """Folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a call
-        with other runs adds them to the sweep. Raises UserError for a sweep name that is no plain folder name."""
+        with other runs adds them to the sweep. Raises UserError for a sweep name that is no plain folder name, and for
+        a folder in which nothing can be written."""
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
-        folder, points = self.root / sweep, list(runs)
+        try:
+            (self.root / sweep).mkdir(parents=True, exist_ok=True)
+            with self.lock(sweep):
+                return self._create(self.root / sweep, conf, overrides, list(runs))
+        except OSError as error:
+            raise UserError(
+                f"runs_dir: nothing can be written in {self.root / sweep} ({error.strerror}); make room or give the"
+                " right to write there, or choose another folder with runs_dir=FOLDER"
+            ) from None
+
+    def lock(self, sweep: str) -> AbstractContextManager[None]:
+        """Hold the sweep's list of runs, for a moment. Raises RunBusy after LOCK_WAIT_S."""
+        return locked(self.root / sweep / ".lock", LOCK_WAIT_S)
+
+    def _create(self, folder: Path, conf: str, overrides: Sequence[str], points: Sequence[PlannedRun]) -> list[RunDir]:
         made = {run_name(point.config): point for point in points}
         run_dirs = [_create_run(RunDir(folder / name), point) for name, point in made.items()]
         new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
         old = read_json(folder / "sweep.json", new)
         write_json(folder / "sweep.json", {
-            "name": sweep, "conf": conf, "overrides": list(overrides),
+            "name": folder.name, "conf": conf, "overrides": list(overrides),
             "runs": list(dict.fromkeys([*old["runs"], *made])),
             "arms": list(dict.fromkeys([*old["arms"], *(point.arm for point in points)])),
             "created": old["created"],
@@ -269,15 +265,16 @@ class RunStore:
 def _create_run(run: RunDir, point: PlannedRun) -> RunDir:
     """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
     config, which can differ only in what cannot change a number (track, engine)."""
-    run.path.mkdir(parents=True, exist_ok=True)
-    if run.written_status()["state"] != "finished" and not run.is_locked():
-        write_text(run.config_path, yaml.safe_dump(dict(point.config), sort_keys=False, width=120))
-        run.update_manifest(
-            run_id=run_id(point.config), sweep=run.sweep, arm=point.arm, seed=point.config["seed"],
-            job=point.config["job"], overrides=list(point.overrides),
-        )  # fmt: skip
-    if not run.status_path.exists():
-        run.write_status()
+    run.path.mkdir(exist_ok=True)
+    with suppress(RunBusy), run.lock():
+        if run.written_status()["state"] != "finished":
+            write_text(run.config_path, yaml.safe_dump(dict(point.config), sort_keys=False, width=120))
+            run.update_manifest(
+                run_id=run_id(point.config), sweep=run.sweep, arm=point.arm, seed=point.config["seed"],
+                job=point.config["job"], overrides=list(point.overrides),
+            )  # fmt: skip
+        if not run.status_path.exists():
+            run.write_status()
     return run
 
 

@@ -62,7 +62,9 @@ class RowFile:
         if rows and self._file is None:
             self._file = self.path.open("ab", buffering=0)
         if self._file is not None:
-            self._file.write(encode_rows(rows))
+            left = memoryview(encode_rows(rows))
+            while left:  # a disk that fills up takes a part, and says so at the next write only
+                left = left[self._file.write(left) :]
 
     def rewind(self, step: int) -> None:
         """Drop, atomically, the rows after `step`; rows of a table without steps come after every step."""

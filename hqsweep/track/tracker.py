@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunDir
 
+MIRRORED_TABLES = ("stats", "parity", "calibrate")
+"""Tables that a tracker gets as a whole, beside the metrics."""
+
 
 class Tracker(Protocol):
     """The mirror of one run. It never raises once it is open: losing the mirror must not lose the run."""
@@ -44,6 +47,11 @@ def open_tracker(run: RunDir) -> Tracker:
         return NullTracker()
     if find_spec("wandb") is None:
         raise UserError("track.kind: 'wandb' needs the package wandb; `pip install wandb`, or set track=none")
-    from hqsweep.track.wandb import open_run  # only here, so that track=none works without wandb
+    from hqsweep.track.background import BackgroundTracker
 
-    return open_run(run, config)
+    def opened() -> Tracker:
+        from hqsweep.track.wandb import open_run  # only here, so that track=none works without wandb
+
+        return open_run(run, config)
+
+    return BackgroundTracker(opened)

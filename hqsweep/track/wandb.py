@@ -1,13 +1,12 @@
-"""W&B as a mirror of the rows: never a prompt, never a stall, never the death of a run.
+"""W&B as a mirror of the rows: never a prompt, never the death of a run.
 
-Everything W&B writes stays in the sweep's folder (`<sweep>/wandb/`). In an offline run its files reach the disk every
-second, where W&B's own default loses up to 15 s of a killed run.
+Everything W&B writes stays in the run's folder (`<run>/wandb/`; a report's in the sweep's). In an offline run its files
+reach the disk every second, where W&B's own default loses up to 15 s of a killed run.
 """
 
 import functools
 import netrc
 import os
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ import wandb
 
 from hqsweep.sweep.store import RunDir
 from hqsweep.track.tracker import NullTracker, Tracker
-
-FINISH_TIMEOUT_S = 120.0
-"""How long an upload may take at the end; what is not up by then stays in the sweep's folder for `wandb sync`."""
 
 FAST = {
     "console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_stats": True,
@@ -63,7 +59,7 @@ def open_run(run: RunDir, config: Mapping[str, Any]) -> Tracker:
     manifest = run.manifest()
     name = f"{manifest['arm']} s{manifest['seed']}"
     return _open(
-        run.sweep_path, config["track"], group=run.sweep, job_type=manifest["job"], name=name,
+        run.path, config["track"], group=run.sweep, job_type=manifest["job"], name=name,
         id=f"{run.sweep}-{run.name}"[-64:], config=dict(config), resume="allow",
     )  # fmt: skip
 
@@ -75,16 +71,21 @@ def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path) -> bool
     return isinstance(tracker, WandbTracker) and tracker.artifact(report) and tracker.finish(0)
 
 
-def _open(sweep_path: Path, track: Mapping[str, Any], **facts: Any) -> Tracker:
+def offline_folders(run: RunDir) -> list[Path]:
+    """Where W&B keeps what it has of an offline run, the earliest first; `wandb sync` uploads them."""
+    return sorted((run.path / "wandb").glob("offline-run-*"))
+
+
+def _open(folder: Path, track: Mapping[str, Any], **facts: Any) -> Tracker:
     """`wandb.init`, offline if online fails, NullTracker if that fails too."""
     for kind in ("data", "cache", "config"):
-        os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(sweep_path.resolve() / "wandb" / kind))
+        os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(folder.resolve() / "wandb" / kind))
     os.environ.setdefault("WANDB_SILENT", "true")
     mode = resolve_mode(track["mode"], os.environ)
     settings = wandb.Settings(**FAST, init_timeout=track["init_timeout_s"])
     for attempt in dict.fromkeys((mode, "offline")):
         try:
-            place = {"dir": sweep_path, "project": track["project"], "entity": track["entity"]}
+            place = {"dir": folder, "project": track["project"], "entity": track["entity"]}
             return WandbTracker(wandb.init(mode=attempt, settings=settings, **place, **facts))
         except Exception as error:
             print(f"wandb: cannot track {attempt}: {_line(error)}", flush=True)
@@ -143,14 +144,6 @@ class WandbTracker:
         self._run.log_artifact(artifact)
 
     @_harmless
-    def finish(self, exit_code: int) -> bool:
-        closing = threading.Thread(target=_harmless(WandbTracker._close), args=(self, exit_code), daemon=True)
-        closing.start()
-        closing.join(FINISH_TIMEOUT_S)
-        if closing.is_alive():
-            self.complain(f"not finished in {FINISH_TIMEOUT_S:g} s; `wandb sync` can upload what is left")
-        return not closing.is_alive()
-
-    def _close(self, exit_code: int) -> None:
+    def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
         wandb.teardown()  # waits for W&B's service, which else happens at the exit of the process, without a limit

@@ -215,11 +215,16 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{trainer.step}.pt"
     partial = target.with_suffix(".tmp")
-    with partial.open("wb") as file:
-        torch.save(trainer.state(), file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(target)
+    try:
+        with partial.open("wb") as file:
+            torch.save(trainer.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except RuntimeError as error:  # torch's own, when a write of the file failed
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    finally:
+        partial.unlink(missing_ok=True)  # on a full disk it would take the room of what is to be kept
     for old in folder.glob("step_*.pt"):
         if old != target:
             old.unlink()

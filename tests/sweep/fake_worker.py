@@ -12,14 +12,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hqsweep.sweep import process
-from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep import process, slurm_job
+from hqsweep.sweep.local import run_local
+from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir, RunStore
+from hqsweep.sweep.store import BUSY_EXIT, RunDir, RunStore
 
 
 def command(run: RunDir) -> list[str]:
     return [sys.executable, __file__, str(run.path), "--parent", str(os.getpid())]
+
+
+def work_in_slurm(path: Path, limit_s: float | None, options: dict) -> None:
+    """slurm_job.work with such workers."""
+    process.worker_command = command
+    slurm_job.work(path, limit_s, options)
 
 
 def terminated(number: int, frame: object) -> None:
@@ -39,6 +46,11 @@ def act(run: RunDir, do: str) -> None:
     if do == "raise" or (do == "flaky" and run.written_status()["attempt"] < 3):
         run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
         os._exit(3)
+    if do == "orphan":  # the process above it dies first, and nobody is left to speak
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if do == "again" and run.written_status()["attempt"] == 1:
+        time.sleep(60)
     if do == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3}.get(do, 0.02))
@@ -67,7 +79,7 @@ def main(path: Path, role: str, number: int) -> int:
     if role == "--sweep":
         process.worker_command = command
         runs = RunStore(path.parent).runs(path.name)
-        run_sweep(runs, display=PlainDisplay(Console()), workers=number)
+        run_local(runs, display=PlainDisplay(Console()), workers=number)
         return 0
     process.stop_with_parent(number)
     run = RunDir(path)

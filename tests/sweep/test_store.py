@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import NOT_IN_ID, RunBusy, RunDir, RunStore, run_id, run_name
+from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.store import NOT_IN_ID, RunDir, RunStore, run_id, run_name
 
 
 def test_run_id_ignores_key_order_and_what_changes_no_number(planned):

@@ -11,8 +11,8 @@ from pathlib import Path
 import fake_worker
 import pytest
 
-from hqsweep.sweep import engine, process
-from hqsweep.sweep.engine import run_sweep
+from hqsweep.sweep import local, process, slots
+from hqsweep.sweep.local import run_local
 from hqsweep.sweep.store import RunDir, RunStore
 
 
@@ -59,7 +59,7 @@ def wait_for(condition, seconds=10.0):
 
 def test_runs_die_each_in_its_way_and_the_others_finish(make_runs):
     runs = make_runs("quick", "segv", "kill", "raise", "exit", "quick")
-    statuses = run_sweep(runs, display=Lines(), workers=2)
+    statuses = run_local(runs, display=Lines(), workers=2)
     assert outcomes(statuses) == [
         ("finished", None),
         ("failed", "killed by SIGSEGV"),
@@ -76,16 +76,16 @@ def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
     (run,) = make_runs("exit")
     run.write_status(state="failed", reason="an old one", progress={"step": 3})
     display = Lines()
-    statuses = run_sweep([run], display=display)
+    statuses = run_local([run], display=display)
     assert [state for _, state in display.states][:2] == ["failed", "pending"]
     assert statuses[0]["reason"].startswith("worker ended with exit code 1")
 
 
 def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs):
     runs = make_runs("quick", "segv", "quick")
-    run_sweep(runs, display=Lines())
+    run_local(runs, display=Lines())
     display = Lines()
-    run_sweep(runs, display=display)
+    run_local(runs, display=display)
     assert [len(starts(run)) for run in runs] == [1, 2, 1]
     assert display.lines[0] == "2 of 3 runs are finished already and skipped; --force repeats them"
     assert {run for run, _ in display.states} == {run.name for run in runs}
@@ -93,9 +93,9 @@ def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs):
 
 def test_force_deletes_and_repeats(make_runs):
     runs = make_runs("quick", "quick")
-    run_sweep(runs, display=Lines())
+    run_local(runs, display=Lines())
     (runs[0].path / "metrics.jsonl").write_text("old")
-    statuses = run_sweep(runs, display=Lines(), force=True)
+    statuses = run_local(runs, display=Lines(), force=True)
     assert [status["attempt"] for status in statuses] == [1, 1]
     assert not (runs[0].path / "metrics.jsonl").exists()
 
@@ -103,43 +103,39 @@ def test_force_deletes_and_repeats(make_runs):
 def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
     runs = make_runs("flaky", "raise")
     display = Lines()
-    statuses = run_sweep(runs, display=display, workers=2, retries=2)
+    began = time.monotonic()
+    statuses = run_local(runs, display=display, workers=2, retries=2, backoff_s=0.2)
+    assert time.monotonic() - began > 0.2 + 0.4
     assert outcomes(statuses) == [("finished", None), ("failed", "RuntimeError: out of luck")]
     assert [len(starts(run)) for run in runs] == [3, 3]
-    assert f"{runs[1].name}: RuntimeError: out of luck; trying again" in display.lines
+    for wait in ("0.2", "0.4"):
+        assert f"{runs[1].name}: RuntimeError: out of luck; trying again in {wait} s" in display.lines
 
 
 def test_time_out_ends_willing_and_stubborn_workers(make_runs):
     runs = make_runs("sleep", "stubborn", "quick")
     began = time.monotonic()
-    statuses = run_sweep(runs, display=Lines(), workers=3, timeout_s=2.5)
+    statuses = run_local(runs, display=Lines(), workers=3, timeout_s=2.5)
     assert outcomes(statuses) == [("failed", "timed out after 2.5 s")] * 2 + [("finished", None)]
     assert time.monotonic() - began < 15
     assert 2.5 <= statuses[0]["seconds"] < 15
 
 
 def test_threads_are_shared_out(make_runs, monkeypatch):
-    monkeypatch.setattr(engine, "_cores", lambda: 7)
+    monkeypatch.setattr(local, "cores", lambda: 7)
+    monkeypatch.setattr(slots, "visible_gpus", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(engine, "_gpus", list)
     runs = make_runs("quick", "quick")
-    run_sweep(runs[:1], display=Lines(), workers=2)
-    run_sweep(runs[1:], display=Lines(), workers=2, threads=5)
+    run_local(runs[:1], display=Lines(), workers=2)
+    run_local(runs[1:], display=Lines(), workers=2, threads=5)
     assert [starts(run) for run in runs] == [["3 None"], ["5 None"]]
 
 
-def test_gpus_go_round_the_workers(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5f")
-    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in engine._slots(3)] == ["3", "GPU-5f", "3"]
-    assert list(engine._slots(1)) == [{}]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert list(engine._slots(2)) == [{}, {}]
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g Device 0'\necho 'GPU 1: B (UUID: y)'\n")
-    smi.chmod(0o755)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert list(engine._slots(2)) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+def test_runs_share_a_gpu_as_far_as_allowed(make_runs, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    runs = make_runs(*["short"] * 6)
+    run_local(runs, display=Lines(), runs_per_gpu=2, threads=1)
+    assert sorted(starts(run)[0] for run in runs[:4]) == ["1 0", "1 0", "1 1", "1 1"]
 
 
 def test_an_error_of_the_display_leaves_no_worker_behind(make_runs):
@@ -150,7 +146,7 @@ def test_an_error_of_the_display_leaves_no_worker_behind(make_runs):
 
     (run,) = make_runs("sleep")
     with pytest.raises(BrokenPipeError):
-        run_sweep([run], display=Broken())
+        run_local([run], display=Broken())
     assert not run.is_locked()
     assert run.status()["state"] == "interrupted"
 
@@ -207,7 +203,7 @@ def test_a_sweep_killed_at_random_moments_finishes_without_repeating_finished_ru
         parent.communicate()
         assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
         done |= {run.path: len(starts(run)) for run in runs if run.status()["state"] == "finished"}
-    statuses = run_sweep(store.runs("fakes"), display=Lines(), workers=2)
+    statuses = run_local(store.runs("fakes"), display=Lines(), workers=2)
     assert [status["state"] for status in statuses] == ["finished"] * 6
     assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
 

@@ -9,49 +9,54 @@ States:  pending -> running -> finished | failed (crash, exception, time-out) | 
 """
 
 import contextlib
-import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.process import WorkerProcess
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.store import BUSY_EXIT, RunBusy, RunDir
+from hqsweep.sweep.slots import cores, slots, thread_limits
+from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, RunDir
 
 POLL_S = 0.05
 """Seconds between two looks at the worker processes."""
 LOOK_S = 0.25
 """Seconds between two looks at the status or the lock of a run."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+"""What ends a sweep early; SIGUSR2 is how Slurm tells that the time is nearly over."""
 
 
-def run_sweep(
+def run_local(
     runs: Sequence[RunDir],
     *,
     display: Display,
-    workers: int = 1,
+    workers: int | None = None,
+    runs_per_gpu: int | None = None,
     threads: int | None = None,
     timeout_s: float | None = None,
     retries: int = 0,
+    backoff_s: float = 1.0,
     force: bool = False,
 ) -> list[dict[str, Any]]:
     """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`.
 
-    workers     runs at a time; with more than one and several GPUs, worker i sees GPU i modulo their number only
+    workers, runs_per_gpu   as in slots()
     threads     CPU threads per worker; None is cores // workers, at least 1
     timeout_s   seconds that one attempt may take
     retries     further attempts after a failed one, each from the run's last checkpoint
+    backoff_s   seconds before the first of them, twice as long before each further one
     force       delete what runs have put out and repeat them; without it finished runs are skipped
 
-    On SIGINT or SIGTERM the workers are stopped, their runs are interrupted, and SystemExit(128 + signal) is raised; a
-    second signal kills them at once. To be called from the main thread.
+    At one of STOP_SIGNALS the workers are stopped, their runs are interrupted, and SystemExit(128 + signal) is raised;
+    a second signal kills them at once. To be called from the main thread.
     """
-    pool = _Pool(display=display, threads=threads or max(1, _cores() // workers), timeout_s=timeout_s,
-                 slots=list(_slots(workers)))  # fmt: skip
+    free = slots(workers, runs_per_gpu)
+    pool = _Pool(display=display, threads=threads or max(1, cores() // len(free)), timeout_s=timeout_s,
+                 backoff_s=backoff_s, slots=free)  # fmt: skip
     with display, _caught_signals() as caught:
         try:
             pool.enqueue(runs, retries=retries, force=force)
@@ -67,42 +72,15 @@ def run_sweep(
     return [run.status() for run in runs]
 
 
-def _cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _slots(workers: int) -> Iterator[dict[str, str]]:
-    """Per worker the environment that gives it its GPU; {} where there is nothing to share out."""
-    gpus = _gpus() if workers > 1 else []
-    for index in range(workers):
-        yield {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if len(gpus) > 1 else {}
-
-
-def _gpus() -> list[str]:
-    """Names of the GPUs this process sees, without starting CUDA: CUDA_VISIBLE_DEVICES, else nvidia-smi."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
-    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed))]
-
-
-def _thread_limits(threads: int) -> dict[str, str]:
-    """Environment that holds torch, numpy and BLAS to so many threads."""
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-
-
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[signal.Signals]]:
-    """The SIGINT and SIGTERM that arrive meanwhile, in a list, instead of their usual effect."""
+    """The STOP_SIGNALS that arrive meanwhile, in a list, instead of their usual effect."""
     caught: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         caught.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
         yield caught
     finally:
@@ -117,6 +95,7 @@ class _Task:
     run: RunDir
     retries: int
     reset: bool
+    failures: int = 0
     look_at: float = 0.0
     told: bool = False
 
@@ -142,6 +121,7 @@ class _Pool:
     display: Display
     threads: int
     timeout_s: float | None
+    backoff_s: float
     slots: list[dict[str, str]]
     queue: list[_Task] = field(default_factory=list)
     active: list[_Active] = field(default_factory=list)
@@ -149,6 +129,8 @@ class _Pool:
     def enqueue(self, runs: Sequence[RunDir], *, retries: int, force: bool) -> None:
         for run in runs:
             status = run.status()
+            if status["reason"] == CANCELLED:  # by an earlier `hqsweep cancel`; a later one is for this sweep
+                status = run.write_status(state="pending", reason=None)
             self._show(run, status)
             if force or status["state"] != "finished":
                 self.queue.append(_Task(run=run, retries=retries, reset=force))
@@ -189,25 +171,33 @@ class _Pool:
         self.display.update(run.name, status)
 
     def _try_start(self, task: _Task) -> None:
-        """Start the task unless another process has finished its run or works on it."""
+        """Start the task unless its run is finished or cancelled, or another process works on it."""
         status = task.run.status()
-        if status["state"] == "finished" and not task.reset:
+        done = status["state"] == "finished" and not task.reset
+        if done or status["reason"] == CANCELLED:
             self.queue.remove(task)
             self._show(task.run, status)
             return
         try:
-            with task.run.lock():
-                if task.reset:
-                    task.run.reset()
-                status = task.run.write_status(state="pending", reason=None)
+            status = self._prepare(task)
+            worker = WorkerProcess(task.run, {**thread_limits(self.threads), **self.slots[0]})
         except RunBusy:
             self._leave_to_other(task, status)
             return
+        except OSError as error:
+            self.queue.remove(task)
+            self._show(task.run, status | {"state": "failed", "reason": f"cannot be started: {error}"})
+            return
         self.queue.remove(task)
         self._show(task.run, status)
-        slot = self.slots.pop(0)
-        worker = WorkerProcess(task.run, {**_thread_limits(self.threads), **slot})
-        self.active.append(_Active(task=task, slot=slot, worker=worker))
+        self.active.append(_Active(task=task, slot=self.slots.pop(0), worker=worker))
+
+    def _prepare(self, task: _Task) -> dict[str, Any]:
+        """Make the run pending, for a worker of ours; returns its status."""
+        with task.run.lock():
+            if task.reset:
+                task.run.reset()
+            return task.run.write_status(state="pending", reason=None)
 
     def _leave_to_other(self, task: _Task, status: dict[str, Any]) -> None:
         self._show(task.run, status)
@@ -225,6 +215,11 @@ class _Pool:
             return
         status = active.worker.settle()
         self._show(task.run, status)
-        if status["state"] == "failed" and task.retries > 0:
-            self.display.say(f"{task.run.name}: {status['reason']}; trying again")
-            self.queue.append(_Task(run=task.run, retries=task.retries - 1, reset=False))
+        if status["state"] == "failed" and task.failures < task.retries:
+            self._retry(task, status["reason"])
+
+    def _retry(self, task: _Task, reason: str) -> None:
+        wait_s = self.backoff_s * 2**task.failures
+        self.display.say(f"{task.run.name}: {reason}; trying again in {wait_s:g} s")
+        task.failures, task.reset, task.look_at = task.failures + 1, False, time.monotonic() + wait_s
+        self.queue.append(task)

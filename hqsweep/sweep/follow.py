@@ -1,0 +1,155 @@
+"""Runs seen from outside: what they do, for whoever has not started them, and how they are taken back.
+
+A run speaks through status.json, its Slurm job, if it has one, through the scheduler. Where a job died without a word
+of its run, this is who writes the run's last status.
+"""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hqsweep.sweep.files import read_json
+from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.progress import Display
+from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
+from hqsweep.sweep.store import CANCELLED, RunDir
+
+ASK_S = 3.0
+"""Seconds between two questions to the scheduler."""
+SILENCE_S = 30.0
+"""Seconds more after a question that it did not answer."""
+LAG_S = 30.0
+"""How long after the end of a job a shared file system may still show its run's old status."""
+SPOKEN = (0, 3)
+"""Exit codes of jobs whose run has written how it ended."""
+ENDS = ("finished", "failed")
+"""States in which no job changes anything."""
+
+
+def job_ids(runs: Sequence[RunDir]) -> dict[RunDir, str]:
+    """The ids of the runs' Slurm jobs; runs that have none are left out."""
+    return {run: read_json(run.job_path)["id"] for run in runs if run.job_path.exists()}
+
+
+def observe(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """Statuses as of now, in the order of `runs`, dead jobs settled. Raises Unreachable."""
+    names = job_ids(runs)
+    jobs = find_jobs(name for run, name in names.items() if run.written_status()["state"] not in ENDS)
+    return [_observed(run, names[run], jobs) if run in names else run.status() for run in runs]
+
+
+def _observed(run: RunDir, name: str, jobs: Mapping[str, Job]) -> dict[str, Any]:
+    status, job = run.status(), jobs.get(name)
+    if status["state"] in ENDS or status["reason"] == CANCELLED:
+        return status
+    if job is not None and job.live:
+        if job.state == "RUNNING" and status["state"] in ("running", "pending"):
+            return status
+        return status | {"state": "pending", "reason": f"Slurm job {name}: {job.reason or job.state}"}
+    return _settle(run, name, job)
+
+
+def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
+    """The last status of a run whose job is over: the run's own word, else ours."""
+    status = run.written_status()
+    if status["state"] in (*ENDS, "interrupted"):
+        return status
+    if job is not None and job.exit_code in SPOKEN and not job.signal and time.time() - job.ended_s < LAG_S:
+        return status
+    try:
+        with run.lock():
+            status = run.written_status()
+            if status["state"] in (*ENDS, "interrupted"):
+                return status
+            cancelled = job is not None and job.state == "CANCELLED"
+            return run.write_status(
+                state="interrupted" if cancelled else "failed", reason=_epitaph(name, job), ended=time.time(),
+                exit_code=None if job is None else job.exit_code or 128 + job.signal,
+            )  # fmt: skip
+    except RunBusy:
+        return status
+
+
+def _epitaph(name: str, job: Job | None) -> str:
+    if job is None:
+        return f"its Slurm job {name} is over and left no word"
+    signal_number = job.signal or (job.exit_code - 128 if job.exit_code > 128 else 0)
+    with suppress(ValueError):
+        if signal_number:
+            return f"Slurm job {name}: {job.state}, killed by {signal.Signals(signal_number).name}"
+    return f"Slurm job {name}: {job.state}, exit code {job.exit_code}; see slurm/{name}_0_log.out beside the run"
+
+
+def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
+    """Per run: run, state, step ("30/200" or None), loss (nats), tokens_per_s, seconds, job (Slurm's id), reason."""
+    rows, jobs = [], job_ids(runs)
+    for run, status in zip(runs, observe(runs), strict=True):
+        progress = status["progress"] or {}
+        rows.append({
+            "run": run.name, "state": status["state"],
+            "step": f"{progress['step']}/{progress['steps']}" if progress else None,
+            "loss": progress.get("loss"), "tokens_per_s": progress.get("tokens_per_s"), "seconds": status["seconds"],
+            "job": jobs.get(run), "reason": status["reason"],
+        })  # fmt: skip
+    return rows
+
+
+def follow(runs: Sequence[RunDir], display: Display) -> None:
+    """Show the runs until none of them runs or waits in a queue. SIGINT leaves them alone: SystemExit(130)."""
+    with display:
+        try:
+            while _look(runs, display):
+                time.sleep(ASK_S)
+        except KeyboardInterrupt:
+            display.say("the runs go on; hqsweep status shows them, hqsweep cancel takes them back")
+            raise SystemExit(130) from None
+
+
+def _look(runs: Sequence[RunDir], display: Display) -> bool:
+    """Show the runs; whether any of them goes on, as far as is known."""
+    try:
+        statuses = observe(runs)
+    except Unreachable as error:
+        display.say(str(error))
+        time.sleep(SILENCE_S)
+        return True
+    for run, status in zip(runs, statuses, strict=True):
+        display.update(run.name, status)
+    return any(_goes_on(run, status) for run, status in zip(runs, statuses, strict=True))
+
+
+def _goes_on(run: RunDir, status: Mapping[str, Any]) -> bool:
+    waits = status["state"] == "pending" and run.job_path.exists()
+    return waits or status["state"] == "running"
+
+
+def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
+    """Take back those of the runs that wait or run; returns them. A worker on this machine gets SIGTERM, and Slurm's
+    jobs end as Slurm ends them; what they have put out stays, and running them again goes on from there.
+
+    Raises Unreachable.
+    """
+    taken = [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
+    cancel_jobs(job_ids(taken).values())
+    for run in sorted(taken, key=RunDir.is_locked):  # those that wait first, lest they start when others end
+        if run.is_locked():
+            _terminate(run)
+        with suppress(RunBusy), run.lock(wait_s=LAG_S):
+            if run.written_status()["state"] not in ENDS:
+                run.write_status(state="interrupted", reason=CANCELLED, ended=time.time())
+    return taken
+
+
+def _terminate(run: RunDir) -> None:
+    """SIGTERM to the run's worker, if that is a process of this machine and not one that took over its number."""
+    status = run.written_status()
+    if status["pid"] is None or status["host"] != socket.gethostname():
+        return
+    with suppress(OSError):
+        if os.fsencode(run.name) in Path(f"/proc/{status['pid']}/cmdline").read_bytes():
+            os.kill(status["pid"], signal.SIGTERM)

@@ -1,0 +1,38 @@
+"""What workers share of this machine: CPU threads and GPUs, given to each as environment variables."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+
+def slots(workers: int | None, runs_per_gpu: int | None) -> list[dict[str, str]]:
+    """One environment per run at a time: the GPU it sees where there are several, {} where nothing is to be shared out.
+
+    workers       runs at a time; None is runs_per_gpu times the GPUs, or 1 where either is missing
+    runs_per_gpu  the most runs on one GPU; None is any number. GPUs are dealt out in turn, so that they fill evenly.
+    """
+    gpus = visible_gpus() if runs_per_gpu or (workers or 1) > 1 else []
+    room = len(gpus) * runs_per_gpu if runs_per_gpu and gpus else None
+    count = min(filter(None, (workers, room)), default=1)
+    return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} if len(gpus) > 1 else {} for i in range(count)]
+
+
+def visible_gpus() -> Sequence[str]:
+    """Names of the GPUs this process sees, without starting CUDA: CUDA_VISIBLE_DEVICES, else nvidia-smi."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed))]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """Environment that holds torch, numpy and BLAS to so many threads."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))

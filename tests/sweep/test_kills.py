@@ -1,0 +1,31 @@
+"""kill -9 at random moments with real trainings; kill_sweep.py deals as many as one likes."""
+
+import random
+import signal
+
+import kill_sweep
+import pytest
+import torch
+
+from hqsweep import worker
+
+
+@pytest.fixture
+def left_in_peace(tmp_path):
+    """The rows of the same sweep without kills, trained here, with the threads and the signal handlers put back."""
+    before = {number: signal.getsignal(number) for number in (*worker.STOP_SIGNALS, signal.SIGALRM)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole = kill_sweep.make_sweep(tmp_path / "whole")
+    assert [worker.main([str(run.path)]) for run in whole] == [0] * len(whole)
+    torch.set_num_threads(threads)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return kill_sweep.rows(whole)
+
+
+def test_a_killed_sweep_ends_with_the_rows_of_one_left_in_peace(tmp_path, left_in_peace):
+    runs = kill_sweep.make_sweep(tmp_path / "cut")
+    dealt = kill_sweep.finish_under_kills(runs, random.Random(3), kills=3)
+    assert dealt.total() >= 1
+    assert kill_sweep.rows(runs) == left_in_peace

@@ -1,0 +1,149 @@
+"""engine=slurm on a real one-node Slurm, with workers that need no torch; skipped where there can be none."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import fake_worker
+import pytest
+import slurm_cluster
+
+from hqsweep.errors import UserError
+from hqsweep.sweep import follow, slurm
+from hqsweep.sweep.slurm import run_slurm, sbatch_parameters
+
+pytest.importorskip("submitit")
+
+SECTION = {"partition": None, "gres": None, "mem_gb": None, "time_min": None, "signal_s": 60, "options": None,
+           "detach": False}  # fmt: skip
+
+
+class Quiet:
+    def __init__(self):
+        self.lines = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def update(self, run, status):
+        pass
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def submit(environment, monkeypatch):
+    """submit(runs, detach=True, ...): run_slurm with fake workers; keys of engine.slurm are given as such."""
+    for name, value in (environment | {"PYTHONPATH": str(Path(__file__).parent)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm, "work", fake_worker.work_in_slurm)
+    monkeypatch.setattr(follow, "ASK_S", 0.5)
+
+    def call(runs, **keys):
+        section = SECTION | {key: keys.pop(key) for key in keys.keys() & SECTION.keys()}
+        run_slurm(runs, display=(display := Quiet()), slurm=section, **keys)
+        return display.lines
+
+    return call
+
+
+def starts(run) -> int:
+    path = run.path / "starts"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def slurm_says(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished(make_runs, submit):
+    runs = make_runs("quick", "raise", "segv", "kill", "orphan", "sleep")
+    began = time.monotonic()
+    assert submit(runs, timeout_s=8, retries=0, backoff_s=1)[0] == "6 of 6 runs submitted to Slurm"
+    assert time.monotonic() - began < 60
+    job = follow.job_ids(runs)[runs[4]]
+    assert [(run.status()["state"], run.status()["reason"]) for run in runs] == [
+        ("finished", None),
+        ("failed", "RuntimeError: out of luck"),
+        ("failed", "killed by SIGSEGV"),
+        ("failed", "killed by SIGKILL"),
+        ("failed", f"Slurm job {job}: FAILED, killed by SIGKILL"),
+        ("failed", "timed out after 8 s"),
+    ]
+    lines = submit(runs[:2], retries=1, backoff_s=0.1)
+    assert lines[0] == "1 of 2 runs submitted to Slurm"
+    assert [starts(run) for run in runs[:2]] == [1, 3]
+
+
+def test_a_job_that_is_told_to_stop_or_preempted_goes_on_later(make_runs, submit):
+    runs = make_runs("again", "again")
+    submit(runs, gres="gpu:1", detach=True)
+    wait_for(lambda: all(run.status()["state"] == "running" for run in runs))
+    assert {(run.path / "starts").read_text().strip() for run in runs} == {"1 0", "1 1"}
+    assert submit(runs, detach=True)[0] == "0 of 2 runs submitted to Slurm"
+    told, _ = (follow.job_ids(runs)[run] for run in runs)
+    began = time.monotonic()
+    slurm_says("scancel", "--signal=USR2", told)
+    wait_for(lambda: runs[0].status()["state"] == "interrupted")
+    slurm_says("srun", "-p", "urgent", "-c", str(slurm_cluster.CPUS), "true")
+    submit(runs)  # follows both to their ends
+    assert time.monotonic() - began < 60
+    assert [(run.status()["state"], run.status()["attempt"], starts(run)) for run in runs] == [("finished", 2, 2)] * 2
+
+
+def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):
+    runs = make_runs("sleep", "sleep")
+    submit(runs, workers=1, detach=True)
+    wait_for(lambda: runs[0].status()["state"] == "running")
+    rows = follow.status_rows(runs)
+    assert [(row["state"], row["reason"]) for row in rows] == [
+        ("running", None), ("pending", f"Slurm job {rows[1]['job']}: JobArrayTaskLimit")
+    ]  # fmt: skip
+    assert follow.cancel(runs) == runs
+    assert [row["state"] for row in follow.status_rows(runs)] == ["interrupted"] * 2
+    wait_for(lambda: not slurm_says("squeue", "-h"))
+    assert starts(runs[1]) == 0
+
+
+def test_slurm_that_refuses_is_one_sentence(make_runs, submit, capfd):
+    (run,) = make_runs("quick")
+    with pytest.raises(UserError, match=r"^engine: Slurm did not take the jobs: invalid partition specified: none; "):
+        submit([run], partition="none")
+    assert not run.job_path.exists()
+    assert capfd.readouterr().err == ""
+
+
+def test_what_sbatch_is_given():
+    section = SECTION | {"time_min": 90, "mem_gb": 1.5, "options": "--account=lab --exclusive"}
+    given = sbatch_parameters("grid", section, None, 4)
+    assert given["additional_parameters"] == {"requeue": True, "account": "lab", "exclusive": True}
+    assert (given["time"], given["mem"], given["cpus_per_task"], given["job_name"]) == (90, "1536M", 4, "hqsweep-grid")
+
+
+def test_without_slurm_and_without_submitit_one_sentence_each(make_runs, monkeypatch, tmp_path):
+    (run,) = make_runs("quick")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r'engine: Slurm did not take the jobs: .*"srun"'):
+        run_slurm([run], display=Quiet(), slurm=SECTION)
+    monkeypatch.setattr(slurm, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"engine\.kind: 'slurm' needs submitit; pip install"):
+        run_slurm([run], display=Quiet(), slurm=SECTION)

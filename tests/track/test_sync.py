@@ -1,0 +1,57 @@
+"""The mirror made again from the rows, read back without a server."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("wandb")
+
+import wandb_file
+
+from hqsweep.errors import UserError
+from hqsweep.sweep.store import RunStore
+from hqsweep.track.sync import sync
+from hqsweep.track.wandb import open_run
+
+CONFIG = {
+    "job": "convergence", "sweep": "grid", "seed": 3, "recipe": {"name": "mxfp8"},
+    "track": {"kind": "none", "mode": "auto", "project": "hqsweep", "entity": None, "init_timeout_s": 2},
+}  # fmt: skip
+ROWS = [(10, "train_loss", 3.0), (10, "lr", 0.1), (20, "train_loss", 2.5), (20, "lr", 0.05), (20, "val_loss", math.inf)]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    for name in ("API_KEY", "MODE", "BASE_URL", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", "")  # so that what is set meanwhile is taken back
+        monkeypatch.delenv(f"WANDB_{name}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    point = SimpleNamespace(config=CONFIG, arm="mxfp8", overrides=[])
+    run = RunStore(tmp_path / "runs").create(sweep="grid", conf="c", overrides=[], runs=[point])[0]
+    rows = [{"step": step, "metric": metric, "value": value} for step, metric, value in ROWS]
+    run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30, "met')
+    run.jsonl("stats").write_text('{"step": 10, "layer": "a", "sqnr_db": 30.5}\n')
+    run.write_status(state="failed", exit_code=3)
+    return run
+
+
+def test_sync_replays_every_row_whatever_the_mirror_had(run):
+    partial = open_run(run, CONFIG)
+    partial.log(10, {"train_loss": 3.0})
+    partial.finish(1)
+    for _ in range(2):  # a second time changes nothing
+        (folder,) = sync(run, "offline")
+        found = wandb_file.load(folder)
+        names = {metric for _, metric, _ in ROWS}
+        rows = [(row["_step"], name, row[name]) for row in found.history for name in names & row.keys()]
+        assert sorted(rows) == sorted(ROWS)
+        assert any("stats.path" in row for row in found.history)
+        assert (found.run.run_id, found.run.run_group, found.exit_code) == (f"grid-{run.name}", "grid", 3)
+        assert folder.is_relative_to(run.path)
+
+
+def test_a_run_at_work_is_left_alone(run):
+    with run.lock(), pytest.raises(UserError, match="it is at work; sync it when it has ended"):
+        sync(run, "offline")
