@@ -157,10 +157,12 @@ class TrainConfig(Section):
 
 
 class StatsConfig(Section):
-    """Error statistics: every so many steps, 0 for never; `gemm` adds the error of each GEMM's output."""
+    """Error statistics: every so many steps, 0 for never; `gemm` adds the error of each GEMM's output. At the step
+    capture_at the operands of all linears are written to captured/ in the run's folder, for `hqsweep probe`."""
 
     every: Index = 100
     gemm: bool = True
+    capture_at: Count | None = None
 
 
 class Job(Section):
@@ -182,6 +184,15 @@ class ConvergenceConfig(Job):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     stats: StatsConfig = StatsConfig()
+
+    @model_validator(mode="after")
+    def _captured(self) -> "ConvergenceConfig":
+        if self.stats.capture_at is not None and self.stats.capture_at > self.train.steps:
+            raise UserError(
+                f"stats.capture_at: step {self.stats.capture_at} is after the last; give 1 to {self.train.steps}"
+                " (train.steps)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save_file
 
 from hqsweep import native
 from hqsweep.errors import UserError
@@ -19,7 +20,7 @@ from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.quant.pairs import MODULE_GEMMS
 from hqsweep.quant.schedule import Stage
 from hqsweep.train import data
-from hqsweep.train.loop import Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
+from hqsweep.train.loop import Step, Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
 
 if TYPE_CHECKING:
     from hqsweep.config import ConvergenceConfig
@@ -48,6 +49,8 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
         if done.step == first:
             sink.manifest(saved_for_backward=saved_facts(trainer))
         sink.stats(done.stats)
+        if done.captured:
+            save_captured(done, workspace / "captured")
         if done.metrics:
             sink.metric(done.step, done.metrics)
         if done.loss is not None:
@@ -57,6 +60,17 @@ def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
         if done.step % train.checkpoint_every == 0 and done.step < train.steps:
             save_checkpoint(trainer, workspace / "checkpoint")
     save_checkpoint(trainer, workspace / "checkpoint")
+
+
+def save_captured(done: Step, folder: Path) -> None:
+    """The operands of a step as folder/step_N.safetensors, which `hqsweep probe` reads; whole or not there."""
+    folder.mkdir(exist_ok=True)
+    temporary = folder / f".step_{done.step}.{os.getpid()}.tmp"
+    try:
+        save_file(done.captured, temporary)
+        temporary.replace(folder / f"step_{done.step}.safetensors")
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_native(config: "ConvergenceConfig", device: torch.device, vocab_size: int) -> None:

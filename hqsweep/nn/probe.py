@@ -8,6 +8,9 @@ from hqsweep.formats import RngKey
 from hqsweep.ops.stats import finite_or_none, output_error
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.sections import LinearQuantizers
+
+SLOTS = LinearQuantizers.tensors()
 
 COLUMNS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
@@ -21,12 +24,18 @@ class Probe:
     What reports again under a name that has rows already is passed over: a forward that is computed again in backward
     (the rows are those without recomputation), and further microbatches of the step.
     originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
+    capture: also keep the operands of linears [rows, cols] themselves, in CPU memory, as "LAYER.input", "LAYER.weight"
+    and "LAYER.grad_output" in `captured`.
     """
 
-    def __init__(self, step: int, *, gemms: bool = True, originals: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, step: int, *, gemms: bool = True, originals: Mapping[str, Tensor] | None = None, capture: bool = False
+    ) -> None:
         self.step = step
         self.originals = originals or {}
         self.gemms = gemms
+        self.capture = capture
+        self.captured: dict[str, Tensor] = {}
         self.rows: list[dict[str, object]] = []
         self._reported: set[tuple[str, str]] = set()
 
@@ -40,6 +49,8 @@ class Probe:
         if self._is_first(layer, tensor):
             for direction, values in quantizer.statistics(x.detach(), key, states).items():
                 self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
+            if self.capture and tensor in SLOTS:
+                self.captured[f"{layer}.{tensor}"] = x.detach().to("cpu", copy=True).contiguous()
 
     def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """actual [m, n] against a [m, k] @ b [n, k].T of the unquantized tensors in FP32."""

@@ -38,6 +38,8 @@ class Step:
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     stats: list[dict] = field(default_factory=list)
+    captured: dict[str, Tensor] = field(default_factory=dict)
+    """Operands of linears by LAYER.TENSOR, at the step stats.capture_at."""
     loss: float | None = None
     """Mean training loss since the last log, on steps that log."""
 
@@ -101,14 +103,16 @@ class Trainer:
             metrics["val_loss"] = self.evaluate()
         if len(self.stages) > 1 and self.step == self.stage.first_step:
             metrics["recipe_stage"] = float(self.stages.index(self.stage))
-        return Step(step=self.step, metrics=metrics, stats=probe.rows if probe else [], loss=mean)
+        probed = {"stats": probe.rows, "captured": probe.captured} if probe else {}
+        return Step(step=self.step, metrics=metrics, loss=mean, **probed)
 
     def _probe(self) -> Probe | None:
         stats = self.config.stats
-        if not stats.every or self.step % stats.every:
+        capture = self.step == stats.capture_at
+        if not capture and (not stats.every or self.step % stats.every):
             return None
         masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
-        return Probe(self.step, gemms=stats.gemm, originals=masters)
+        return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
 
     def _forward_backward(self, probe: Probe | None) -> Tensor:
         """The mean loss of the step's batch, whose gradients are accumulated over its microbatches."""

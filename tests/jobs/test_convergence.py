@@ -8,7 +8,9 @@ from hqsweep.config import ConvergenceConfig, parse
 from hqsweep.errors import UserError
 from hqsweep.gemm import mm_t
 from hqsweep.jobs import convergence
+from hqsweep.jobs.probe import parse_quantizers, probe
 from hqsweep.jobs.sink import ListSink
+from hqsweep.jobs.tensor_files import find_matrices
 from hqsweep.nn import call
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
@@ -18,11 +20,12 @@ FP8_E5M2 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8
 
 
 def config(
-    linear: object = "fp8_current", *, schedule: tuple = (), device: str = "cpu", context: int = 36, **recipe: object
-) -> ConvergenceConfig:
+    linear: object = "fp8_current", *, schedule: tuple = (), device: str = "cpu", context: int = 36,
+    stats: dict | None = None, **recipe: object,
+) -> ConvergenceConfig:  # fmt: skip
     return parse(
         {
-            "job": "convergence", "sweep": "t", "stats": {"every": 0},
+            "job": "convergence", "sweep": "t", "stats": stats or {"every": 0},
             "recipe": {"name": "r", "linear": linear, "schedule": list(schedule), **recipe},
             "model": {"dim": 32, "layers": 1, "heads": 2},
             "data": {"source": "markov", "markov": {"length": 20000}},
@@ -113,3 +116,28 @@ def test_a_training_on_tensor_cores_is_near_the_exact_one():
         convergence.check_native(cfg, trainer.device, trainer.dataset.vocab_size)
         losses.append([done.loss for done in trainer.steps()][-1])
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.01)
+
+
+def test_the_operands_of_a_step_are_written_for_the_probe(tmp_path):
+    given = config("mxfp8", stats={"every": 0, "capture_at": 2})
+    sink, whole = ListSink(), ListSink()
+    convergence.run(given, sink, tmp_path)
+    convergence.run(config("mxfp8"), whole, tmp_path / "other")
+    assert sink.metrics == whole.metrics
+    (file,) = (tmp_path / "captured").iterdir()
+    assert file.name == "step_2.safetensors"
+    linears = ("layers.0.attn.qkv", "layers.0.attn.proj", "layers.0.mlp.fc1", "layers.0.mlp.fc2", "head")
+    found = {matrix.name: matrix for matrix in find_matrices(file)[0]}
+    assert set(found) == {f"{name}.{tensor}" for name in linears for tensor in ("input", "weight", "grad_output")}
+    assert found["head.input"].shape == (4 * 36, 32) and found["head.weight"].shape == (16, 32)
+    sampled = [row for row in sink.stat_rows if row["layer"] == "layers.0.attn.proj" and row["direction"] != "output"]
+    assert len(sampled) == 6
+    for row in sampled:  # made in the training, from the tensors themselves
+        rows = probe(found[f"layers.0.attn.proj.{row['tensor']}"], parse_quantizers(["mxfp8"]))
+        (same,) = (r for r in rows if r["direction"] == row["direction"])
+        assert (same["sqnr_db"], same["amax"]) == (row["sqnr_db"], row["amax"])
+
+
+def test_a_step_that_never_comes_is_not_captured():
+    with pytest.raises(UserError, match=r"stats\.capture_at: step 5 is after the last; give 1 to 4"):
+        config(stats={"every": 0, "capture_at": 5})
