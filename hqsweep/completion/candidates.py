@@ -15,6 +15,8 @@ from hqsweep.sweep.store import RunStore
 
 PACKAGED = Path(__file__).parents[1] / "conf"
 OWN = Path("conf")
+JOBS = ("convergence", "parity", "calibrate")
+"""The packaged files that have all keys of a job."""
 
 
 def run_word(beginning: str, config_dir: Path | None = None) -> list[str]:
@@ -56,7 +58,7 @@ def groups(folders: Sequence[Path]) -> list[str]:
 
 def keys(folders: Sequence[Path]) -> list[str]:
     """Dotted paths of all values of the jobs' configs and of the groups, sections left out."""
-    found = [key for job in ("convergence", "parity") for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]
+    found = [key for job in JOBS for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]
     for group in groups(folders):
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hqsweep.completion.candidates import keys, names, run_or_sweep, run_word
-from hqsweep.config import ConvergenceConfig, ParityConfig
+from hqsweep.config import JOBS
 from hqsweep.config_errors import leaves
 from hqsweep.sweep.compose import known_confs, known_recipes
 from hqsweep.sweep.null_arm import NULL_ARM
@@ -23,10 +23,11 @@ def test_names_are_those_of_the_commands(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_keys_are_those_of_the_typed_configs() -> None:
     offered = set(keys([PACKAGED]))
-    typed = {*leaves(ConvergenceConfig), *leaves(ParityConfig)}
+    free = ("recipe.", "calibrate.students")  # mappings, with keys of the user's
+    typed = {leaf for job in JOBS.values() for leaf in leaves(job)}
     values = {key for key in typed if not any(other.startswith(f"{key}.") for other in typed)}
-    assert {key for key in values - offered if not key.startswith("recipe.")} == {"sweep"}
-    assert {key for key in offered - typed if not key.startswith("recipe.")} == {NULL_ARM}
+    assert {key for key in values - offered if not key.startswith(free)} == {"sweep"}
+    assert {key for key in offered - typed if not key.startswith(free)} == {NULL_ARM}
     assert {"recipe.linear.input", "recipe.dpa.qkv", "recipe.gemm"} - offered <= {"recipe.gemm"}
 
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hqsweep.config import ConvergenceConfig, ParityConfig
+from hqsweep.config import JOBS
 from hqsweep.config_errors import leaves
 from hqsweep.formats import FORMATS, options
 from hqsweep.sweep.compose import known_confs, known_recipes
@@ -28,7 +28,7 @@ CONFS = [
 RECIPES = [*known_recipes(), "own", "conf/recipe/own.yaml", "conf/own.yaml", "nowhere", "bytes.bin", ".", ""]
 GROUPS = ["recipe", "model", "data", "train", "stats", "track", "engine"]
 KEYS = [
-    *leaves(ConvergenceConfig), *leaves(ParityConfig), *GROUPS, "recipe.linear.input",
+    *(key for job in JOBS.values() for key in leaves(job)), *GROUPS, "recipe.linear.input",
     "recipe.linear.weight.columnwise", "recipe.linear.grad_output.columnwise_source", "recipe.dpa.qkv",
     "recipe.grouped_linear.input", "recipe._target_", "recipe.overrides.0.linear", "recipe.schedule.0.at",
     "train.lr.deeper", "seed.x", "null_arm", "hydra.job.name", "hydra/launcher", "a", "a.b.c", ".", "train.",
@@ -63,7 +63,8 @@ YAML_LINES = [
     "\x07", "parity: {}",
 ]  # fmt: skip
 COMMANDS = ["run", "run", "run", "run", "compare", "gate", "ls", "show", "recipe ls", "recipe show", "recipe diff"]
-COMMANDS += ["recipe export", "recipe", "baseline update", "version", "runs", "", "--help", "run --help"]
+COMMANDS += ["recipe export", "recipe", "baseline update", "probe", "status", "cancel", "sync", "doctor", "version"]
+COMMANDS += ["runs", "", "--help", "run --help"]
 RUNS = [
     "convergence",
     "bf16",
@@ -78,6 +79,7 @@ RUNS = [
     ".",
     "",
 ]
+FILES = ["good.safetensors", "good.safetensors", "bytes.safetensors", "runs", "bytes.bin", "nowhere", "/", ""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def _arguments(rng: random.Random, command: str) -> list[str]:
         conf = f"conf={rng.choice(CONFS[:8] if rng.random() < 0.8 else CONFS)}"
         overrides = [f"{_key(rng)}={_value(rng)}" for _ in range(rng.choice((0, 1, 1, 2, 3)))]
         return [conf, *overrides, *(["--dry-run"] if rng.random() < 0.5 else [])]
-    pool = RECIPES if command.startswith("recipe") else RUNS
+    pool = RECIPES if command.startswith("recipe") else FILES if command == "probe" else RUNS
     return [rng.choice(pool) if rng.random() < 0.9 else _value(rng) for _ in range(rng.choice((0, 1, 1, 2)))]
 
 

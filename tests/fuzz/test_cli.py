@@ -8,12 +8,15 @@ from pathlib import Path
 
 import cli_cases
 import pytest
+import torch
 import typer
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from hqsweep import launch
 from hqsweep.cli import app
 from hqsweep.sweep.store import RunStore
+from hqsweep.track import sync
 
 CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))
 FIRST = int(os.environ.get("HQSWEEP_FUZZ_SEED", 0))
@@ -33,7 +36,9 @@ def flags() -> dict[str, list[str]]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A sweep of which nothing ran, and broken folders beside it; whatever is started comes back at once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "run_sweep", lambda runs, **given: None)
+    for start in ("run_local", "run_slurm"):
+        monkeypatch.setattr(launch, start, lambda runs, **given: None)
+    monkeypatch.setattr(sync, "sync", lambda run, mode: [])
     plan = launch.plan(["conf=convergence", "recipe=bf16,mxfp8", "track=none"])
     RunStore(Path("runs")).create(sweep="convergence", conf="convergence", overrides=[], runs=plan.points)
     for path, data in {
@@ -43,9 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "runs/torn/run/config.yaml": b"a: [",
         "runs/torn/run/status.json": b"3",
         "bytes.bin": bytes(range(256)),
+        "bytes.safetensors": bytes(range(256)),
     }.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(data)
+    save_file({"layers.0.proj.weight": torch.randn(64, 32), "bias": torch.zeros(3)}, "good.safetensors")
     return tmp_path
 
 
