@@ -110,6 +110,14 @@ def _gpu(index: int) -> str:
     return f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
 
 
+def _mps() -> Answer:
+    """CUDA finds the daemon by its pipes, so that runs that share a GPU need not be told of it."""
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (pipes / "control").exists():
+        return True, f"its pipes are in {pipes}: kernels of several runs on one GPU overlap"
+    return False, f"no daemon in {pipes}: several runs on one GPU take turns (nvidia-cuda-mps-control -d starts one)"
+
+
 def _wandb() -> Answer:
     if importlib.util.find_spec("wandb") is None:
         return False, "not installed, so track=none; pip install wandb"
@@ -146,6 +154,6 @@ def _last_line(*command: str) -> str:
 
 PROBES: dict[str, Callable[[], Answer]] = {
     "python": _python, "cpu": _cpu, "threads": _threads, "cpu kernels": _cpu_kernels, "kernel digest": _digest,
-    "cuda kernels": _cuda_kernels, "nvcc": _nvcc, "torch": _torch, "gpu": _gpus, "wandb": _wandb,
+    "cuda kernels": _cuda_kernels, "nvcc": _nvcc, "torch": _torch, "gpu": _gpus, "mps": _mps, "wandb": _wandb,
     "submitit": _submitit, "slurm": _slurm, "chromium": _chromium,
 }  # fmt: skip

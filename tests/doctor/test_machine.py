@@ -33,3 +33,11 @@ def test_an_empty_machine(monkeypatch: pytest.MonkeyPatch):
     missing = ("cpu kernels", "cuda kernels", "nvcc", "gpu", "wandb", "submitit", "slurm", "chromium")
     assert {what: found[what].found for what in missing} == dict.fromkeys(missing, False)
     assert "no driver" in found["gpu"].detail and "sbatch and scontrol" in found["slurm"].detail
+
+
+def test_the_daemon_of_mps_is_seen_by_its_pipes(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (before,) = (part for part in machine.parts() if part.what == "mps")
+    (tmp_path / "control").touch()
+    (after,) = (part for part in machine.parts() if part.what == "mps")
+    assert (before.found, after.found) == (False, True) and "take turns" in before.detail
