@@ -4,6 +4,7 @@ HQSWEEP_FUZZ=5000 draws that many cases instead of the usual ones. HQSWEEP_FUZZ_
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import cli_cases
@@ -16,7 +17,6 @@ from typer.testing import CliRunner
 from hqsweep import launch
 from hqsweep.cli import app
 from hqsweep.sweep.store import RunStore
-from hqsweep.track import sync
 
 CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))
 FIRST = int(os.environ.get("HQSWEEP_FUZZ_SEED", 0))
@@ -38,7 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for start in ("run_local", "run_slurm"):
         monkeypatch.setattr(launch, start, lambda runs, **given: None)
-    monkeypatch.setattr(sync, "sync", lambda run, mode: [])
+    if find_spec("wandb"):
+        monkeypatch.setattr("hqsweep.track.sync.sync", lambda run, mode: [])
     plan = launch.plan(["conf=convergence", "recipe=bf16,mxfp8", "track=none"])
     RunStore(Path("runs")).create(sweep="convergence", conf="convergence", overrides=[], runs=plan.points)
     for path, data in {
