@@ -1,6 +1,7 @@
 """What commands share: their arguments, how wrong input ends, and how results are printed."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,8 @@ from hqsweep.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+FILE_WIDTH = 200
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
 Runs = Annotated[
@@ -58,6 +61,8 @@ def print_result(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no edge to break lines at
+        console = Console(width=FILE_WIDTH)
     for each in shown:
         console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
 
