@@ -12,8 +12,9 @@ quickstart: $(STAMP)  ## train six recipes on real text and write reports/quicks
 	$(BIN)/hqsweep run conf=quickstart
 	$(BIN)/hqsweep compare quickstart --baseline bf16 --band 0.15
 
+# Two processes of one thread each: threads of both together would wait for each other.
 test: $(STAMP)  ## the whole suite
-	$(BIN)/python -m pytest -n 2 -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"

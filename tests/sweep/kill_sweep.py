@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,13 +28,13 @@ VICTIMS = ("worker", "parent", "both")
 TABLES = ("metrics", "stats")
 
 
-def make_sweep(root: Path) -> list[RunDir]:
-    """Six runs (three recipes, two seeds) of about two seconds each, with a checkpoint every fifth of their steps."""
+def make_sweep(root: Path, seeds: Sequence[int] = (0, 1)) -> list[RunDir]:
+    """Three recipes for each seed, six runs of about two seconds each, with a checkpoint every fifth of their steps."""
     from hqsweep.config import parse  # imports torch, which the parent does without
 
     points = []
     for recipe in ("bf16", "mxfp8", "nvfp4"):
-        for seed in (0, 1):
+        for seed in seeds:
             config = parse({
                 "job": "convergence", "sweep": "killed", "seed": seed, "recipe": {"name": recipe, "linear": recipe},
                 "model": {"dim": 32, "layers": 1, "heads": 2},
