@@ -17,14 +17,14 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
-from hqsweep.ops import kernel_grouped  # noqa: F401  (defines the operators)
+from hqsweep.ops.kernel_grouped import split_offsets
 from hqsweep.ops.plan import has_kernels
 
 INT64_MAX = 2**63 - 1
 INTEGERS = (torch.int64, torch.int32)
 
 
-def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool | None = None) -> Tensor:
+def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool = False) -> Tensor:
     """Sizes [E] -> int64 [E + 1] on their device: 0, then stride times the sum of the first, the first two and so on.
 
     Sizes may be negative. UserError where a value leaves int64: always on the CPU; on a GPU with `check`, which waits
@@ -34,7 +34,7 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
         raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
     if isinstance(splits, Tensor) and has_kernels(splits.device.type):
         try:
-            return torch.ops.hqsweep.split_offsets.default(splits, [1], [stride], bool(check))[0]
+            return split_offsets(splits, [1], [stride], check)[0]
         except OverflowError:
             raise UserError(f"offsets of {len(splits)} splits times {stride} leave the range of int64") from None
     if isinstance(splits, Tensor) and splits.device.type != "cpu":
