@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.parameter import gemm_weight, link_states
-from hqsweep.quant import HybridQuantizer, QuantizerRole
+from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer, QuantizerRole
 
 
 class ExpertStates(nn.ModuleList):
@@ -40,7 +40,7 @@ def group_weights(
 ) -> list[nn.Parameter]:
     """A parameter [N, K] for each expert of weight [E, N, K], or a single one for all, as gemm_weight makes them."""
     if single:
-        return [nn.Parameter(weight)]
+        return [gemm_weight(weight, quantizer, role, dtype, states)]
     roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
     return [
         gemm_weight(part.clone(), quantizer, own, dtype, state)
@@ -50,6 +50,8 @@ def group_weights(
 
 def link_group_states(weights: Sequence[Tensor], states: Sequence[DelayedStates]) -> None:
     """link_states for every expert."""
+    if weights[0].dim() == 3:
+        return link_states(weights[0], states)
     for weight, own in zip(weights, states, strict=True):
         link_states(weight, own)
 
@@ -67,5 +69,8 @@ def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, sing
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """[E, ...] of E tensors."""
-    return torch.stack(list(parts))
+    """[E, ...] of E tensors; quantized ones of equal quantizers keep their bytes."""
+    held = [part for part in parts if isinstance(part, HybridQuantizedTensor)]
+    if len(held) == len(parts) and len({part.quantizer for part in held}) == 1:
+        return GroupedTensor.of(held)
+    return torch.stack([part.dequantize() if isinstance(part, HybridQuantizedTensor) else part for part in parts])
