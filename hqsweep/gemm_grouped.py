@@ -47,13 +47,19 @@ Group = GroupedOperand | GroupedExact | Members
 class GroupedPlan:
     """How a GEMM over experts is computed."""
 
+    a: Format
+    b: Format
+    device: torch.device
+    gemm_mode: str
     grouped: bool
     """By torch._grouped_mm; else a loop."""
-    gemm_mode: str
-    text: str
 
     def __str__(self) -> str:
-        return self.text
+        if not self.grouped:
+            return f"{gemm_plan(self.gemm_mode, self.a, self.b, self.device)}, for each expert"
+        factors = any(plan_of(format).amax_name for format in (self.a, self.b))
+        text = "exact: bf16 operands, torch._grouped_mm, float32 accumulation, stored in bfloat16"
+        return f"{text} before the factors of experts" if factors else text
 
 
 def grouped_plan(
@@ -71,17 +77,10 @@ def grouped_plan(
     sizes: in and out features; host_splits: whether the host knows the splits.
     """
     device = torch.device(device)
-    single = gemm_plan(gemm_mode, a, b, device)
-    loop = GroupedPlan(grouped=False, gemm_mode=gemm_mode, text=f"{single}, for each expert")
-    if gemm_mode == "native" or not has_kernel(device) or plan(a, b, device.type).operands != "bf16":
-        return loop
-    if any(size % ALIGNMENT for size in sizes) or (out_dtype == torch.float32 and host_splits):
-        return loop
-    text = "exact: bf16 operands, torch._grouped_mm, float32 accumulation, stored in bfloat16"
-    factors = any(plan_of(format).amax_name for format in (a, b))
-    return GroupedPlan(
-        grouped=True, gemm_mode=gemm_mode, text=f"{text} before the factors of experts" if factors else text
-    )
+    fits = all(size % ALIGNMENT == 0 for size in sizes) and plan(a, b, device.type).operands == "bf16"
+    wide = out_dtype == torch.float32 and host_splits
+    grouped = gemm_mode != "native" and fits and not wide and has_kernel(device)
+    return GroupedPlan(a=a, b=b, device=device, gemm_mode=gemm_mode, grouped=grouped)
 
 
 def has_kernel(device: torch.device) -> bool:

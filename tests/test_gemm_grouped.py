@@ -138,7 +138,7 @@ def test_plans_say_what_they_are():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hqsweep.native.capability_of", lambda device: (9, 0))
         native = grouped_plan(parse("fp8_current"), parse("fp8_current"), "cuda", gemm_mode="native")
-    assert str(native) == "native: tensor cores of sm_90 through torch._scaled_mm, for each expert"
+        assert str(native) == "native: tensor cores of sm_90 through torch._scaled_mm, for each expert"
 
 
 @pytest.mark.gpu

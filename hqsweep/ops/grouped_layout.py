@@ -142,8 +142,9 @@ class GroupLayout:
                 raise UserError(f"expert {expert}: {error}") from None
 
     def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
-        """Members of a packed buffer; by_rows: they lie there transposed."""
-        parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+        """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = flat[: sum(sizes)].split_with_sizes(sizes)
         if by_rows:
             return [part.view(shape[::-1]).t() for part, shape in zip(parts, shapes, strict=True)]
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -20,8 +20,10 @@ from experts import (
     train,
 )
 
+import hqsweep.gemm_grouped
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
+from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
 from hqsweep.quant import CustomRecipe, HybridQuantizer, QuantizerRole
@@ -213,3 +215,41 @@ def test_frozen_weights_and_inputs():
     assert y.shape == (2, 64, N)
     y.float().sum().backward()
     assert module.weight0.grad is not None and module.weight3.grad is None and x.grad is None
+
+
+def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(monkeypatch):
+    """For each expert that has tokens; here the exact product stands in for theirs."""
+    seen = []
+
+    def product(a, b, *, out_dtype):
+        seen.append((str(a.format), str(b.format), a.shape[0]))
+        return mm_t(a, b, out_dtype=out_dtype)
+
+    monkeypatch.setattr(hqsweep.gemm_grouped, "mm_t_native", product)
+    fp8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
+    module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(fp8, gemm="native"))
+    assert module.quantization_alignment == 16
+    assert_same_gradients(*train(module, singles(module, gemm="exact"), steps=1))
+    tokens = [m for m in SPLITS if m]
+    expected = [("fp8_current", "fp8_current", m) for m in tokens]
+    expected += [("fp8_current+e5m2", "fp8_current", m) for m in tokens + [N] * len(tokens)]
+    assert seen == expected
+
+
+def test_native_is_refused_where_there_are_no_tensor_cores():
+    module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of("fp8_current", gemm="native"))
+    with pytest.raises(UserError, match="experts: fp8_current x fp8_current: gemm=native needs a GPU"):
+        module(draw("normal", ROWS, K), SPLITS)
+
+
+def test_plans_of_a_module_depend_on_what_its_weights_are():
+    module, format = grouped("mxfp8"), parse("mxfp8")
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        plan = module.plan(gemm, format, format, torch.device("cpu"), "exact")
+        assert str(plan) == "exact: bf16 operands, float32 GEMM, for each expert"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hqsweep.gemm_grouped.capability_of", lambda device: (9, 0))
+        device = torch.device("cuda")
+        kernels = [module.plan(gemm, format, format, device, "exact").grouped for gemm in ("fprop", "dgrad", "wgrad")]
+        assert kernels == [True, True, False]
+        assert module.to(torch.bfloat16).plan("wgrad", format, format, device, "exact").grouped
