@@ -253,3 +253,36 @@ def test_plans_of_a_module_depend_on_what_its_weights_are():
         kernels = [module.plan(gemm, format, format, device, "exact").grouped for gemm in ("fprop", "dgrad", "wgrad")]
         assert kernels == [True, True, False]
         assert module.to(torch.bfloat16).plan("wgrad", format, format, device, "exact").grouped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1], SECTIONS[2]], ids=ids)
+def test_splits_of_a_device_are_those_of_the_host(quantizers):
+    """Gradients of weights may come by a plan that rounds them to bfloat16; all else has the same bytes."""
+    module, runs = grouped(quantizers, bias=True).cuda(), []
+    for splits in (list(SPLITS), torch.tensor(SPLITS, device="cuda"), torch.tensor(SPLITS)):
+        module.zero_grad()
+        x = draw("normal", ROWS, K).cuda().requires_grad_()
+        with quantization(seed=1, step=1):
+            y = module(x, splits)
+        y.backward(draw("normal", ROWS, N, 1).cuda())
+        runs.append((y.detach(), x.grad, [w.grad for w in module.weights], [b.grad for b in module.biases]))
+    for y, dx, dw, db in runs[1:]:
+        assert torch.equal(y, runs[0][0]) and torch.equal(dx, runs[0][1])
+        assert all(map(torch.equal, db, runs[0][3]))
+        for own, expected in zip(dw, runs[0][2], strict=True):
+            torch.testing.assert_close(own, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizers", ["bf16", "fp8_current", "mxfp8", "nvfp4", SECTIONS[1]], ids=ids)
+def test_a_gpu_computes_what_a_cpu_does(quantizers):
+    """On the plan of the device, but for the order of sums and a rounding to bfloat16."""
+    runs = []
+    for device in ("cpu", "cuda"):
+        module, x = grouped(quantizers, bias=True).to(device), draw("normal", ROWS, K).to(device).requires_grad_()
+        y = module(x, SPLITS)
+        y.backward(draw("normal", ROWS, N, 1).to(device))
+        runs.append([t.float().cpu() for t in (y.detach(), x.grad, *(p.grad for p in module.parameters()))])
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=2**-6, atol=2**-6 * float(ours.abs().max()))
