@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey
 from hqsweep.ops.dequantize import Backend
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
-from hqsweep.ops.plan import plan_of
+from hqsweep.ops.kernel_grouped import key_table
+from hqsweep.ops.plan import DTYPES, Plan, has_kernels, plan_of
 from hqsweep.ops.quantize import Made, quantize
-from hqsweep.ops.request import Output, Source
+from hqsweep.ops.request import Output, Request, Source, request_of
 
 GroupMade = dict[str, Tensor] | GroupedExact
 Keys = Sequence[RngKey | None] | None
@@ -52,7 +54,8 @@ def quantize_grouped(
     tiles and global amaxes are its own. Arguments are those of ops.quantize, with a key and a grid for each expert.
     UserError as there, naming the expert.
 
-    A call for each expert: splits that only a device knows are waited for.
+    One call of the kernel for all experts, where there is one for the formats: it does not wait for splits that only
+    the device knows, whose sizes nobody checks then. Otherwise a call for each expert, which waits.
     """
     given = {"columnwise_source": columnwise_source, "backend": backend}
     given |= {"rowwise_output": rowwise_output, "columnwise_output": columnwise_output}
@@ -62,6 +65,12 @@ def quantize_grouped(
     if splits.rows != x.shape[0] or not splits.count:
         got = f"splits of {splits.rows} rows over {splits.count} experts"
         raise UserError(f"quantize_grouped: {got} for a matrix of shape {tuple(x.shape)}")
+    fused = None
+    if backend != "reference":
+        request = request_of(rowwise, columnwise, columnwise_source, rowwise_output, columnwise_output)
+        fused = _by_kernel(request, x, splits, (rowwise_keys, columnwise_keys), (rowwise_grids, columnwise_grids))
+    if fused is not None:
+        return fused
     made = []
     for expert, (start, end) in enumerate(splits.spans):
         own = {name: values[expert] for name, values in each.items()}
@@ -73,6 +82,72 @@ def quantize_grouped(
     row = pack([each.rowwise for each in made], rowwise, layouts[0], x)
     whole = x if columnwise_source == "original" else None
     return GroupQuantized(row, pack([each.columnwise for each in made], columnwise, layouts[1], whole))
+
+
+def _by_kernel(
+    request: Request, x: Tensor, splits: Splits, keys: tuple[Keys, Keys], grids: tuple[Grids, Grids]
+) -> GroupQuantized | None:
+    """By one call, or None: without a kernel for all of it, or for arguments that a call for each expert refuses."""
+    plans, exact = (request.row, request.column), (request.row_exact, request.column_exact)
+    if plans == (None, None) or not request.kernels or not has_kernels(x.device.type):
+        return None
+    if x.dim() != 2 or x.dtype not in DTYPES or not _fits(request, x, splits):
+        return None
+    try:
+        amaxes = [_amaxes(p, given) for p, given in zip(plans, grids, strict=True)]
+        tables = [_table(p, given, x.device) for p, given in zip(plans, keys, strict=True)]
+    except LookupError:
+        return None
+    steps = {key.step for p, given in zip(plans, keys, strict=True) if p and p.stochastic for key in given}
+    if len(steps) > 1:
+        return None
+    made = torch.ops.hqsweep.quantize_grouped.default(
+        x, splits.offsets(x.device), splits.sizes, request.row_text, request.column_text, request.dequantized, *exact,
+        *tables, *steps or (0,), *amaxes,
+    )  # fmt: skip
+    results = []
+    for columnwise, (p, amax) in enumerate(zip(plans, amaxes, strict=True)):
+        if p is None:
+            results.append(None)
+            continue
+        kept = {"g": amax} if amax is not None and p.amax_name == "g" else {}
+        names = [name for name in p.names if name not in kept]
+        if exact[columnwise]:
+            names = ["matrix"] + [name for name in names if name == p.amax_name]
+        result, made = dict(zip(names, made, strict=False)) | kept, made[len(names) :]
+        if exact[columnwise]:
+            layout = GroupLayout(splits=splits, width=x.shape[1], columnwise=bool(columnwise))
+            result = GroupedExact(
+                layout=layout, matrix=result["matrix"], by_rows=False, factor=result.get(p.amax_name),
+                per_row=p.row_scaled, divisor=p.divisor,
+            )  # fmt: skip
+        results.append(result)
+    return GroupQuantized(*results)
+
+
+def _fits(request: Request, x: Tensor, splits: Splits) -> bool:
+    """Whether blocks go into the matrix, and into each expert's rows where the host knows them."""
+    down, across = request.multiples
+    return x.shape[1] % across == 0 and all(size % down == 0 for size in splits.sizes or ())
+
+
+def _amaxes(p: Plan | None, grids: Grids) -> Tensor | None:
+    """Given global amaxes of all experts, one after the other; LookupError for grids that the kernel does not take."""
+    if p is None or grids is None or all(grid is None for grid in grids):
+        if p is not None and p.delayed:
+            raise LookupError
+        return None
+    if any(grid is None or set(grid) != {p.amax_name} for grid in grids):
+        raise LookupError
+    return torch.cat([grid[p.amax_name].reshape(-1) for grid in grids])
+
+
+def _table(p: Plan | None, keys: Keys, device: torch.device) -> Tensor | None:
+    if p is None or not p.stochastic:
+        return None
+    if keys is None or None in keys:
+        raise LookupError
+    return key_table(list(keys), device)
 
 
 def pack(
