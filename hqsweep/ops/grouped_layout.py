@@ -104,6 +104,13 @@ class Splits:
         """(first row, end) of each expert; waits as `host` does."""
         return list(pairwise(accumulate(self.host, initial=0)))
 
+    def padded(self, multiple: int) -> "Splits":
+        """Every size rounded up to a multiple; self where that changes none. Waits as `host` does, but not for 1."""
+        if multiple == 1 or all(size % multiple == 0 for size in self.host):
+            return self
+        sizes = tuple(-(-size // multiple) * multiple for size in self.host)
+        return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
+
     def on(self, device: torch.device) -> Tensor:
         """The sizes as an int64 tensor there; nothing waits."""
         if self.device_sizes is not None:
@@ -142,8 +149,9 @@ class GroupLayout:
                 raise UserError(f"expert {expert}: {error}") from None
 
     def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
-        """Members of a packed buffer; by_rows: they lie there transposed."""
-        parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+        """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = flat[: sum(sizes)].split_with_sizes(sizes)
         if by_rows:
             return [part.view(shape[::-1]).t() for part, shape in zip(parts, shapes, strict=True)]
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -186,3 +194,10 @@ class GroupedExact:
             tall = [(rows if self.per_row else 1, 1) for rows, _ in shapes]
             factors = self.layout.views(self.factor, tall)
         return [ExactOperand(m, f, self.divisor) for m, f in zip(matrices, factors, strict=True)]
+
+    def rows(self) -> Tensor:
+        """[rows, width]: what the members of a columnwise group are, transposed, one below the other."""
+        shape = (self.layout.splits.rows, self.layout.width)
+        if self.by_rows or not self.layout.columnwise:
+            return self.matrix.view(shape)
+        return torch.cat([member.matrix.t() for member in self.members])

@@ -93,7 +93,7 @@ def quantize_group(
     A quantizer of another class with a quantize of its own is called for each expert. Raises as quantize does, naming
     the expert.
     """
-    if type(quantizer).quantize is not HybridQuantizer.quantize:
+    if has_own_quantize(quantizer):
         return _one_by_one(x, splits, quantizer, rowwise, columnwise, keys, states)
     needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
     formats = {
@@ -113,6 +113,11 @@ def quantize_group(
             state.note(x[start:end], formats, source, own["rowwise_key"])
     row = _group(made.rowwise, quantizer.rowwise, splits, x, False) if rowwise else None
     return HybridGroup(rowwise=row, columnwise=_group(made.columnwise, quantizer.columnwise, splits, x, True))
+
+
+def has_own_quantize(quantizer: HybridQuantizer) -> bool:
+    """Whether it is of a class whose quantize is not the one of HybridQuantizer, and so is called for each expert."""
+    return type(quantizer).quantize is not HybridQuantizer.quantize
 
 
 def _one_by_one(
