@@ -1,6 +1,6 @@
-// CUDA quantization of the rows of many experts in one launch. The grid has a thread block for each tile that there can be
-// at most, M / 128 + experts rows of them; a block finds its expert from the offsets on the device, and those beyond the
-// last tile leave. So nothing waits for the offsets, and a graph can be captured once for all of them. A tile is encoded by
+// CUDA quantization of the rows of many experts in one launch. The grid has a thread block for each tile that there can
+// be at most, M / 128 + experts rows of them; a block finds its expert from the offsets on the device, and those beyond
+// the last tile leave. So nothing waits for the offsets, and one captured graph serves all of them. A tile is encoded by
 // the code for one matrix (cuda_body.cuh), and the bytes are those of a call for each expert.
 #include <cuda_runtime.h>
 
@@ -28,7 +28,8 @@ __device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
 
 // In the fast encoder, which wants segments of 16 elements that are whole and aligned: so X's columns in whole tiles, and
 // for the columnwise outputs a multiple of 16 rows.
-__device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0, uint32_t* tile) {
+__device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0,
+                                                uint32_t* tile) {
   const Job& job = launch.job;
   const Before& before = member.before;
   const int64_t cols = job.source.cols;
@@ -82,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
     run_other_member(launch, member, c0, tile);
 }
 
-// found[e] = max(found[e], amax of expert e's rows), where rows lie one after the other in units of 16 bytes. A thread block
-// takes a strip of 16 rows.
+// found[e] = max(found[e], amax of expert e's rows), where rows lie one after the other in units of 16 bytes. A thread
+// block takes a strip of 16 rows.
 constexpr int kStrip = 16;
 
 template <class T>

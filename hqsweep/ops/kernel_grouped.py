@@ -142,8 +142,8 @@ def quantize_grouped(x: Tensor, *arguments) -> list[Tensor]:
 
 
 def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
-    """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums of
-    ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
+    """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums
+    of ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
 
     OverflowError where an offset leaves int64: always on the CPU; on a GPU with `check`, which waits, else values wrap.
     """
