@@ -103,10 +103,10 @@ hq::Direction make_direction(const hq::Spec& spec, uint32_t key0, uint32_t key1,
           pointer<hq::TileSums>(sums), pointer<float>(row_errors)};
 }
 
-void check_direction(const hq::Direction* to, int64_t rows, int64_t cols, const char* name) {
+void check_direction(const hq::Direction* to, int64_t rows, int64_t cols, bool empty, const char* name) {
   if (!to) return;
-  const bool no_codes = !to->codes && to->scales && to->spec.family != hq::Family::current;
-  require(!no_codes || rows * cols == 0, std::string(name) + ": scales are wanted without the codes that they belong to");
+  require(to->codes || !to->scales || to->spec.family == hq::Family::current || empty,
+          std::string(name) + ": scales are wanted without the codes that they belong to");
   const bool global_family = to->spec.family == hq::Family::current || to->spec.family == hq::Family::nvfp4;
   const bool no_amaxes = to->spec.row_scaled && rows == 0;  // an empty tensor's address is null
   require(!global_family || to->amax || to->found || no_amaxes,
@@ -131,8 +131,8 @@ hq::Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
           "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
   require(data != 0 || rows * cols == 0, "data is 0 but the matrix is not empty");
   require(row || !dequantized, "a column made from the decoded row needs the row's format");
-  check_direction(row, rows, cols, "row");
-  check_direction(column, cols, grouped ? 0 : rows, "column");  // of each expert's rows: known to the loops only
+  check_direction(row, rows, cols, rows * cols == 0, "row");
+  check_direction(column, cols, grouped ? 0 : rows, rows * cols == 0, "column");  // of each expert's rows: known to the loops only
   return {{pointer<void>(data), static_cast<hq::Dtype>(dtype), rows, cols, row_stride, col_stride}, row, column,
           dequantized};
 }

@@ -22,6 +22,8 @@ class Members {
     directions_.resize(2 * count);  // the calls point into it
     calls_.resize(count);
     Before before{0, group.offsets[0], 0, 0, 0};
+    if (before.rows != 0)
+      throw std::invalid_argument("hqsweep._C: offsets begin with " + std::to_string(before.rows) + ", must begin with 0");
     for (size_t i = 0; i < count; ++i) {
       const int64_t rows = rows_of(call, group, before);
       calls_[i] = call;
@@ -41,7 +43,7 @@ class Members {
   static int64_t rows_of(const Call& call, const Group& group, const Before& before) {
     const int64_t begin = before.rows, end = group.offsets[before.expert + 1];
     const std::string name = "hqsweep._C: expert " + std::to_string(before.expert);
-    if (begin < 0 || end < begin || end > call.source.rows)
+    if (end < begin || end > call.source.rows)
       throw std::invalid_argument(name + " has rows " + std::to_string(begin) + " to " + std::to_string(end) + " of " +
                                   std::to_string(call.source.rows) + "; offsets must not decrease and must lie in X");
     const int multiple = call.column ? multiple_of(call.column->spec) : 1;
