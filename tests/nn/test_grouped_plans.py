@@ -1,4 +1,4 @@
-"""GroupedLinear on the plan of a GPU, which torch has for a CPU as well, and with splits that the host does not know."""
+"""GroupedLinear on the plan of a GPU, which torch has for a CPU, too, and with splits that the host does not know."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_gradients_in_float32_are_a_loop_where_the_host_knows_the_splits(used):
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_current", SECTIONS[1]], ids=ids)
-def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers, monkeypatch):
+def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
     """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
     module, expected = grouped(quantizers), run(grouped(quantizers), SPLITS)
     for weight in module.weights:
