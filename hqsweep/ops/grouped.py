@@ -65,6 +65,9 @@ def quantize_grouped(
     if splits.rows != x.shape[0] or not splits.count:
         got = f"splits of {splits.rows} rows over {splits.count} experts"
         raise UserError(f"quantize_grouped: {got} for a matrix of shape {tuple(x.shape)}")
+    held = [isinstance(format, Identity) for format in (rowwise, columnwise)]
+    if held[0] or (held[1] and columnwise_source == "original"):
+        return _with_identity(x, splits, rowwise, columnwise, given, each)
     fused = None
     if backend != "reference":
         request = request_of(rowwise, columnwise, columnwise_source, rowwise_output, columnwise_output)
@@ -79,9 +82,43 @@ def quantize_grouped(
         except UserError as error:
             raise UserError(f"expert {expert}: {error}") from None
     layouts = [GroupLayout(splits=splits, width=x.shape[1], columnwise=columnwise) for columnwise in (False, True)]
-    row = pack([each.rowwise for each in made], rowwise, layouts[0], x)
-    whole = x if columnwise_source == "original" else None
-    return GroupQuantized(row, pack([each.columnwise for each in made], columnwise, layouts[1], whole))
+    row = pack([each.rowwise for each in made], rowwise, layouts[0])
+    return GroupQuantized(row, pack([each.columnwise for each in made], columnwise, layouts[1]))
+
+
+def _with_identity(
+    x: Tensor,
+    splits: Splits,
+    rowwise: Format | None,
+    columnwise: Format | None,
+    given: dict[str, str],
+    each: dict[str, Sequence],
+) -> GroupQuantized:
+    """Each direction by itself: an identity holds the matrix, whatever the splits, and the other may have a kernel."""
+    source = x
+    if given["columnwise_source"] != "original" and columnwise:
+        source = x.to(rowwise.dtype).to(x.dtype)
+    made = []
+    for name, format, matrix in (("rowwise", rowwise, x), ("columnwise", columnwise, source)):
+        if not isinstance(format, Identity):
+            own = {f"{n}s": values for n, values in each.items() if n.startswith(name)}
+            own |= {f"{name}_output": given[f"{name}_output"], "backend": given["backend"]}
+            alone = quantize_grouped(matrix, splits, **{"rowwise": None, name: format}, **own) if format else None
+            made.append(getattr(alone, name, None))
+            continue
+        layout = GroupLayout(splits=splits, width=x.shape[1], columnwise=name == "columnwise")
+        made.append(_hold(matrix, format, layout, exact=given[f"{name}_output"] == "exact"))
+    return GroupQuantized(*made)
+
+
+def _hold(matrix: Tensor, format: Identity, layout: GroupLayout, *, exact: bool) -> GroupMade:
+    """The operands of an identity, which lie by rows in both directions."""
+    held = matrix.to(format.dtype).reshape(-1)
+    if not exact:
+        return {"q": held}
+    held = held if format.name == "bf16" else held.float()
+    by_rows = stored_by_rows(format, layout.columnwise)
+    return GroupedExact(layout=layout, matrix=held, by_rows=by_rows, factor=None, per_row=False, divisor=1.0)
 
 
 def _by_kernel(
@@ -150,29 +187,17 @@ def _table(p: Plan | None, keys: Keys, device: torch.device) -> Tensor | None:
     return kernel_grouped.key_table(list(keys), device)
 
 
-def pack(
-    members: Sequence[Made | None], format: Format | None, layout: GroupLayout, source: Tensor | None = None
-) -> GroupMade | None:
-    """Results of one direction, in one memory.
-
-    source: the matrix that they were made from, which an identity goes on to hold. None for none.
-    """
+def pack(members: Sequence[Made | None], format: Format | None, layout: GroupLayout) -> GroupMade | None:
+    """Results of one direction, in one memory; None for none."""
     if format is None or members[0] is None:
         return None
     by_rows = stored_by_rows(format, layout.columnwise)
-    held = source.to(format.dtype).reshape(-1) if isinstance(format, Identity) and source is not None else None
     if not isinstance(members[0], ExactOperand):
-        names = format.layout if held is None else ()
-        packed = {name: _flat([member[name] for member in members], by_rows) for name in names}
-        return packed if held is None else {"q": held}
-    if held is None:
-        matrix = _flat([member.matrix for member in members], by_rows)
-    else:
-        matrix = held if format.name == "bf16" else held.float()
+        return {name: _flat([member[name] for member in members], by_rows) for name in format.layout}
     factors = [member.factor for member in members]
     return GroupedExact(
         layout=layout,
-        matrix=matrix,
+        matrix=_flat([member.matrix for member in members], by_rows),
         by_rows=by_rows,
         factor=None if factors[0] is None else _flat(factors, False),
         per_row=plan_of(format).row_scaled,
