@@ -2,7 +2,9 @@
 
 One call quantizes the rows of all experts, whose offsets stay where they are: on CUDA nothing waits for them, and a
 graph serves any splits of as many rows. Outputs are packed buffers (ops.grouped_layout), exact where the host knows the
-splits and of GroupLayout.capacity() where it does not; bytes beyond the last expert's are not written.
+splits and of GroupLayout.capacity() where it does not; bytes beyond the last expert's are not written. Offsets begin
+with 0, do not decrease and end within X (with sizes: they are theirs). The CPU refuses others; a GPU, which nobody waits
+for, does not, and reads nothing outside of X for them.
 """
 
 import torch
@@ -82,7 +84,7 @@ def _check_offsets(x: Tensor, offsets: Tensor, sizes, keys) -> None:
     if offsets.dtype != torch.int64 or offsets.device != x.device or not offsets.is_contiguous() or experts < 0:
         got = f"{offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
         raise ValueError(f"offsets are {got}; they take int64 [experts + 1], contiguous, on {x.device}")
-    if sizes is not None and (len(sizes) != experts or sum(sizes) > x.shape[0]):
+    if sizes is not None and (len(sizes) != experts or sum(sizes) != x.shape[0]):
         got = f"{len(sizes)} sizes of {sum(sizes)} rows"
         raise ValueError(f"{got} for {experts} experts and a matrix of shape {tuple(x.shape)}")
     for table in keys:

@@ -187,6 +187,7 @@ def operator_arguments(x, offsets, **changes):
         ("expert 0: the contracted axis has 8 elements, must be a multiple of 16", [0, 8], {"columnwise": "nvfp4"}),
         (r"offsets are torch.int32 \(2,\) on cpu; they take int64", torch.tensor([0, 48], dtype=torch.int32), {}),
         (r"2 sizes of 48 rows for 1 experts", [0, 48], {"sizes": [16, 32]}),
+        (r"1 sizes of 32 rows for 1 experts and a matrix of shape \(48, 32\)", [0, 48], {"sizes": [32]}),
         (r"keys are torch.int64 \(1, 2\) on cpu", [0, 48], {"rowwise_keys": torch.zeros(1, 2, dtype=torch.int64)}),
     ],
 )
