@@ -168,6 +168,9 @@ class GroupedLinear(LinearBase):
         facts = {"gemm": gemm, "gemm_mode": gemm_mode, "out_dtype": out_dtype, "sizes": sizes}
         return grouped_plan(a, b, device, **facts)
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}; {self.num_experts} experts [{self.out_features}, {self.in_features}]"
+
     def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
         """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and
         partition_stride, as Megatron reads them. "column" cuts output features, "row" input features, None neither."""

@@ -110,9 +110,9 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_current", SECTIONS[1]], ids=ids)
 def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
     """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
-    module, expected = grouped(quantizers), run(grouped(quantizers), SPLITS)
-    for weight in module.weights:
-        weight.requires_grad_(False)
+    module, expected = grouped(quantizers, bias=True), run(grouped(quantizers, bias=True), SPLITS)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
     splits, x = hidden(), draw("normal", ROWS, K).requires_grad_()
     with quantization(seed=1, step=1):
         y = module(x, splits)
