@@ -280,7 +280,8 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
         encode_eight(x, scale.encode, spec.element, facts, codes);
       }
       if (spec.family != Family::current) store_scale(to, frame.starts.scales, place, frame.cols, scale);
-      if (to.codes && place.count > 0) store_codes<kFour>(to.codes + frame.starts.codes, place, frame.cols, frame.vector, codes);
+      if (to.codes && place.count > 0)
+        store_codes<kFour>(to.codes + frame.starts.codes, place, frame.cols, frame.vector, codes);
       if (!to.exact && !replace && !kSums) continue;
       float v[kSegment], scaled[kSegment];
       if constexpr (kFour)

@@ -213,7 +213,8 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   BlockScale whole{};
   if constexpr (kKind == Kind::current) {
     whole = current_scale(*side.amax, side.facts, spec);
-    if (!kPart && to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0) *static_cast<float*>(to.scales) = whole.value;
+    if (!kPart && to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0)
+      *static_cast<float*>(to.scales) = whole.value;
   }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
@@ -293,8 +294,8 @@ __device__ __forceinline__ void run_lean(const LeanSide& side, uint32_t* tile, T
 // Whether a direction is of this kind, given that X is bf16, is wide enough and has whole tiles.
 inline bool lean(const Direction& to, bool vector) {
   const Spec& spec = to.spec;
-  return vector && !spec.row_scaled && spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up &&
-         !(spec.rht && spec.tile_rows > 1) && (!to.exact || to.exact_dtype == Dtype::bf16);
+  return vector && !spec.row_scaled && spec.four_over_six == FourOverSix::none &&
+         spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) && (!to.exact || to.exact_dtype == Dtype::bf16);
 }
 
 }  // namespace hq

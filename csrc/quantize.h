@@ -75,9 +75,9 @@ struct Call {
 };
 
 // Experts that own X's rows: e has rows offsets[e] to offsets[e + 1], which begin with 0, do not decrease and lie in X.
-// Rows beyond the last expert's are not read. Arrays of a direction are then packed: the concatenation, in expert order, of what a call for
-// each expert's rows would take and give (amax, found and global: one an expert, or one a row of each operand). The
-// offsets are where the loops run: in the host's memory, or the device's.
+// Rows beyond the last expert's are not read. Arrays of a direction are then packed: the concatenation, in expert order,
+// of what a call for each expert's rows would take and give (amax, found and global: one an expert, or one a row of each
+// operand). The offsets are where the loops run: in the host's memory, or the device's.
 struct Group {
   const int64_t* offsets;  // [experts + 1]
   int64_t experts;

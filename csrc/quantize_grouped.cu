@@ -1,11 +1,12 @@
-// CUDA quantization of the rows of many experts in one launch. The grid has a thread block for each tile that there can be
-// at most, M / 128 + experts rows of them; a block finds its expert from the offsets on the device, and those beyond the
-// last tile leave. So nothing waits for the offsets, and a graph can be captured once for all of them. A tile is encoded by
+// CUDA quantization of the rows of many experts in one launch. The grid has a thread block for each tile that there can
+// be at most, M / 128 + experts rows of them; a block finds its expert from the offsets on the device, and those beyond
+// the last tile leave. So nothing waits for the offsets, and one captured graph serves all of them. A tile is encoded by
 // the code for one matrix (cuda_body.cuh), and the bytes are those of a call for each expert.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 
+#include "cuda_amax.cuh"
 #include "cuda_body.cuh"
 #include "cuda_group.cuh"
 #include "cuda_launch.cuh"
@@ -27,7 +28,8 @@ __device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
 
 // In the fast encoder, which wants segments of 16 elements that are whole and aligned: so X's columns in whole tiles, and
 // for the columnwise outputs a multiple of 16 rows.
-__device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0, uint32_t* tile) {
+__device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0,
+                                                uint32_t* tile) {
   const Job& job = launch.job;
   const Before& before = member.before;
   const int64_t cols = job.source.cols;
@@ -81,6 +83,25 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
     run_other_member(launch, member, c0, tile);
 }
 
+// found[e] = max(found[e], amax of expert e's rows), where rows lie one after the other in units of 16 bytes. A thread
+// block takes a strip of 16 rows.
+constexpr int kStrip = 16;
+
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads) find_members(const __grid_constant__ GroupJob launch, float* found) {
+  __shared__ Member member;
+  constexpr int strips = kTile / kStrip;
+  const Source& x = launch.job.source;
+  if (threadIdx.x < 32) find_member(launch.group, launch.units, x.rows, blockIdx.x / strips, member);
+  __syncthreads();
+  const int r0 = member.r0 + blockIdx.x % strips * kStrip;
+  if (member.rows == 0 || r0 >= member.rows) return;
+  const int64_t row_units = x.cols * (4 / T::kPack) / 16, first = (member.before.rows + r0) * row_units;
+  const int64_t rows = member.rows - r0 < kStrip ? member.rows - r0 : kStrip;
+  raise_to_amax<T>(static_cast<const uint4*>(x.data) + first, threadIdx.x, rows * row_units, kAmaxThreads,
+                   found + member.before.expert);
+}
+
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 template <class W, bool kSums, bool kLean = false>
@@ -112,6 +133,30 @@ void launch(const Job& job, const Group& group, const Units& units, cudaStream_t
   sums ? launch_members<Fp32, true>(members, stream) : launch_members<Fp32, false>(members, stream);
 }
 
+bool find_in_strips(const GroupJob& launch, float* found, cudaStream_t stream) {
+  const Source& x = launch.job.source;
+  const int64_t grid = (x.rows / kTile + launch.group.experts) * (kTile / kStrip);
+  const int64_t row_bytes = x.cols * (x.dtype == Dtype::fp32 ? 4 : 2);
+  if (x.rows == 0 || x.cols == 0) return true;
+  if (!launch.job.vector_in || x.row_stride != x.cols || row_bytes % 16 || grid > 0x7FFFFFFF) return false;
+  const auto blocks = static_cast<unsigned>(grid);
+  switch (x.dtype) {
+    case Dtype::fp32: find_members<Fp32><<<blocks, kAmaxThreads, 0, stream>>>(launch, found); break;
+    case Dtype::bf16: find_members<Bf16><<<blocks, kAmaxThreads, 0, stream>>>(launch, found); break;
+    case Dtype::fp16: find_members<Fp16><<<blocks, kAmaxThreads, 0, stream>>>(launch, found); break;
+  }
+  check(cudaGetLastError());
+  return true;
+}
+
+// found = max(found, amax) of every expert, for the row or the column of a job.
+void find(const Job& job, bool column, const Group& group, const Units& units, cudaStream_t stream) {
+  const Direction& to = column ? job.column : job.row;
+  const bool from_row = column && job.dequantized;
+  if (!from_row && plain(to.spec) && find_in_strips({job, group, units}, to.found, stream)) return;
+  launch(finding(job, column), group, units, stream);
+}
+
 }  // namespace
 
 void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream) {
@@ -120,10 +165,10 @@ void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t strea
   Job job = job_of(x, call.row, call.column, call.dequantized);
   job.vector_column = call.column && aligned(*call.column, 16);
   const Units units = units_of(call.row, call.column, x.cols);
-  const auto find = [&](const Job& job, bool column) { launch(finding(job, column), group, units, queue); };
+  const auto search = [&](const Job& job, bool column) { find(job, column, group, units, queue); };
   const bool row_scaled = job.row.spec.row_scaled, column_scaled = job.column.spec.row_scaled;
-  prepare(job, false, row_scaled ? x.rows : group.experts, queue, find);
-  prepare(job, true, column_scaled ? group.experts * x.cols : group.experts, queue, find);
+  prepare(job, false, row_scaled ? x.rows : group.experts, queue, search);
+  prepare(job, true, column_scaled ? group.experts * x.cols : group.experts, queue, search);
   launch(job, group, units, queue);
   if (job.has_row) finish(job.row, group.experts, queue);
   if (job.has_column) finish(job.column, group.experts, queue);

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey
+from hqsweep.ops import kernel_grouped
 from hqsweep.ops.dequantize import Backend
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
-from hqsweep.ops.kernel_grouped import key_table
 from hqsweep.ops.plan import DTYPES, Plan, has_kernels, plan_of
 from hqsweep.ops.quantize import Made, quantize
 from hqsweep.ops.request import Output, Request, Source, request_of
@@ -138,7 +138,7 @@ def _by_kernel(
     steps = {key.step for p, given in zip(plans, keys, strict=True) if p and p.stochastic for key in given}
     if len(steps) > 1:
         return None
-    made = torch.ops.hqsweep.quantize_grouped.default(
+    made = kernel_grouped.quantize_grouped(
         x, splits.offsets(x.device), splits.sizes, request.row_text, request.column_text, request.dequantized, *exact,
         *tables, *steps or (0,), *amaxes,
     )  # fmt: skip
@@ -184,7 +184,7 @@ def _table(p: Plan | None, keys: Keys, device: torch.device) -> Tensor | None:
         return None
     if keys is None or None in keys:
         raise LookupError
-    return key_table(list(keys), device)
+    return kernel_grouped.key_table(list(keys), device)
 
 
 def pack(members: Sequence[Made | None], format: Format | None, layout: GroupLayout) -> GroupMade | None:

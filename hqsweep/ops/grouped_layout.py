@@ -17,14 +17,14 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
-from hqsweep.ops import kernel_grouped  # noqa: F401  (defines the operators)
+from hqsweep.ops.kernel_grouped import split_offsets
 from hqsweep.ops.plan import has_kernels
 
 INT64_MAX = 2**63 - 1
 INTEGERS = (torch.int64, torch.int32)
 
 
-def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool | None = None) -> Tensor:
+def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool = False) -> Tensor:
     """Sizes [E] -> int64 [E + 1] on their device: 0, then stride times the sum of the first, the first two and so on.
 
     Sizes may be negative. UserError where a value leaves int64: always on the CPU; on a GPU with `check`, which waits
@@ -32,19 +32,26 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
     """
     if isinstance(splits, Tensor) and (splits.dtype not in INTEGERS or splits.dim() != 1):
         raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
-    if isinstance(splits, Tensor) and has_kernels(splits.device.type):
+    if isinstance(splits, Tensor) and (splits.device.type != "cpu" or has_kernels("cpu")):
         try:
-            return torch.ops.hqsweep.split_offsets.default(splits, [1], [stride], bool(check))[0]
+            return _offsets(splits, [1], [stride], check)[0]
         except OverflowError:
             raise UserError(f"offsets of {len(splits)} splits times {stride} leave the range of int64") from None
-    if isinstance(splits, Tensor) and splits.device.type != "cpu":
-        sums = torch.cumsum(splits, 0, dtype=torch.int64).mul_(stride)
-        return torch.nn.functional.pad(sums, (1, 0))
     sizes = splits.tolist() if isinstance(splits, Tensor) else [int(size) for size in splits]
     offsets = [total * stride for total in accumulate(sizes, initial=0)]
     if max(offsets) > INT64_MAX or min(offsets) < -INT64_MAX - 1:
         raise UserError(f"offsets of {len(sizes)} splits times {stride} leave the range of int64")
     return torch.tensor(offsets, dtype=torch.int64)
+
+
+def _offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
+    """split_offsets, or the same by torch where there is no kernel."""
+    if has_kernels(splits.device.type):
+        return split_offsets(splits, divisors, strides, check)
+    rules = zip(divisors, strides, strict=True)
+    units = [(-(-splits.long() // by) if by else torch.ones_like(splits)) for by in divisors]
+    sums = [torch.cumsum(u, 0, dtype=torch.int64) * stride for u, (_, stride) in zip(units, rules, strict=True)]
+    return torch.nn.functional.pad(torch.stack(sums), (1, 0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,6 +175,16 @@ class GroupLayout:
             along = experts if ragged == WHOLE else rows if ragged == 1 else rows // ragged + experts
             made[name] = along * (1 if other == WHOLE else -(-self.width // other))
         return made
+
+    def starts(self, format: Format, device: torch.device) -> dict[str, Tensor]:
+        """Buffer -> int64 [E + 1] on the device: the first entry of each member in the packed buffer, and the end of
+        the last. One launch for all buffers; nothing waits for splits that the device has."""
+        divisors, strides = [], []
+        for buffer in format.layout.values():
+            ragged, other = (buffer.cols, buffer.rows) if self.columnwise else (buffer.rows, buffer.cols)
+            divisors.append(ragged)
+            strides.append(1 if other == WHOLE else -(-self.width // other))
+        return dict(zip(format.layout, _offsets(self.splits.on(device), divisors, strides), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -156,11 +156,16 @@ def _run(x: Tensor, call: Callable, *arguments) -> None:
         call(*arguments, torch.get_num_threads(), "")
 
 
-def quantize(x: Tensor, *arguments) -> list[Tensor]:
-    """hqsweep::quantize. Outside of traced graphs and dispatch modes the function behind the operator is called at
-    once: dispatch costs more than the launch, and there is nothing to record (no gradient flows through codes)."""
+def direct(x: Tensor) -> bool:
+    """Whether the function behind an operator can be called at once: outside of traced graphs and dispatch modes, where
+    dispatch costs more than the launch and there is nothing to record (no gradient flows through codes)."""
     plain = type(x) is Tensor and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
-    if plain and (x.is_cpu or x.is_cuda):
+    return plain and (x.is_cpu or x.is_cuda)
+
+
+def quantize(x: Tensor, *arguments) -> list[Tensor]:
+    """hqsweep::quantize, directly where that is possible."""
+    if direct(x):
         return (_quantize if x.is_cpu else _quantize_on_cuda)(x, *arguments)
     return torch.ops.hqsweep.quantize.default(x, *arguments)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.kernel import direction, on_its_device
+from hqsweep.ops.kernel import direct, direction, on_its_device
 from hqsweep.ops.plan import DTYPES, Allocation, Plan, extension, plan
 
 KEPT_KEYS = 1024
@@ -105,7 +105,6 @@ def _quantize_grouped_fake(x, offsets, sizes, rowwise, columnwise, dequantized, 
 
 
 def _split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool) -> Tensor:
-    """int64 [rules, n + 1]: strides[r] times the sums of ceil(splits / divisors[r]), where divisor 0 counts 1."""
     splits, wide = splits.contiguous(), splits.dtype == torch.int64
     out = splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64)
     call = (splits.data_ptr(), wide, splits.numel(), divisors, strides, out.data_ptr())
@@ -135,10 +134,29 @@ def key_table(keys: list[RngKey], device: torch.device) -> Tensor:
     return table
 
 
+def quantize_grouped(x: Tensor, *arguments) -> list[Tensor]:
+    """hqsweep::quantize_grouped, directly where that is possible."""
+    if direct(x):
+        return (_quantize_grouped if x.is_cpu else _quantize_grouped_on_cuda)(x, *arguments)
+    return torch.ops.hqsweep.quantize_grouped.default(x, *arguments)
+
+
+def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
+    """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums
+    of ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
+
+    OverflowError where an offset leaves int64: always on the CPU; on a GPU with `check`, which waits, else values wrap.
+    """
+    if direct(splits):
+        return (_split_offsets if splits.is_cpu else _split_offsets_on_cuda)(splits, divisors, strides, check)
+    return torch.ops.hqsweep.split_offsets.default(splits, divisors, strides, check)
+
+
+_quantize_grouped_on_cuda, _split_offsets_on_cuda = on_its_device(_quantize_grouped), on_its_device(_split_offsets)
 _library.impl("quantize_grouped", _quantize_grouped, "CPU")
-_library.impl("quantize_grouped", on_its_device(_quantize_grouped), "CUDA")
+_library.impl("quantize_grouped", _quantize_grouped_on_cuda, "CUDA")
 _library.impl("split_offsets", _split_offsets, "CPU")
-_library.impl("split_offsets", on_its_device(_split_offsets), "CUDA")
+_library.impl("split_offsets", _split_offsets_on_cuda, "CUDA")
 register_fake("hqsweep::quantize_grouped", _quantize_grouped_fake, lib=_library)
 register_fake(
     "hqsweep::split_offsets",
