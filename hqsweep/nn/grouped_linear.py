@@ -165,7 +165,11 @@ class GroupedLinear(LinearBase):
         is_float32 = self.fuse_wgrad_accumulation or self.weights[0].dtype == torch.float32
         out_dtype = torch.float32 if gemm == "wgrad" and is_float32 else self.dtype
         sizes = (self.in_features, self.out_features)
-        return grouped_plan(a, b, device, gemm_mode=gemm_mode, out_dtype=out_dtype, sizes=sizes)
+        facts = {"gemm": gemm, "gemm_mode": gemm_mode, "out_dtype": out_dtype, "sizes": sizes}
+        return grouped_plan(a, b, device, **facts)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}; {self.num_experts} experts [{self.out_features}, {self.in_features}]"
 
     def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
         """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and

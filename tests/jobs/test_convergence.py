@@ -1,5 +1,7 @@
 """gemm=native in a run: what the machine cannot multiply is told before a model is built; plans say who computes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from hqsweep.errors import UserError
 from hqsweep.gemm import mm_t
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.nn import call
+from hqsweep.nn import GroupedLinear, call
+from hqsweep.quant import parse_recipe
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
@@ -113,3 +116,12 @@ def test_a_training_on_tensor_cores_is_near_the_exact_one():
         convergence.check_native(cfg, trainer.device, trainer.dataset.vocab_size)
         losses.append([done.loss for done in trainer.steps()][-1])
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.01)
+
+
+def test_plans_of_grouped_linears_are_those_of_experts():
+    recipe = parse_recipe({"linear": "mxfp8"})
+    model = torch.nn.Sequential(GroupedLinear(2, 32, 32, name="experts", recipe=recipe))
+    trainer = SimpleNamespace(model=model, device=torch.device("cpu"))
+    plans = convergence.stage_plans(trainer, SimpleNamespace(recipe=recipe))
+    expected = "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM, for each expert"
+    assert plans == {"experts": dict.fromkeys(("fprop", "dgrad", "wgrad"), expected)}

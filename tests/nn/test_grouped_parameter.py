@@ -22,7 +22,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
-from hqsweep.nn.saved import SavedBytes
+from hqsweep.nn.saved import SavedBytes, saved_input_bytes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, parse_recipe
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
@@ -155,14 +155,15 @@ def test_tensor_parallel_attributes(single):
 
 @pytest.mark.parametrize("single", [False, True])
 def test_what_is_saved_is_the_columnwise_operand(single):
-    """MXFP8: one byte an element, and a scale for 32 tokens of an expert; nothing where all is in high precision."""
-    for quantizers, per_token in (("mxfp8", K), ("bf16", 2 * K)):
-        module = grouped(quantizers, single_grouped_weight=single)
+    """MXFP8: one byte an element, and a scale for 32 tokens of an expert; x itself where that is read."""
+    for quantizers, options in (("mxfp8", {}), ("nvfp4", {}), ("bf16", {}), ("mxfp8", {"save_original_input": True})):
+        module = grouped(quantizers, single_grouped_weight=single, **options)
         counter, x = SavedBytes(module), draw("normal", ROWS, K)
         with counter.counting():
             module(x, SPLITS)
-        blocks = sum(-(-m // 32) for m in SPLITS) * K if quantizers == "mxfp8" else 0
-        assert counter.nbytes == ROWS * per_token + blocks
+        empty = 4 * SPLITS.count(0) if quantizers == "nvfp4" else 0  # a global amax
+        assert counter.nbytes == empty + sum(saved_input_bytes(module, m) * m * K for m in SPLITS if m)
+    assert saved_input_bytes(grouped("mxfp8"), 64) == 1 + 1 / 32
 
 
 @pytest.mark.parametrize("make", [grouped, held])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids
 
+from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import quantization, quantized_model_init
 from hqsweep.ops.grouped_layout import Splits
@@ -20,8 +21,27 @@ def used(monkeypatch):
         seen.append(b.dim())
         return real(a, b, **options)
 
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device: True)
+    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
     monkeypatch.setattr(torch, "_grouped_mm", spy)
+    return seen
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """Stands in for torch._scaled_grouped_mm, whose own checks are made on meta tensors; shapes of its results."""
+    seen, real = [], torch._scaled_grouped_mm
+
+    def scaled(a, b, scale_a, scale_b, *, offs, **options):
+        meta = real(*(t.to("meta") for t in (a, b, scale_a, scale_b)), offs=offs.to("meta"), **options)
+        values = a.float() * scale_a[:, None]
+        y = torch._grouped_mm(values, b.float() * scale_b[:, None], offs=offs)
+        seen.append(y.shape)
+        assert meta.shape == y.shape and meta.dtype == torch.bfloat16
+        return y.to(torch.bfloat16)
+
+    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm_grouped.mm_t_native", mm_t)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
     return seen
 
 
@@ -55,7 +75,7 @@ def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
     ours = run(module, hidden())
     assert used == [3, 3, 2]  # fprop, dgrad, and a wgrad without host splits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device: False)
+        patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
         assert_close(ours, run(module, SPLITS), 2**-7)
     assert len(used) == 3
 
@@ -68,12 +88,31 @@ def test_gradients_in_float32_are_a_loop_where_the_host_knows_the_splits(used):
     assert used == [3, 3, 3, 3, 2] and module.weight.grad.shape == (EXPERTS, N, K)
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
+    """fprop is; dgrad with E5M2 gradients, and every wgrad, are loops."""
+    forward = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current"}
+    for gradient, count in (("fp8_current", 2), ("fp8_current+e5m2", 1)):
+        with quantized_model_init(enabled=held):
+            made = [
+                grouped(forward | {"grad_output": gradient}, single_grouped_weight=single, gemm=gemm)
+                for gemm in ("native", "exact")
+            ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+            expected = run(made[1], SPLITS)
+        native.clear()
+        assert_close(run(made[0], SPLITS), expected, 2**-7)
+        assert native == [(ROWS, N), (ROWS, K)][:count]
+
+
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_current", SECTIONS[1]], ids=ids)
 def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
     """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
-    module, expected = grouped(quantizers), run(grouped(quantizers), SPLITS)
-    for weight in module.weights:
-        weight.requires_grad_(False)
+    module, expected = grouped(quantizers, bias=True), run(grouped(quantizers, bias=True), SPLITS)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
     splits, x = hidden(), draw("normal", ROWS, K).requires_grad_()
     with quantization(seed=1, step=1):
         y = module(x, splits)
