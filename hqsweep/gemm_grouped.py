@@ -192,8 +192,9 @@ def _exact(group: Group) -> GroupedExact:
     """Exact matrices in one memory: decoded, and put together, where they are not there already."""
     if isinstance(group, GroupedExact):
         return group
-    layout = group.layout if isinstance(group, GroupedOperand) else _layout(group)
-    return pack([member.operand() for member in group.members], group.members[0].format, layout)
+    if isinstance(group, GroupedOperand):
+        return group.exact()
+    return pack([member.operand() for member in group.members], group.members[0].format, _layout(group))
 
 
 def _packed(group: GroupedOperand | Members) -> GroupedOperand:

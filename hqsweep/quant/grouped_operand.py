@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Format, RngKey
+from hqsweep.ops import dequantize as ops
 from hqsweep.ops.grouped import pack, quantize_grouped, stored_by_rows
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.plan import plan_of
 from hqsweep.ops.request import Output
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
@@ -38,6 +40,39 @@ class GroupedOperand:
             Operand(format=self.format, shape=shape, dtype=self.dtype, buffers={n: v[e] for n, v in views.items()})
             for e, shape in enumerate(layout.shapes)
         ]
+
+    def exact(self) -> GroupedExact:
+        """What gemm=exact multiplies, in one memory: the members' exact operands, to the byte.
+
+        By one call where the members, one below the other, are a matrix that the format could hold: members of equal
+        rows, or of any where entries are of single rows. It does not wait for splits then.
+        """
+        p, by_rows = plan_of(self.format), stored_by_rows(self.format, self.layout.columnwise)
+        height = self._height()
+        if height is None:
+            return pack([member.operand() for member in self.members], self.format, self.layout)
+        width = self.layout.width if by_rows or not self.layout.columnwise else self.layout.shapes[0][1]
+        buffers = {}
+        for name, (rows, cols) in self.format.shapes(height, width).items():
+            buffers[name] = self.buffers[name][: rows * cols].view(rows, cols)
+        whole = ops.exact_operand_of(buffers, self.format, (height, width))
+        factor = self.buffers[p.amax_name] if p.amax_name else None
+        return GroupedExact(
+            layout=self.layout, matrix=whole.matrix.reshape(-1), by_rows=by_rows, factor=factor,
+            per_row=p.row_scaled, divisor=whole.divisor,
+        )  # fmt: skip
+
+    def _height(self) -> int | None:
+        """Rows of all members, one below the other, as one matrix; None where they are none. Scales of tensors, which
+        do not change the matrix that is multiplied, count for nothing."""
+        splits, rows = self.layout.splits, self.layout.splits.rows
+        if stored_by_rows(self.format, self.layout.columnwise):
+            return rows
+        tile = max(b.rows for b in self.format.layout.values())
+        uniform = splits.sizes is not None and len(set(splits.sizes)) == 1
+        if not self.layout.columnwise:
+            return rows if tile == 1 or (uniform and splits.sizes[0] % tile == 0) else None
+        return splits.count * self.layout.width if uniform and self.layout.width % tile == 0 else None
 
     @property
     def nbytes(self) -> int:

@@ -139,3 +139,19 @@ def test_keys_are_those_of_the_experts():
     other = quantize_group(x, splits, quantizer, keys=[KEYS[0], replace(KEYS[0], slot="other")]).rowwise.members
     assert torch.equal(same[0].buffers["q"], same[1].buffers["q"])
     assert not torch.equal(other[0].buffers["q"], other[1].buffers["q"])
+
+
+@pytest.mark.parametrize("splits", [SPLITS, (64, 64, 64, 64), (24, 24, 24, 24)], ids=str)
+@pytest.mark.parametrize("text", FORMATS)
+def test_exact_operands_of_codes_are_those_of_the_members(text, splits):
+    """In one memory; of rows, and of members of equal rows, without a call for each expert."""
+    rows, quantizer = sum(splits), HybridQuantizer.parse(text)
+    if any(size % quantizer.columnwise.column_multiple for size in splits):
+        pytest.skip("its blocks do not fit")
+    made = quantize_group(draw("heavy", rows, WIDTH), Splits.of(splits, rows), quantizer, keys=KEYS)
+    for group in (made.rowwise, made.columnwise):
+        exact, alone = group.exact(), [member.operand() for member in group.members]
+        for own, expected in zip(exact.members, alone, strict=True):
+            assert torch.equal(own.matrix, expected.matrix) and own.divisor == expected.divisor
+            assert (own.factor is None) == (expected.factor is None)
+            assert own.factor is None or torch.equal(own.factor, expected.factor)
