@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t up(int rows, int shift) {
 
 // The expert whose rows contain tile `wanted`, counted in tiles of 128 rows that restart at each expert. A whole warp. It
 // goes through the experts 128 at a time, each lane with 4 neighbours. Offsets outside of X are moved into it, so that
-// none of them leads to memory that is not the call's.
+// nothing else is read for them.
 __device__ __forceinline__ void find_member(const Group& group, const Units& units, int64_t rows_of_x, uint32_t wanted,
                                             Member& member) {
   const int lane = threadIdx.x % 32;

@@ -3,8 +3,8 @@
 One call quantizes the rows of all experts, whose offsets stay where they are: on CUDA nothing waits for them, and a
 graph serves any splits of as many rows. Outputs are packed buffers (ops.grouped_layout), exact where the host knows the
 splits and of GroupLayout.capacity() where it does not; bytes beyond the last expert's are not written. Offsets begin
-with 0, do not decrease and end within X (with sizes: they are theirs). The CPU refuses others; a GPU, which nobody waits
-for, does not, and reads nothing outside of X for them.
+with 0, do not decrease and end within X (given sizes, they are those of the sizes). The CPU refuses others; on a GPU,
+which nobody waits for, they are the caller's promise: with others, outputs may be written past their ends.
 """
 
 import torch
