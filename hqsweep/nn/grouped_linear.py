@@ -38,8 +38,10 @@ class GroupedLinear(LinearBase):
     quantized. Other options are those of Linear.
 
     Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
-    need it, and are dropped again; nothing is copied where splits fit. A device tensor of splits is waited for, where a
-    kernel has to know them.
+    need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are waited for by
+    that, by delayed scaling, by every loop over experts, and by gradients of weights and biases; forward and the
+    gradient of x do not wait where torch._grouped_mm computes them. single_grouped_weight spares a copy of all weights
+    at each use where they have the module's dtype.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for negative splits, and for those
     that do not add up to the rows of x.
