@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks.rows import ROOT, Row, markdown
 
-BENCHMARKS = ("quantize", "gemm", "linear", "offload", "sharing", "null_sweeps")
+BENCHMARKS = ("quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps")
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
-    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context",
+    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts",
 )  # fmt: skip
 
 

@@ -10,13 +10,13 @@ namespace hq {
 constexpr int kAmaxThreads = 512;
 constexpr int kAmaxUnits = 8;  // 16-byte loads in flight in a thread
 
-// found = max(found, amax of `units` times 16 bytes).
+// found = max(found, amax of units first, first + step, ... below `units`), of 16 bytes each. The whole thread block, whose
+// threads have neighbouring `first`.
 template <class T>
-__global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int64_t units, float* found) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
+__device__ __forceinline__ void raise_to_amax(const uint4* data, int64_t first, int64_t units, int64_t step,
+                                              float* found) {
   float most = 0.0f;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x; first < units;
-       first += kAmaxUnits * step) {
+  for (; first < units; first += kAmaxUnits * step) {
     uint32_t words[4 * kAmaxUnits];
 #pragma unroll
     for (int i = 0; i < kAmaxUnits; ++i) {
@@ -34,6 +34,13 @@ __global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int
   if (threadIdx.x != 0) return;
   for (int w = 1; w < kAmaxThreads / 32; ++w) most = fmaxf(most, warps[w]);
   raise(found, most);
+}
+
+// Of `units` times 16 bytes.
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int64_t units, float* found) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
+  raise_to_amax<T>(data, static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x, units, step, found);
 }
 
 }  // namespace hq

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.quant import HybridQuantizedTensor
 
@@ -43,10 +44,11 @@ class SavedBytes:
             yield
 
 
-def saved_input_bytes(linear: Linear, rows: int) -> float:
+def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
     """Bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or x
-    itself under save_original_input."""
-    quantizer, columns = linear.quantizers.input, linear.weight.shape[1]
+    itself under save_original_input. Of a grouped linear rows are those of one expert, 1 or more."""
+    weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
+    quantizer, columns = linear.quantizers.input, weight.shape[-1]
     if linear.save_original_input and quantizer.may_save_original:
         return float(linear.dtype.itemsize)
     format = quantizer.columnwise

@@ -1,5 +1,7 @@
 """gemm=native in a run: what the machine cannot multiply is told before a model is built; plans say who computes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.probe import parse_quantizers, probe
 from hqsweep.jobs.sink import ListSink
 from hqsweep.jobs.tensor_files import find_matrices
-from hqsweep.nn import call
+from hqsweep.nn import GroupedLinear, call
+from hqsweep.quant import parse_recipe
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
@@ -141,3 +144,12 @@ def test_the_operands_of_a_step_are_written_for_the_probe(tmp_path):
 def test_a_step_that_never_comes_is_not_captured():
     with pytest.raises(UserError, match=r"stats\.capture_at: step 5 is after the last; give 1 to 4"):
         config(stats={"every": 0, "capture_at": 5})
+
+
+def test_plans_of_grouped_linears_are_those_of_experts():
+    recipe = parse_recipe({"linear": "mxfp8"})
+    model = torch.nn.Sequential(GroupedLinear(2, 32, 32, name="experts", recipe=recipe))
+    trainer = SimpleNamespace(model=model, device=torch.device("cpu"))
+    plans = convergence.stage_plans(trainer, SimpleNamespace(recipe=recipe))
+    expected = "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM, for each expert"
+    assert plans == {"experts": dict.fromkeys(("fprop", "dgrad", "wgrad"), expected)}

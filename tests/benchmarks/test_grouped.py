@@ -1,0 +1,63 @@
+"""benchmarks/grouped.py: every case runs, its bytes are those that are written, and a wrong kernel is never timed."""
+
+import time
+
+import pytest
+
+from benchmarks import grouped
+from hqsweep.ops.grouped_layout import GroupedExact
+
+SIZES = (0, 32, 64, 0, 16)
+
+
+class HostClock:
+    """One round on the CPU."""
+
+    def medians(self, calls):
+        times = {}
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name] = time.perf_counter() - start
+        return times
+
+
+@pytest.fixture
+def group():
+    return grouped.Group(SIZES, 64, "cpu", HostClock())
+
+
+@pytest.mark.parametrize("case", grouped.CASES, ids=lambda case: case.name)
+def test_every_case_runs_and_counts_its_bytes(case, group):
+    row = group.quantize(case)
+    assert row["us"] > 0 and row["loop_us"] > 0 and ("pass" in row) == (case.goal is not None)
+    made, written = group.grouped(case)(), 0
+    for result in (made.rowwise, made.columnwise):
+        if isinstance(result, GroupedExact):
+            tensors = [result.matrix] if result.factor is None else [result.matrix, result.factor]
+        else:
+            tensors = [] if result is None else list(result.values())
+        given = 4 * len(SIZES) if case.given and tensors and len(tensors) == 3 else 0  # not written anew
+        written += sum(t.nbytes for t in tensors) - given
+    assert group.bytes_moved(case) == case.passes * group.x.nbytes + written
+
+
+def test_bytes_that_differ_are_never_timed(group, monkeypatch):
+    other = grouped.Group(SIZES, 64, "cpu", HostClock())
+    other.x = other.x * 3
+    monkeypatch.setattr(group, "grouped", other.grouped)
+    monkeypatch.setattr(group.clock, "medians", lambda _: pytest.fail("timed"))
+    for case in grouped.CASES:
+        with pytest.raises(AssertionError, match="wise differs from a call for each expert; nothing was timed"):
+            group.quantize(case)
+
+
+@pytest.mark.parametrize("multiple", [1, 32])
+def test_uneven_experts_are_all_the_rows_there_are(multiple):
+    sizes = grouped.uneven(128, 65536, multiple)
+    assert len(sizes) == 128 and sum(sizes) == 65536 and sizes[:8] == (0,) * 8
+    assert min(sizes[8:]) > 0 and all(size % multiple == 0 for size in sizes) and max(sizes) > 4 * min(sizes[8:])
+
+
+def test_offsets_are_timed_beside_torchs():
+    assert set(grouped.offsets(HostClock(), 16, "cpu")) == {"us", "torch_us", "launch_us"}
