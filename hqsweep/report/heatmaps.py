@@ -94,7 +94,8 @@ def heatmap(
     fig.add_heatmap(
         z=np.clip(values, low, high), y=[label(name) for name in grid.index],
         x=[[SHORT.get(name, name) for name in names] for names in zip(*grid.columns, strict=True)],
-        text=cells, texttemplate="%{text}" if written else None, textfont={"size": 12}, customdata=formats.to_numpy(),
+        text=cells, texttemplate="%{text}" if written else None, textfont={"size": 12},
+        customdata=formats.fillna("").map(label).to_numpy(),
         zmin=low, zmax=high, colorscale=measure.colours, xgap=1, ygap=1, hoverongaps=False,
         showscale=not written, colorbar={"title": {"text": measure.unit}, "thickness": 10, "outlinewidth": 0},
         hovertemplate=f"%{{y}}, %{{x}}<br>%{{z:.4g}} {measure.unit} (%{{customdata}})<extra></extra>",
