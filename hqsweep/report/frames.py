@@ -9,11 +9,11 @@ parity   the rows of parity.jsonl, as dicts, of all runs that have some
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError
@@ -79,7 +79,7 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
     metrics = _long(runs, [rows for _, rows, _, _ in read.values()], METRIC_COLUMNS)
     metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
     stats = _long(runs, [rows for _, _, rows, _ in read.values()], STATS_COLUMNS)
-    broken = metrics[~metrics["metric"].eq("grad_norm") & ~metrics["value"].map(math.isfinite)]
+    broken = metrics[~metrics["metric"].eq("grad_norm") & ~np.isfinite(metrics["value"])]
     runs["diverged"] = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
     parity = tuple(row for _, _, _, rows in read.values() for row in rows)
     return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity)
@@ -105,7 +105,7 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
 def _long(runs: pd.DataFrame, rows: list[list[dict]], columns: list[str]) -> pd.DataFrame:
     """The rows of all runs in one frame, led by run, arm and seed."""
     parts = [
-        pd.DataFrame(part, columns=columns).assign(run=run, arm=arm, seed=seed)
+        pd.DataFrame({name: [row.get(name) for row in part] for name in columns}).assign(run=run, arm=arm, seed=seed)
         for run, arm, seed, part in zip(runs["run"], runs["arm"], runs["seed"], rows, strict=True)
         if part
     ]

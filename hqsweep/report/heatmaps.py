@@ -90,7 +90,11 @@ def heatmap(
     cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
     written = len(grid) <= WRITTEN
     tall = 22 if written else 11
-    fig = figure("", "", height=80 + tall * len(grid))
+    fig = figure(
+        "", "", height=80 + tall * len(grid), y={"autorange": "reversed", "showgrid": False, "ticks": ""},
+        x={"showgrid": False, "ticks": "", "tickangle": 0, "tickfont": {"size": 11}, "title": None,
+           "showdividers": False},
+    )  # fmt: skip
     fig.add_heatmap(
         z=np.clip(values, low, high), y=[label(name) for name in grid.index],
         x=[[SHORT.get(name, name) for name in names] for names in zip(*grid.columns, strict=True)],
@@ -100,6 +104,4 @@ def heatmap(
         showscale=not written, colorbar={"title": {"text": measure.unit}, "thickness": 10, "outlinewidth": 0},
         hovertemplate=f"%{{y}}, %{{x}}<br>%{{z:.4g}} {measure.unit} (%{{customdata}})<extra></extra>",
     )  # fmt: skip
-    fig.update_yaxes(autorange="reversed", showgrid=False, ticks="")
-    fig.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont={"size": 11}, title=None, showdividers=False)
     return fig

@@ -116,16 +116,15 @@ def _cosine(
 
 def _lines(arms: pd.Series | list[str], x_title: str) -> go.Figure:
     """A figure with a line for each arm, its name above the line, where long names have room."""
-    fig = figure("", x_title, height=80 + LINE * len(arms))
-    for place, arm in enumerate(arms):
-        fig.add_annotation(
-            text=label(arm), x=0, xref="paper", y=place, yshift=15, xanchor="left", showarrow=False,
-            bgcolor="rgba(255,255,255,0.8)", borderpad=0,
-        )  # fmt: skip
-    fig.update_layout(margin={"l": 12, "t": 4})
-    fig.update_xaxes(nticks=8, tickangle=0)
-    fig.update_yaxes(range=[len(arms) - 0.5, -0.8], showticklabels=False, ticks="", showgrid=False)
-    return fig
+    fig = figure(
+        "", x_title, height=80 + LINE * len(arms), x={"nticks": 8, "tickangle": 0},
+        y={"range": [len(arms) - 0.5, -0.8], "showticklabels": False, "ticks": "", "showgrid": False},
+    )  # fmt: skip
+    name = {"x": 0, "xref": "paper", "yshift": 15, "xanchor": "left", "showarrow": False, "borderpad": 0}
+    names = [
+        name | {"text": label(arm), "y": place, "bgcolor": "rgba(255,255,255,0.8)"} for place, arm in enumerate(arms)
+    ]
+    return fig.update_layout(margin={"l": 12, "t": 4}, annotations=names)
 
 
 def _null_bands(fig: go.Figure, resolutions: pd.Series) -> None:
