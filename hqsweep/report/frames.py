@@ -104,14 +104,12 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
 
 def _long(runs: pd.DataFrame, rows: list[list[dict]], columns: list[str]) -> pd.DataFrame:
     """The rows of all runs in one frame, led by run, arm and seed."""
-    parts = [
-        pd.DataFrame({name: [row.get(name) for row in part] for name in columns}).assign(run=run, arm=arm, seed=seed)
-        for run, arm, seed, part in zip(runs["run"], runs["arm"], runs["seed"], rows, strict=True)
-        if part
-    ]
-    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "arm", "seed", *columns])
+    flat = [row for part in rows for row in part]
+    values = pd.DataFrame({name: [row.get(name) for row in flat] for name in columns})
+    whose = runs.loc[runs.index.repeat([len(part) for part in rows]), ["run", "arm", "seed"]]
+    frame = pd.concat([whose.reset_index(drop=True), values], axis=1)
     numbers = [name for name in columns if name not in ("step", "metric", "layer", "tensor", "direction", "format")]
-    return frame[["run", "arm", "seed", *columns]].astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
+    return frame.astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
 
 
 def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:

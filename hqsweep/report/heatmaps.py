@@ -60,13 +60,10 @@ def _panels(
     rows: pd.DataFrame, column: str, scale: tuple[float, float], measure: Measure, what: str, worst: str
 ) -> Iterator[Panel]:
     layers, columns = rows["layer"].unique(), pd.MultiIndex.from_frame(rows[["tensor", "direction"]].drop_duplicates())
+    wide = rows.pivot(index=["arm", "layer"], columns=["tensor", "direction"], values=[column, "format"])
     for arm, part in rows.groupby("arm", sort=False):
-        grids = (
-            part.pivot(index="layer", columns=["tensor", "direction"], values=value).reindex(
-                index=layers, columns=columns
-            )
-            for value in (column, "format")
-        )
+        own = wide.loc[arm].reindex(index=layers)
+        grids = own[column].reindex(columns=columns).astype(float), own["format"].reindex(columns=columns)
         known = part.dropna(subset=column).sort_values(column, ascending=worst == "lowest").head(3)
         slots = (f"{row.layer} {row.tensor} {row.direction} {getattr(row, column):.3g}" for row in known.itertuples())
         says = f"{what} of {arm} by layer, tensor and direction; {worst}: {listed(slots)}."
