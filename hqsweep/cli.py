@@ -125,16 +125,16 @@ def compare(
 
     A table here; HTML, Markdown, CSV and Parquet in the report folder.
     """
-    from hqsweep import launch
     from hqsweep.report.check import check
     from hqsweep.report.compare import compare, write
     from hqsweep.report.tables import rich_table
     from hqsweep.sweep.store import RunStore
+    from hqsweep.track.mirror import mirror_report
 
     found = RunStore(runs_dir).resolve(runs)
     comparison = compare(found, baseline, window, target_gap)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in found))))
-    launch.mirror_report(found, page.parent)
+    mirror_report(found, page.parent)
     good, line = check(comparison, band) if band is not None else (True, "")
     facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
     print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))

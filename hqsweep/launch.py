@@ -6,7 +6,6 @@ A plan exists only when every point of the grid is valid, so nothing starts that
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +120,6 @@ def result(run: RunDir) -> dict[str, Any]:
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
         **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED},
     }  # fmt: skip
-
-
-def mirror_report(runs: Sequence[RunDir], report: Path) -> bool:
-    """Keep a report folder as an artifact beside runs that W&B tracks; False when there is none to keep it by."""
-    track = runs[0].config().get("track", {})
-    if track.get("kind") != "wandb" or find_spec("wandb") is None:
-        return False
-    from hqsweep.track.wandb import log_report
-
-    return log_report(runs[0].sweep_path, track, report)
 
 
 def _parse_all(points: Sequence[GridPoint]) -> list[Config]:

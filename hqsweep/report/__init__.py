@@ -1,6 +1,7 @@
 """From run folders to answers: tidy frames, paired comparison, tables, one HTML page, and the gate for CI.
 
-frames reads; curves, paired, arms and verdict compute what is claimed; tables and html show it, compare joins them.
+frames reads; curves, paired, arms and verdict compute what is claimed; tables and html show it, with the figures of
+figures, points and heatmaps in one look; compare joins them.
 baseline, gate and summary are the CI's side. checks prints parity and calibrate;
 check, probe, junit and listing are small and stand by themselves.
 """

@@ -17,7 +17,7 @@ import pandas as pd
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.frames import Frames, config_leaves
-from hqsweep.report.paired import holm, interval, p_value, seeds_needed
+from hqsweep.report.paired import holm, interval, intervals, p_value, seeds_needed
 from hqsweep.report.plans import computed_by
 from hqsweep.report.verdict import outcome, sentence, state_text
 
@@ -93,11 +93,7 @@ def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFr
     rows = rows.assign(gap=paired(rows, "value", comparison.baseline_of, by=("seed", "step"))).dropna(subset="gap")
     rows = rows[rows["arm"] != rows["arm"].map(comparison.baseline_of)]
     rows["gap"] = rows.groupby("run")["gap"].transform(lambda gaps: gaps.rolling(smooth, min_periods=1).mean())
-    points = [
-        (arm, step, *interval(group), len(group))
-        for (arm, step), group in rows.groupby(["arm", "step"], sort=False)["gap"]
-    ]
-    return pd.DataFrame(points, columns=["arm", "step", "gap", "low", "high", "seeds"]).sort_values(["arm", "step"])
+    return intervals(rows.groupby(["arm", "step"])["gap"]).reset_index().rename(columns={"mean": "gap"})
 
 
 def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:

@@ -50,12 +50,14 @@ def compare(
 
 
 def write(comparison: Comparison, out_dir: Path) -> Path:
-    """Write report.html, report.md, compare.csv, runs.csv, metrics.parquet and stats.parquet under `out_dir`; returns
-    the HTML's path."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    frames = comparison.frames
+    """Write report.html, report.md, compare.csv, runs.csv, metrics.parquet, stats.parquet, and figures/*.csv with the
+    rows of every figure, under `out_dir`; returns the HTML's path."""
+    (out_dir / "figures").mkdir(parents=True, exist_ok=True)
+    frames, drawn = comparison.frames, html.panels(comparison)
+    for name, rows in {panel.name: panel.rows for panel in drawn.every()}.items():
+        rows.to_csv(out_dir / "figures" / f"{name}.csv", index=False)
     page = out_dir / "report.html"
-    page.write_text(html.render(comparison), encoding="utf-8")
+    page.write_text(html.render(comparison, drawn), encoding="utf-8")
     (out_dir / "report.md").write_text(tables.report_markdown(comparison), encoding="utf-8")
     comparison.arms.to_csv(out_dir / "compare.csv", index=False)
     frames.runs.merge(comparison.finals.drop(columns=["arm", "seed", "state"]), on="run").to_csv(

@@ -5,13 +5,15 @@ runs     one row per run: run, sweep, arm, recipe, seed, job, state, reason, div
          (`manifest.device`); diverged: a loss of the run is NaN or infinite
 metrics  long: run, arm, seed, step, metric, value (float64; NaN and inf as they came)
 stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %)
+parity   the rows of parity.jsonl, as dicts, of all runs that have some
 """
 
 import json
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError
@@ -30,9 +32,10 @@ class Frames:
     runs: pd.DataFrame
     metrics: pd.DataFrame
     stats: pd.DataFrame
+    parity: tuple[Mapping[str, Any], ...] = ()
 
     def of_job(self, job: str) -> "Frames":
-        """Only the runs of this job; raises UserError when there is none."""
+        """Only the runs of this job, and what any parity run found; raises UserError when there is none."""
         runs = self.runs[self.runs["job"] == job]
         if runs.empty:
             came = ", ".join(f"{count} {name}" for name, count in self.runs["job"].value_counts().items())
@@ -42,6 +45,7 @@ class Frames:
             runs=runs.reset_index(drop=True),
             metrics=self.metrics[self.metrics["run"].isin(keep)],
             stats=self.stats[self.stats["run"].isin(keep)],
+            parity=self.parity,
         )
 
 
@@ -64,24 +68,25 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
     """
     read = {}
     for run in run_dirs:
-        row, metrics, stats = _read(run)
+        row, *tables = _read(run)
         key = row["run_id"] or row["run"]
         if key not in read or read[key][0]["state"] != "finished":
-            read[key] = row, metrics, stats
+            read[key] = row, *tables
     if not read:
         raise UserError("runs: no run to read; give the names of runs or sweeps, as `hqsweep ls` lists them")
-    runs = unique_arms(pd.DataFrame([run for run, _, _ in read.values()]))
+    runs = unique_arms(pd.DataFrame([row for row, *_ in read.values()]))
     runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64"))
-    metrics = _long(runs, [rows for _, rows, _ in read.values()], METRIC_COLUMNS)
+    metrics = _long(runs, [rows for _, rows, _, _ in read.values()], METRIC_COLUMNS)
     metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
-    stats = _long(runs, [rows for _, _, rows in read.values()], STATS_COLUMNS)
-    broken = metrics[~metrics["metric"].eq("grad_norm") & ~metrics["value"].map(math.isfinite)]
+    stats = _long(runs, [rows for _, _, rows, _ in read.values()], STATS_COLUMNS)
+    broken = metrics[~metrics["metric"].eq("grad_norm") & ~np.isfinite(metrics["value"])]
     runs["diverged"] = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
-    return Frames(runs=runs, metrics=metrics, stats=stats)
+    parity = tuple(row for _, _, _, rows in read.values() for row in rows)
+    return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity)
 
 
-def _read(run: RunDir) -> tuple[dict, list[dict], list[dict]]:
-    """One row of `runs`, and the run's rows of metrics and stats."""
+def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
+    """One row of `runs`, and the run's rows of metrics, stats and parity."""
     config, manifest, status = run.config(), run.manifest(), run.status()
     progress = status["progress"] or {}
     recipe = (config.get("recipe") or {}).get("name", config["job"])
@@ -94,19 +99,17 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict]]:
     plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
     facts = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
     row |= flatten(config, "config") | flatten(facts, "manifest")
-    return row, run.rows("metrics"), run.rows("stats")
+    return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
 
 
 def _long(runs: pd.DataFrame, rows: list[list[dict]], columns: list[str]) -> pd.DataFrame:
     """The rows of all runs in one frame, led by run, arm and seed."""
-    parts = [
-        pd.DataFrame(part, columns=columns).assign(run=run, arm=arm, seed=seed)
-        for run, arm, seed, part in zip(runs["run"], runs["arm"], runs["seed"], rows, strict=True)
-        if part
-    ]
-    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "arm", "seed", *columns])
+    flat = [row for part in rows for row in part]
+    values = pd.DataFrame({name: [row.get(name) for row in flat] for name in columns})
+    whose = runs.loc[runs.index.repeat([len(part) for part in rows]), ["run", "arm", "seed"]]
+    frame = pd.concat([whose.reset_index(drop=True), values], axis=1)
     numbers = [name for name in columns if name not in ("step", "metric", "layer", "tensor", "direction", "format")]
-    return frame[["run", "arm", "seed", *columns]].astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
+    return frame.astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
 
 
 def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:

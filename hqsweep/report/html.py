@@ -1,11 +1,13 @@
-"""The report as one HTML file that needs nothing else: plotly.js is inlined once, and the page forbids itself every
-network request.
+"""The report as one HTML page: plotly.js is inlined once, and the page forbids itself every network request.
 
-The template (report.html.j2) escapes everything that comes from configs, manifests and reasons.
+The template (report.html.j2) escapes everything that comes from configs, manifests and reasons. Beside the page stand
+the files that it links to, under figures/: the rows of each figure as CSV.
 """
 
-from collections.abc import Iterable
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -13,71 +15,104 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from hqsweep.report import figures, tables
+from hqsweep.report import figures, heatmaps, parity, points, tables
 from hqsweep.report.arms import Comparison
+from hqsweep.report.look import Panel, styles
 
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
+DASH_ARRAYS = {"solid": "none", "dash": "8 5", "dashdot": "8 4 2 4", "longdash": "14 5", "longdashdot": "14 4 2 4"}
+"""The line styles of plotly as the legend draws them."""
 
 
-def render(comparison: Comparison) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Panels:
+    """The figures of a report, by section."""
+
+    gaps: list[Panel]
+    curves: list[Panel]
+    sqnr: list[Panel]
+    underflow: list[Panel]
+    gradients: list[Panel]
+    speed: list[Panel]
+
+    def every(self) -> list[Panel]:
+        return [panel for group in vars(self).values() for panel in group]
+
+
+def panels(comparison: Comparison) -> Panels:
+    """Every figure that there is something to draw in."""
+    smooth = figures.smoothing(comparison)
+    rolling = f", rolling mean of {smooth} rows" if smooth > 1 else ""
+    gaps = [
+        points.final_gaps(comparison, "Final gap"),
+        figures.gap_curves(comparison, "Validation gap over steps", "val_loss"),
+        figures.gap_curves(comparison, f"Training gap over steps{rolling}", "train_loss", smooth),
+    ]
+    curves = [
+        figures.loss_curves(comparison, "Validation loss", "val_loss"),
+        figures.loss_curves(comparison, f"Training loss{rolling}", "train_loss", smooth),
+    ]
+    return Panels(
+        gaps=[panel for panel in gaps if panel],
+        curves=[panel for panel in curves if panel],
+        sqnr=list(heatmaps.sqnr_heatmaps(comparison)),
+        underflow=list(heatmaps.underflow_heatmaps(comparison)),
+        gradients=points.gradient_cosines(comparison),
+        speed=[panel for panel in [points.throughput(comparison, "Tokens a second")] if panel],
+    )
+
+
+def render(comparison: Comparison, drawn: Panels) -> str:
     """The whole page, about 5 MB, nearly all of it plotly.js."""
-    runs, smooth = comparison.frames.runs, figures.smoothing(comparison)
+    frames, arms_table = comparison.frames, tables.arms_table(comparison)
     return fill(
         "report.html.j2",
         title=tables.title(comparison),
         baseline=comparison.baseline,
         window=_window_text(comparison.window),
-        arms=list(zip(tables.arms_table(comparison).rows, comparison.arms.itertuples(), strict=True)),
-        arms_table=tables.arms_table(comparison),
+        resolved=bool(comparison.arms["resolution"].notna().any()),
+        arms=list(comparison.arms.itertuples()),
+        diff=tables.arm_by_key(comparison),
+        arms_table=arms_table,
         unfinished=tables.unfinished_table(comparison),
-        curves=blocks(_curves(comparison, smooth)),
-        gaps=blocks(_gaps(comparison, smooth)),
-        sqnr=blocks(figures.sqnr_heatmaps(comparison)),
+        training=tables.training_table(comparison),
+        panels=drawn,
+        legend=legend(comparison),
+        gemm_errors=tables.gemm_errors(frames.stats),
+        parity=parity.text_tables(frames.parity),
         sections=[
-            ("Training: tokens to loss, spikes, divergence", tables.training_table(comparison)),
-            ("GEMM output error against FP32", tables.gemm_errors(comparison.frames.stats)),
-            ("Config: where the arms differ", tables.config_diff(runs)),
-            ("GEMM plans", tables.gemm_plans(runs)),
+            ("GEMM plans", tables.gemm_plans(frames.runs)),
+            ("Provenance", tables.provenance(frames.runs)),
             ("All runs", tables.runs_table(comparison)),
-            ("Provenance", tables.provenance(runs)),
         ],
     )
 
 
-def fill(template: str, **values: object) -> str:
+def legend(comparison: Comparison) -> list[dict[str, str]]:
+    """arm, colour and dash of every line, for the legend of the page."""
+    return [
+        {"arm": arm, "colour": style["color"], "dash": DASH_ARRAYS[style["dash"]]}
+        for arm, style in styles(comparison).items()
+    ]
+
+
+def fill(template: str, **values: Any) -> str:
     """A page of a template beside this module, with plotly.js in it."""
     templates = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    pages.filters |= {"div": div, "breakable": breakable}
     return pages.get_template(template).render(plotly_js=Markup(get_plotlyjs()), **values)
 
 
-def _curves(comparison: Comparison, smooth: int) -> list[tuple[str, go.Figure | None]]:
-    return [
-        ("Validation loss", figures.loss_curves(comparison, "val_loss")),
-        (f"Training loss{_rolling(smooth)}", figures.loss_curves(comparison, "train_loss", smooth)),
-    ]
+def div(figure: go.Figure) -> Markup:
+    """The figure as a div with its script. In the script, plotly writes < > / as escapes."""
+    return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config=PLOT_CONFIG))
 
 
-def _gaps(comparison: Comparison, smooth: int) -> list[tuple[str, go.Figure | None]]:
-    return [
-        ("Final gap", figures.final_gaps(comparison)),
-        ("Validation gap over steps", figures.gap_curves(comparison, "val_loss")),
-        (f"Training gap over steps{_rolling(smooth)}", figures.gap_curves(comparison, "train_loss", smooth)),
-    ]
-
-
-def _rolling(smooth: int) -> str:
-    return f", rolling mean of {smooth} rows" if smooth > 1 else ""
+def breakable(key: str) -> Markup:
+    """A dotted key, escaped, that may go on in the next line after a dot, an underscore or a comma."""
+    return Markup("<wbr>").join(re.split(r"(?<=[._,])", key))
 
 
 def _window_text(window: float) -> str:
     return f"{window:g} steps" if window >= 1 else f"{100 * window:g} % of the steps"
-
-
-def blocks(titled: Iterable[tuple[str, go.Figure | None]]) -> list[tuple[str, Markup]]:
-    """(heading, div with its script) of each figure that there is. In the script, plotly writes < > / as escapes."""
-    divs = (
-        (heading, fig and pio.to_html(fig, include_plotlyjs=False, full_html=False, config=PLOT_CONFIG))
-        for heading, fig in titled
-    )
-    return [(heading, Markup(div)) for heading, div in divs if div]

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
+import pandas as pd
+from pandas.api.typing import SeriesGroupBy
 from scipy import stats
 
 LEVEL = 0.05
@@ -31,6 +33,15 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
         return mean, math.nan, math.nan
     half = float(stats.t.ppf(1 - LEVEL / 2, values.size - 1)) * standard_error(values)
     return mean, mean - half, mean + half
+
+
+def intervals(groups: SeriesGroupBy) -> pd.DataFrame:
+    """`interval` of every group at once: columns mean, low, high, and seeds, the number of values."""
+    found = groups.agg(["mean", "std", "count"])
+    half = stats.t.ppf(1 - LEVEL / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
+    return pd.DataFrame(
+        {"mean": found["mean"], "low": found["mean"] - half, "high": found["mean"] + half, "seeds": found["count"]}
+    )
 
 
 def standard_error(values: Sequence[float]) -> float:

@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hqsweep.report.text import TextTable
+
 PAIR = re.compile(r"([^|@]+)\|([^|@]+)(@.+)?")
 MAX_DETAILS = 20
 Row = Mapping[str, Any]
@@ -19,18 +21,23 @@ Row = Mapping[str, Any]
 
 def matrix(rows: Sequence[Row]) -> RenderableType:
     """The tables, the first mismatches, and a last line with the counts. `rows` are those of parity.jsonl."""
-    singles: dict[tuple[str, str], list[Row]] = {}
-    pairs: dict[str, dict[tuple[str, str], list[Row]]] = {}
-    for row in rows:
-        pair = PAIR.fullmatch(row["subject"])
-        if pair:
-            title = row["check"] + (pair[3] or "")
-            pairs.setdefault(title, {}).setdefault((pair[1], pair[2]), []).append(row)
-        else:
-            singles.setdefault((row["subject"], row["check"]), []).append(row)
+    singles, pairs = _sorted(rows)
     tables = [_grid("format", "parity", singles)] if singles else []
     tables += [part for title, cells in pairs.items() for part in _pair_grid(title, cells)]
     return Group(*tables, *_details(rows), Text(summary(rows)))
+
+
+def text_tables(rows: Sequence[Row]) -> list[tuple[str, TextTable]]:
+    """(title, table) of the same for pages: singles, pairs, first mismatches; none without rows."""
+    singles, pairs = _sorted(rows)
+    tables = [(f"Parity matrix ({summary(rows).removeprefix('parity: ')})", _text_grid(singles))] if singles else []
+    for title, cells in pairs.items():
+        tables.append((f"Parity matrix of {title}: row format by column format", _text_grid(cells)))
+    failed = [row for row in rows if row["status"] == "FAIL"][:MAX_DETAILS]
+    details = tuple((row["check"], row["subject"], str(row["case"]), first_mismatch(row)) for row in failed)
+    if details:
+        tables.append(("Parity: first mismatches", TextTable(header=("check", "of", "case", "what"), rows=details)))
+    return tables
 
 
 def first_mismatch(row: Row) -> str:
@@ -48,6 +55,28 @@ def summary(rows: Sequence[Row]) -> str:
     """ "parity: 120 passed, 1 failed, 3 skipped"."""
     count = {status: sum(row["status"] == status for row in rows) for status in ("PASS", "FAIL", "SKIP")}
     return f"parity: {count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} skipped"
+
+
+def _sorted(
+    rows: Sequence[Row],
+) -> tuple[dict[tuple[str, str], list[Row]], dict[str, dict[tuple[str, str], list[Row]]]]:
+    """Rows by (subject, check), and those of pairs by title and (row format, column format)."""
+    singles: dict[tuple[str, str], list[Row]] = {}
+    pairs: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    for row in rows:
+        pair = PAIR.fullmatch(row["subject"])
+        if pair:
+            title = row["check"] + (pair[3] or "")
+            pairs.setdefault(title, {}).setdefault((pair[1], pair[2]), []).append(row)
+        else:
+            singles.setdefault((row["subject"], row["check"]), []).append(row)
+    return singles, pairs
+
+
+def _text_grid(cells: dict[tuple[str, str], list[Row]]) -> TextTable:
+    lines, columns = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
+    rows = tuple((line, *(_cell(cells.get((line, column), [])).plain for column in columns)) for line in lines)
+    return TextTable(header=("format", *columns), rows=rows)
 
 
 def _grid(corner: str, title: str, cells: dict[tuple[str, str], list[Row]]) -> Table:

@@ -8,7 +8,8 @@ import pandas as pd
 import yaml
 
 from hqsweep.jobs.suggest import Suggestion
-from hqsweep.report import figures, html
+from hqsweep.report import html
+from hqsweep.report.heatmaps import colour_range, heatmap
 from hqsweep.report.text import TextTable, number
 
 Row = Mapping[str, Any]
@@ -69,11 +70,10 @@ def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, 
     )
     grid, formats = grids
     grid = grid.astype(float)
-    heatmap = figures.heatmap(grid, formats, figures.colour_range(grid.to_numpy()))
-    page = html.fill(
-        "probe.html.j2", title=title, heatmaps=html.blocks([("", heatmap)]), table=probe_table(rows), recipe=recipe,
-        summary=promise,
-    )  # fmt: skip
+    fig = heatmap(grid, formats, colour_range(grid.to_numpy()))
+    says = f"SQNR in dB of {len(grid)} tensors by format and direction; the table below has all numbers."
+    page = html.fill("probe.html.j2", title=title, heatmap=html.div(fig), says=says, table=probe_table(rows),
+                     recipe=recipe, summary=promise)  # fmt: skip
     path.write_text(page, encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import config_leaves
+from hqsweep.report.parity import text_tables
 from hqsweep.report.plans import arm_lines
 from hqsweep.report.text import TextTable, markdown, markdown_text, number, text, to_rich
 from hqsweep.report.verdict import fault
@@ -27,6 +28,8 @@ COLOUR = {
 }
 SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
 """Facts of the manifest that have their own place in a report."""
+FIRST = ("device", "commit", "dirty", "data_hash", "versions")
+"""Facts that come before the others."""
 
 
 def arms_table(comparison: Comparison) -> TextTable:
@@ -75,20 +78,35 @@ def unfinished_table(comparison: Comparison) -> TextTable:
     without = comparison.finals["run"][comparison.finals["final_loss"].isna()]
     runs = comparison.frames.runs
     rows = tuple(
-        (run.arm, str(run.seed), fault(run), f"{number(run.step, '.0f')} of {number(run.steps, '.0f')}", run.run)
+        (run.arm, str(run.seed), fault(run), _progress(run), run.run)
         for run in runs[runs["run"].isin(without)].itertuples()
     )
     return TextTable(header=("arm", "seed", "state", "step", "run"), rows=rows, numeric=frozenset({1, 3}))
 
 
+def _progress(run: Any) -> str:
+    return "-" if math.isnan(run.step) else f"{run.step:.0f} of {run.steps:.0f}"
+
+
 def config_diff(runs: pd.DataFrame) -> TextTable:
     """Config leaves that are not the same in all arms (seed aside): one row per leaf, one column per arm."""
     arms = {arm: rows for arm, rows in runs.groupby("arm", sort=False)}
-    rows = [
-        (name.removeprefix("config."), *(distinct(part[name]) for part in arms.values()))
-        for name in config_leaves(runs)
-    ]
+    differing = [name for name in config_leaves(runs) if runs[name].map(text).nunique() > 1]
+    rows = [(name.removeprefix("config."), *(distinct(part[name]) for part in arms.values())) for name in differing]
     return TextTable(header=("key", *arms), rows=tuple(row for row in rows if len(set(row[1:])) > 1))
+
+
+def arm_by_key(comparison: Comparison) -> TextTable:
+    """config_diff with a row for each arm, as the arms are ordered. Keys that tell the arms apart in the same way share
+    a column, and recipe.name is left out where it is the arm's own name."""
+    runs, order = comparison.frames.runs, {arm: place for place, arm in enumerate(comparison.arms["arm"])}
+    diff = config_diff(runs.sort_values("arm", key=lambda arms: arms.map(order), kind="stable"))
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for key, *values in diff.rows:
+        if key != "recipe.name" or tuple(values) != diff.header[1:]:
+            keys.setdefault(tuple(values), []).append(key)
+    rows = tuple((", ".join(names), *values) for values, names in keys.items())
+    return TextTable(header=diff.header, rows=rows).transposed("arm") if rows else diff.without(*diff.header)
 
 
 def provenance(runs: pd.DataFrame) -> TextTable:
@@ -96,6 +114,7 @@ def provenance(runs: pd.DataFrame) -> TextTable:
     it."""
     facts = [name for name in runs.columns if name.startswith("manifest.")]
     facts = [name for name in facts if name.split(".")[1] not in SHOWN_ELSEWHERE]
+    facts.sort(key=lambda name: FIRST.index(name.split(".")[1]) if name.split(".")[1] in FIRST else len(FIRST))
     rows = tuple((name.removeprefix("manifest."), distinct(runs[name], count=True)) for name in facts)
     return TextTable(header=("fact", "value"), rows=rows)
 
@@ -143,12 +162,13 @@ def report_markdown(comparison: Comparison) -> str:
     """The report as one Markdown page."""
     runs = comparison.frames.runs
     parts = [
-        f"# {markdown_text(title(comparison))}\n\n", markdown(arms_table(comparison)), "\n",
+        f"# {markdown_text(title(comparison))}\n", *_section("Config: where the arms differ", arm_by_key(comparison)),
+        "\n## Result\n\n", markdown(arms_table(comparison)), "\n",
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.verdict)}\n" for row in comparison.arms.itertuples()),
         *_section("Runs without a result", unfinished_table(comparison)),
         *_section("Training: tokens to loss, spikes, divergence", training_table(comparison)),
         *_section("GEMM output error against FP32", gemm_errors(comparison.frames.stats)),
-        *_section("Config: where the arms differ", config_diff(runs)),
+        *(part for table in text_tables(comparison.frames.parity) for part in _section(*table)),
         *_section("GEMM plans", gemm_plans(runs)),
         *_section("Provenance", provenance(runs)),
     ]  # fmt: skip

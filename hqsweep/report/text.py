@@ -28,6 +28,11 @@ class TextTable:
         numeric = frozenset(new for new, old in enumerate(kept) if old in self.numeric)
         return TextTable(header=tuple(self.header[index] for index in kept), rows=rows, numeric=numeric)
 
+    def transposed(self, corner: str) -> "TextTable":
+        """Columns as rows; `corner` heads the old header, which is the first column."""
+        names, *columns = zip(self.header, *self.rows, strict=True)
+        return TextTable(header=(corner, *names[1:]), rows=tuple(columns))
+
     def column(self, name: str) -> set[str]:
         """The different cells of a column."""
         return {row[self.header.index(name)] for row in self.rows}

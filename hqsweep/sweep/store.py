@@ -37,6 +37,7 @@ PENDING: dict[str, Any] = {
 """status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
 `seconds` is the time of all attempts together, `progress` is {"step", "steps", "loss", "tokens_per_s", "eta_s"}."""
 
+YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 BUSY_EXIT = 75
 """Exit code of a worker that found its run folder locked (EX_TEMPFAIL of sysexits.h)."""
 STORAGE_EXIT = 74
@@ -128,7 +129,7 @@ class RunDir:
     def config(self) -> dict[str, Any]:
         """The resolved config. Raises UserError where there is none."""
         try:
-            return yaml.safe_load(self.config_path.read_text())
+            return yaml.load(self.config_path.read_text(), Loader=YAML)  # as yaml.safe_load, ten times as fast
         except FileNotFoundError:
             raise UserError(f"{self.path}: no config.yaml there, so this is not the folder of a run") from None
 

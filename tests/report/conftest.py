@@ -40,6 +40,7 @@ class FakeRun:
     gemm: str = "exact fp32"
     schedule: tuple = ()
     init_noise: float = 0.0
+    overrides: tuple = ()  # recipe.overrides
 
 
 def losses(run: FakeRun) -> np.ndarray:
@@ -125,7 +126,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "recipe": {
             "name": recipe,
             "linear": {"input": run.fmt, "weight": run.fmt, "grad_output": run.fmt},
-            "overrides": [],
+            "overrides": list(run.overrides),
         },
         "model": {"dim": 64, "layers": 2, "init_noise": run.init_noise},
         "train": {"steps": STEPS, "lr": 0.001, "batch": 4, "context": 32},

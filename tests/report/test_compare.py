@@ -1,5 +1,7 @@
 """compare and write: the files of a report folder hold all rows."""
 
+import re
+
 import pandas as pd
 
 from hqsweep.report.compare import compare, write
@@ -8,7 +10,7 @@ from hqsweep.report.compare import compare, write
 def test_report_folder(make_sweep, fake, tmp_path):
     comparison = compare(make_sweep([*fake.three_arms(), fake.Run(arm="broken", state="failed", reason="x")]), "bf16")
     page = write(comparison, tmp_path / "reports" / "sweep")
-    names = {"report.html", "report.md", "compare.csv", "runs.csv", "metrics.parquet", "stats.parquet"}
+    names = {"report.html", "report.md", "compare.csv", "runs.csv", "metrics.parquet", "stats.parquet", "figures"}
     assert {path.name for path in page.parent.iterdir()} == names and page.name == "report.html"
     arms = pd.read_csv(page.parent / "compare.csv").set_index("arm")
     assert arms.at["nvfp4", "gap"] == comparison.arms.set_index("arm").at["nvfp4", "gap"]
@@ -16,6 +18,25 @@ def test_report_folder(make_sweep, fake, tmp_path):
     assert len(runs) == 10 and runs["final_loss"].isna().sum() == 1 and "config.train.lr" in runs
     pd.testing.assert_frame_equal(pd.read_parquet(page.parent / "metrics.parquet"), comparison.frames.metrics)
     assert len(pd.read_parquet(page.parent / "stats.parquet")) == len(comparison.frames.stats)
+
+
+def test_every_figure_has_its_rows_as_csv(make_sweep, fake, tmp_path):
+    arms = (("bf16", 0, 0), ("x", 0.03, 0), ("null", 0.001, 0.01))
+    runs = [fake.Run(arm=arm, gap=gap, seed=seed, init_noise=noise) for arm, gap, noise in arms for seed in (0, 1)]
+    comparison = compare(make_sweep([*runs, fake.Run(arm="broken", seed=4, state="failed", steps=50)]), "bf16")
+    page = write(comparison, tmp_path / "out")
+    files = {path.stem: pd.read_csv(path) for path in (page.parent / "figures").iterdir()}
+    assert set(re.findall(r'href="figures/(\w+)\.csv"', page.read_text())) == set(files)
+    assert set(files) == {"final_gap", "val_loss_gap", "train_loss_gap", "val_loss", "train_loss", "quantization_error",
+                          "gradient_cosine", "throughput"}  # fmt: skip
+    losses = files["train_loss"]
+    assert len(losses[losses["broken_seed"].isna()]) == 3 * fake.steps and (losses["broken_seed"] == 4).sum() == 50
+    gaps = files["final_gap"].set_index(["arm", "seed"])
+    assert gaps.at[("x", "mean"), "gap"] == comparison.arms.set_index("arm").at["x", "gap"]
+    assert gaps.at[("x", "1"), "gap"] == comparison.finals.set_index(["arm", "seed"]).at[("x", 1), "gap"]
+    assert list(files["throughput"].columns) == ["arm", "seed", "tokens_per_s"] and len(files["throughput"]) == 7
+    errors = files["quantization_error"]
+    assert len(errors) == 3 * 8 * 6 and {"sqnr_db", "underflow_pct"} <= set(errors)  # the broken run was not sampled
 
 
 def test_a_sweep_that_has_only_begun_still_makes_a_report(make_sweep, fake, tmp_path):

@@ -1,5 +1,8 @@
-"""The report in a real browser: it draws, without an error, and without the network."""
+"""The report in a real browser: it draws, without an error, and without the network; it fits a phone and paper, and
+everything in it can be reached with the Tab key."""
 
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +13,7 @@ import pytest
 from hqsweep.report.compare import compare, write
 
 CHROMIUM = shutil.which("chromium")
+HARNESS = Path(__file__).with_name("harness.html")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 
@@ -18,8 +22,9 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
     done = subprocess.run(
         [
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--window-size=1200,4000", f"--user-data-dir={profile}", "--proxy-server=127.0.0.1:9",
-            "--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom", page.as_uri(),
+            "--window-size=1600,4000", f"--user-data-dir={profile}", "--proxy-server=127.0.0.1:9",
+            "--allow-file-access-from-files", "--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom",
+            page.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
@@ -28,15 +33,32 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
 
 @pytest.fixture
 def page(make_sweep, fake, tmp_path):
-    runs = [*fake.three_arms(), fake.Run(arm="</script><script>console.error('in')</script>", state="failed", steps=80)]
-    return write(compare(make_sweep(runs), "bf16"), tmp_path / "out")
+    nasty = ("</script><script>injected = 1; console.error('in')</script>", '<img src=x onerror="injected = 1">')
+    runs = [*fake.three_arms(), *(fake.Run(arm=arm, state="failed", steps=120, fmt="mxfp8") for arm in nasty)]
+    null = [fake.Run(arm="null", seed=seed, gap=0.001, init_noise=0.01, fmt="bf16") for seed in range(3)]
+    return write(compare(make_sweep([*runs, *null], nasty[1]), "bf16"), tmp_path / "out")
 
 
-def test_report_draws_without_network_or_console_messages(page, tmp_path):
-    dom, console = browse(page, tmp_path / "profile")
-    assert console == []
-    assert dom.count('class="main-svg"') >= 8  # at least one layer for each of the eight figures
-    assert len(re.findall(r'class="trace scatter', dom)) > 20 and "heatmaplayer" in dom and "<image" in dom
+def test_report_in_a_browser(page, tmp_path):
+    """One start for all, as a start takes seconds."""
+    dom, console = browse(Path(shutil.copy(HARNESS, page.parent)), tmp_path / "profile")
+    assert console == []  # drawn without an error, and without asking for the network
+    facts = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+    assert facts["injected"] == 0
+    desk, phone, keyboard = facts["desk"], facts["phone"], facts["keyboard"]
+    assert desk["plots"] == 3 + 2 + 6 + 6 + 2 + 1  # gaps, losses, SQNR, underflow, gradients, speed
+    assert desk["svgs"] >= desk["plots"] and desk["lines"] > 20 and desk["heatmaps"] == 12
+    assert desk["headings"][0] == "Config: where the arms differ"
+    assert (desk["inner"], phone["inner"]) == (1200, 390)
+    for view in (desk, phone):
+        assert view["scroll"] <= view["inner"] and view["widest"] <= view["inner"]
+    assert keyboard["controls"] > 30 and keyboard["outlines"] == ["solid"]
+    assert [keyboard[fault] for fault in ("mouse_only", "unsaid", "unnamed", "broken")] == [0, 0, 0, 0]
+    lines = facts["interaction"]
+    assert lines["unticked"] == 3 and lines["without"] == 2 + 2 + 2 and lines["again"] == 0  # curves and gradients
+    settled, whole, again = lines["ranges"]
+    assert settled == again != whole
+    assert facts["paper"] == [325, 660]
 
 
 def test_the_page_may_not_fetch_and_the_console_would_tell(page, tmp_path):

@@ -1,0 +1,104 @@
+"""Quantization errors by layer, tensor and direction as heatmaps: SQNR, and how much a format rounds to zero."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from hqsweep.report.arms import Comparison
+from hqsweep.report.look import Panel, figure, label, listed
+
+SHORT = {"grad_output": "grad", "rowwise": "row", "columnwise": "col"}
+SLOT = ["arm", "layer", "tensor", "direction"]
+WRITTEN = 60
+"""More lines than these are too low to write in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What a heatmap shows: its unit, the text of a cell, and colours that are dark where it is bad."""
+
+    unit: str
+    cell: Callable[[float], str]
+    colours: str
+
+
+DECIBEL = Measure(unit="dB", cell=lambda db: "∞" if np.isposinf(db) else f"{db:.0f}", colours="Viridis")
+PERCENT = Measure(
+    unit="%", cell=lambda share: f"{share:.2g}" if share >= 0.1 or share == 0 else "<.1", colours="Viridis_r"
+)
+
+
+def sqnr_heatmaps(comparison: Comparison) -> Iterator[Panel]:
+    """For each arm with statistics: median SQNR in dB over steps and seeds, layer by (tensor, direction), one colour
+    scale."""
+    rows = error_rows(comparison)
+    return _panels(rows, "sqnr_db", colour_range(rows["sqnr_db"].to_numpy()), DECIBEL, "Median SQNR in dB", "lowest")
+
+
+def underflow_heatmaps(comparison: Comparison) -> Iterator[Panel]:
+    """The same of the elements in % that are not 0 but become 0; only of arms where some do."""
+    rows = error_rows(comparison)
+    some = rows.groupby("arm")["underflow_pct"].transform("max") > 0
+    highest = rows["underflow_pct"].max()
+    return _panels(rows[some], "underflow_pct", (0.0, highest), PERCENT, "Median underflow in %", "highest")
+
+
+def error_rows(comparison: Comparison) -> pd.DataFrame:
+    """arm, layer, tensor, direction, format, sqnr_db, underflow_pct: medians over sampled steps and seeds, arms in
+    their order."""
+    rows = comparison.frames.stats
+    groups = rows[rows["direction"] != "output"].groupby(SLOT, sort=False)
+    found = groups.agg({"format": "last", "sqnr_db": "median", "underflow_pct": "median"}).reset_index()
+    places = {arm: place for place, arm in enumerate(comparison.arms["arm"])}
+    return found.sort_values("arm", key=lambda arms: arms.map(places), kind="stable", ignore_index=True)
+
+
+def _panels(
+    rows: pd.DataFrame, column: str, scale: tuple[float, float], measure: Measure, what: str, worst: str
+) -> Iterator[Panel]:
+    layers, columns = rows["layer"].unique(), pd.MultiIndex.from_frame(rows[["tensor", "direction"]].drop_duplicates())
+    wide = rows.pivot(index=["arm", "layer"], columns=["tensor", "direction"], values=[column, "format"])
+    for arm, part in rows.groupby("arm", sort=False):
+        own = wide.loc[arm].reindex(index=layers)
+        grids = own[column].reindex(columns=columns).astype(float), own["format"].reindex(columns=columns)
+        known = part.dropna(subset=column).sort_values(column, ascending=worst == "lowest").head(3)
+        slots = (f"{row.layer} {row.tensor} {row.direction} {getattr(row, column):.3g}" for row in known.itertuples())
+        says = f"{what} of {arm} by layer, tensor and direction; {worst}: {listed(slots)}."
+        yield Panel(
+            heading=arm, figure=heatmap(*grids, scale, measure), name="quantization_error", rows=rows, says=says
+        )
+
+
+def colour_range(values: np.ndarray) -> tuple[float, float]:
+    """Multiples of 5 dB around the finite values, at least 10 dB apart."""
+    values = values[np.isfinite(values)] if np.isfinite(values).any() else np.array([0.0])
+    low = 5 * np.floor(values.min() / 5)
+    return low, max(low + 10, 5 * np.ceil(values.max() / 5))
+
+
+def heatmap(
+    grid: pd.DataFrame, formats: pd.DataFrame, scale: tuple[float, float], measure: Measure = DECIBEL
+) -> go.Figure:
+    """Numbers of lines by two levels of columns; formats are shown beside a value that is pointed at."""
+    values, (low, high) = grid.to_numpy(), scale
+    cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
+    written = len(grid) <= WRITTEN
+    tall = 22 if written else 11
+    fig = figure(
+        "", "", height=80 + tall * len(grid), y={"autorange": "reversed", "showgrid": False, "ticks": ""},
+        x={"showgrid": False, "ticks": "", "tickangle": 0, "tickfont": {"size": 11}, "title": None,
+           "showdividers": False},
+    )  # fmt: skip
+    fig.add_heatmap(
+        z=np.clip(values, low, high), y=[label(name) for name in grid.index],
+        x=[[SHORT.get(name, name) for name in names] for names in zip(*grid.columns, strict=True)],
+        text=cells, texttemplate="%{text}" if written else None, textfont={"size": 12},
+        customdata=formats.fillna("").map(label).to_numpy(),
+        zmin=low, zmax=high, colorscale=measure.colours, xgap=1, ygap=1, hoverongaps=False,
+        showscale=not written, colorbar={"title": {"text": measure.unit}, "thickness": 10, "outlinewidth": 0},
+        hovertemplate=f"%{{y}}, %{{x}}<br>%{{z:.4g}} {measure.unit} (%{{customdata}})<extra></extra>",
+    )  # fmt: skip
+    return fig

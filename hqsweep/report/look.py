@@ -1,0 +1,113 @@
+"""What all figures of a report share: their look, and the panel of a figure with its rows and its words.
+
+Colours are Okabe and Ito's (safe for colour-blind readers), black for the baseline and grey for the null arm; no two of
+30 arms have the same colour and dash, so that they differ in grey print too. Labels are escaped, because plotly reads
+HTML in them.
+"""
+
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from hqsweep.report.arms import Comparison
+
+BASELINE_COLOUR, NULL_COLOUR, NULL_BAND = "#000000", "#767676", "rgba(118,118,118,0.18)"
+NULL_EDGE = {"color": NULL_COLOUR, "width": 1, "dash": "dot"}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "triangle-up", "cross", "star")
+MAX_POINTS = 400  # per line: more cannot be seen and make the file large
+MAX_SAID = 8  # arms in the words that stand for a figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A figure, and what stands beside it.
+
+    heading  over the figure
+    figure   what plotly draws
+    name     of the CSV file that holds its rows; panels with the same name have the same rows
+    rows     every row that is drawn, and those that were left out because too many points cannot be seen
+    says     the figure in words, for who cannot see it
+    zoomed   whether the y axis leaves rows out, which the page then offers to show
+    """
+
+    heading: str
+    figure: go.Figure
+    name: str
+    rows: pd.DataFrame
+    says: str
+    zoomed: bool = False
+
+
+def label(name: str) -> str:
+    """A name as plotly must get it to show it as it is."""
+    return html.escape(name, quote=False)
+
+
+def styles(comparison: Comparison) -> dict[str, dict]:
+    """arm -> line style, the same in every figure."""
+    looks = zip(itertools.cycle(COLOURS), itertools.cycle(DASHES), strict=False)
+    black, found = itertools.cycle(DASHES), {}
+    for row in comparison.arms[["arm", "baseline", "null"]].itertuples():
+        if row.arm == row.baseline:
+            found[row.arm] = {"color": BASELINE_COLOUR, "dash": next(black)}
+        elif row.null:
+            found[row.arm] = {"color": NULL_COLOUR, "dash": "solid"}
+        else:
+            found[row.arm] = dict(zip(("color", "dash"), next(looks), strict=True))
+    return {arm: {"width": 2, **style} for arm, style in found.items()}
+
+
+def symbol(style: dict) -> str:
+    """The marker that goes with a line style, so that arms differ by more than colour."""
+    return SYMBOLS[DASHES.index(style["dash"])]
+
+
+def figure(
+    y_title: str, x_title: str = "step", height: int = 340, x: dict | None = None, y: dict | None = None
+) -> go.Figure:
+    """An empty figure in the report's look: white, one thin grid; `x` and `y` are more settings of the axes. The page
+    has one legend for all of them."""
+    look = {"gridcolor": "#e6e6e6", "zeroline": False, "linecolor": "#888", "tickcolor": "#888", "ticks": "outside"}
+    look |= {"automargin": True}
+    return go.Figure(layout={  # at once: every later change costs plotly milliseconds
+        "template": "none", "height": height, "margin": {"l": 56, "r": 12, "t": 12, "b": 44}, "hovermode": "closest",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "showlegend": False,
+        "xaxis": {"title": {"text": x_title, "standoff": 8}, **look, **(x or {})},
+        "yaxis": {"title": {"text": y_title, "standoff": 8}, **look, **(y or {})},
+    })  # fmt: skip
+
+
+def thin(rows: pd.DataFrame) -> pd.DataFrame:
+    """At most MAX_POINTS evenly spaced rows, the first and the last among them."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]
+
+
+def padded(values: np.ndarray) -> list[float] | None:
+    """[low, high] of the finite values with 8 % of room on both sides; None when there are none."""
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return None
+    room = 0.08 * (values.max() - values.min()) or 1e-3
+    return [float(values.min() - room), float(values.max() + room)]
+
+
+def faint(colour: str) -> str:
+    """A #rrggbb colour for bands."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.15)"
+
+
+def listed(says: Iterable[str]) -> str:
+    """At most MAX_SAID parts of a sentence, and how many more there are."""
+    parts: Sequence[str] = list(says)
+    more = len(parts) - MAX_SAID
+    return "; ".join([*parts[:MAX_SAID], *([f"and {more} more, in the CSV"] if more > 0 else [])])

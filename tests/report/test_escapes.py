@@ -1,0 +1,68 @@
+"""HTML in every name that a config, a folder or a failure can bring: text in the page, in Markdown and in CSV."""
+
+import re
+
+import pandas as pd
+import pytest
+
+from hqsweep.report.compare import compare, write
+from tests.report.test_html import Tags
+
+IMG = '<img src=x onerror="injected=1">'
+ARM, RECIPE = f"{IMG} & 'arm'", f'{IMG}\n| "recipe", `r`'
+SWEEP, LAYER, WHY = f"{IMG}sweep", f"{IMG}.layers.*", "</script><svg onload=alert(1)> boom"
+
+
+@pytest.fixture
+def page(make_sweep, fake, tmp_path):
+    overrides = ({"name": LAYER, "linear": "bf16"},)
+    runs = [fake.Run(seed=seed) for seed in (0, 1)]
+    runs += [fake.Run(arm=ARM, recipe=RECIPE, seed=seed, overrides=overrides, gap=0.01) for seed in (0, 1)]
+    runs += [fake.Run(arm=ARM, recipe=RECIPE, seed=2, overrides=overrides, state="failed", reason=WHY, steps=120)]
+    comparison = compare(make_sweep(runs, name=SWEEP), "bf16")
+    stats = comparison.frames.stats
+    stats["layer"] = IMG + stats["layer"].astype(str)
+    stats["format"] = IMG
+    return write(comparison, tmp_path / "out")
+
+
+def test_in_html_they_are_text(page):
+    text = page.read_text()
+    tags = Tags(text)
+    allowed = {"html", "head", "meta", "link", "title", "style", "script", "body", "h1", "h2", "nav", "div", "table",
+               "thead", "tbody", "tr", "th", "td", "p", "a", "ul", "li", "b", "figure", "figcaption", "button", "wbr",
+               "fieldset", "legend", "label", "input", "svg", "line"}  # fmt: skip
+    assert {tag for tag, _ in tags.tags} <= allowed
+    assert not [name for _, attributes in tags.tags for name in attributes if name.startswith("on")]
+    for name in (ARM, " ".join(RECIPE.split()), SWEEP, WHY, LAYER.replace('"', '\\"')):
+        assert name in tags.text, name
+    inert = text[text.index("</style>") :]
+    inert = inert[inert.index("</script>") + len("</script>") :]  # plotly.js itself knows the word
+    assert "<img" not in inert and "<svg onload" not in inert
+    assert {attributes["data-arm"] for _, attributes in tags.tags if "data-arm" in attributes} == {"bf16", ARM}
+
+
+def test_what_plotly_shows_is_escaped_for_plotly(page):
+    """In the scripts of figures < is \\u003c. Plotly reads names, texts and ticks as HTML, so there < must be &lt;."""
+    scripts = re.findall(r"Plotly\.newPlot\((.+?)\)\s*};?\s*</script>", page.read_text(), re.DOTALL)
+    shown = re.findall(r'"(?:name|text|y|categoryarray|customdata)":(".*?[^\\]"|\[.*?\])', " ".join(scripts))
+    assert len(scripts) >= 10 and sum("\\u0026lt;img" in value or "&lt;img" in value for value in shown) >= 10
+    assert not [value for value in shown if "\\u003cimg" in value]
+
+
+def test_in_markdown_they_are_text(page):
+    text = (page.parent / "report.md").read_text()
+    assert "<" not in text.replace("&lt;", "") and "&lt;img src=x" in text
+    for block in text.split("\n\n"):
+        lines = [line.replace("\\\\", "").replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+
+
+def test_csv_gives_them_back_as_they_were(page):
+    runs = pd.read_csv(page.parent / "runs.csv")
+    assert set(runs["arm"]) == {"bf16", ARM} and set(runs["config.recipe.name"]) == {"bf16", RECIPE}
+    assert set(runs["sweep"]) == {SWEEP} and WHY in set(runs["reason"])
+    assert set(pd.read_csv(page.parent / "compare.csv")["arm"]) == {"bf16", ARM}
+    files = {path.stem: pd.read_csv(path) for path in (page.parent / "figures").iterdir()}
+    assert all(ARM in set(rows["arm"]) for rows in files.values()) and len(files) == 8
+    assert files["quantization_error"]["layer"].str.startswith(IMG).all()
