@@ -1,4 +1,5 @@
-"""benchmarks/scale.py: its runs are runs, each command is timed, and the published rows kept their budgets."""
+"""benchmarks/scale.py: its runs are runs, each command is timed, and published rows are full-size and took less CPU
+time than their budgets. What the wall clock said, on a machine that others used as well, stands in the rows."""
 
 import json
 
