@@ -11,7 +11,8 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("nn",), ("optim",), ("compat", "export"),
+    ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("gemm_grouped",), ("nn",), ("optim",),
+    ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
     ("config_types",), ("config_engine", "config_errors", "config_checks"), ("config",),
     ("worker", "launch", "doctor", "completion"), ("cli_completion",), ("cli_output",),

@@ -150,9 +150,9 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
     plan = partial(native.gemm_plan, stage.recipe.gemm, device=trainer.device)
     plans = {}
     for module in modules:
-        roles = module.slot_roles()
+        quantizers = module.chosen(found)
         pairs = {
-            gemm: [getattr(found[roles[tensor]], direction) for tensor, direction in operands]
+            gemm: [getattr(quantizers[tensor], direction) for tensor, direction in operands]
             for gemm, operands in MODULE_GEMMS[module.module_type].items()
         }
         low = any(not isinstance(format, Identity) for pair in pairs.values() for format in pair)

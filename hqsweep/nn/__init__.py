@@ -2,6 +2,7 @@
 
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.context import autocast, quantization
+from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear import Linear
@@ -13,6 +14,7 @@ from hqsweep.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DotProductAttention",
+    "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

@@ -24,6 +24,8 @@ class Call:
 
     module_type: str
     name: str
+    expert: int | None = None
+    """Which of the experts of a grouped linear."""
     quantizers: Section
     dtype: torch.dtype
     context: Context
@@ -36,9 +38,14 @@ class Call:
 
     def key(self, tensor: str) -> RngKey:
         """The stream of one slot in this step and microbatch; of a weight in this step."""
-        slot = str(QuantizerRole(self.module_type, tensor, self.name))
+        slot = str(QuantizerRole(self.module_type, tensor, self.name, self.expert))
         part = self.context.microbatch if tensor != "weight" else 0
         return self.context.key(f"{slot}@{part}" if part else slot)
+
+    @property
+    def layer(self) -> str:
+        """As messages and a probe name it: experts stand behind a point."""
+        return self.name if self.expert is None else f"{self.name}.{self.expert}"
 
     def quantizer(self, tensor: str) -> HybridQuantizer:
         return getattr(self.quantizers, tensor)
@@ -71,15 +78,15 @@ class Call:
         try:
             return mm_t_native(a, b, out_dtype=out_dtype)
         except UserError as error:
-            raise UserError(f"{self.name}: {error}") from None
+            raise UserError(f"{self.layer}: {error}") from None
 
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
         """Report x [rows, cols] to the probe, if there is one."""
         if self.context.probe:
             facts = (self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
-            self.context.probe.tensor(self.name, tensor, x, *facts)
+            self.context.probe.tensor(self.layer, tensor, x, *facts)
 
     def probe_gemm(self, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """Report a GEMM of unquantized a [m, k] and b [n, k], if there is a probe."""
         if self.context.probe:
-            self.context.probe.gemm(self.name, gemm, a, b, actual)
+            self.context.probe.gemm(self.layer, gemm, a, b, actual)

@@ -1,6 +1,7 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,46 @@ from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant import LinearQuantizers, QuantizerRole
 
 
-class Linear(QuantizedModule):
+class LinearBase(QuantizedModule):
+    """What single and grouped linears have in common: their settings, and the facts of a call."""
+
+    def __init__(
+        self,
+        name: str,
+        quantizers: LinearQuantizers,
+        *,
+        gemm: str = "exact",
+        dtype: torch.dtype = torch.bfloat16,
+        fuse_wgrad_accumulation: bool = False,
+        save_original_input: bool = False,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.quantizers = quantizers
+        self.gemm = gemm
+        self.dtype = dtype
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.save_original_input = save_original_input
+        self.workspace = WeightWorkspace()
+
+    def linear_facts(self) -> dict[str, Any]:
+        """The fields of a LinearCall, as they are now."""
+        facts = self.call_facts()
+        cache = facts["context"].cache_weights
+        if not cache:
+            self.workspace.clear()
+        return facts | {
+            "main_grad": self.fuse_wgrad_accumulation,
+            "save_original": self.save_original_input and facts["quantizers"].input.may_save_original,
+            "workspace": self.workspace if cache else None,
+        }
+
+    def extra_repr(self) -> str:
+        q = self.quantizers
+        return f"{self.name}: input {q.input}, weight {q.weight}, grad_output {q.grad_output}"
+
+
+class Linear(LinearBase):
     """y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]).
 
     x is rounded to `dtype` before quantization, y and dx are returned in `dtype`; weight stays in its own dtype (FP32
@@ -38,20 +78,11 @@ class Linear(QuantizedModule):
         *,
         name: str,
         quantizers: LinearQuantizers,
-        gemm: str = "exact",
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
-        fuse_wgrad_accumulation: bool = False,
-        save_original_input: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        self.name = name
-        self.quantizers = quantizers
-        self.gemm = gemm
-        self.dtype = dtype
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
-        self.workspace = WeightWorkspace()
+        super().__init__(name, quantizers, dtype=dtype, **options)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         weight = nn.init.normal_(torch.empty(out_features, in_features), std=1 / math.sqrt(in_features))
         role = QuantizerRole("linear", "weight", name)
@@ -67,22 +98,7 @@ class Linear(QuantizedModule):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        call = self._call()
+        call = LinearCall(**self.linear_facts())
         y = LinearFunction.apply(x.reshape(-1, x.shape[-1]).to(self.dtype), self.weight, self.bias, call)
         y = call.rounded("output", y)
-        return y.view(*x.shape[:-1], -1)
-
-    def _call(self) -> LinearCall:
-        facts = self.call_facts()
-        if not facts["context"].cache_weights:
-            self.workspace.clear()
-        return LinearCall(
-            **facts,
-            main_grad=self.fuse_wgrad_accumulation,
-            save_original=self.save_original_input and facts["quantizers"].input.may_save_original,
-            workspace=self.workspace if facts["context"].cache_weights else None,
-        )
-
-    def extra_repr(self) -> str:
-        q = self.quantizers
-        return f"{self.name}: input {q.input}, weight {q.weight}, grad_output {q.grad_output}"
+        return y.view(*x.shape[:-1], y.shape[-1])

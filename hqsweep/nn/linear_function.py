@@ -49,7 +49,7 @@ class LinearCall(Call):
 
         if self.workspace is None or isinstance(weight, Operand | HybridQuantizedTensor):
             return make()
-        return self.workspace.take(weight, direction, quantizer, self.product_takes, key, make)
+        return self.workspace.take((weight,), direction, quantizer, self.product_takes, key, make)
 
     def check_weight(self, weight: Tensor, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for a weight that one of the GEMMs could not use."""
@@ -60,7 +60,7 @@ class LinearCall(Call):
             if self.main_grad and needs_dw:
                 check_main_grad(weight)
         except UserError as error:
-            raise UserError(f"{self.name}: {error}") from None
+            raise UserError(f"{self.layer}: {error}") from None
 
     def saved_input(self, tensors: tuple[Tensor, ...], skeleton: Skeleton | None) -> Operand | ExactOperand:
         """The columnwise operand of x, from what was saved of it."""
@@ -72,7 +72,7 @@ class LinearCall(Call):
         """The high-precision weight, probed. For one that is held quantized that is the probe's original of the layer;
         without one the values held stand in for it in the errors of GEMMs, and no error of its own is reported."""
         if isinstance(weight, HybridQuantizedTensor):
-            original = self.context.probe.originals.get(self.name)
+            original = self.context.probe.originals.get(self.layer)
             if original is None:
                 return weight.dequantize(self.dtype)
             weight = original

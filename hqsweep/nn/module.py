@@ -63,10 +63,14 @@ class QuantizedModule(nn.Module):
         """The roles of the forward slots, or of the backward ones, in order, the boundary slot last."""
         return [role for slot, role in self.slot_roles().items() if (slot in (*GRADIENTS, "grad_input")) != fwd]
 
+    def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
+        """Fields of the section, from the quantizers of the roles."""
+        return {slot: None if role is None else resolved[role] for slot, role in self.slot_roles().items()}
+
     def rebuild(self, resolved: Mapping[QuantizerRole, HybridQuantizer], gemm: str) -> int:
         """Take the quantizers of these roles and a mode; returns how many slots have changed by value."""
         self.gemm = gemm
-        new = _chosen(self.slot_roles(), resolved)
+        new = self.chosen(resolved)
         changed = {slot: q for slot, q in new.items() if getattr(self.quantizers, slot) != q}
         if changed:
             self.quantizers = replace(self.quantizers, **changed)
@@ -84,7 +88,7 @@ class QuantizedModule(nn.Module):
         if self._autocast is None or (self._autocast[0] is not recipe and self._autocast[0] != recipe):
             roles = self.slot_roles()
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
-            self._autocast = recipe, replace(self.quantizers, **_chosen(roles, resolved))
+            self._autocast = recipe, replace(self.quantizers, **self.chosen(resolved))
         return self._autocast[1]
 
     def call_facts(self) -> dict[str, Any]:
@@ -135,9 +139,3 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
     modules = quantized_modules(model)
     resolved = recipe.resolve(role for module in modules for role in module.slot_roles().values())
     return sum(module.rebuild(resolved, recipe.gemm) for module in modules)
-
-
-def _chosen(
-    roles: Mapping[str, QuantizerRole | None], resolved: Mapping[QuantizerRole, HybridQuantizer]
-) -> dict[str, HybridQuantizer | None]:
-    return {slot: None if role is None else resolved[role] for slot, role in roles.items()}

@@ -16,7 +16,15 @@ from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.ops.request import Output
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand, QuantizerRole, flatten, unflatten
+from hqsweep.quant import (
+    GroupedTensor,
+    HybridQuantizedTensor,
+    HybridQuantizer,
+    Operand,
+    QuantizerRole,
+    flatten,
+    unflatten,
+)
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import Skeleton
@@ -46,19 +54,33 @@ def quantized_model_init(*, enabled: bool = True, preserve_high_precision_init_v
 
 
 def gemm_weight(
-    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: DelayedStates
+    weight: Tensor,
+    quantizer: HybridQuantizer,
+    role: QuantizerRole,
+    dtype: torch.dtype,
+    states: DelayedStates | Sequence[DelayedStates],
 ) -> nn.Parameter:
     """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
-    dtype: that of the module's tensors, to which weights are rounded before they are quantized. states: the module's.
+    dtype: that of the module's tensors, to which weights are rounded before they are quantized. states: the module's,
+    or, of weights [E, N, K] of experts in one parameter, those of each.
     """
     init = _INIT.get()
     if init is None:
         return nn.Parameter(weight)
     options = {"source_dtype": dtype, "key": current().key(str(role))}
-    options["states"] = states.of("weight", quantizer, device=weight.device)
+    options["states"] = _weight_states(states, quantizer, weight.device)
     options["preserve_high_precision_init_val"] = init.preserve
-    return nn.Parameter(HybridQuantizedTensor.quantize(weight.detach(), quantizer, **options))
+    kind = HybridQuantizedTensor if isinstance(states, DelayedStates) else GroupedTensor
+    return nn.Parameter(kind.quantize(weight.detach(), quantizer, **options))
+
+
+def _weight_states(
+    states: DelayedStates | Sequence[DelayedStates], quantizer: HybridQuantizer, device: torch.device
+) -> SlotStates | list[SlotStates | None] | None:
+    if isinstance(states, DelayedStates):
+        return states.of("weight", quantizer, device=device)
+    return [own.of("weight", quantizer, device=device) for own in states]
 
 
 def weight_operand(
@@ -83,10 +105,10 @@ def weight_operand(
     return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key, states=states), direction)
 
 
-def link_states(weight: Tensor, states: DelayedStates) -> None:
+def link_states(weight: Tensor, states: DelayedStates | Sequence[DelayedStates]) -> None:
     """Have a weight that is held quantized use the states of its module, after a copy, a move or a checkpoint."""
     if isinstance(weight, HybridQuantizedTensor):
-        weight.states = states.of("weight", weight.quantizer, device=weight.device)
+        weight.states = _weight_states(states, weight.quantizer, weight.device)
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:

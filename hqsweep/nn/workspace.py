@@ -1,6 +1,6 @@
 """WeightWorkspace: operands of a weight that later calls use again, while nobody has written to the weight."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +12,9 @@ from hqsweep.quant.hybrid import Direction
 
 
 class WeightWorkspace:
-    """One operand a direction: 2 bytes an element each where it is exact in bfloat16.
+    """One operand a direction, of a weight or of a group: 2 bytes an element each where it is exact in bfloat16.
 
-    Used inside quantization(cache_weights=True). An operand is made anew when the weight's memory, its version counter,
+    Used inside quantization(cache_weights=True). An operand is made anew when a weight's memory, its version counter,
     the quantizer, its output or, for +sr, the key of the random bits is another one. Writing through weight.data
     bypasses torch's version counter and so this check.
     """
@@ -24,7 +24,7 @@ class WeightWorkspace:
 
     def take(
         self,
-        weight: Tensor,
+        weights: Sequence[Tensor],
         direction: Direction,
         quantizer: HybridQuantizer,
         output: Output,
@@ -32,9 +32,10 @@ class WeightWorkspace:
         make: Callable[[], Any],
     ) -> Any:
         """What make() gave when it was last called for the same bits in the same form."""
-        if weight.is_inference() or quantizer.delayed:  # without a version counter; not all that it depends on
-            return make()
-        identity = (weight.data_ptr(), weight._version, quantizer, output, key if quantizer.stochastic else None)
+        if quantizer.delayed or any(weight.is_inference() for weight in weights):
+            return make()  # weights are not all that it depends on, or they have no version counter
+        memory = tuple((w.data_ptr(), w._version) for w in weights)
+        identity = (memory, quantizer, output, key if quantizer.stochastic else None)
         found = self._made.get(direction)
         if found is None or found[0] != identity:
             self._made.pop(direction, None)  # its memory is free before the new one is made

@@ -2,6 +2,7 @@
 
 from hqsweep.quant import tensor_ops  # noqa: F401 (registers its handlers)
 from hqsweep.quant.custom import CustomRecipe
+from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.quant.recipe import Recipe
@@ -13,6 +14,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 __all__ = [
     "CustomRecipe",
     "DpaQuantizers",
+    "GroupedTensor",
     "HybridOperand",
     "HybridQuantizedTensor",
     "HybridQuantizer",

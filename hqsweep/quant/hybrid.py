@@ -148,12 +148,16 @@ class HybridQuantizer:
         **options: Any,
     ) -> ops.Quantized:
         source = self.columnwise_source if formats["columnwise"] else "original"
-        keys = {f"{direction}_key": _slot(key, getattr(self, direction), direction) for direction in DIRECTIONS}
+        keys = self.direction_keys(key)
         grids = states.grids(formats) if states else {}
         made = ops.quantize(x, **formats, columnwise_source=source, **keys, **grids, **options)
         if states:
             states.note(x, formats, source, keys["rowwise_key"])
         return made
+
+    def direction_keys(self, key: RngKey | None) -> dict[str, RngKey | None]:
+        """Keyword arguments of ops.quantize: the stream of each direction of a slot, where its format draws bits."""
+        return {f"{direction}_key": _slot(key, getattr(self, direction), direction) for direction in DIRECTIONS}
 
 
 def _operand(

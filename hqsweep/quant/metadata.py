@@ -49,16 +49,25 @@ class Metadata:
         rows, cols = self.matrix
         return (rows, cols) if direction == "rowwise" else (cols, rows)
 
+    def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape of one buffer; UserError for a matrix that the format cannot hold."""
+        format = getattr(self.quantizer, direction)
+        return format.layout[name].dtype, format.shapes(*self.shape(direction))[name]
+
     def empty(self, device: torch.device | str) -> dict[str, Tensor]:
         """Uninitialised buffers; UserError for a shape that a format cannot hold."""
-        made = {d: getattr(self.quantizer, d).empty(*self.shape(d), device) for d in self.directions}
-        return {f"{d}_{name}": made[d][name] for d, name in self.stored}
+        made = {}
+        for direction in self.directions:
+            getattr(self.quantizer, direction).check_shape(*self.shape(direction))
+        for direction, name in self.stored:
+            dtype, shape = self.buffer(direction, name)
+            made[f"{direction}_{name}"] = torch.empty(shape, dtype=dtype, device=device)
+        return made
 
     def check(self, buffers: Mapping[str, Tensor]) -> None:
         """UserError for buffers that are missing, or have another shape or dtype than the formats say."""
         for direction, name in self.stored:
-            format = getattr(self.quantizer, direction)
-            wanted = format.layout[name].dtype, format.shapes(*self.shape(direction))[name]
+            wanted = self.buffer(direction, name)
             tensor = buffers.get(f"{direction}_{name}")
             if tensor is None or (tensor.dtype, tuple(tensor.shape)) != wanted:
                 got = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

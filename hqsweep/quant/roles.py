@@ -28,9 +28,12 @@ class QuantizerRole:
     tensor_type: str = ""
     name: str = ""
     """Path of the module in the model, such as "layers.3.attn.qkv"."""
+    expert: int | None = None
+    """Which of the experts of a grouped linear; overrides by name reach all of them."""
 
     def __str__(self) -> str:
-        return "/".join(part for part in (self.name, self.module_type, self.tensor_type) if part)
+        words = (self.name, self.module_type, self.tensor_type, "" if self.expert is None else str(self.expert))
+        return "/".join(word for word in words if word)
 
     @property
     def layer(self) -> int | None:

@@ -21,6 +21,8 @@ from hqsweep.quant.operand import Operand
 from hqsweep.quant.tensor_dispatch import dispatch
 
 INIT_VAL = "high_precision_init_val"
+KINDS: dict[str, type] = {}
+"""Name of a class of quantized tensors -> the class, as files name it."""
 
 
 class HybridQuantizedTensor(torch.Tensor):
@@ -37,6 +39,10 @@ class HybridQuantizedTensor(torch.Tensor):
     none."""
     high_precision_init_val: Tensor | None
     """What preserve_high_precision_init_val kept, on the CPU."""
+
+    metadata_type: type[Metadata] = Metadata
+    handlers: Mapping[Any, Any] = {}
+    """Operators that a subclass has handlers of its own for."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -55,6 +61,21 @@ class HybridQuantizedTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.__name__] = cls
+
+    @classmethod
+    def takes(cls, shape: Sequence[int]) -> bool:
+        """Whether a tensor of the class may have this shape: two axes or more."""
+        return len(shape) >= 2
+
+    @classmethod
+    def metadata_of(cls, shape: Sequence[int], **facts: Any) -> Metadata:
+        """That of a tensor of this shape; UserError for one that the class does not take."""
+        if not cls.takes(shape):
+            raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
+        return cls.metadata_type(matrix=(torch.Size(shape[:-1]).numel(), shape[-1]), **facts)
+
     @classmethod
     def empty(
         cls,
@@ -68,14 +89,12 @@ class HybridQuantizedTensor(torch.Tensor):
         key: RngKey | None = None,
     ) -> Self:
         """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold."""
-        if len(shape) < 2:
-            raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
         if not directions or not set(directions) <= set(DIRECTIONS):
             raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
-        metadata = Metadata(
+        metadata = cls.metadata_of(
+            shape,
             quantizer=quantizer,
             directions=tuple(d for d in DIRECTIONS if d in directions),
-            matrix=(torch.Size(shape[:-1]).numel(), shape[-1]),
             dtype=dtype,
             source_dtype=source_dtype or dtype,
         )
@@ -125,12 +144,23 @@ class HybridQuantizedTensor(torch.Tensor):
             if not (self.is_meta or x.is_meta):
                 matrix = x.to(self.device, meta.source_dtype).reshape(meta.matrix)
                 wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-                states = self.states and replace(self.states, record=True, held=True)
-                self.write_(self.quantizer.quantize(matrix, **wanted, key=key, states=states))
+                self.write_(self.operands_of(matrix, wanted, key))
             if self.high_precision_init_val is not None:
                 self.high_precision_init_val.copy_(x)
         torch.autograd.graph.increment_version(self)
         return self.set_key(key)
+
+    def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> Any:
+        """What write_ takes: the directions wanted of a matrix that is to be held."""
+        states = self.states and replace(self.states, record=True, held=True)
+        return self.quantizer.quantize(matrix, **wanted, key=key, states=states)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What the operands decode to, in memory of its own; of the rowwise ones where they are held."""
+        if self.rowwise is None:
+            return self.columnwise.dequantize(dtype).t().contiguous().view(self.shape)
+        values = self.rowwise.dequantize(dtype).view(self.shape)
+        return values.clone() if isinstance(self.rowwise.format, Identity) else values
 
     def set_key(self, key: RngKey | None) -> Self:
         """Note, for all views too, which key the present bytes were drawn with; returns self."""
@@ -193,11 +223,12 @@ class HybridQuantizedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return dispatch(cls, func, args, kwargs or {})
+        return dispatch(HybridQuantizedTensor, func, args, kwargs or {})
 
     def describe(self) -> dict[str, Any]:
         """All but the buffers, in text and numbers, from which rebuild() makes an equal tensor."""
-        return {**self.metadata.describe(), "shape": list(self.shape)}
+        kind = {} if type(self) is HybridQuantizedTensor else {"kind": type(self).__name__}
+        return {**self.metadata.describe(), "shape": list(self.shape), **kind}
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return rebuild, (self.buffers, self.describe(), self.requires_grad, isinstance(self, nn.Parameter))
@@ -217,6 +248,9 @@ class HybridQuantizedTensor(torch.Tensor):
         return key or replace(last, step=last.step + 1)
 
 
+KINDS["HybridQuantizedTensor"] = HybridQuantizedTensor
+
+
 class _Dequantize(torch.autograd.Function):
     """Forward: the values; backward: the gradient unchanged."""
 
@@ -225,14 +259,11 @@ class _Dequantize(torch.autograd.Function):
         ctx.dtype = x.dtype
         if x.is_meta:
             return torch.empty(x.shape, dtype=dtype, device="meta")
-        if x.rowwise is not None:
-            values = x.rowwise.dequantize(dtype).view(x.shape)
-            return values.clone() if isinstance(x.rowwise.format, Identity) else values
-        if getattr(x.quantizer.columnwise, "rht", False):
+        if x.rowwise is None and getattr(x.quantizer.columnwise, "rht", False):
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
             )
-        return x.columnwise.dequantize(dtype).t().contiguous().view(x.shape)
+        return x.values(dtype)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
@@ -246,9 +277,10 @@ def rebuild(
 
     UserError for buffers that are not those of the formats, and for a quantizer that does not parse.
     """
-    metadata = Metadata.parse(described)
+    cls = KINDS[described.get("kind", HybridQuantizedTensor.__name__)]
+    metadata = cls.metadata_type.parse(described)
     metadata.check(buffers)
-    made = HybridQuantizedTensor(buffers, metadata, described["shape"])
+    made = cls(buffers, metadata, described["shape"])
     return nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
 
 

@@ -25,9 +25,10 @@ def implements(*operators: Any) -> Callable[[Callable], Callable]:
 
 def dispatch(cls: type, func: Any, args: tuple, kwargs: dict) -> Any:
     """The result of an operator of which some argument is of the type cls."""
-    handler = HANDLERS.get(func)
-    if handler and args and isinstance(args[0], cls):
-        return handler(*args, **kwargs)
+    if args and isinstance(args[0], cls):
+        handler = args[0].handlers.get(func) or HANDLERS.get(func)
+        if handler:
+            return handler(*args, **kwargs)
     return _on_values(cls, func, args, kwargs)
 
 

@@ -128,7 +128,7 @@ def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **op
 def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **changes: Any) -> HybridQuantizedTensor:
     """Buffers of its own; a preserved value stays on the CPU."""
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
-    return HybridQuantizedTensor(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
+    return type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
 
 
 @implements(aten.copy_.default)
@@ -162,7 +162,7 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype."""
-    if len(size) < 2 or not (dtype or x.dtype).is_floating_point:
+    if not x.takes(size) or not (dtype or x.dtype).is_floating_point:
         return torch.zeros(size, dtype=dtype or x.dtype, device=device or x.device)
     made = _empty(x, size, dtype, device)
     made.quantize_(torch.zeros(size, dtype=made.dtype, device=made.device), key=RngKey(seed=0, slot="", step=0))
@@ -171,7 +171,7 @@ def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, 
 
 def _empty(x: HybridQuantizedTensor, size: list[int], dtype: Any, device: Any) -> HybridQuantizedTensor:
     meta = x.metadata
-    return HybridQuantizedTensor.empty(
+    return type(x).empty(
         size,
         x.quantizer,
         dtype=dtype or x.dtype,

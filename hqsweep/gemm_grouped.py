@@ -1,0 +1,178 @@
+"""The three GEMMs of a grouped linear, over all experts e with the rows x_e [m_e, K] and the weights w_e [N, K].
+
+    fprop  y_e  = x_e @ w_e.T    mm_t(x_e.row, w_e.row)      [m_e, N]    ragged rows
+    dgrad  dx_e = dy_e @ w_e     mm_t(dy_e.row, w_e.col)     [m_e, K]    ragged rows
+    wgrad  dw_e = dy_e.T @ x_e   mm_t(dy_e.col, x_e.col)     [N, K]      ragged contracted axis
+
+Two plans give them. `loop` is mm_t for each expert, and is the reference: its bytes are those of single linears.
+`torch._grouped_mm` is one kernel on exact bfloat16 operands, which accumulates in float32 and can store bfloat16 only:
+its result is rounded once more where factors follow, and where float32 is wanted. So wgrad into float32 is a loop for
+as long as the host knows the splits, and what needs a float32 operand is one always. Operands of a ragged contracted
+axis are given with that axis outermost, so that no split has to be aligned.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import ExactOperand, Format
+from hqsweep.gemm import mm_t, plan
+from hqsweep.native import capability_of, gemm_plan, mm_t_native
+from hqsweep.ops.grouped import pack
+from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.plan import plan_of
+from hqsweep.quant.grouped_operand import GroupedOperand
+from hqsweep.quant.operand import Operand
+
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities for which torch._grouped_mm has a kernel; elsewhere it is a loop that waits for the splits."""
+ALIGNMENT = 8
+"""torch._grouped_mm takes strides of multiples of 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Members:
+    """Operands of experts that lie each in memory of its own."""
+
+    members: Sequence[Operand | ExactOperand]
+
+
+Group = GroupedOperand | GroupedExact | Members
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedPlan:
+    """How a GEMM over experts is computed."""
+
+    grouped: bool
+    """By torch._grouped_mm; else a loop."""
+    gemm_mode: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def grouped_plan(
+    a: Format,
+    b: Format,
+    device: torch.device | str,
+    *,
+    gemm_mode: str = "exact",
+    out_dtype: torch.dtype = torch.bfloat16,
+    sizes: tuple[int, int] = (ALIGNMENT, ALIGNMENT),
+    host_splits: bool = True,
+) -> GroupedPlan:
+    """The plan for operands of these formats; out_dtype: of the products, float32 for wgrad into FP32 weights.
+
+    sizes: in and out features; host_splits: whether the host knows the splits.
+    """
+    device = torch.device(device)
+    single = gemm_plan(gemm_mode, a, b, device)
+    loop = GroupedPlan(grouped=False, gemm_mode=gemm_mode, text=f"{single}, for each expert")
+    if gemm_mode == "native" or not has_kernel(device) or plan(a, b, device.type).operands != "bf16":
+        return loop
+    if any(size % ALIGNMENT for size in sizes) or (out_dtype == torch.float32 and host_splits):
+        return loop
+    text = "exact: bf16 operands, torch._grouped_mm, float32 accumulation, stored in bfloat16"
+    factors = any(plan_of(format).amax_name for format in (a, b))
+    return GroupedPlan(
+        grouped=True, gemm_mode=gemm_mode, text=f"{text} before the factors of experts" if factors else text
+    )
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether torch._grouped_mm is one kernel there."""
+    capability = capability_of(device)
+    return capability is not None and capability[0] in GROUPED_MAJORS
+
+
+def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Tensor:
+    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [sum of m_e, n] in out_dtype."""
+    if how.grouped:
+        return tokens_by_kernel(_exact(a), _exact(b), out_dtype)
+    parts = [_single(x, w, how, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def mm_t_weights(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
+    """wgrad: a with members [n, m_e], b with members [k, m_e] -> for each expert [n, k] in out_dtype.
+
+    By torch._grouped_mm they are the parts of one tensor.
+    """
+    if how.grouped:
+        return weights_by_kernel(_exact(a), _exact(b), out_dtype)
+    return [_single(dy, x, how, out_dtype) for dy, x in zip(a.members, b.members, strict=True)]
+
+
+def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPlan, out_dtype: torch.dtype) -> Tensor:
+    """The product of one expert; without tokens there is none to ask the tensor cores for."""
+    if how.gemm_mode != "native":
+        return mm_t(a, b, out_dtype=out_dtype)
+    (m, k), (n, _) = a.shape, b.shape
+    if m * n * k == 0:
+        return torch.zeros(m, n, dtype=out_dtype, device=next(iter(a.buffers.values())).device)
+    return mm_t_native(a, b, out_dtype=out_dtype)
+
+
+def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
+    """mm_t_tokens by torch._grouped_mm, of bfloat16 matrices (on a CPU of float32 ones, too)."""
+    splits, sizes = a.layout.splits, a.layout.splits.on(a.matrix.device)
+    experts, (n, k) = b.layout.splits.count, b.layout.shapes[0]
+    w = b.matrix.view(experts, k, n) if b.by_rows else b.matrix.view(experts, n, k).transpose(1, 2)
+    y = torch._grouped_mm(a.matrix.view(splits.rows, k), w, offs=_ends(splits, w.device))
+
+    def of_rows(factor: Tensor) -> Tensor:
+        return factor.view(experts, -1).repeat_interleave(sizes, dim=0, output_size=splits.rows)
+
+    left = a.factor.view(-1, 1) if a.per_row else None if a.factor is None else of_rows(a.factor)
+    right = None if b.factor is None else of_rows(b.factor)
+    return _scaled(y, (left, a.per_row), (right, b.per_row), a.divisor * b.divisor, out_dtype)
+
+
+def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
+    """mm_t_weights by torch._grouped_mm: [experts, n, k]."""
+    dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=_ends(a.layout.splits, a.matrix.device))
+    left, right = (None if group.factor is None else group.factor.view(-1, 1, 1) for group in (a, b))
+    return _scaled(dw, (left, False), (right, False), a.divisor * b.divisor, out_dtype)
+
+
+def _scaled(
+    product: Tensor,
+    left: tuple[Tensor | None, bool],
+    right: tuple[Tensor | None, bool],
+    divisor: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """gemm.epilogue for a group: factors, each with whether they are those of rows, in the same order of roundings."""
+    factors, inverse = [factor for factor, _ in (left, right) if factor is not None], 1.0 / divisor
+    if not factors and inverse == 1.0:
+        return product.to(out_dtype)
+    product = product.float()
+    if not (left[1] or right[1]):
+        return product.mul_(reduce(torch.mul, [*factors, inverse])).to(out_dtype)
+    product = product.mul_(inverse)
+    if left[1] and right[1]:
+        return product.mul_(left[0]).mul_(right[0]).to(out_dtype)
+    return product.mul_(reduce(torch.mul, factors)).to(out_dtype)
+
+
+def _exact(group: Group) -> GroupedExact:
+    """Exact matrices in one memory: decoded, and put together, where they are not there already."""
+    if isinstance(group, GroupedExact):
+        return group
+    layout = group.layout if isinstance(group, GroupedOperand) else _layout(group)
+    return pack([member.operand() for member in group.members], group.members[0].format, layout)
+
+
+def _layout(group: Members) -> GroupLayout:
+    """Of equal members, as they are."""
+    rows, width = group.members[0].shape
+    return GroupLayout(splits=Splits.uniform(len(group.members), rows), width=width, columnwise=False)
+
+
+def _ends(splits: Splits, device: torch.device) -> Tensor:
+    return splits.offsets(device)[1:].int()

@@ -1,0 +1,171 @@
+"""GroupedCall: a call of a grouped linear, whose tensors are quantized for all experts and multiplied for all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.gemm_grouped import Group, GroupedPlan, Members, grouped_plan, mm_t_tokens, mm_t_weights
+from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.grouped_parameter import link_group_states
+from hqsweep.nn.linear_function import LinearCall
+from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.request import Output
+from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.quant.grouped_operand import (
+    GroupedOperand,
+    GroupSkeleton,
+    HybridGroup,
+    flatten_group,
+    has_own_quantize,
+    quantize_group,
+    unflatten_group,
+)
+from hqsweep.quant.hybrid import DIRECTIONS, Direction
+from hqsweep.quant.operand import flatten, unflatten
+from hqsweep.quant.pairs import GEMMS
+
+Weights = Sequence[Tensor]
+"""One tensor for each expert [N, K], or one for all [E, N, K]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedCall(LinearCall):
+    """What a call of each expert would be, and the splits. Keys and states are those of `experts`."""
+
+    states: Sequence[DelayedStates]
+    """Of each expert."""
+    splits: Splits
+
+    @cached_property
+    def experts(self) -> list[LinearCall]:
+        """The call of each expert, as a single linear would make it."""
+        own = {field.name: getattr(self, field.name) for field in fields(LinearCall)} | {"workspace": None}
+        return [LinearCall(**own | {"expert": e, "states": states}) for e, states in enumerate(self.states)]
+
+    def quantize(
+        self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
+    ) -> HybridGroup:
+        """x [rows, cols] by the quantizer of its slot, the rows of each expert by themselves."""
+        return self._quantize(tensor, x, self.splits, rowwise=rowwise, columnwise=columnwise)
+
+    def _quantize(self, tensor: str, x: Tensor, splits: Splits, **wanted: Output | None) -> HybridGroup:
+        quantizer = self.quantizer(tensor)
+        keys = states = None
+        if quantizer.stochastic or has_own_quantize(quantizer):
+            keys = [call.key(tensor) for call in self.experts]
+        if quantizer.delayed:
+            states = [call.states_of(tensor, x) for call in self.experts]
+        try:
+            return quantize_group(x, splits, quantizer, **wanted, keys=keys, states=states)
+        except UserError as error:
+            raise UserError(f"{self.name}: {tensor} of {error}") from None
+
+    def weight(self, weights: Weights | Group, direction: Direction) -> Group:
+        """The operands of one direction: those that are held, or ones made of the weights in self.dtype."""
+        if not isinstance(weights, Sequence):
+            return weights
+        if isinstance(weights[0], HybridQuantizedTensor):
+            held = [getattr(weight, direction) for weight in weights]
+            return held[0] if isinstance(held[0], GroupedOperand) else Members(members=held)
+
+        def make() -> Group:
+            wanted = {d: self.product_takes if d == direction else None for d in DIRECTIONS}
+            return getattr(self._quantize("weight", *_matrix(weights, self.dtype), **wanted), direction)
+
+        if self.workspace is None:
+            return make()
+        options = (self.quantizers.weight, self.product_takes, self.key("weight"))
+        return self.workspace.take(weights, direction, *options, make)
+
+    def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
+        """UserError, with the name of the module, for weights that one of the GEMMs could not use."""
+        for expert, weight in zip(self._calls(weights), weights, strict=True):
+            expert.check_weight(weight, needs_dx, needs_dw and weight.requires_grad)
+
+    def use_held(self, weights: Weights) -> None:
+        """Note that this step uses weights that are held quantized in fp8_delayed."""
+        if not (isinstance(weights[0], HybridQuantizedTensor) and weights[0].quantizer.delayed):
+            return
+        link_group_states(weights, self.states)
+        for expert, weight in zip(self.experts, expert_weights(weights), strict=True):
+            expert.use_held(weight)
+
+    def _calls(self, weights: Weights) -> Sequence[LinearCall]:
+        """Of each weight: of its expert, or of the module for one that is all of them."""
+        return [self] if weights[0].dim() == 3 else self.experts
+
+    def plan(self, gemm: str, sizes: tuple[int, int], device: torch.device, out_dtype: torch.dtype) -> GroupedPlan:
+        """How "fprop", "dgrad" or "wgrad" is computed; sizes: in and out features."""
+        a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
+        host = self.splits.sizes is not None
+        facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes, "host_splits": host}
+        return grouped_plan(a, b, device, **facts)
+
+    def tokens(self, a: Group, b: Group, how: GroupedPlan) -> Tensor:
+        """fprop and dgrad. UserError, with the module's name, for what gemm=native has no product for."""
+        try:
+            return mm_t_tokens(a, b, how, out_dtype=self.dtype)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+
+    def weight_gradients(self, a: Group, b: Group, how: GroupedPlan, out_dtype: torch.dtype) -> Sequence[Tensor]:
+        """wgrad, for each expert; raises as tokens does."""
+        try:
+            return mm_t_weights(a, b, how, out_dtype=out_dtype)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+
+    def saved_input(self, tensors: Sequence[Tensor], skeleton: GroupSkeleton | None) -> Group:
+        """The columnwise operands of x, from what was saved of it."""
+        if skeleton is None:
+            return self.quantize("input", tensors[0], columnwise=self.product_takes).columnwise
+        return unflatten_group(tensors, skeleton)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """The rows of each expert."""
+        return [x[start:end] for start, end in self.splits.spans]
+
+
+def expert_weights(weights: Weights) -> list[Tensor]:
+    """The weight of each expert [N, K], as views."""
+    return list(weights[0].unbind(0)) if weights[0].dim() == 3 else list(weights)
+
+
+def flatten_weights(weights: Weights) -> tuple[list[Tensor], list]:
+    """What dgrad needs of the weights: themselves, or the tensors of their columnwise operands."""
+    if not isinstance(weights[0], HybridQuantizedTensor):
+        return list(weights), []
+    skeletons, tensors = [], []
+    for weight in weights:
+        held = weight.columnwise
+        own, skeleton = flatten_group(held) if isinstance(held, GroupedOperand) else flatten(held)
+        tensors += own
+        skeletons.append(skeleton)
+    return tensors, skeletons
+
+
+def unflatten_weights(tensors: Sequence[Tensor], skeletons: list) -> Weights | Group:
+    """Inverse of flatten_weights."""
+    if not skeletons:
+        return tensors
+    if isinstance(skeletons[0], GroupSkeleton):
+        return unflatten_group(tensors, skeletons[0])
+    count = len(tensors) // len(skeletons)
+    parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
+    return Members(members=[unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
+
+
+def _matrix(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Splits]:
+    """All weights, one below the other, in dtype."""
+    if len(weights) == 1 and weights[0].dim() == 3:
+        experts, rows, width = weights[0].shape
+        return weights[0].to(dtype).reshape(experts * rows, width), Splits.uniform(experts, rows)
+    (rows, width), first = weights[0].shape, weights[0]
+    made = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
+    for part, weight in zip(made.split(rows), weights, strict=True):
+        part.copy_(weight)
+    return made, Splits.uniform(len(weights), rows)

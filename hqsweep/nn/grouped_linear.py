@@ -1,0 +1,199 @@
+"""GroupedLinear: E linears, each for the rows of its own expert, whose GEMMs run together."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.nn.grouped_call import GroupedCall, expert_weights
+from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
+from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
+from hqsweep.nn.linear import LinearBase
+from hqsweep.ops.grouped_layout import Splits
+from hqsweep.quant import HybridQuantizer, LinearQuantizers, QuantizerRole
+from hqsweep.quant.homogeneous import homogeneous
+from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
+from hqsweep.quant.schedule import AnyRecipe
+
+NATIVE_MULTIPLE = 16
+"""Of the rows of every operand of tensor cores."""
+
+
+class GroupedLinear(LinearBase):
+    """y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]) for the experts e, whose rows follow each other.
+
+    forward(x [..., K], m_splits): m_splits is the number of rows of each expert, zeros included, as a list or an
+    integer tensor. Every expert is to the byte what a Linear of its own computes, with scales, blocks, random bits and
+    states of delayed scaling of its own; on GPUs some plans of gemm_grouped.py sum in another order. Its slots have the
+    roles QuantizerRole("grouped_linear", tensor, name, expert), whose quantizers must be equal for all experts.
+
+    Parameters are weight0, weight1, ... and bias0, ...; with single_grouped_weight (single_grouped_bias) one `weight`
+    [E, N, K] (`bias` [E, N]). Checkpoints of either load into the other. Inside quantized_model_init weights are held
+    quantized. Other options are those of Linear.
+
+    Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
+    need it, and are dropped again; nothing is copied where splits fit. A device tensor of splits is waited for, where a
+    kernel has to know them.
+
+    UserError, naming tensor and expert, for quantizers that differ among experts; for negative splits, and for those
+    that do not add up to the rows of x.
+    """
+
+    module_type = "grouped_linear"
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        recipe: AnyRecipe,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        **options: Any,
+    ) -> None:
+        if num_experts < 1:
+            raise UserError(f"{name}: num_experts is {num_experts}; it takes 1 or more")
+        roles = _roles(name, num_experts)
+        quantizers = _section(recipe.resolve(roles.values()), roles, name, num_experts)
+        super().__init__(name, quantizers, dtype=dtype, gemm=recipe.gemm, **options)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.states = ExpertStates(num_experts)
+        self.has_bias = bias
+        drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
+        role = QuantizerRole(self.module_type, "weight", name)
+        made = group_weights(drawn, quantizers.weight, role, dtype, self.states, single=single_grouped_weight)
+        self._register("weight", made)
+        if bias:
+            zeros = torch.zeros(num_experts, out_features)
+            self._register(
+                "bias", [nn.Parameter(part) for part in ((zeros,) if single_grouped_bias else zeros.clone())]
+            )
+
+    def _register(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        single = getattr(self, f"single_grouped_{name}")
+        for expert, parameter in enumerate(parameters):
+            self.register_parameter(name if single else f"{name}{expert}", parameter)
+
+    def _parameters_of(self, name: str) -> list[Tensor]:
+        if getattr(self, f"single_grouped_{name}"):
+            return [getattr(self, name)]
+        return [getattr(self, f"{name}{expert}") for expert in range(self.num_experts)]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """One parameter for each expert [N, K], or one for all [E, N, K]."""
+        return self._parameters_of("weight")
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The same of biases; empty without."""
+        return self._parameters_of("bias") if self.has_bias else []
+
+    def expert_weights(self) -> list[Tensor]:
+        """The weight of each expert [N, K]: parameters, or views of the one that they are in."""
+        return expert_weights(self.weights)
+
+    def _drawn(self, weight: Tensor) -> Tensor:
+        return nn.init.normal_(weight, std=1 / math.sqrt(self.in_features))
+
+    def reset_parameters(self) -> None:
+        """Draw the weights again, and zero the biases."""
+        self.states.reset_parameters()
+        link_group_states(self.weights, self.states)
+        for weight in self.weights:
+            self._drawn(weight)
+        for bias in self.biases:
+            nn.init.zeros_(bias)
+
+    def slot_roles(self) -> dict[str, QuantizerRole]:
+        """ "input0" -> role, for each tensor of each expert, expert by expert."""
+        return _roles(self.name, self.num_experts)
+
+    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole]:
+        """The roles of the forward slots, or of the backward ones, expert by expert."""
+        return [role for role in self.slot_roles().values() if (role.tensor_type in GRADIENTS) != fwd]
+
+    def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer]:
+        """One quantizer for each tensor; UserError where experts differ."""
+        section = _section(resolved, self.slot_roles(), self.name, self.num_experts)
+        return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]}
+
+    @property
+    def quantization_alignment(self) -> int:
+        """What the rows of each expert must be a multiple of in training, by the formats of this module alone."""
+        quantizers = self.active_quantizers()
+        formats = (quantizers.input.columnwise, quantizers.grad_output.columnwise)
+        native = NATIVE_MULTIPLE if self.gemm == "native" else 1
+        return math.lcm(native, *(format.column_multiple for format in formats))
+
+    def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        try:
+            splits = Splits.of(m_splits, len(rows))
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        if splits.count != self.num_experts:
+            raise UserError(f"{self.name}: m_splits has {splits.count} entries for {self.num_experts} experts")
+        multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
+        padded = splits.padded(multiple)
+        if padded is splits:
+            y = self._apply_experts(rows, splits)
+        else:
+            parts = zip(rows.split(splits.host), splits.host, padded.host, strict=True)
+            y = self._apply_experts(torch.cat([F.pad(part, (0, 0, 0, to - size)) for part, size, to in parts]), padded)
+            y = torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _apply_experts(self, x: Tensor, splits: Splits) -> Tensor:
+        call = GroupedCall(**self.linear_facts(), splits=splits)
+        weights = self.weights
+        return GroupedLinearFunction.apply(x, call, len(weights), *weights, *self.biases)
+
+    def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
+        """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and
+        partition_stride, as Megatron reads them. "column" cuts output features, "row" input features, None neither."""
+        if parallel_mode not in ("column", "row", None):
+            raise UserError(f"{self.name}: parallel_mode is {parallel_mode!r}; it takes 'column', 'row' or None")
+        dim = {"column": -2, "row": -1, None: None}[parallel_mode]
+        for weight in self.weights:
+            _set_parallel(weight, dim)
+        for bias in self.biases:
+            _set_parallel(bias, -1 if parallel_mode == "column" else None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("weight", "bias"):
+            single = getattr(self, f"single_grouped_{name}")
+            regroup(state_dict, prefix, name, self.num_experts, single=single)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _set_parallel(parameter: Tensor, dim: int | None) -> None:
+    parameter.tensor_model_parallel = dim is not None
+    parameter.partition_dim = -1 if dim is None else parameter.dim() + dim
+    parameter.partition_stride = 1
+
+
+def _roles(name: str, experts: int) -> dict[str, QuantizerRole]:
+    module_type = GroupedLinear.module_type
+    return {
+        f"{tensor}{expert}": QuantizerRole(module_type, tensor, name, expert)
+        for expert in range(experts)
+        for tensor in TENSOR_TYPES[module_type]
+    }
+
+
+def _section(
+    resolved: Mapping[QuantizerRole, HybridQuantizer], roles: Mapping[str, QuantizerRole], name: str, experts: int
+) -> LinearQuantizers:
+    tensors = TENSOR_TYPES[GroupedLinear.module_type]
+    of_experts = {t: [resolved[roles[f"{t}{expert}"]] for expert in range(experts)] for t in tensors}
+    return LinearQuantizers(**{t: homogeneous(own, f"{name}: {t}") for t, own in of_experts.items()})

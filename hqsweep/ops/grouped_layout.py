@@ -1,0 +1,195 @@
+"""How the operands of the experts of a group lie in memory: one packed buffer for each buffer of the format.
+
+A packed buffer is the concatenation, in expert order, of the flattened compact buffers that the members would have by
+themselves. So a member is an operand like any other, whose buffers are views; the rules of every format apply to it
+unchanged, and blocks along the ragged axis start again at each expert. Sizes are exact where the splits are known to
+the host; otherwise capacity() bounds them.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE, ExactOperand, Format
+
+INT64_MAX = 2**63 - 1
+INTEGERS = (torch.int64, torch.int32)
+
+
+def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1) -> Tensor:
+    """Sizes [E] -> int64 [E + 1] on their device: 0, then stride times the sum of the first, the first two and so on.
+
+    Sizes may be negative. UserError where a value leaves int64, which is looked at on the CPU only: on a GPU nothing
+    waits, and values wrap.
+    """
+    if isinstance(splits, Tensor) and (splits.dtype not in INTEGERS or splits.dim() != 1):
+        raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
+    if isinstance(splits, Tensor) and splits.device.type != "cpu":
+        sums = torch.cumsum(splits, 0, dtype=torch.int64).mul_(stride)
+        return torch.nn.functional.pad(sums, (1, 0))
+    sizes = splits.tolist() if isinstance(splits, Tensor) else [int(size) for size in splits]
+    offsets = [total * stride for total in accumulate(sizes, initial=0)]
+    if max(offsets) > INT64_MAX or min(offsets) < -INT64_MAX - 1:
+        raise UserError(f"offsets of {len(sizes)} splits times {stride} leave the range of int64")
+    return torch.tensor(offsets, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Splits:
+    """Which rows of a matrix belong to each expert: its first ones to the first, and so on."""
+
+    rows: int
+    """Of the matrix."""
+    count: int
+    """Of experts."""
+    sizes: tuple[int, ...] | None
+    """None where only the device knows them."""
+    device_sizes: Tensor | None = None
+
+    @classmethod
+    def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int) -> "Splits":
+        """From a list or a tensor of integers; one that is on a device is not waited for.
+
+        UserError for values that the host knows and that are negative, or do not add up to `rows`.
+        """
+        if isinstance(splits, Splits):
+            return splits
+        if isinstance(splits, Tensor):
+            if splits.dtype not in INTEGERS or splits.dim() != 1:
+                got = f"{splits.dtype} {tuple(splits.shape)}"
+                raise UserError(f"m_splits is {got}; it takes int32 or int64 with one axis")
+            if splits.device.type != "cpu":
+                return cls(rows=rows, count=len(splits), sizes=None, device_sizes=splits)
+            splits = splits.tolist()
+        made = cls(rows=rows, count=len(splits), sizes=tuple(int(size) for size in splits))
+        made._check(made.sizes)
+        return made
+
+    @classmethod
+    def uniform(cls, count: int, size: int) -> "Splits":
+        """The same number of rows for each expert."""
+        return cls(rows=count * size, count=count, sizes=(size,) * count)
+
+    def _check(self, sizes: Sequence[int]) -> None:
+        negative = [f"{size} for expert {e}" for e, size in enumerate(sizes) if size < 0]
+        if negative:
+            raise UserError(f"m_splits has {', '.join(negative)}; numbers of rows are not negative")
+        if sum(sizes) != self.rows:
+            raise UserError(f"m_splits adds up to {sum(sizes)} rows, and the matrix has {self.rows}")
+
+    @cached_property
+    def host(self) -> tuple[int, ...]:
+        """The sizes; waits for the device where only that knows them."""
+        if self.sizes is not None:
+            return self.sizes
+        sizes = tuple(self.device_sizes.tolist())
+        self._check(sizes)
+        return sizes
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """(first row, end) of each expert; waits as `host` does."""
+        return list(pairwise(accumulate(self.host, initial=0)))
+
+    def padded(self, multiple: int) -> "Splits":
+        """Every size rounded up to a multiple; self where that changes none. Waits as `host` does, but not for 1."""
+        if multiple == 1 or all(size % multiple == 0 for size in self.host):
+            return self
+        sizes = tuple(-(-size // multiple) * multiple for size in self.host)
+        return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The sizes as an int64 tensor there; nothing waits."""
+        if self.device_sizes is not None:
+            return self.device_sizes.to(device, torch.int64)
+        sizes = torch.tensor(self.sizes, dtype=torch.int64)
+        return sizes if device.type == "cpu" else sizes.pin_memory().to(device, non_blocking=True)
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits."""
+        kept = self.__dict__.setdefault("_offsets", {})
+        if device not in kept:
+            kept[device] = splits_to_offsets(self.on(device))
+        return kept[device]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupLayout:
+    """Where the members of a group lie: expert e has the rows splits.spans[e] of a matrix [rows, width]."""
+
+    splits: Splits
+    width: int
+    columnwise: bool
+    """Members encode the transpose [width, m_e] of their rows [m_e, width]."""
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the members; waits as Splits.host does."""
+        return [(self.width, m) if self.columnwise else (m, self.width) for m in self.splits.host]
+
+    def check(self, format: Format) -> None:
+        """UserError, naming the expert, for a member that the format cannot hold."""
+        for expert, shape in enumerate(self.shapes):
+            try:
+                format.check_shape(*shape)
+            except UserError as error:
+                raise UserError(f"expert {expert}: {error}") from None
+
+    def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
+        """Members of a packed buffer; by_rows: they lie there transposed."""
+        parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+        if by_rows:
+            return [part.view(shape[::-1]).t() for part, shape in zip(parts, shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def buffer_shapes(self, format: Format, name: str) -> list[tuple[int, int]]:
+        """Of one buffer of every member."""
+        return [format.layout[name].shape(*shape) for shape in self.shapes]
+
+    def capacity(self, format: Format) -> dict[str, int]:
+        """Buffer -> the most entries that it has under any splits of as many rows: known without the splits."""
+        rows, experts, made = self.splits.rows, self.splits.count, {}
+        for name, buffer in format.layout.items():
+            ragged, other = (buffer.cols, buffer.rows) if self.columnwise else (buffer.rows, buffer.cols)
+            along = experts if ragged == WHOLE else rows if ragged == 1 else rows // ragged + experts
+            made[name] = along * (1 if other == WHOLE else -(-self.width // other))
+        return made
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupedExact:
+    """What gemm=exact multiplies: the ExactOperand of every expert, packed."""
+
+    layout: GroupLayout
+    matrix: Tensor
+    """Flat, the members' matrices one after the other."""
+    by_rows: bool
+    """Columnwise members lie there as [m_e, width], and are read transposed."""
+    factor: Tensor | None
+    """float32, flat: one entry for each expert or, with per_row, for each row of each member."""
+    per_row: bool
+    divisor: float
+
+    @cached_property
+    def members(self) -> list[ExactOperand]:
+        """One for each expert, as views; waits as Splits.host does."""
+        shapes = self.layout.shapes
+        matrices = self.layout.views(self.matrix, shapes, by_rows=self.by_rows)
+        factors: Sequence[Tensor | None] = [None] * len(matrices)
+        if self.factor is not None:
+            tall = [(rows if self.per_row else 1, 1) for rows, _ in shapes]
+            factors = self.layout.views(self.factor, tall)
+        return [ExactOperand(m, f, self.divisor) for m, f in zip(matrices, factors, strict=True)]
+
+    def rows(self) -> Tensor:
+        """[rows, width]: what the members of a columnwise group are, transposed, one below the other."""
+        shape = (self.layout.splits.rows, self.layout.width)
+        if self.by_rows or not self.layout.columnwise:
+            return self.matrix.view(shape)
+        return torch.cat([member.matrix.t() for member in self.members])

@@ -1,0 +1,152 @@
+"""Operands of a group of experts: quantized each by itself, and held together in packed buffers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import Format, RngKey
+from hqsweep.ops.grouped import pack, quantize_grouped, stored_by_rows
+from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.request import Output
+from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.quant.operand import Operand
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupedOperand:
+    """One direction of every expert's matrix. The columnwise member of X_e [m_e, width] has the shape [width, m_e]."""
+
+    format: Format
+    layout: GroupLayout
+    dtype: torch.dtype
+    """Of the matrices that it was made from."""
+    buffers: dict[str, Tensor]
+    """Flat: the members' buffers one after the other."""
+
+    @cached_property
+    def members(self) -> list[Operand]:
+        """The operand of each expert, as views; waits as Splits.host does."""
+        by_rows, layout, views = stored_by_rows(self.format, self.layout.columnwise), self.layout, {}
+        for name in self.format.layout:
+            shapes = layout.buffer_shapes(self.format, name)
+            views[name] = layout.views(self.buffers[name], shapes, by_rows=by_rows)
+        return [
+            Operand(format=self.format, shape=shape, dtype=self.dtype, buffers={n: v[e] for n, v in views.items()})
+            for e, shape in enumerate(layout.shapes)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.nbytes for t in self.buffers.values())
+
+
+Group = GroupedOperand | GroupedExact
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HybridGroup:
+    """Both directions of a group; a direction that was not asked for is None."""
+
+    rowwise: Group | None
+    columnwise: Group | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupSkeleton:
+    """A GroupedOperand without its tensors."""
+
+    format: Format
+    layout: GroupLayout
+    dtype: torch.dtype
+
+
+def flatten_group(group: GroupedOperand) -> tuple[list[Tensor], GroupSkeleton]:
+    """Tensors in layout order, and what is needed to put them together again. Copies nothing."""
+    tensors = [group.buffers[name] for name in group.format.layout]
+    return tensors, GroupSkeleton(format=group.format, layout=group.layout, dtype=group.dtype)
+
+
+def unflatten_group(tensors: Sequence[Tensor], skeleton: GroupSkeleton) -> GroupedOperand:
+    """Inverse of flatten_group."""
+    buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
+    return GroupedOperand(format=skeleton.format, layout=skeleton.layout, dtype=skeleton.dtype, buffers=buffers)
+
+
+def quantize_group(
+    x: Tensor,
+    splits: Splits,
+    quantizer: HybridQuantizer,
+    *,
+    rowwise: Output | None = "codes",
+    columnwise: Output | None = "codes",
+    keys: Sequence[RngKey | None] | None = None,
+    states: Sequence[SlotStates | None] | None = None,
+) -> HybridGroup:
+    """[rows, width] -> operands of the directions asked for; member e is what quantizer.quantize makes of the rows of
+    expert e, to the byte, under its own key and states.
+
+    A quantizer of another class with a quantize of its own is called for each expert. Raises as quantize does, naming
+    the expert.
+    """
+    if has_own_quantize(quantizer):
+        return _one_by_one(x, splits, quantizer, rowwise, columnwise, keys, states)
+    needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
+    formats = {
+        "rowwise": quantizer.rowwise if needs_row else None,
+        "columnwise": quantizer.columnwise if columnwise else None,
+    }
+    source = quantizer.columnwise_source if columnwise else "original"
+    each = [quantizer.direction_keys(key) for key in keys or [None] * splits.count]
+    grids = [state.grids(formats) if state else {} for state in states or ()]
+    options = {"rowwise_output": rowwise or "codes", "columnwise_output": columnwise or "codes"}
+    options |= {f"{d}_keys": [own[f"{d}_key"] for own in each] for d in DIRECTIONS}
+    if any(grids):
+        options |= {f"{d}_grids": [own.get(f"{d}_grid") for own in grids] for d in DIRECTIONS}
+    made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
+    if any(states or ()):
+        for (start, end), state, own in zip(splits.spans, states, each, strict=True):
+            state.note(x[start:end], formats, source, own["rowwise_key"])
+    row = _group(made.rowwise, quantizer.rowwise, splits, x, False) if rowwise else None
+    return HybridGroup(rowwise=row, columnwise=_group(made.columnwise, quantizer.columnwise, splits, x, True))
+
+
+def has_own_quantize(quantizer: HybridQuantizer) -> bool:
+    """Whether it is of a class whose quantize is not the one of HybridQuantizer, and so is called for each expert."""
+    return type(quantizer).quantize is not HybridQuantizer.quantize
+
+
+def _one_by_one(
+    x: Tensor,
+    splits: Splits,
+    quantizer: HybridQuantizer,
+    rowwise: Output | None,
+    columnwise: Output | None,
+    keys: Sequence[RngKey | None] | None,
+    states: Sequence[SlotStates | None] | None,
+) -> HybridGroup:
+    nothing = [None] * splits.count
+    made = [
+        quantizer.quantize(x[start:end], rowwise=rowwise, columnwise=columnwise, key=key, states=own)
+        for (start, end), key, own in zip(splits.spans, keys or nothing, states or nothing, strict=True)
+    ]
+    layouts = {d: GroupLayout(splits=splits, width=x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS}
+    groups = {}
+    for direction, layout in layouts.items():
+        members, format = [getattr(each, direction) for each in made], getattr(quantizer, direction)
+        plain = [member.buffers if isinstance(member, Operand) else member for member in members]
+        groups[direction] = _group(pack(plain, format, layout), format, splits, x, layout.columnwise)
+    return HybridGroup(**groups)
+
+
+def _group(
+    made: dict[str, Tensor] | GroupedExact | None, format: Format, splits: Splits, x: Tensor, columnwise: bool
+) -> Group | None:
+    if made is None or isinstance(made, GroupedExact):
+        return made
+    layout = GroupLayout(splits=splits, width=x.shape[1], columnwise=columnwise)
+    return GroupedOperand(format=format, layout=layout, dtype=x.dtype, buffers=made)

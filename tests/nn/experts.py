@@ -1,0 +1,94 @@
+"""Grouped linears beside the single ones that their experts are: an oracle for their tests."""
+
+import torch
+
+from hqsweep.jobs.inputs import draw
+from hqsweep.nn import GroupedLinear, Linear, quantization
+from hqsweep.quant import LinearQuantizers, Recipe
+
+SPLITS = (48, 0, 16, 64)
+EXPERTS, ROWS, K, N = len(SPLITS), sum(SPLITS), 48, 32
+FORMATS = [
+    "bf16", "fp16", "fp32", "fp8_current", "fp8_delayed", "fp8_block", "fp8_block+fp32_scale", "mxfp8", "mxfp6_e2m3",
+    "mxfp4", "nvfp4",
+]  # fmt: skip
+SECTIONS = [
+    {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
+     "grad_output": "mxfp8"},
+    {"input": "fp8_delayed|mxfp8", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"},
+    {"input": "mxfp8|bf16", "weight": "nvfp4+sr|fp8_block+2d", "grad_output": "nvfp4+4over6|bf16"},
+]  # fmt: skip
+
+
+class Expert(Linear):
+    """A Linear that draws the random bits of one expert."""
+
+    module_type = "grouped_linear"
+    expert = 0
+
+    def call_facts(self):
+        return super().call_facts() | {"expert": self.expert}
+
+
+def recipe_of(quantizers, **options):
+    sections = {"linear": "bf16", "grouped_linear": quantizers}
+    return Recipe(**{name: LinearQuantizers.parse(section, "test") for name, section in sections.items()}, **options)
+
+
+def grouped(quantizers="mxfp8", **options):
+    torch.manual_seed(0)
+    made = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(quantizers), **options)
+    for bias in made.biases:
+        torch.nn.init.normal_(bias)
+    return made
+
+
+def singles(module, **options):
+    """A Linear for each expert, with the weights and quantizers of a grouped one."""
+    made = []
+    biases = [row for bias in module.biases for row in (bias if bias.dim() == 2 else [bias])]
+    for expert, weight in enumerate(module.expert_weights()):
+        options = {"bias": bool(biases), "fuse_wgrad_accumulation": module.fuse_wgrad_accumulation, **options}
+        linear = Expert(K, N, name="experts", quantizers=module.quantizers, dtype=module.dtype, **options)
+        linear.expert = expert
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            if biases:
+                linear.bias.copy_(biases[expert])
+        made.append(linear)
+    return made
+
+
+def train(module, linears, splits=SPLITS, steps=2, context=lambda step: quantization(seed=1, step=step), call=None):
+    """Outputs and gradients of both after some steps, which must be equal."""
+    call, total = call or (lambda m, *args: m(*args)), sum(splits)
+    for step in range(1, steps + 1):
+        x, dy = draw("heavy", total, K, step).clamp(-50, 50).to(module.dtype), draw("normal", total, N, step)
+        x, alone = x.clone().requires_grad_(), [part.clone().requires_grad_() for part in x.split(splits)]
+        with context(step):
+            y = call(module, x, list(splits))
+            y.backward(dy.to(y.dtype))
+        for linear, part, own, gradient in zip(linears, alone, y.split(splits), dy.split(splits), strict=True):
+            with context(step):
+                out = call(linear, part)
+                out.backward(gradient.to(out.dtype))
+            assert torch.equal(out, own)
+        assert torch.equal(x.grad, torch.cat([part.grad for part in alone]))
+    return gradients(module), [gradients(linear) for linear in linears]
+
+
+def gradients(module):
+    """Of the parameters, by name; a main_grad where there is one."""
+    return {name: getattr(p, "main_grad", p.grad) for name, p in module.named_parameters()}
+
+
+def assert_same_gradients(ours, theirs):
+    for expert, own in enumerate(theirs):
+        for name, expected in own.items():
+            got = ours[name][expert] if name in ours else ours[f"{name}{expert}"]
+            assert torch.equal(got, expected), (name, expert)
+
+
+def ids(value):
+    return value if isinstance(value, str) else " ".join(value.values())

@@ -1,0 +1,215 @@
+"""GroupedLinear as a module: splits, padding, roles, quantizers of experts, states."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from experts import (
+    EXPERTS,
+    ROWS,
+    SECTIONS,
+    SPLITS,
+    K,
+    N,
+    assert_same_gradients,
+    gradients,
+    grouped,
+    ids,
+    recipe_of,
+    singles,
+    train,
+)
+
+from hqsweep.errors import UserError
+from hqsweep.formats import parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
+from hqsweep.quant import CustomRecipe, HybridQuantizer, QuantizerRole
+from hqsweep.quant.roles import module_roles
+
+
+@pytest.mark.parametrize(
+    ("quantizers", "alignment"),
+    [("bf16", 1), ("mxfp8", 1), ("mxfp4", 2), ("nvfp4", 16), ("nvfp4|mxfp8", 1), ("fp8_block|nvfp4", 16)],
+)
+def test_alignment_is_that_of_the_formats_of_this_module(quantizers, alignment):
+    module = grouped(quantizers)
+    assert module.quantization_alignment == alignment
+    with autocast(recipe=recipe_of("nvfp4")):
+        assert module.quantization_alignment == 16
+    only_gradients = grouped({"input": "mxfp8", "weight": "nvfp4", "grad_output": "mxfp8|nvfp4"})
+    assert only_gradients.quantization_alignment == 16
+
+
+@pytest.mark.parametrize("quantizers", ["nvfp4", "mxfp4", SECTIONS[0]], ids=ids)
+def test_experts_are_filled_up_with_zeros_where_blocks_need_it(quantizers):
+    """As if zeros had been there from the start; the rows that were added leave nothing behind."""
+    module, splits, padded = grouped(quantizers, bias=True), (7, 0, 16, 33), (16, 0, 16, 48)
+    x, dy = draw("heavy", 56, K).clamp(-50, 50), draw("normal", 56, N, 1)
+
+    def filled(rows):
+        parts = zip(rows.split(splits), padded, strict=True)
+        return torch.cat([torch.nn.functional.pad(p, (0, 0, 0, m - len(p))) for p, m in parts])
+
+    def kept(rows):
+        return torch.cat([p[:m] for p, m in zip(rows.split(padded), splits, strict=True)])
+
+    runs = []
+    for rows, gradient, given in ((x, dy, splits), (filled(x), filled(dy), padded)):
+        module.zero_grad()
+        rows = rows.clone().requires_grad_()
+        y = module(rows, given)
+        y.backward(gradient)
+        runs.append((y.detach(), rows.grad, gradients(module)))
+    (y, dx, ours), (y_filled, dx_filled, theirs) = runs
+    assert torch.equal(y, kept(y_filled)) and torch.equal(dx, kept(dx_filled))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with torch.no_grad():
+        assert torch.equal(module(x, splits), y)  # a forward alone needs no zeros
+
+
+def test_nothing_is_copied_where_splits_fit(monkeypatch):
+    module, seen, real = grouped("nvfp4"), [], GroupedLinear._apply_experts
+
+    def spy(self, x, splits):
+        seen.append(x.data_ptr())
+        return real(self, x, splits)
+
+    monkeypatch.setattr(GroupedLinear, "_apply_experts", spy)
+    x = draw("normal", ROWS, K)
+    module(x, SPLITS)
+    module(x[:50], (16, 0, 1, 33))
+    assert seen[0] == x.data_ptr() and seen[1] != x.data_ptr()
+
+
+def test_wrong_splits():
+    module, x = grouped(), draw("normal", ROWS, K)
+    for splits, message in (
+        ((64, 64), r"experts: m_splits has 2 entries for 4 experts"),
+        ((64, 65, 0, 0), r"experts: m_splits adds up to 129 rows, and the matrix has 128"),
+        ((-1, 129, 0, 0), r"experts: m_splits has -1 for expert 0"),
+        (torch.ones(4), r"experts: m_splits is torch.float32"),
+    ):
+        with pytest.raises(UserError, match=message):
+            module(x, splits)
+
+
+def by_expert(**special):
+    """A factory of mxfp8, and for expert 2 something else in the tensors that are named."""
+
+    def factory(role):
+        return special.get(role.tensor_type, "mxfp8") if role.expert == 2 else "mxfp8"
+
+    return CustomRecipe(qfactory=factory)
+
+
+@pytest.mark.parametrize(
+    ("special", "message"),
+    [
+        ({"input": "nvfp4|mxfp8"}, "experts: input of expert 2 .* the family of its rowwise operand"),
+        ({"weight": "mxfp8|fp8_block"}, "experts: weight of expert 2 .* the family of its columnwise operand"),
+        ({"weight": "mxfp8+2d"}, "experts: weight of expert 2 .* the options of its rowwise operand"),
+        ({"grad_output": "bf16|mxfp8"}, "experts: grad_output of expert 2 .* high precision of its rowwise operand"),
+        ({"input": "mxfp8@rowwise_dequantized"}, "experts: input of expert 2 .* in columnwise_source"),
+    ],
+)
+def test_experts_that_differ_are_refused(special, message):
+    """When the module is built, when a recipe is set, and under autocast."""
+    with pytest.raises(UserError, match=message):
+        GroupedLinear(EXPERTS, K, N, name="experts", recipe=by_expert(**special))
+    module = grouped("mxfp8")
+    before = module.quantizers
+    with pytest.raises(UserError, match=message):
+        set_recipe(module, by_expert(**special))
+    with pytest.raises(UserError, match=message), autocast(recipe=by_expert(**special)):
+        module(draw("normal", ROWS, K), SPLITS)
+    assert module.quantizers is before
+
+
+class Halved(HybridQuantizer):
+    """A quantizer of somebody else."""
+
+    def quantize(self, x, **options):
+        return super().quantize(x * 0.5, **options)
+
+
+HALVED = Halved(parse("mxfp8"), parse("nvfp4+sr"))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Shapes that the custom quantizer was called with."""
+    seen, real = [], Halved.quantize
+    monkeypatch.setattr(Halved, "quantize", lambda self, x, **o: seen.append(tuple(x.shape)) or real(self, x, **o))
+    return seen
+
+
+def test_custom_quantizers_are_called_for_each_expert(calls):
+    asked = []
+
+    def factory(role):
+        asked.append(role)
+        return HALVED if role.tensor_type == "input" else "mxfp8"
+
+    module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=CustomRecipe(qfactory=factory))
+    assert len(asked) == len(set(asked)) == 3 * EXPERTS and module.quantizers.input is HALVED
+    ours, theirs = train(module, singles(module), steps=1)
+    assert calls == [(m, K) for m in SPLITS] * 2
+    assert_same_gradients(ours, theirs)
+
+
+def test_roles_are_of_tensor_and_expert():
+    module = grouped()
+    roles = [QuantizerRole("grouped_linear", t, "experts", e) for e in range(EXPERTS) for t in ("input", "weight")]
+    assert module.get_quantizer_roles(fwd=True) == roles and str(roles[-1]) == "experts/grouped_linear/weight/3"
+    gradient = [QuantizerRole("grouped_linear", "grad_output", "experts", e) for e in range(EXPERTS)]
+    assert module.get_quantizer_roles(fwd=False) == gradient
+    for e in range(EXPERTS):
+        recipe = recipe_of("mxfp8")
+        assert recipe.quantizer(roles[2 * e]) == recipe.quantizer(module_roles("grouped_linear", "experts")[0])
+
+
+def test_another_recipe_is_taken_for_all_experts():
+    module = grouped("fp8_delayed")
+    train(module, singles(module), steps=1)
+    assert all(len(states) for states in module.states)
+    assert set_recipe(module, recipe_of("nvfp4|mxfp8")) == 3
+    assert not any(len(states) for states in module.states)
+    module.zero_grad()
+    assert_same_gradients(*train(module, singles(module)))
+    module.zero_grad()
+    other = recipe_of(SECTIONS[0])
+    linears = singles(module)
+    with autocast(recipe=other):
+        assert_same_gradients(*train(module, linears, context=lambda step: nullcontext()))
+    assert module.quantizers.input == HybridQuantizer.parse("nvfp4|mxfp8")
+
+
+def test_histories_are_those_of_each_expert():
+    """One history for all would see the largest expert only, and would be in the state_dict once."""
+    module = grouped("fp8_delayed")
+    linears = singles(module)
+    assert_same_gradients(*train(module, linears, steps=3))
+    for states, linear in zip(module.states, linears, strict=True):
+        assert set(states) == set(linear.states) and len(states) == 6
+        for name in states:
+            assert torch.equal(states[name].history, linear.states[name].history)
+            assert torch.equal(states[name].amax, linear.states[name].amax)
+    histories = [module.states[e]["grad_output_rowwise"].history[:2].tolist() for e in range(EXPERTS)]
+    assert histories[1] == [0, 0] and len({tuple(h) for h in histories}) == EXPERTS
+    fresh = grouped("fp8_delayed")
+    fresh.load_state_dict(module.state_dict())
+    x = draw("normal", ROWS, K)
+    with quantization(step=4), torch.no_grad():
+        assert torch.equal(fresh(x, SPLITS), module(x, SPLITS))
+
+
+def test_frozen_weights_and_inputs():
+    module = grouped("mxfp8", bias=True)
+    module.weight1.requires_grad_(False)
+    module.weight3.requires_grad_(False)
+    x = draw("normal", ROWS, K).view(2, 64, K)
+    y = module(x, SPLITS)
+    assert y.shape == (2, 64, N)
+    y.float().sum().backward()
+    assert module.weight0.grad is not None and module.weight3.grad is None and x.grad is None

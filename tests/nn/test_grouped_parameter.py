@@ -1,0 +1,202 @@
+"""Weights of experts as parameters: one each or one for all, quantized or not; checkpoints go either way."""
+
+import pytest
+import torch
+from experts import (
+    EXPERTS,
+    ROWS,
+    SECTIONS,
+    SPLITS,
+    K,
+    N,
+    assert_same_gradients,
+    gradients,
+    grouped,
+    ids,
+    singles,
+    train,
+)
+from torch import nn
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.jobs.inputs import draw
+from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
+from hqsweep.nn.saved import SavedBytes
+from hqsweep.optim import FusedAdam
+from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, parse_recipe
+from hqsweep.quant.serialize import load_safetensors, save_safetensors
+
+SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
+HELD = ["bf16", "fp8_current|mxfp8", "nvfp4+sr", "fp8_delayed", SECTIONS[1]]
+
+
+def held(quantizers, preserve=False, **options):
+    with quantized_model_init(preserve_high_precision_init_val=preserve), quantization(seed=1, step=0):
+        return grouped(quantizers, **options)
+
+
+def output(module, step=1):
+    with quantization(seed=1, step=step):
+        return module(draw("normal", ROWS, K), SPLITS)
+
+
+def bytes_of(state):
+    """By name, buffer by buffer."""
+    flat = {n: t.buffers if isinstance(t, HybridQuantizedTensor) else {"": t} for n, t in state.items()}
+    return {f"{name}.{part}": buffer for name, held in flat.items() for part, buffer in held.items()}
+
+
+def test_a_single_parameter_is_one_parameter():
+    module = grouped(bias=True, **SINGLE)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    assert shapes == {"weight": (EXPERTS, N, K), "bias": (EXPERTS, N)}
+    assert isinstance(module.weight, nn.Parameter)
+    many = {name: tuple(p.shape) for name, p in grouped(bias=True).named_parameters()}
+    assert many == {f"weight{e}": (N, K) for e in range(EXPERTS)} | {f"bias{e}": (N,) for e in range(EXPERTS)}
+    for own, other in zip(module.expert_weights(), grouped().expert_weights(), strict=True):
+        assert torch.equal(own, other) and own.data_ptr() >= module.weight.data_ptr()
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("quantizers", HELD, ids=ids)
+def test_held_weights_have_the_bits_of_those_they_were_made_from(quantizers, single):
+    options = {"single_grouped_weight": single, "bias": True}
+    module = held(quantizers, **options)
+    with quantized_model_init(), quantization(seed=1, step=0):
+        linears = singles(grouped(quantizers, **options))  # as many single linears that hold theirs
+    kinds = {type(weight) for weight in module.weights}
+    assert all(issubclass(kind, GroupedTensor if single else HybridQuantizedTensor) for kind in kinds)
+    for linear, weight in zip(linears, grouped(quantizers).expert_weights(), strict=True):
+        with torch.no_grad(), quantization(seed=1, step=0):
+            linear.weight.quantize_(weight.detach(), key=linear.weight.metadata.key and _key(linear))
+    assert_same_gradients(*train(module, linears))
+
+
+def _key(linear):
+    return RngKey(seed=1, slot=f"experts/grouped_linear/weight/{linear.expert}", step=0)
+
+
+@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4+sr", "fp8_delayed"])
+def test_one_parameter_trains_as_many(quantizers):
+    """Two models, two steps of an optimizer with masters: the same codes."""
+    models = [held(quantizers, preserve=True, single_grouped_weight=single) for single in (False, True)]
+    for model in models:
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        for step in (1, 2):
+            optimizer.zero_grad()
+            output(model, step).backward(draw("normal", ROWS, N, step))
+            optimizer.step()
+    many, single = (model.expert_weights() for model in models)
+    for a, b in zip(many, single, strict=True):
+        assert all(torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers)
+    assert torch.equal(output(models[0], 3), output(models[1], 3))
+    assert isinstance(models[1].weight, GroupedTensor)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4+sr", "fp8_delayed"])
+def test_checkpoints_load_both_ways(quantizers, quantized, tmp_path):
+    """From one parameter to many and back, in memory and through a file: the same bytes and outputs."""
+    make = held if quantized else grouped
+    many, single = make(quantizers, bias=True), make(quantizers, bias=True, **SINGLE)
+    for module in (many, single):
+        torch.manual_seed(7)
+        with quantization(seed=1, step=0):
+            module.reset_parameters()
+        for bias in module.biases:
+            nn.init.normal_(bias)
+    for source, options in ((many, SINGLE), (single, {})):
+        target = make(quantizers, bias=True, **options)
+        target.load_state_dict(source.state_dict())
+        assert torch.equal(output(target), output(source))
+        save_safetensors(source.state_dict(), tmp_path / "file.safetensors")
+        again = make(quantizers, bias=True, **options)
+        again.load_state_dict(load_safetensors(tmp_path / "file.safetensors"))
+        back = make(quantizers, bias=True, **({} if options else SINGLE))
+        back.load_state_dict(again.state_dict())
+        ours, theirs = bytes_of(back.state_dict()), bytes_of(source.state_dict())
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_high_precision_checkpoint_loads_into_held_weights():
+    source, expected = grouped("mxfp8"), held("mxfp8")
+    target = held("mxfp8", single_grouped_weight=True)
+    nn.init.zeros_(target.weight)
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(output(target), output(expected))
+    plain = grouped("mxfp8", single_grouped_weight=True)
+    plain.load_state_dict(expected.state_dict())
+    assert torch.equal(plain.weight[2], expected.weight2.dequantize())
+    with pytest.raises(RuntimeError, match="weight3"):
+        grouped().load_state_dict({f"weight{e}": torch.zeros(N, K) for e in range(3)})
+
+
+def test_another_recipe_than_the_weights_is_refused():
+    module = held("mxfp8", single_grouped_weight=True)
+    set_recipe(module, parse_recipe({"linear": "nvfp4"}))
+    with pytest.raises(UserError, match="experts: the weight is held in mxfp8, but the recipe asks for nvfp4"):
+        output(module)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_tensor_parallel_attributes(single):
+    module = grouped(bias=True, single_grouped_weight=single, single_grouped_bias=single)
+    for mode, cut, bias_is_cut in (("column", 0, True), ("row", 1, False), (None, None, False)):
+        module.set_tensor_parallel_attributes(mode)
+        for weight in module.weights:
+            facts = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride)
+            assert facts == (cut is not None, -1 if cut is None else cut + single, 1)
+        for bias in module.biases:
+            assert (bias.tensor_model_parallel, bias.partition_dim) == (bias_is_cut, int(single) if bias_is_cut else -1)
+    with pytest.raises(UserError, match="parallel_mode is 'columns'"):
+        module.set_tensor_parallel_attributes("columns")
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_what_is_saved_is_the_columnwise_operand(single):
+    """MXFP8: one byte an element, and a scale for 32 tokens of an expert; nothing where all is in high precision."""
+    for quantizers, per_token in (("mxfp8", K), ("bf16", 2 * K)):
+        module = grouped(quantizers, single_grouped_weight=single)
+        counter, x = SavedBytes(module), draw("normal", ROWS, K)
+        with counter.counting():
+            module(x, SPLITS)
+        blocks = sum(-(-m // 32) for m in SPLITS) * K if quantizers == "mxfp8" else 0
+        assert counter.nbytes == ROWS * per_token + blocks
+
+
+@pytest.mark.parametrize("make", [grouped, held])
+@pytest.mark.parametrize("single", [False, True])
+def test_the_probe_sees_every_expert_that_has_tokens(make, single):
+    module = make(SECTIONS[0], single_grouped_weight=single)
+    probe = Probe(1)
+    with quantization(seed=1, step=1, probe=probe):
+        module(draw("normal", ROWS, K).requires_grad_(), SPLITS).backward(draw("normal", ROWS, N))
+    seen = {(row["layer"], row["tensor"]) for row in probe.rows}
+    tensors = ["input", "grad_output", "fprop", "dgrad", "wgrad"] + (["weight"] if make is grouped else [])
+    expected = {(f"experts.{e}", t) for e, m in enumerate(SPLITS) if m for t in tensors}
+    assert seen - {("experts.1", "weight")} == expected
+    linears = singles(grouped(SECTIONS[0]))
+    rows = {
+        row["tensor"]: row["rel_l2"]
+        for row in probe.rows
+        if row["layer"] == "experts.3" and row["direction"] != "columnwise"
+    }
+    other = Probe(1)
+    with quantization(seed=1, step=1, probe=other):
+        linears[3](draw("normal", ROWS, K)[-SPLITS[3] :])
+    single_rows = {row["tensor"]: row["rel_l2"] for row in other.rows if row["direction"] != "columnwise"}
+    assert single_rows["input"] == rows["input"]
+
+
+def test_gradients_of_the_single_parameter_are_stacked():
+    many, single = grouped("mxfp8", bias=True), grouped("mxfp8", bias=True, **SINGLE)
+    for module in (many, single):
+        with torch.no_grad():
+            for bias in module.biases:
+                bias.zero_()
+        output(module).backward(draw("normal", ROWS, N))
+    assert single.weight.grad.shape == (EXPERTS, N, K)
+    assert_same_gradients(
+        gradients(single), [{k: gradients(many)[f"{k}{e}"] for k in ("weight", "bias")} for e in range(EXPERTS)]
+    )

@@ -1,0 +1,40 @@
+"""Splits and their offsets."""
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.ops.grouped_layout import Splits, splits_to_offsets
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 17, 255, 256, 257, 513, 1024, 100_000])
+@pytest.mark.parametrize("stride", [1, 7, 128])
+def test_offsets_are_sums_times_the_stride(count, stride):
+    sizes = torch.randint(-50, 1000, (count,), generator=torch.Generator().manual_seed(count))
+    expected = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(sizes, 0)]) * stride
+    for given in (sizes, sizes.int(), sizes.tolist()):
+        offsets = splits_to_offsets(given, stride)
+        assert offsets.dtype == torch.int64 and torch.equal(offsets, expected)
+
+
+def test_offsets_beyond_int64_are_refused():
+    assert splits_to_offsets([2**62, 2**62 - 1]).tolist() == [0, 2**62, 2**63 - 1]
+    for sizes, stride in (([2**62, 2**62], 1), ([2**62], 2), ([-(2**62), -(2**62) - 1], 1), ([2**40, 0], 2**30)):
+        with pytest.raises(UserError, match="leave the range of int64"):
+            splits_to_offsets(torch.tensor(sizes), stride)
+
+
+def test_splits_know_spans_and_offsets():
+    splits = Splits.of(torch.tensor([3, 0, 5], dtype=torch.int32), 8)
+    assert splits.sizes == (3, 0, 5) and splits.spans == [(0, 3), (3, 3), (3, 8)]
+    assert splits.offsets(torch.device("cpu")).tolist() == [0, 3, 3, 8]
+    assert Splits.of(splits, 8) is splits and Splits.uniform(3, 4).spans[2] == (8, 12)
+
+
+@pytest.mark.gpu
+def test_splits_of_a_device_are_read_when_they_must_be():
+    splits = Splits.of(torch.tensor([3, 0, 5], device="cuda"), 8)
+    assert splits.sizes is None and splits.offsets(torch.device("cuda")).tolist() == [0, 3, 3, 8]
+    assert splits.host == (3, 0, 5)
+    with pytest.raises(UserError, match="negative"):
+        _ = Splits.of(torch.tensor([9, -1], device="cuda"), 8).host

@@ -1,0 +1,141 @@
+"""A group is quantized as its members are one by one, and lies in packed buffers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops.grouped_layout import GroupLayout, Splits
+from hqsweep.quant import HybridQuantizer, Operand
+from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatten_group
+
+SPLITS = (48, 0, 16, 176)
+ROWS, WIDTH = sum(SPLITS), 96
+FORMATS = [
+    "bf16", "fp16", "fp32", "fp8_current", "fp8_current+e5m2+pow2", "fp8_block", "fp8_block+2d", "fp8_block+fp32_scale",
+    "mxfp8", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+sr",
+    "nvfp4+4over6", "nvfp4+row_scaled|mxfp8", "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "bf16|nvfp4+rht+sr",
+    "nvfp4+sr|mxfp8@rowwise_dequantized", "bf16|bf16@rowwise_dequantized", "mxfp8|bf16@rowwise_dequantized",
+    "fp8_current|fp8_block", "mxfp8|bf16", "fp16|fp32@rowwise_dequantized",
+]  # fmt: skip
+KEYS = [RngKey(seed=3, slot=f"experts/{e}", step=5) for e in range(len(SPLITS))]
+
+
+class Doubled(HybridQuantizer):
+    """A quantizer of somebody else, with a quantize of its own."""
+
+    def quantize(self, x, **options):
+        return super().quantize(x * 2, **options)
+
+
+def parts(x):
+    return x.split(SPLITS)
+
+
+def assert_same(group, members):
+    assert len(group.members) == len(members)
+    for ours, theirs in zip(group.members, members, strict=True):
+        if isinstance(theirs, Operand):
+            assert (ours.format, ours.shape, ours.dtype) == (theirs.format, theirs.shape, theirs.dtype)
+            assert all(torch.equal(ours.buffers[name], theirs.buffers[name]) for name in theirs.format.layout)
+        else:
+            assert torch.equal(ours.matrix, theirs.matrix) and ours.divisor == theirs.divisor
+            assert ours.matrix.stride() == theirs.matrix.stride() or not ours.matrix.numel()
+            assert (ours.factor is None and theirs.factor is None) or torch.equal(ours.factor, theirs.factor)
+
+
+@pytest.mark.parametrize("output", ["codes", "exact"])
+@pytest.mark.parametrize("text", FORMATS)
+def test_members_are_those_of_single_calls(text, output):
+    quantizer, x = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH)
+    group = quantize_group(x, Splits.of(SPLITS, ROWS), quantizer, rowwise=output, columnwise=output, keys=KEYS)
+    alone = [
+        quantizer.quantize(part, rowwise=output, columnwise=output, key=key)
+        for part, key in zip(parts(x), KEYS, strict=True)
+    ]
+    assert_same(group.rowwise, [each.rowwise for each in alone])
+    assert_same(group.columnwise, [each.columnwise for each in alone])
+
+
+@pytest.mark.parametrize("text", ["nvfp4+row_scaled|mxfp8@rowwise_dequantized", "fp8_current", "bf16"])
+def test_only_what_is_asked_for_is_made(text):
+    quantizer, x, splits = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH), Splits.of(SPLITS, ROWS)
+    both = quantize_group(x, splits, quantizer)
+    row, column = (quantize_group(x, splits, quantizer, **{skipped: None}) for skipped in ("columnwise", "rowwise"))
+    assert row.columnwise is None and column.rowwise is None
+    assert_same(row.rowwise, both.rowwise.members)
+    assert_same(column.columnwise, both.columnwise.members)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_packed_buffers_are_compact_and_fit_the_capacity(text):
+    """Members are views that follow each other; no buffer is larger than any splits of as many rows can need."""
+    quantizer, x = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH)
+    made = quantize_group(x, Splits.of(SPLITS, ROWS), quantizer, keys=KEYS)
+    for group, columnwise in ((made.rowwise, False), (made.columnwise, True)):
+        capacity = GroupLayout(splits=Splits.of(SPLITS, ROWS), width=WIDTH, columnwise=columnwise).capacity(
+            group.format
+        )
+        for name, flat in group.buffers.items():
+            address = flat.data_ptr()
+            for member in group.members:
+                own = member.buffers[name]
+                assert own.data_ptr() == address or not own.numel()
+                address += own.nbytes
+            assert address == flat.data_ptr() + flat.nbytes and flat.numel() <= capacity[name]
+        tensors, skeleton = flatten_group(group)
+        assert_same(unflatten_group(tensors, skeleton), group.members)
+
+
+def test_capacity_is_reached_by_the_worst_splits_but_for_less_than_one_block_an_expert():
+    splits = Splits.of((1, 33, 1, 65), 100)  # 1 + 2 + 1 + 3 blocks of 32
+    layout = GroupLayout(splits=splits, width=8, columnwise=True)
+    format = HybridQuantizer.parse("mxfp8").columnwise
+    assert sum(rows * cols for rows, cols in layout.buffer_shapes(format, "s")) == 7 * 8
+    assert layout.capacity(format) == {"q": 800, "s": (3 + 4) * 8}
+
+
+def test_a_quantizer_with_a_quantize_of_its_own_is_called_for_each_expert():
+    quantizer, x = HybridQuantizer.parse("mxfp8"), draw("heavy", ROWS, WIDTH)
+    custom = Doubled(quantizer.rowwise, quantizer.columnwise)
+    group = quantize_group(x, Splits.of(SPLITS, ROWS), custom, columnwise="exact")
+    alone = [custom.quantize(part, columnwise="exact") for part in parts(x)]
+    assert_same(group.rowwise, [each.rowwise for each in alone])
+    assert_same(group.columnwise, [each.columnwise for each in alone])
+    assert_same(group.rowwise, [quantizer.quantize(part * 2).rowwise for part in parts(x)])
+
+
+def test_errors_name_the_expert():
+    x = draw("normal", 20, 32)
+    with pytest.raises(UserError, match=r"expert 1: .*takes a multiple of 16 rows"):
+        quantize_group(x, Splits.of((16, 4), 20), HybridQuantizer.parse("nvfp4"))
+    with pytest.raises(UserError, match=r"negative"):
+        Splits.of((24, -4), 20)
+    with pytest.raises(UserError, match=r"adds up to 24 rows, and the matrix has 20"):
+        Splits.of((16, 8), 20)
+    with pytest.raises(UserError, match=r"m_splits is torch.float32"):
+        Splits.of(torch.tensor([20.0]), 20)
+
+
+@pytest.mark.parametrize("text", ["fp8_block", "mxfp8", "nvfp4+2d"])
+def test_blocks_start_again_at_each_expert(text):
+    """The last rows of one expert do not move the first block of the next."""
+    quantizer, x = HybridQuantizer.parse(text), draw("normal", 80, 32)
+    louder = x.clone()
+    louder[:16] *= 1000
+    a, b = (quantize_group(v, Splits.of((16, 64), 80), quantizer).columnwise.members[1] for v in (x, louder))
+    assert all(torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers)
+    one = [quantizer.quantize(v).columnwise.dequantize()[:, 16:] for v in (x, louder)]
+    assert not torch.equal(*one)  # as one matrix they share blocks
+
+
+def test_keys_are_those_of_the_experts():
+    quantizer, x = HybridQuantizer.parse("nvfp4+sr"), draw("normal", 32, 32).repeat(2, 1)
+    splits = Splits.of((32, 32), 64)
+    same = quantize_group(x, splits, quantizer, keys=[KEYS[0], KEYS[0]]).rowwise.members
+    other = quantize_group(x, splits, quantizer, keys=[KEYS[0], replace(KEYS[0], slot="other")]).rowwise.members
+    assert torch.equal(same[0].buffers["q"], same[1].buffers["q"])
+    assert not torch.equal(other[0].buffers["q"], other[1].buffers["q"])
