@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "numerics.h"
+#include "offsets.h"
 #include "quantize.h"
 
 namespace py = pybind11;
@@ -95,15 +96,17 @@ std::unique_ptr<hq::Spec> make_spec(const std::string& family, const std::string
 
 hq::Direction make_direction(const hq::Spec& spec, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t amax,
                              uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
-                             int exact_dtype, uintptr_t sums, uintptr_t row_errors) {
+                             int exact_dtype, uintptr_t sums, uintptr_t row_errors, uintptr_t keys) {
   require(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + std::to_string(exact_dtype) + ", must be 0 or 1");
-  return {spec, {key0, key1, step}, pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes),
+  return {spec, {key0, key1, step}, pointer<uint32_t>(keys), pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes),
           pointer<void>(scales), pointer<float>(global), pointer<void>(exact), static_cast<hq::Dtype>(exact_dtype),
           pointer<hq::TileSums>(sums), pointer<float>(row_errors)};
 }
 
-void check_direction(const hq::Direction* to, int64_t rows, int64_t cols, const char* name) {
+void check_direction(const hq::Direction* to, int64_t rows, int64_t cols, bool empty, const char* name) {
   if (!to) return;
+  require(to->codes || !to->scales || to->spec.family == hq::Family::current || empty,
+          std::string(name) + ": scales are wanted without the codes that they belong to");
   const bool global_family = to->spec.family == hq::Family::current || to->spec.family == hq::Family::nvfp4;
   const bool no_amaxes = to->spec.row_scaled && rows == 0;  // an empty tensor's address is null
   require(!global_family || to->amax || to->found || no_amaxes,
@@ -122,16 +125,49 @@ void check_direction(const hq::Direction* to, int64_t rows, int64_t cols, const 
   "data"_a, "dtype"_a, "rows"_a, "cols"_a, "row_stride"_a, "col_stride"_a, "row"_a.none(true),                     \
       "column"_a.none(true), "dequantized"_a = false
 
-hq::Call make_call(HQ_CALL_PARAMETERS) {
+hq::Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
   require(dtype >= 0 && dtype <= 2, "dtype is " + std::to_string(dtype) + ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
   require(rows >= 0 && cols >= 0,
           "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
   require(data != 0 || rows * cols == 0, "data is 0 but the matrix is not empty");
   require(row || !dequantized, "a column made from the decoded row needs the row's format");
-  check_direction(row, rows, cols, "row");
-  check_direction(column, cols, rows, "column");
+  check_direction(row, rows, cols, rows * cols == 0, "row");
+  check_direction(column, cols, grouped ? 0 : rows, rows * cols == 0, "column");  // of each expert's rows: known to the loops only
   return {{pointer<void>(data), static_cast<hq::Dtype>(dtype), rows, cols, row_stride, col_stride}, row, column,
           dequantized};
+}
+
+// A call for experts that own X's rows; offsets [experts + 1] are int64.
+#define HQ_GROUP_PARAMETERS HQ_CALL_PARAMETERS, uintptr_t offsets, int64_t experts
+#define HQ_GROUP_ARGS                                                                                              \
+  "data"_a, "dtype"_a, "rows"_a, "cols"_a, "row_stride"_a, "col_stride"_a, "row"_a.none(true),                     \
+      "column"_a.none(true), "dequantized"_a, "offsets"_a, "experts"_a
+
+hq::Group make_group(const hq::Call& call, uintptr_t offsets, int64_t experts) {
+  require(experts >= 0, "experts is " + std::to_string(experts) + ", must be >= 0");
+  require(offsets != 0, "a grouped call needs offsets");
+  const int64_t rows = call.source.rows, cols = call.source.cols;
+  require(rows < int64_t{1} << 31 && cols < int64_t{1} << 31 && experts < int64_t{1} << 31,
+          "a grouped call takes fewer than 2^31 rows, columns and experts, got " + std::to_string(rows) + ", " +
+              std::to_string(cols) + " and " + std::to_string(experts));
+  return {pointer<int64_t>(offsets), experts};
+}
+
+hq::Splits make_splits(uintptr_t splits, bool wide, int64_t count) {
+  require(count >= 0 && (splits != 0 || count == 0), "splits is 0 but there are " + std::to_string(count));
+  return {pointer<void>(splits), wide, count};
+}
+
+hq::Rules make_rules(const std::vector<int64_t>& divisors, const std::vector<int64_t>& strides) {
+  require(divisors.size() == strides.size() && divisors.size() <= hq::kMostRules,
+          "got " + std::to_string(divisors.size()) + " divisors and " + std::to_string(strides.size()) +
+              " strides, must be as many of both and at most " + std::to_string(hq::kMostRules));
+  hq::Rules rules{static_cast<int>(divisors.size()), {}, {}};
+  for (size_t r = 0; r < divisors.size(); ++r) {
+    require(divisors[r] >= 0, "divisor is " + std::to_string(divisors[r]) + ", must be >= 0");
+    rules.divisors[r] = divisors[r], rules.strides[r] = strides[r];
+  }
+  return rules;
 }
 
 void check_cpu(int threads, const std::string& isa) {
@@ -180,6 +216,19 @@ void bind_cpu(py::module_& m) {
     py::gil_scoped_release release;
     hq::find_amax_cpu(call, threads, isa.c_str());
   }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "", "found = max(found, amax) of each direction, in place.");
+  m.def("quantize_grouped_cpu", [](HQ_GROUP_PARAMETERS, int threads, const std::string& isa) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, true);
+    const hq::Group group = make_group(call, offsets, experts);
+    check_cpu(threads, isa);
+    py::gil_scoped_release release;
+    hq::quantize_grouped_cpu(call, group, threads, isa.c_str());
+  }, HQ_GROUP_ARGS, "threads"_a = 1, "isa"_a = "",
+     "quantize_cpu for each expert's rows of X, to packed arrays: one expert's after the other's.");
+  m.def("offsets_cpu", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
+                          const std::vector<int64_t>& strides, uintptr_t out) {
+    hq::offsets_cpu(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out));
+  }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a,
+     "out[r, i] = strides[r] * the sum of ceil(splits[j] / divisors[r]) for j < i; wide: int64, else int32.");
   m.def("dequantize_cpu", [](HQ_DECODE_PARAMETERS, int threads) {
     const hq::Encoded encoded = make_encoded(spec, rows, cols, codes, scales, global);
     py::gil_scoped_release release;
@@ -196,6 +245,16 @@ void bind_cuda(py::module_& m) {
   m.def("find_amax_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream) {
     hq::find_amax_cuda(make_call(HQ_CALL_VALUES), stream);
   }, HQ_CALL_ARGS, "stream"_a = 0, "find_amax_cpu on the current GPU.");
+  m.def("quantize_grouped_cuda", [](HQ_GROUP_PARAMETERS, uintptr_t stream) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, true);
+    hq::quantize_grouped_cuda(call, make_group(call, offsets, experts), stream);
+  }, HQ_GROUP_ARGS, "stream"_a = 0, "quantize_grouped_cpu on the current GPU, where the offsets are.");
+  m.def("offsets_cuda", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
+                           const std::vector<int64_t>& strides, uintptr_t out, uintptr_t overflow, uintptr_t stream) {
+    hq::offsets_cuda(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out),
+                     pointer<int>(overflow), stream);
+  }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a, "overflow"_a = 0, "stream"_a = 0,
+     "offsets_cpu on the current GPU; overflow: an int32 set to 1 where an offset does not fit.");
   m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream) {
     hq::dequantize_cuda(make_encoded(spec, rows, cols, codes, scales, global),
                         exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
@@ -250,7 +309,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<hq::Direction>(m, "Direction", "What is made of a matrix in one direction, and the addresses it goes to.")
       .def(py::init(&make_direction), "spec"_a, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "amax"_a = 0, "found"_a = 0,
            "codes"_a = 0, "scales"_a = 0, "global_"_a = 0, "exact"_a = 0, "exact_dtype"_a = 0, "sums"_a = 0,
-           "row_errors"_a = 0);
+           "row_errors"_a = 0, "keys"_a = 0);
   bind_cpu(m);
 #if defined(HQ_HAVE_CUDA)
   bind_cuda(m);

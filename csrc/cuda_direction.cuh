@@ -8,11 +8,13 @@
 #include "cuda_store.cuh"
 #include "cuda_tile.cuh"
 #include "cuda_words.cuh"
+#include "group.h"
 #include "quantize.h"
 
 namespace hq {
 
-// A direction as a thread block sees it.
+// A direction as a thread block sees it. Of a grouped launch: that of an expert, whose part of the outputs begins at
+// `starts`; otherwise these are 0.
 struct Frame {
   int64_t rows, cols;       // of the operand
   int64_t row0, col0;       // of the tile
@@ -20,6 +22,8 @@ struct Frame {
   float input_max;          // largest finite value of X's dtype
   const float* amax;        // global amax, or one per row
   int64_t tile_index;       // of X's tiles, for the sums
+  Key key;
+  Starts starts;
 };
 
 template <class Order>
@@ -136,7 +140,7 @@ __device__ __forceinline__ void store_row_error(const Direction& to, const Frame
                                                 float error2) {
   if (!to.row_errors) return;
   const float sum = Order::join_near(error2, kTile, Sum());
-  float* target = to.row_errors + place.row * ceil_div(frame.cols, kTile) + frame.col0 / kTile;
+  float* target = to.row_errors + frame.starts.row_errors + place.row * ceil_div(frame.cols, kTile) + frame.col0 / kTile;
   if (Order::col(q) == 0 && place.row < frame.rows) *target = sum;
 }
 
@@ -150,17 +154,18 @@ __device__ __forceinline__ void raise(float* found, float amax) {
 template <class Order, class W>
 __device__ __forceinline__ void find_direction(const Direction& to, const Frame& frame, const uint32_t* tile) {
   float amax[kSegments];
+  float* found = to.found + frame.starts.amax;
   all_amax<Order, W>(tile, to.spec, kTile, amax);
   if (to.spec.row_scaled) {
 #pragma unroll
     for (int q = 0; q < kSegments; ++q) {
       const Place place = place_of<Order>(frame, q);
-      if (Order::col(q) == 0 && place.count > 0) raise(to.found + place.row, amax[q]);
+      if (Order::col(q) == 0 && place.count > 0) raise(found + place.row, amax[q]);
     }
     return;
   }
   Order::join_rows(amax, Larger());
-  if (lane_of_warp() == 0) raise(to.found, amax[0]);
+  if (lane_of_warp() == 0) raise(found, amax[0]);
 }
 
 // ---- encode --------------------------------------------------------------------------------------------------------
@@ -265,7 +270,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if constexpr (kFour) {
         if (spec.sr) {
           uint32_t random[4];
-          draw(to.key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
+          draw(frame.key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
           encode_four(x, scale.encode, random, codes);
         } else {
           encode_four(x, scale.encode, nullptr, codes);
@@ -274,8 +279,8 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       } else {
         encode_eight(x, scale.encode, spec.element, facts, codes);
       }
-      if (spec.family != Family::current) store_scale(to, place, frame.cols, scale);
-      if (to.codes && place.count > 0) store_codes<kFour>(to.codes, place, frame.cols, frame.vector, codes);
+      if (spec.family != Family::current) store_scale(to, frame.starts.scales, place, frame.cols, scale);
+      if (to.codes && place.count > 0) store_codes<kFour>(to.codes + frame.starts.codes, place, frame.cols, frame.vector, codes);
       if (!to.exact && !replace && !kSums) continue;
       float v[kSegment], scaled[kSegment];
       if constexpr (kFour)
@@ -285,7 +290,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if (to.exact && place.count > 0) {
 #pragma unroll
         for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
-        store_exact(to, place, frame.cols, frame.vector, scaled, nan);
+        store_exact(to, frame.starts.elements, place, frame.cols, frame.vector, scaled, nan);
       }
       if (!replace && !kSums) continue;
 #pragma unroll
@@ -298,7 +303,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
     }
   }
   if constexpr (kSums)
-    if (to.sums) store_sums(sums.of, to.sums + frame.tile_index);
+    if (to.sums) store_sums(sums.of, to.sums + frame.starts.sums + frame.tile_index);
 }
 
 template <class Order, class W, bool kSums>

@@ -25,8 +25,8 @@ struct Nvfp4Scales {
   GlobalScale global;
 };
 
-__device__ __forceinline__ void fill_scales(const Direction& to, Nvfp4Scales& scales, int code) {
-  const GlobalScale global = nvfp4_global(*to.amax, to.spec);
+__device__ __forceinline__ void fill_scales(const float* amax, const Spec& spec, Nvfp4Scales& scales, int code) {
+  const GlobalScale global = nvfp4_global(*amax, spec);
   scales.encode[code] = nvfp4_encode_scale(e4m3_value(code), global.decode);
   if (code == 0) scales.global = global;
 }
@@ -40,6 +40,11 @@ struct LeanSide {
   const float (*strips)[8];  // amaxes of 16 x 16 elements of the tile of X, for scale tiles of several rows
   bool tile_nan;             // with strips: the tile has a NaN
   bool replace;              // decoded rows take the place of the elements they came from
+  const float* amax;         // global
+  // Of an expert in a grouped launch, whose last tile may be a part of one:
+  uint32_t rows;
+  Key key;
+  uint64_t first, first_scale;  // where its part of the outputs begins
 };
 
 // A thread's words in shared memory: the two units of a segment of a row in each of four groups, 4 rows apart; or 16 rows
@@ -75,15 +80,25 @@ struct LeanWords {
 
 // A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
 // read as rows. wait_tile() comes before that, and a barrier before columns.
-__device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t* tile) {
+// kPart: only `rows` rows are the expert's; the others are zeros.
+template <bool kPart>
+__device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
+                                                uint32_t* tile) {
   const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
   const int row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
   const char* from = static_cast<const char*>(source.data) + (r0 + row) * pitch + (c0 + unit * 8) * 2;
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(tile + word_offset<Bf16>(row, unit * 4)));
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i * 2 * kRowWords<Bf16> * 4),
-                 "l"(from + i * 2 * pitch));
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t target = to + i * 2 * kRowWords<Bf16> * 4;
+    if constexpr (kPart) {
+      const bool inside = row + 2 * i < rows;  // nothing is read for 0 bytes; the address is still one of the tile's
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
+                   "l"(inside ? from + i * 2 * pitch : static_cast<const char*>(source.data)), "r"(inside ? 16 : 0));
+    } else {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from + i * 2 * pitch));
+    }
+  }
 }
 
 __device__ __forceinline__ void wait_tile() {
@@ -148,15 +163,20 @@ __device__ __forceinline__ BlockScale lean_scale(const LeanSide& side, const Blo
 }
 
 // The scale of a segment at `row` of the operand, whose first element is number `element`.
-template <class Order, Kind kKind>
+template <class Order, Kind kKind, bool kPart>
 __device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, uint64_t element,
                                                  const BlockScale& scale) {
-  const uint32_t rows = side.to.spec.tile_rows;
+  const uint32_t rows = side.to.spec.tile_rows, col = side.col0 + Order::col(0);
+  uint32_t line = row;
   if (rows > 1) {
     if (row & (rows - 1)) return;
-    element = static_cast<uint64_t>(row >> (__ffs(rows) - 1)) * side.cols + side.col0 + Order::col(0);
+    line = row >> (__ffs(rows) - 1);
+    element = static_cast<uint64_t>(line) * side.cols + col;
   }
-  const uint64_t at = element / kBlock<kKind>;
+  uint64_t at = element / kBlock<kKind>;
+  if constexpr (kPart)  // its columns need not be whole blocks
+    at = side.first_scale + static_cast<uint64_t>(line) * ((side.cols + kBlock<kKind> - 1) / kBlock<kKind>) +
+         col / kBlock<kKind>;
   if constexpr (kKind == Kind::block)
     static_cast<float*>(side.to.scales)[at] = scale.value;
   else
@@ -182,8 +202,8 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
   }
 }
 
-// tally: a thread's share of the statistics, or nothing.
-template <class Order, Kind kKind, class Tally>
+// tally: a thread's share of the statistics, or nothing. kPart: segments of an expert, all of them inside or outside.
+template <class Order, Kind kKind, bool kPart, class Tally>
 __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
   constexpr bool four = kFourBits<kKind>, rows_of_x = std::is_same_v<Order, RowOrder>;
   constexpr int per_group = kGroupSegments<Order, Bf16>, groups = kGroups<Order, Bf16>;
@@ -192,15 +212,19 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   const LeanWords<Order> source(tile);
   BlockScale whole{};
   if constexpr (kKind == Kind::current) {
-    whole = current_scale(*to.amax, side.facts, spec);
-    if (to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0) *static_cast<float*>(to.scales) = whole.value;
+    whole = current_scale(*side.amax, side.facts, spec);
+    if (!kPart && to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0) *static_cast<float*>(to.scales) = whole.value;
   }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
-  const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales;
+  // Of an expert's rows all the warp's segments may lie outside; of its columns (X's rows), some of a warp's.
+  if (kPart && rows_of_x && side.row0 + warp_of_block() * 16 >= side.rows) return;
+  const bool in_cols = !kPart || rows_of_x || side.col0 + Order::col(0) < side.cols;
+  const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales && in_cols;
   const bool decodes = Tally::kWanted || to.exact || side.replace;
   uint32_t row = side.row0 + Order::row(0);
   uint64_t element = static_cast<uint64_t>(row) * side.cols + side.col0 + Order::col(0);
+  if (kPart) element += side.first;
 #pragma unroll 1
   for (int h = 0; h < groups; ++h) {
     uint32_t words[kGroupWords<Order, Bf16>];
@@ -219,20 +243,21 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
       else if (kKind != Kind::current && kBlock<kKind> > kSegment)
         most = Order::join_near(most, kBlock<kKind>, Larger());
       const BlockScale scale = lean_scale<kKind>(side, whole, most);
-      if (leads) store_lean_scale<Order, kKind>(side, row, element, scale);
+      const bool inside = !kPart || (rows_of_x ? row < side.rows : in_cols);
+      if (leads && inside) store_lean_scale<Order, kKind, kPart>(side, row, element, scale);
       float x[kSegment];
       lean_values<Order>(words, k, x);
       uint32_t codes[kCodeWords<four>];
       if constexpr (four) {
         uint32_t random[4];
         constexpr bool draws = kKind == Kind::nvfp4_stochastic;
-        if (draws) draw(to.key, element / kSegment, random);
+        if (draws) draw(kPart ? side.key : to.key, (kPart ? element - side.first : element) / kSegment, random);
         encode_four(x, scale.encode, draws ? random : nullptr, codes);
         if (nan) mark_nan(x, codes);
       } else {
         encode_eight(x, scale.encode, spec.element, side.facts, codes);
       }
-      if (to.codes) store_words<kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes);
+      if (to.codes && inside) store_words<kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes);
       if (decodes) {
         float v[kSegment];
         if constexpr (four)
@@ -240,7 +265,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
         else
           decode_eight(codes, spec.element, side.facts, v);
         const int q = h * per_group + k;
-        if (to.exact || side.replace) use_values<Order>(side, v, element, q, scale, nan, tile);
+        if ((to.exact || side.replace) && inside) use_values<Order>(side, v, element, q, scale, nan, tile);
         tally.template add<Order, four>(x, v, codes, scale, most, side.facts, q);
       }
       const uint32_t step = rows_of_x ? 4 : (k ? 7 : 1);  // to the row of the next segment
@@ -250,27 +275,25 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   }
 }
 
-template <class Order, class Tally>
+template <class Order, bool kPart, class Tally>
 __device__ __forceinline__ void run_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
   const Spec& spec = side.to.spec;
   switch (spec.family) {
-    case Family::current: return encode_lean<Order, Kind::current>(side, tile, tally);
-    case Family::block: return encode_lean<Order, Kind::block>(side, tile, tally);
+    case Family::current: return encode_lean<Order, Kind::current, kPart>(side, tile, tally);
+    case Family::block: return encode_lean<Order, Kind::block, kPart>(side, tile, tally);
     case Family::mx:
-      if (spec.element == Element::e2m1) return encode_lean<Order, Kind::mx_four>(side, tile, tally);
-      return encode_lean<Order, Kind::mx_eight>(side, tile, tally);
+      if (spec.element == Element::e2m1) return encode_lean<Order, Kind::mx_four, kPart>(side, tile, tally);
+      return encode_lean<Order, Kind::mx_eight, kPart>(side, tile, tally);
     case Family::nvfp4: break;
   }
-  if (spec.sr) return encode_lean<Order, Kind::nvfp4_stochastic>(side, tile, tally);
-  encode_lean<Order, Kind::nvfp4>(side, tile, tally);
+  if (spec.sr) return encode_lean<Order, Kind::nvfp4_stochastic, kPart>(side, tile, tally);
+  encode_lean<Order, Kind::nvfp4, kPart>(side, tile, tally);
 }
 
-// Whether a direction is of this kind, given that X is bf16.
-inline bool lean(const Direction& to, int64_t rows, int64_t cols, bool vector) {
+// Whether a direction is of this kind, given that X is bf16, is wide enough and has whole tiles.
+inline bool lean(const Direction& to, bool vector) {
   const Spec& spec = to.spec;
-  constexpr int64_t most = 1 << 22;  // whose tiles fit gridDim.y
-  return vector && rows % kTile == 0 && cols % kTile == 0 && rows <= most && cols <= most &&
-         !spec.row_scaled && spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up &&
+  return vector && !spec.row_scaled && spec.four_over_six == FourOverSix::none && spec.scale_rounding == ScaleRounding::up &&
          !(spec.rht && spec.tile_rows > 1) && (!to.exact || to.exact_dtype == Dtype::bf16);
 }
 

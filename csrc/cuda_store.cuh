@@ -71,9 +71,10 @@ __device__ __forceinline__ void round_segment(const float v[kSegment], bool nan,
   }
 }
 
-__device__ __forceinline__ void store_exact(const Direction& to, const Place& place, int64_t cols, bool vector,
-                                            const float v[kSegment], bool nan) {
-  const int64_t start = place.row * cols + place.col;
+// first: where the operand begins in the packed output.
+__device__ __forceinline__ void store_exact(const Direction& to, int64_t first, const Place& place, int64_t cols,
+                                            bool vector, const float v[kSegment], bool nan) {
+  const int64_t start = first + place.row * cols + place.col;
   uint32_t words[kSegment];
   if (to.exact_dtype == Dtype::fp32) {
     round_segment<Fp32>(v, nan, words);
@@ -86,13 +87,13 @@ __device__ __forceinline__ void store_exact(const Direction& to, const Place& pl
   }
 }
 
-// One thread of each scale tile writes its scale.
-__device__ __forceinline__ void store_scale(const Direction& to, const Place& place, int64_t cols,
+// One thread of each scale tile writes its scale. first: as above, among scales.
+__device__ __forceinline__ void store_scale(const Direction& to, int64_t first, const Place& place, int64_t cols,
                                             const BlockScale& scale) {
   const Spec& spec = to.spec;
   if (!to.scales || place.count == 0 || (place.col & (spec.tile_cols - 1)) || (place.row & (spec.tile_rows - 1))) return;
   const int across = __ffs(spec.tile_cols) - 1, down = __ffs(spec.tile_rows) - 1;  // all are powers of two
-  const int64_t offset = (place.row >> down) * ((cols + spec.tile_cols - 1) >> across) + (place.col >> across);
+  const int64_t offset = first + (place.row >> down) * ((cols + spec.tile_cols - 1) >> across) + (place.col >> across);
   if (spec.family == Family::block)
     static_cast<float*>(to.scales)[offset] = scale.value;
   else

@@ -1,13 +1,14 @@
 // Chooses, once, among the copies of quantize.cpp compiled per instruction set. All give the same bytes.
 #include <cstring>
 
+#include "members.h"
 #include "quantize.h"
 
 namespace hq {
 
 #define HQ_DECLARE(ISA)                                                                              \
   namespace ISA {                                                                                   \
-  void quantize(const Call& call, int threads);                                                      \
+  void quantize(const Call* calls, int64_t count, int threads);                                      \
   void find_amax(const Call& call, int threads);                                                     \
   void dequantize(const Encoded& encoded, Decoding decoding, void* out, Dtype dtype, int threads);   \
   }
@@ -50,7 +51,13 @@ const char* best_isa() {
 
 void quantize_cpu(const Call& call, int threads, const char* isa) {
   threads = useful_threads(call.source.rows * call.source.cols, threads);
-  HQ_CHOOSE(named(isa), quantize(call, threads));
+  HQ_CHOOSE(named(isa), quantize(&call, 1, threads));
+}
+
+void quantize_grouped_cpu(const Call& call, const Group& group, int threads, const char* isa) {
+  const Members members(call, group);
+  threads = useful_threads(call.source.rows * call.source.cols, threads);
+  HQ_CHOOSE(named(isa), quantize(members.calls(), members.count(), threads));
 }
 
 void find_amax_cpu(const Call& call, int threads, const char* isa) {

@@ -38,11 +38,12 @@ struct Plan {
   const Direction *row, *column;
 };
 
-Work work_of(const Source& source, const Direction& to, bool columns) {
+// find: only amaxes are wanted, and the one scale of current scaling is not known yet.
+Work work_of(const Source& source, const Direction& to, bool columns, bool find) {
   const int block = to.spec.tile_cols ? to.spec.tile_cols : kWidth;
   Work work{to, columns ? source.cols : source.rows, columns ? source.rows : source.cols, block, max_of(to.spec.element),
             max_of(source.dtype), 1.0f, to.amax ? to.amax : to.found};
-  if (to.spec.family == Family::current && work.amax)
+  if (to.spec.family == Family::current && work.amax && !find)
     work.whole_scale = fp8_scale(*work.amax, work.element_max, to.spec.amax_epsilon, to.spec.pow2, kFloatMax);
   return work;
 }
@@ -152,19 +153,40 @@ void run_tile(const Pass& pass, int64_t index, Tile& x, Tile& turned) {
   run_direction(*pass.column, turned, index, pass.find_column, nullptr);
 }
 
-void run(const Pass& pass, int threads) {
-  const int64_t down = (pass.source.rows + kWidth - 1) / kWidth, across = (pass.source.cols + kWidth - 1) / kWidth;
-  const int lines = lean_lines(pass);
+// What one pass makes of one matrix, or of one expert's rows; null directions are not in it. first: tiles of the parts
+// before.
+struct Part {
+  Source source;
+  const Direction *row, *column;
+  bool find_row, find_column, dequantized;
+  int64_t first;
+};
+
+int64_t tiles_of(const Source& x) { return (x.rows + kWidth - 1) / kWidth * ((x.cols + kWidth - 1) / kWidth); }
+
+// The tiles of all parts, spread over the threads.
+void run(const Part* parts, int64_t count, int threads) {
+  const int64_t tiles = parts[count - 1].first + tiles_of(parts[count - 1].source);
 #pragma omp parallel num_threads(threads)
   {
     Tile x, turned;
+    int64_t p = 0;
 #pragma omp for schedule(static)
-    for (int64_t index = 0; index < down * across; ++index) {
-      locate(pass.source, index, x);
+    for (int64_t index = 0; index < tiles; ++index) {
+      while (p + 1 < count && parts[p + 1].first <= index) ++p;
+      const Part& part = parts[p];
+      if (!part.row && !part.column) continue;
+      const Direction& any = part.row ? *part.row : *part.column;
+      const Work row = work_of(part.source, part.row ? *part.row : any, false, part.find_row);
+      const Work column = work_of(part.source, part.column ? *part.column : any, true, part.find_column);
+      const Pass pass{part.source, part.row ? &row : nullptr, part.column ? &column : nullptr, part.find_row,
+                      part.find_column, part.dequantized};
+      locate(part.source, index - part.first, x);
+      const int lines = lean_lines(pass);
       if (lines)
         run_lean_tile(pass, lines, x, turned);
       else
-        run_tile(pass, index, x, turned);
+        run_tile(pass, index - part.first, x, turned);
     }
   }
 }
@@ -183,9 +205,9 @@ void find(const Plan& plan, bool column, int threads) {
   Direction silent = plan.row ? *plan.row : *plan.column;  // encoded for its decoded values only
   silent.codes = nullptr, silent.scales = nullptr, silent.global = nullptr, silent.exact = nullptr;
   silent.sums = nullptr, silent.row_errors = nullptr;
-  const Work mine = work_of(plan.source, to, column), row = work_of(plan.source, silent, false);
-  const Work* first = column ? (from_row ? &row : nullptr) : &mine;
-  run({plan.source, first, column ? &mine : nullptr, !column, column, from_row}, threads);
+  const Direction* first = column ? (from_row ? &silent : nullptr) : &to;
+  const Part part{plan.source, first, column ? &to : nullptr, !column, column, from_row, 0};
+  run(&part, 1, threads);
 }
 
 // A global amax that is not given is found in `found`, which then counts as given.
@@ -205,7 +227,7 @@ void prepare(const Plan& plan, bool column, int threads, Direction& to) {
   }
   if (to.global && to.global != to.amax) memcpy(to.global, to.amax, sizeof(float) * static_cast<size_t>(entries));
   if (to.spec.family == Family::current && to.scales)
-    *static_cast<float*>(to.scales) = 1.0f / work_of(plan.source, to, column).whole_scale;
+    *static_cast<float*>(to.scales) = 1.0f / work_of(plan.source, to, column, false).whole_scale;
 }
 
 Plan arrange(const Call& call) {
@@ -220,24 +242,43 @@ Plan arrange(const Call& call) {
   return plan;
 }
 
-}  // namespace
+// A call whose global amaxes are found: its directions are copies that have them.
+struct Prepared {
+  Plan plan;
+  Direction row, column;
+};
 
-void quantize(const Call& call, int threads) {
-  Plan plan = arrange(call);
-  Direction row{}, column{};
+Part part_of(const Call& call, int threads, Prepared& to) {
+  Plan& plan = to.plan = arrange(call);
   if (plan.row) {
-    row = *plan.row;
-    prepare(plan, false, threads, row);
-    plan.row = &row;
+    to.row = *plan.row;
+    prepare(plan, false, threads, to.row);
+    plan.row = &to.row;
   }
   if (plan.column) {
-    column = *plan.column;
-    prepare(plan, true, threads, column);
-    plan.column = &column;
+    to.column = *plan.column;
+    prepare(plan, true, threads, to.column);
+    plan.column = &to.column;
   }
-  const Work row_work = work_of(plan.source, row, false), column_work = work_of(plan.source, column, true);
-  run({plan.source, plan.row ? &row_work : nullptr, plan.column ? &column_work : nullptr, false, false,
-       call.dequantized}, threads);
+  return {plan.source, plan.row, plan.column, false, false, call.dequantized, 0};
+}
+
+}  // namespace
+
+// The calls of a group, or one.
+void quantize(const Call* calls, int64_t count, int threads) {
+  if (count == 0) return;
+  Prepared* prepared = new Prepared[static_cast<size_t>(count)];
+  Part* parts = new Part[static_cast<size_t>(count)];
+  int64_t tiles = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    parts[i] = part_of(calls[i], threads, prepared[i]);
+    parts[i].first = tiles;
+    tiles += tiles_of(parts[i].source);
+  }
+  run(parts, count, threads);
+  delete[] parts;
+  delete[] prepared;
 }
 
 void find_amax(const Call& call, int threads) {

@@ -52,6 +52,7 @@ struct TileSums {
 struct Direction {
   Spec spec;
   Key key;
+  const uint32_t* keys;  // of a grouped call: two words for each expert, in place of those of `key`; or null
   const float* amax;  // input: global amax, [1] or [rows] when row_scaled; null: found in a pass before
   float* found;       // [1] or [rows]: where that pass finds it (current, nvfp4 without `amax`); may equal `global`
   uint8_t* codes;     // [rows, cols], or [rows, cols / 2] for e2m1, even index in the low nibble
@@ -73,6 +74,15 @@ struct Call {
   bool dequantized;
 };
 
+// Experts that own X's rows: e has rows offsets[e] to offsets[e + 1], which begin with 0, do not decrease and lie in X.
+// Rows beyond the last expert's are not read. Arrays of a direction are then packed: the concatenation, in expert order, of what a call for
+// each expert's rows would take and give (amax, found and global: one an expert, or one a row of each operand). The
+// offsets are where the loops run: in the host's memory, or the device's.
+struct Group {
+  const int64_t* offsets;  // [experts + 1]
+  int64_t experts;
+};
+
 // An operand to decode; null scales or global where the format has none.
 struct Encoded {
   Spec spec;
@@ -89,6 +99,8 @@ enum class Decoding { value, exact };
 void quantize_cpu(const Call& call, int threads, const char* isa);
 // found = max(found, amax) in place, for each direction that has `found`.
 void find_amax_cpu(const Call& call, int threads, const char* isa);
+// One call for all experts; std::invalid_argument for offsets and numbers of rows that the formats cannot have.
+void quantize_grouped_cpu(const Call& call, const Group& group, int threads, const char* isa);
 void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads);
 const char* best_isa();
 
@@ -103,6 +115,7 @@ void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_
 // Raise std::runtime_error with CUDA's own message. Work is only enqueued, and all memory comes from the caller.
 void quantize_cuda(const Call& call, uintptr_t stream);
 void find_amax_cuda(const Call& call, uintptr_t stream);
+void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream);
 void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
 // out[r, c] = fl(product[r, c] * factor[r * row_step + c * col_step]), rounded to out_dtype; out may be product.
 void scale_product_cuda(const float* product, const float* factor, int64_t rows, int64_t cols, int row_step,

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from hqsweep.compat_grouped import GroupedLinear
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, Identity, parse
 from hqsweep.formats import Format as _Format
 from hqsweep.nn.context import autocast
-from hqsweep.quant import CustomRecipe, QuantizerRole
+from hqsweep.quant import CustomRecipe, GroupedTensor, QuantizerRole
 from hqsweep.quant.hybrid import HybridQuantizer as _Quantizer
 from hqsweep.quant.hybrid import without_rht
 from hqsweep.quant.roles import GRADIENTS
@@ -34,6 +35,8 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Format",
+    "GroupedLinear",
+    "GroupedTensor",
     "HybridQuantizer",
     "IdentityQuantizer",
     "MXFP8Quantizer",

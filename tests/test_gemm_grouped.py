@@ -31,12 +31,16 @@ PAIRS = [
 MULTIPLE_OF_16 = (48, 0, 16, 64)
 
 
-def operands(a, b, gemm, device="cpu"):
-    """Of x [M, K] and w [E, N, K], dy [M, N] and w, dy and x."""
-    splits, experts = Splits.of(MULTIPLE_OF_16, M), Splits.uniform(E, N)
+def inputs():
+    """x [M, K], w [E * N, K] and dy [M, N]; experts are of different sizes, so that their factors differ."""
     loud = torch.tensor([1.0, 8.0, 0.25, 2.0], dtype=torch.bfloat16)
     x = draw("normal", M, K) * loud.repeat_interleave(torch.tensor(MULTIPLE_OF_16))[:, None]
-    dy, w = draw("normal", M, N, 1), draw("normal", E * N, K, 2) * loud.repeat_interleave(N)[:, None]
+    return x, draw("normal", E * N, K, 2) * loud.repeat_interleave(N)[:, None], draw("normal", M, N, 1)
+
+
+def operands(a, b, gemm, device="cpu"):
+    """Of x [M, K] and w [E, N, K], dy [M, N] and w, dy and x."""
+    splits, experts, (x, w, dy) = Splits.of(MULTIPLE_OF_16, M), Splits.uniform(E, N), inputs()
 
     def made(tensor, splits, text):
         exact = {"rowwise": "exact", "columnwise": "exact"}
@@ -135,10 +139,22 @@ def test_plans_say_what_they_are():
         plan = grouped_plan_of_a_gpu(a, b, **options)
         assert str(plan) == expected and plan.grouped == ("_grouped_mm" in expected)
     assert str(LOOP) == "exact: bf16 operands, float32 GEMM, for each expert" and not LOOP.grouped
+
+
+def test_native_plans_say_what_they_are():
+    loop = "native: tensor cores of sm_90 through torch._scaled_mm, for each expert"
+    kernel = "native: tensor cores of sm_90 through torch._scaled_grouped_mm, scales of experts as those of rows"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hqsweep.native.capability_of", lambda device: (9, 0))
-        native = grouped_plan(parse("fp8_current"), parse("fp8_current"), "cuda", gemm_mode="native")
-    assert str(native) == "native: tensor cores of sm_90 through torch._scaled_mm, for each expert"
+        for expected, a, b, options in (
+            (kernel, "fp8_current", "fp8_delayed", {}),
+            (loop, "fp8_current+e5m2", "fp8_current", {}),
+            (loop, "fp8_block", "fp8_block+2d", {}),
+            (loop, "fp8_current", "fp8_current", {"gemm": "wgrad"}),
+            (loop, "fp8_current", "fp8_current", {"out_dtype": torch.float32}),
+            (loop, "fp8_current", "fp8_current", {"sizes": (64, 40)}),
+        ):
+            assert str(grouped_plan_of_a_gpu(a, b, gemm_mode="native", **options)) == expected
 
 
 @pytest.mark.gpu
@@ -184,3 +200,21 @@ def test_an_expert_without_tokens_has_a_zero_gradient():
     a, b = operands("mxfp8", "mxfp8", "wgrad")
     assert a.members[1].matrix.shape == (N, 0) and isinstance(a.members[1], ExactOperand)
     assert not mm_t_weights(a, b, LOOP, out_dtype=torch.float32)[1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_native_products_of_a_gpu(gemm):
+    """One kernel on codes, against exact products of the same codes on a CPU."""
+    codes = {"rowwise": "codes", "columnwise": "codes"}
+    a, b = (group.members for group in operands("fp8_current", "fp8_current", gemm))
+    expected = torch.cat([mm_t(x, w, out_dtype=torch.float32) for x, w in zip(a, b, strict=True)])
+    quantizer, splits = HybridQuantizer.parse("fp8_current"), Splits.of(MULTIPLE_OF_16, M)
+    x, w = inputs()[:2] if gemm == "fprop" else (inputs()[2], inputs()[1])
+    left = quantize_group(x.cuda(), splits, quantizer, **codes).rowwise
+    right = quantize_group(w.cuda(), Splits.uniform(E, N), quantizer, **codes)
+    right = right.rowwise if gemm == "fprop" else right.columnwise
+    plan = grouped_plan(parse("fp8_current"), parse("fp8_current"), "cuda", gemm_mode="native", sizes=(K, N))
+    if not plan.grouped:
+        pytest.skip("torch._scaled_grouped_mm is for sm_90")
+    close(mm_t_tokens(left, right, plan, out_dtype=torch.bfloat16).cpu(), expected, 2**-6)

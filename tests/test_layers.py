@@ -12,7 +12,7 @@ import hqsweep
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("gemm_grouped",), ("nn",), ("optim",),
-    ("compat", "export"),
+    ("compat_grouped",), ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
     ("config_types",), ("config_engine", "config_errors", "config_checks"), ("config",),
     ("worker", "launch", "doctor", "completion"), ("cli_completion",), ("cli_output",),

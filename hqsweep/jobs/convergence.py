@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from hqsweep import native
 from hqsweep.errors import UserError
-from hqsweep.formats import Identity
+from hqsweep.formats import Format, Identity
 from hqsweep.jobs.sink import Diverged, Sink
-from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.module import QuantizedModule, quantized_modules
 from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.quant.pairs import MODULE_GEMMS
@@ -147,7 +148,7 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
     """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
     modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
     found = stage.recipe.resolve(role for module in modules for role in module.slot_roles().values())
-    plan = partial(native.gemm_plan, stage.recipe.gemm, device=trainer.device)
+    facts = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}
     plans = {}
     for module in modules:
         quantizers = module.chosen(found)
@@ -157,5 +158,13 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
         }
         low = any(not isinstance(format, Identity) for pair in pairs.values() for format in pair)
         if low or module.module_type != "dpa":
-            plans[module.name] = {gemm: f"{a} x {b}: {plan(a, b)}" for gemm, (a, b) in pairs.items()}
+            plans[module.name] = {
+                gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **facts)}" for gemm, (a, b) in pairs.items()
+            }
     return plans
+
+
+def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:
+    if not isinstance(module, GroupedLinear):
+        return native.gemm_plan(gemm_mode, a, b, device)
+    return str(module.plan(gemm, a, b, device, gemm_mode))

@@ -103,7 +103,7 @@ class GroupedCall(LinearCall):
         a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
         host = self.splits.sizes is not None
         facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes, "host_splits": host}
-        return grouped_plan(a, b, device, **facts)
+        return grouped_plan(a, b, device, gemm=gemm, **facts)
 
     def tokens(self, a: Group, b: Group, how: GroupedPlan) -> Tensor:
         """fprop and dgrad. UserError, with the module's name, for what gemm=native has no product for."""

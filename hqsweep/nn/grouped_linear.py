@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.formats import Format
+from hqsweep.gemm_grouped import GroupedPlan, grouped_plan
 from hqsweep.nn.grouped_call import GroupedCall, expert_weights
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
@@ -157,6 +159,14 @@ class GroupedLinear(LinearBase):
         call = GroupedCall(**self.linear_facts(), splits=splits)
         weights = self.weights
         return GroupedLinearFunction.apply(x, call, len(weights), *weights, *self.biases)
+
+    def plan(self, gemm: str, a: Format, b: Format, device: torch.device, gemm_mode: str) -> GroupedPlan:
+        """How "fprop", "dgrad" or "wgrad" of these formats is computed where the host knows the splits."""
+        is_float32 = self.fuse_wgrad_accumulation or self.weights[0].dtype == torch.float32
+        out_dtype = torch.float32 if gemm == "wgrad" and is_float32 else self.dtype
+        sizes = (self.in_features, self.out_features)
+        facts = {"gemm": gemm, "gemm_mode": gemm_mode, "out_dtype": out_dtype, "sizes": sizes}
+        return grouped_plan(a, b, device, **facts)
 
     def set_tensor_parallel_attributes(self, parallel_mode: str | None) -> None:
         """Note on every parameter how tensor parallelism cuts it: tensor_model_parallel, partition_dim and

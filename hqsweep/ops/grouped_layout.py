@@ -17,19 +17,26 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.ops import kernel_grouped  # noqa: F401  (defines the operators)
+from hqsweep.ops.plan import has_kernels
 
 INT64_MAX = 2**63 - 1
 INTEGERS = (torch.int64, torch.int32)
 
 
-def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1) -> Tensor:
+def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool | None = None) -> Tensor:
     """Sizes [E] -> int64 [E + 1] on their device: 0, then stride times the sum of the first, the first two and so on.
 
-    Sizes may be negative. UserError where a value leaves int64, which is looked at on the CPU only: on a GPU nothing
-    waits, and values wrap.
+    Sizes may be negative. UserError where a value leaves int64: always on the CPU; on a GPU with `check`, which waits
+    for it, and otherwise values wrap. One launch.
     """
     if isinstance(splits, Tensor) and (splits.dtype not in INTEGERS or splits.dim() != 1):
         raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
+    if isinstance(splits, Tensor) and has_kernels(splits.device.type):
+        try:
+            return torch.ops.hqsweep.split_offsets.default(splits, [1], [stride], bool(check))[0]
+        except OverflowError:
+            raise UserError(f"offsets of {len(splits)} splits times {stride} leave the range of int64") from None
     if isinstance(splits, Tensor) and splits.device.type != "cpu":
         sums = torch.cumsum(splits, 0, dtype=torch.int64).mul_(stride)
         return torch.nn.functional.pad(sums, (1, 0))
@@ -142,8 +149,9 @@ class GroupLayout:
                 raise UserError(f"expert {expert}: {error}") from None
 
     def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
-        """Members of a packed buffer; by_rows: they lie there transposed."""
-        parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+        """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = flat[: sum(sizes)].split_with_sizes(sizes)
         if by_rows:
             return [part.view(shape[::-1]).t() for part, shape in zip(parts, shapes, strict=True)]
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

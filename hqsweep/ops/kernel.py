@@ -54,11 +54,11 @@ def _quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_
     made, kept, row, column, rest = [], [], None, None, (x.is_cuda, statistics)
     if rowwise:
         mine = _empty(x, allocations(rowwise, rows, cols, row_exact, row_amax is not None, *rest))
-        row = _direction(plan(rowwise), x, rows, mine, row_key, row_amax, row_exact, statistics, kept)
+        row = direction(plan(rowwise), x, rows, mine, row_key, row_amax, row_exact, statistics, kept)
         made += mine
     if columnwise:
         mine = _empty(x, allocations(columnwise, cols, rows, column_exact, column_amax is not None, *rest))
-        column = _direction(plan(columnwise), x, cols, mine, column_key, column_amax, column_exact, statistics, kept)
+        column = direction(plan(columnwise), x, cols, mine, column_key, column_amax, column_exact, statistics, kept)
         made += mine
     call = extension().quantize_cuda if x.is_cuda else extension().quantize_cpu
     _run(x, call, x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
@@ -111,9 +111,10 @@ def _empty(x: Tensor, wanted: list[Allocation]) -> list[Tensor]:
     return [make(shape, (shape[1] or 1, 1), dtype) for shape, dtype in wanted]
 
 
-def _direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Tensor | None, exact: bool,
-               statistics: bool, kept: list[Tensor]):  # fmt: skip
-    """The extension's Direction that fills the tensors `made`; `kept` holds what it needs beside them until it ran."""
+def direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Tensor | None, exact: bool,
+              statistics: bool, kept: list[Tensor], matrices: int = 1, keys: Tensor | None = None):  # fmt: skip
+    """The extension's Direction that fills the tensors `made`; `kept` holds what it needs beside them until it ran.
+    Of a group: `rows` of all `matrices` together, and a table of their keys."""
     codes = scales = factor = matrix = matrix_dtype = found = given = sums = errors = 0
     if exact:
         matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
@@ -128,14 +129,15 @@ def _direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Ten
     if statistics:
         sums, errors = made[-2].data_ptr(), made[-1].data_ptr()
     if amax is not None:
-        p.check_amax("given amax", amax, rows, x)
+        p.check_amax("given amax", amax, rows, x, matrices)
         given = amax.data_ptr()
     elif p.amax_name == "s":  # found apart from the scale, which takes its buffer in the end
-        kept += _empty(x, [((1, 1), torch.float32)])
+        kept += _empty(x, [((matrices, 1), torch.float32)])
         found = kept[-1].data_ptr()
     else:
         found = factor
-    return extension().Direction(p.spec, *key, given, found, codes, scales, factor, matrix, matrix_dtype, sums, errors)
+    addresses = (given, found, codes, scales, factor, matrix, matrix_dtype, sums, errors)
+    return extension().Direction(p.spec, *key, *addresses, 0 if keys is None else keys.data_ptr())
 
 
 def _finder(p: Plan, x: Tensor, rows: int, key, amax: Tensor | None, found: Tensor | None):
@@ -163,7 +165,7 @@ def quantize(x: Tensor, *arguments) -> list[Tensor]:
     return torch.ops.hqsweep.quantize.default(x, *arguments)
 
 
-def _on_its_device(function: Callable) -> Callable:
+def on_its_device(function: Callable) -> Callable:
     """function(tensor or tensors, ...) with the tensor's device as the current one."""
 
     @wraps(function)
@@ -177,14 +179,14 @@ def _on_its_device(function: Callable) -> Callable:
     return guarded
 
 
-_quantize_on_cuda = _on_its_device(_quantize)
+_quantize_on_cuda = on_its_device(_quantize)
 _library.impl("quantize", _quantize, "CPU")
 _library.impl("quantize", _quantize_on_cuda, "CUDA")
 for _name, _function in {"find_amax_": _find_amax, "dequantize": _dequantize}.items():
     _library.impl(_name, _function, "CPU")
-    _library.impl(_name, _on_its_device(_function), "CUDA")
+    _library.impl(_name, on_its_device(_function), "CUDA")
 register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
-_library.impl("scale_product", _on_its_device(_scale_product), "CUDA")
+_library.impl("scale_product", on_its_device(_scale_product), "CUDA")
 register_fake(
     "hqsweep::scale_product", lambda product, factor, dtype: torch.empty_like(product, dtype=dtype), lib=_library
 )

@@ -112,11 +112,11 @@ class Plan:
             made += [((down * across, SUMS), torch.float32), ((rows, across), torch.float32)]
         return made
 
-    def check_amax(self, name: str, amax: Tensor | None, rows: int, x: Tensor) -> None:
+    def check_amax(self, name: str, amax: Tensor | None, rows: int, x: Tensor, matrices: int = 1) -> None:
         """UserError unless `amax` holds what the kernels read through its address."""
         if amax is None:
             return
-        count = rows if self.row_scaled else 1
+        count = rows if self.row_scaled else matrices
         if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:
             return
         got = f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}"

@@ -16,7 +16,7 @@ from hqsweep.quant.select import layers_of
 
 DeviceFault = Callable[[Format, Format, int, int, int], str | None]
 """(a, b, m, n, k) -> why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
-NATIVE_MODULES = ("linear",)
+NATIVE_MODULES = ("linear", "grouped_linear")
 """Module types whose products gemm=native has."""
 
 

@@ -36,9 +36,9 @@ def recipe_of(quantizers, **options):
     return Recipe(**{name: LinearQuantizers.parse(section, "test") for name, section in sections.items()}, **options)
 
 
-def grouped(quantizers="mxfp8", **options):
+def grouped(quantizers="mxfp8", gemm="exact", **options):
     torch.manual_seed(0)
-    made = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(quantizers), **options)
+    made = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(quantizers, gemm=gemm), **options)
     for bias in made.biases:
         torch.nn.init.normal_(bias)
     return made

@@ -20,8 +20,10 @@ from experts import (
     train,
 )
 
+import hqsweep.gemm_grouped
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
+from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
 from hqsweep.quant import CustomRecipe, HybridQuantizer, QuantizerRole
@@ -213,3 +215,74 @@ def test_frozen_weights_and_inputs():
     assert y.shape == (2, 64, N)
     y.float().sum().backward()
     assert module.weight0.grad is not None and module.weight3.grad is None and x.grad is None
+
+
+def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(monkeypatch):
+    """For each expert that has tokens; here the exact product stands in for theirs."""
+    seen = []
+
+    def product(a, b, *, out_dtype):
+        seen.append((str(a.format), str(b.format), a.shape[0]))
+        return mm_t(a, b, out_dtype=out_dtype)
+
+    monkeypatch.setattr(hqsweep.gemm_grouped, "mm_t_native", product)
+    fp8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
+    module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(fp8, gemm="native"))
+    assert module.quantization_alignment == 16
+    assert_same_gradients(*train(module, singles(module, gemm="exact"), steps=1))
+    tokens = [m for m in SPLITS if m]
+    expected = [("fp8_current", "fp8_current", m) for m in tokens]
+    expected += [("fp8_current+e5m2", "fp8_current", m) for m in tokens + [N] * len(tokens)]
+    assert seen == expected
+
+
+def test_native_is_refused_where_there_are_no_tensor_cores():
+    module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of("fp8_current", gemm="native"))
+    with pytest.raises(UserError, match="experts: fp8_current x fp8_current: gemm=native needs a GPU"):
+        module(draw("normal", ROWS, K), SPLITS)
+
+
+def test_plans_of_a_module_depend_on_what_its_weights_are():
+    module, format = grouped("mxfp8"), parse("mxfp8")
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        plan = module.plan(gemm, format, format, torch.device("cpu"), "exact")
+        assert str(plan) == "exact: bf16 operands, float32 GEMM, for each expert"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hqsweep.gemm_grouped.capability_of", lambda device: (9, 0))
+        device = torch.device("cuda")
+        kernels = [module.plan(gemm, format, format, device, "exact").grouped for gemm in ("fprop", "dgrad", "wgrad")]
+        assert kernels == [True, True, False]
+        assert module.to(torch.bfloat16).plan("wgrad", format, format, device, "exact").grouped
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1], SECTIONS[2]], ids=ids)
+def test_splits_of_a_device_are_those_of_the_host(quantizers):
+    """Gradients of weights may come by a plan that rounds them to bfloat16; all else has the same bytes."""
+    module, runs = grouped(quantizers, bias=True).cuda(), []
+    for splits in (list(SPLITS), torch.tensor(SPLITS, device="cuda"), torch.tensor(SPLITS)):
+        module.zero_grad()
+        x = draw("normal", ROWS, K).cuda().requires_grad_()
+        with quantization(seed=1, step=1):
+            y = module(x, splits)
+        y.backward(draw("normal", ROWS, N, 1).cuda())
+        runs.append((y.detach(), x.grad, [w.grad for w in module.weights], [b.grad for b in module.biases]))
+    for y, dx, dw, db in runs[1:]:
+        assert torch.equal(y, runs[0][0]) and torch.equal(dx, runs[0][1])
+        assert all(map(torch.equal, db, runs[0][3]))
+        for own, expected in zip(dw, runs[0][2], strict=True):
+            torch.testing.assert_close(own, expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizers", ["bf16", "fp8_current", "mxfp8", "nvfp4", SECTIONS[1]], ids=ids)
+def test_a_gpu_computes_what_a_cpu_does(quantizers):
+    """On the plan of the device, but for the order of sums and a rounding to bfloat16."""
+    runs = []
+    for device in ("cpu", "cuda"):
+        module, x = grouped(quantizers, bias=True).to(device), draw("normal", ROWS, K).to(device).requires_grad_()
+        y = module(x, SPLITS)
+        y.backward(draw("normal", ROWS, N, 1).to(device))
+        runs.append([t.float().cpu() for t in (y.detach(), x.grad, *(p.grad for p in module.parameters()))])
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=2**-6, atol=2**-6 * float(ours.abs().max()))

@@ -1,0 +1,140 @@
+// What a thread block does with its tile, in launches for one matrix and for the experts of a group: both directions of
+// 128 x 128 elements from one read of them. Rows are encoded from registers, columns through shared memory, to which the
+// row encoder puts decoded values where the column is made from those.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "cuda_direction.cuh"
+#include "cuda_lean.cuh"
+#include "cuda_tile.cuh"
+#include "group.h"
+#include "quantize.h"
+
+namespace hq {
+
+struct Job {
+  Source source;
+  Direction row, column;
+  bool has_row, has_column;    // take part in this launch
+  bool find_row, find_column;  // only their amaxes
+  ElementFacts row_facts, column_facts;
+  bool dequantized;
+  bool vector_in;                  // X's rows are contiguous and 16-byte aligned
+  bool vector_row, vector_column;  // the same of the outputs
+  bool backwards;  // last tiles first: what a pass before has just read is still in the L2 cache
+};
+
+// Rows of X that are one matrix, and the tile of it that a thread block has.
+struct Corner {
+  int64_t begin, rows;    // of X; their number
+  int64_t r0, c0, index;  // from `begin`; the tile's number along rows of tiles
+};
+
+__device__ __forceinline__ Frame frame_of(const Job& job, bool columns, const Corner& at, bool vector, const Key& key,
+                                          const Starts& starts) {
+  const Source& x = job.source;
+  const float half_max = x.dtype == Dtype::bf16 ? Bf16::kMax : Fp16::kMax;
+  return {columns ? x.cols : at.rows,
+          columns ? at.rows : x.cols,
+          columns ? at.c0 : at.r0,
+          columns ? at.r0 : at.c0,
+          vector,
+          x.dtype == Dtype::fp32 ? Fp32::kMax : half_max,
+          (columns ? job.column : job.row).amax + starts.amax,
+          at.index,
+          key,
+          starts};
+}
+
+// Any format, dtype, shape and strides. W: words of the tile, Bf16 for bf16 sources and Fp32 for the others.
+template <class W, bool kSums>
+__device__ __forceinline__ void run_tile(const Job& job, const Corner& at, const Frame& row, const Frame& column,
+                                         uint32_t* tile) {
+  Source x = job.source;
+  x.rows = at.begin + at.rows;
+  load_tile<W>(x, at.begin + at.r0, at.c0, job.vector_in, tile);
+  const bool replace = job.has_column && job.dequantized;
+  // A thread takes segments of rows that it has put there itself, and replaces them; columns need everybody's.
+  if (job.has_row) run_direction<RowOrder, W, kSums>(job.row, job.find_row, row, tile, replace, x.dtype);
+  if (!job.has_column) return;
+  __syncthreads();
+  run_direction<ColumnOrder, W, kSums>(job.column, job.find_column, column, tile, false, x.dtype);
+}
+
+__device__ __forceinline__ bool tiled(const Direction& to) { return to.spec.tile_rows > 1; }
+__device__ __forceinline__ bool nvfp4(const Direction& to) { return to.spec.family == Family::nvfp4; }
+
+// What differs between the experts of a launch; of one matrix, what the directions say.
+struct LeanOutputs {
+  const float* amax;
+  Key key;
+  uint64_t first_scale;
+};
+
+struct LeanCorner {
+  uint32_t begin, rows, r0, c0;
+  uint64_t first;  // elements of X before `begin`
+};
+
+// Tiles of bf16 in the formats and with the outputs of cuda_lean.cuh: whole ones, or (kPart) an expert's last rows.
+template <bool kSums, bool kPart>
+__device__ __forceinline__ void run_lean_tile(const Job& job, const LeanCorner& at, const LeanOutputs& to_row,
+                                              const LeanOutputs& to_column, uint32_t* tile) {
+  __shared__ Nvfp4Scales scales[2];
+  __shared__ float strips[8][8];
+  const uint32_t r0 = at.r0, c0 = at.c0, rows = at.rows, cols = static_cast<uint32_t>(job.source.cols);
+  const bool replace = job.has_column && job.dequantized;
+  const bool row_tiled = job.has_row && tiled(job.row), column_tiled = job.has_column && tiled(job.column);
+  const bool row_scales = job.has_row && nvfp4(job.row), column_scales = job.has_column && nvfp4(job.column);
+  load_tile_async<kPart>(job.source, at.begin + r0, c0, rows - r0, tile);
+  if (threadIdx.x < 128) {
+    if (row_scales) fill_scales(to_row.amax, job.row.spec, scales[0], threadIdx.x);
+  } else {
+    if (column_scales) fill_scales(to_column.amax, job.column.spec, scales[1], threadIdx.x - 128);
+  }
+  wait_tile();
+  bool nan = false;
+  if (row_tiled || (column_tiled && !replace))
+    nan = find_strips(tile, strips);
+  else if (row_scales)
+    __syncthreads();
+  const LeanSide row{job.row, job.row_facts, r0, c0, cols, scales[0], strips, nan, replace, to_row.amax, rows, to_row.key,
+                     at.first, to_row.first_scale};
+  // With what is known once the rows are done.
+  const auto column = [&] {
+    return LeanSide{job.column, job.column_facts, c0, r0, rows, scales[1], strips, nan, false, to_column.amax, cols,
+                    to_column.key, at.first, to_column.first_scale};
+  };
+  if constexpr (kSums) {
+    __shared__ TallySpace space[2];
+    const bool shares = job.has_row && !replace && !job.row.spec.rht && !job.column.spec.rht;
+    if (job.has_row) {
+      Tally tally(space[0], true);
+      run_lean<RowOrder, kPart>(row, tile, tally);
+      tally.leave();
+    }
+    __syncthreads();
+    if (job.has_column) {
+      if (column_tiled && replace) nan = find_strips(tile, strips);
+      Tally tally(space[1], !shares);
+      run_lean<ColumnOrder, kPart>(column(), tile, tally);
+      tally.leave();
+      __syncthreads();
+    }
+    const int64_t index = static_cast<int64_t>(r0 / kTile) * (cols / kTile) + c0 / kTile;
+    if (threadIdx.x < kTile) {
+      if (job.has_row) finish_tally(space[0], space[0], job.row, index, r0, c0, cols, threadIdx.x);
+    } else if (job.has_column) {
+      finish_tally(space[1], space[shares ? 0 : 1], job.column, index, c0, r0, rows, threadIdx.x - kTile);
+    }
+  } else {
+    NoTally none;
+    if (job.has_row) run_lean<RowOrder, kPart>(row, tile, none);
+    if (!job.has_column) return;
+    __syncthreads();
+    if (column_tiled && replace) nan = find_strips(tile, strips);
+    run_lean<ColumnOrder, kPart>(column(), tile, none);
+  }
+}
+
+}  // namespace hq

@@ -1,0 +1,132 @@
+// CUDA quantization of the rows of many experts in one launch. The grid has a thread block for each tile that there can be
+// at most, M / 128 + experts rows of them; a block finds its expert from the offsets on the device, and those beyond the
+// last tile leave. So nothing waits for the offsets, and a graph can be captured once for all of them. A tile is encoded by
+// the code for one matrix (cuda_body.cuh), and the bytes are those of a call for each expert.
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+
+#include "cuda_body.cuh"
+#include "cuda_group.cuh"
+#include "cuda_launch.cuh"
+#include "quantize.h"
+
+namespace hq {
+namespace {
+
+struct GroupJob {
+  Job job;
+  Group group;
+  Units units;
+};
+
+__device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
+  if (!to.keys) return to.key;
+  return {__ldg(to.keys + 2 * expert), __ldg(to.keys + 2 * expert + 1), to.key.step};
+}
+
+// In the fast encoder, which wants segments of 16 elements that are whole and aligned: so X's columns in whole tiles, and
+// for the columnwise outputs a multiple of 16 rows.
+__device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0, uint32_t* tile) {
+  const Job& job = launch.job;
+  const Before& before = member.before;
+  const int64_t cols = job.source.cols;
+  const LeanCorner at{static_cast<uint32_t>(before.rows), static_cast<uint32_t>(member.rows),
+                      static_cast<uint32_t>(member.r0), c0, static_cast<uint64_t>(before.rows * cols)};
+  const LeanOutputs row{job.row.amax + before.expert, key_of(job.row, before.expert),
+                        static_cast<uint64_t>(before.row_units * launch.units.row_scales)};
+  const LeanOutputs column{job.column.amax + before.expert, key_of(job.column, before.expert),
+                           static_cast<uint64_t>(before.column_units * launch.units.column_scales)};
+  run_lean_tile<false, true>(job, at, row, column, tile);
+}
+
+template <class W, bool kSums>
+__device__ __forceinline__ void run_member(const GroupJob& launch, const Member& member, int64_t c0, uint32_t* tile) {
+  const Job& job = launch.job;
+  const Before& before = member.before;
+  const int64_t cols = job.source.cols, across = ceil_div(cols, kTile);
+  const Corner at{before.rows, member.rows, member.r0, c0, member.r0 / kTile * across + c0 / kTile};
+  const bool vector = job.vector_column && member.rows % 16 == 0 && before.rows * cols % 16 == 0;
+  const Starts of_row = starts_of(job.row.spec, false, launch.units, before, cols);
+  const Starts of_column = starts_of(job.column.spec, true, launch.units, before, cols);
+  const Frame row = frame_of(job, false, at, job.vector_row, key_of(job.row, before.expert), of_row);
+  const Frame column = frame_of(job, true, at, vector, key_of(job.column, before.expert), of_column);
+  run_tile<W, kSums>(job, at, row, column, tile);
+}
+
+// Apart from the kernel that seldom calls it, whose registers it would take.
+static __device__ __noinline__ void run_other_member(const GroupJob& launch, const Member& member, uint32_t c0,
+                                                     uint32_t* tile) {
+  run_member<Bf16, false>(launch, member, c0, tile);
+}
+
+template <class W, bool kSums, bool kLean>
+__global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
+    quantize_members(const __grid_constant__ GroupJob launch) {
+  extern __shared__ uint4 shared[];
+  __shared__ Member member;
+  uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  const Job& job = launch.job;
+  const uint32_t index = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
+  const uint32_t down = index / across, c0 = (index - down * across) * kTile;
+  if (threadIdx.x < 32) find_member(launch.group, launch.units, job.source.rows, down, member);
+  __syncthreads();
+  if (member.rows == 0) return;
+  if constexpr (!kLean)
+    run_member<W, kSums>(launch, member, c0, tile);
+  else if (!job.has_column || member.rows % 16 == 0)
+    run_lean_member(launch, member, c0, tile);
+  else
+    run_other_member(launch, member, c0, tile);
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+template <class W, bool kSums, bool kLean = false>
+void launch_members(const GroupJob& launch, cudaStream_t stream) {
+  const Source& x = launch.job.source;
+  const int64_t grid = (x.rows / kTile + launch.group.experts) * ceil_div(x.cols, kTile);
+  if (grid == 0 || x.rows == 0) return;
+  if (grid > 0x7FFFFFFF) throw std::runtime_error("hqsweep._C.quantize_grouped_cuda: too many tiles for one launch");
+  const int shared = kTileBytes<W>;
+  if (shared > 48 * 1024)
+    check(cudaFuncSetAttribute(quantize_members<W, kSums, kLean>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  quantize_members<W, kSums, kLean><<<static_cast<unsigned>(grid), kThreads, shared, stream>>>(launch);
+  check(cudaGetLastError());
+}
+
+bool lean(const Job& job) {
+  const Source& x = job.source;
+  const bool vector_column = job.has_column && aligned(job.column, 16);  // rows of each expert: seen by its blocks
+  return x.dtype == Dtype::bf16 && job.vector_in && x.cols % kTile == 0 && !job.find_row && !job.find_column &&
+         (!job.has_row || lean(job.row, job.vector_row)) && (!job.has_column || lean(job.column, vector_column));
+}
+
+void launch(const Job& job, const Group& group, const Units& units, cudaStream_t stream) {
+  const GroupJob members{job, group, units};
+  const bool sums = wants_sums(job);
+  if (lean(job) && !sums) return launch_members<Bf16, false, true>(members, stream);
+  if (job.source.dtype == Dtype::bf16)
+    return sums ? launch_members<Bf16, true>(members, stream) : launch_members<Bf16, false>(members, stream);
+  sums ? launch_members<Fp32, true>(members, stream) : launch_members<Fp32, false>(members, stream);
+}
+
+}  // namespace
+
+void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream) {
+  const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
+  const Source& x = call.source;
+  Job job = job_of(x, call.row, call.column, call.dequantized);
+  job.vector_column = call.column && aligned(*call.column, 16);
+  const Units units = units_of(call.row, call.column, x.cols);
+  const auto find = [&](const Job& job, bool column) { launch(finding(job, column), group, units, queue); };
+  const bool row_scaled = job.row.spec.row_scaled, column_scaled = job.column.spec.row_scaled;
+  prepare(job, false, row_scaled ? x.rows : group.experts, queue, find);
+  prepare(job, true, column_scaled ? group.experts * x.cols : group.experts, queue, find);
+  launch(job, group, units, queue);
+  if (job.has_row) finish(job.row, group.experts, queue);
+  if (job.has_column) finish(job.column, group.experts, queue);
+}
+
+}  // namespace hq

@@ -1,0 +1,147 @@
+"""The extension's grouped functions as torch operators: hqsweep::quantize_grouped and hqsweep::split_offsets.
+
+One call quantizes the rows of all experts, whose offsets stay where they are: on CUDA nothing waits for them, and a
+graph serves any splits of as many rows. Outputs are packed buffers (ops.grouped_layout), exact where the host knows the
+splits and of GroupLayout.capacity() where it does not; bytes beyond the last expert's are not written.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from hqsweep.formats import RngKey
+from hqsweep.ops.kernel import direction, on_its_device
+from hqsweep.ops.plan import DTYPES, Allocation, Plan, extension, plan
+
+KEPT_KEYS = 1024
+
+_library = Library("hqsweep", "FRAGMENT")
+_library.define(
+    "quantize_grouped(Tensor x, Tensor offsets, SymInt[]? sizes, str rowwise, str columnwise, bool dequantized, "
+    "bool rowwise_exact, bool columnwise_exact, Tensor? rowwise_keys, Tensor? columnwise_keys, int step, "
+    "Tensor? rowwise_amax, Tensor? columnwise_amax) -> Tensor[]"
+)
+_library.define("split_offsets(Tensor splits, int[] divisors, int[] strides, bool check) -> Tensor")
+
+
+def packed_allocations(
+    p: Plan, rows: int, cols: int, experts: int, sizes: list[int] | None, columns: bool, exact: bool, given: bool,
+    on_gpu: bool,
+) -> list[Allocation]:  # fmt: skip
+    """The operator's outputs for one direction of X [rows, cols], as Plan.allocations has them for one matrix, flat."""
+
+    def entries(down: int, across: int) -> int:
+        ragged, other = (across, down) if columns else (down, across)
+        if sizes is not None:
+            along = sum(-(-size // ragged) if ragged else 1 for size in sizes)
+        else:
+            along = rows // ragged + experts * (ragged > 1) if ragged else experts
+        return along * (-(-cols // other) if other else 1)
+
+    kept = "g" if given and p.amax_name == "g" else None
+    if exact:
+        made = [(entries(1, 1), p.exact_dtype(on_gpu))]
+        if p.amax_name and p.amax_name != kept:
+            factor = p.format.layout[p.amax_name]
+            made.append((entries(factor.rows, factor.cols), torch.float32))
+        return made
+    return [(entries(down, across), dtype) for name, down, across, dtype in p.buffers if name != kept]
+
+
+# Arguments in the order of the schema.
+def _quantize_grouped(x, offsets, sizes, rowwise, columnwise, dequantized, row_exact, column_exact, row_keys,
+                      column_keys, step, row_amax, column_amax):  # fmt: skip
+    (rows, cols), experts = x.shape, offsets.numel() - 1
+    _check_offsets(x, offsets, sizes, (row_keys, column_keys))
+    made, kept, row, column = [], [], None, None
+    if rowwise:
+        p = plan(rowwise)
+        wanted = packed_allocations(p, rows, cols, experts, sizes, False, row_exact, row_amax is not None, x.is_cuda)
+        mine = [x.new_empty(count, dtype=dtype) for count, dtype in wanted]
+        given = (row_amax, row_exact, False, kept, experts, row_keys)
+        row, made = direction(p, x, rows, mine, [0, 0, step], *given), made + mine
+    if columnwise:
+        p = plan(columnwise)
+        wanted = packed_allocations(
+            p, rows, cols, experts, sizes, True, column_exact, column_amax is not None, x.is_cuda
+        )
+        mine = [x.new_empty(count, dtype=dtype) for count, dtype in wanted]
+        given = (column_amax, column_exact, False, kept, experts, column_keys)
+        column, made = direction(p, x, experts * cols, mine, [0, 0, step], *given), made + mine
+    call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
+    if x.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+        extension().quantize_grouped_cuda(*call, offsets.data_ptr(), experts, stream)
+    else:
+        extension().quantize_grouped_cpu(*call, offsets.data_ptr(), experts, torch.get_num_threads())
+    return made
+
+
+def _check_offsets(x: Tensor, offsets: Tensor, sizes, keys) -> None:
+    experts = offsets.numel() - 1
+    if offsets.dtype != torch.int64 or offsets.device != x.device or not offsets.is_contiguous() or experts < 0:
+        got = f"{offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
+        raise ValueError(f"offsets are {got}; they take int64 [experts + 1], contiguous, on {x.device}")
+    if sizes is not None and (len(sizes) != experts or sum(sizes) > x.shape[0]):
+        got = f"{len(sizes)} sizes of {sum(sizes)} rows"
+        raise ValueError(f"{got} for {experts} experts and a matrix of shape {tuple(x.shape)}")
+    for table in keys:
+        if table is not None and (
+            table.dtype != torch.int32 or table.shape != (experts, 2) or table.device != x.device
+        ):
+            got = f"{table.dtype} {tuple(table.shape)} on {table.device}"
+            raise ValueError(f"keys are {got}; they take int32 [{experts}, 2] on {x.device}")
+
+
+def _quantize_grouped_fake(x, offsets, sizes, rowwise, columnwise, dequantized, row_exact, column_exact, row_keys,
+                           column_keys, step, row_amax, column_amax):  # fmt: skip
+    (rows, cols), experts, made = x.shape, offsets.numel() - 1, []
+    shape, on_gpu = (rows, cols, experts, sizes), x.device.type == "cuda"
+    if rowwise:
+        made += packed_allocations(plan(rowwise), *shape, False, row_exact, row_amax is not None, on_gpu)
+    if columnwise:
+        made += packed_allocations(plan(columnwise), *shape, True, column_exact, column_amax is not None, on_gpu)
+    return [x.new_empty(count, dtype=dtype) for count, dtype in made]
+
+
+def _split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool) -> Tensor:
+    """int64 [rules, n + 1]: strides[r] times the sums of ceil(splits / divisors[r]), where divisor 0 counts 1."""
+    splits, wide = splits.contiguous(), splits.dtype == torch.int64
+    out = splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64)
+    call = (splits.data_ptr(), wide, splits.numel(), divisors, strides, out.data_ptr())
+    if not splits.is_cuda:
+        extension().offsets_cpu(*call)
+        return out
+    overflow = splits.new_zeros(1, dtype=torch.int32) if check else None
+    stream = torch._C._cuda_getCurrentRawStream(splits.get_device())
+    extension().offsets_cuda(*call, 0 if overflow is None else overflow.data_ptr(), stream)
+    if check and overflow.item():
+        raise OverflowError("an offset does not fit in 64 bits")
+    return out
+
+
+_KEYS: dict[tuple, Tensor] = {}
+
+
+def key_table(keys: list[RngKey], device: torch.device) -> Tensor:
+    """int32 [experts, 2]: the words of the experts' Philox keys. Kept, because slots and seeds are a training's own."""
+    words = (device, *(key.words for key in keys))
+    table = _KEYS.get(words)
+    if table is None:
+        if len(_KEYS) >= KEPT_KEYS:
+            _KEYS.clear()
+        unsigned = torch.tensor([key.words for key in keys], dtype=torch.int64)
+        table = _KEYS[words] = unsigned.view(torch.int32).view(len(keys), 2, 2)[:, :, 0].contiguous().to(device)
+    return table
+
+
+_library.impl("quantize_grouped", _quantize_grouped, "CPU")
+_library.impl("quantize_grouped", on_its_device(_quantize_grouped), "CUDA")
+_library.impl("split_offsets", _split_offsets, "CPU")
+_library.impl("split_offsets", on_its_device(_split_offsets), "CUDA")
+register_fake("hqsweep::quantize_grouped", _quantize_grouped_fake, lib=_library)
+register_fake(
+    "hqsweep::split_offsets",
+    lambda splits, divisors, strides, check: splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64),
+    lib=_library,
+)

@@ -1,0 +1,128 @@
+"""GroupedLinear on the plan of a GPU, which torch has for a CPU, too, and with splits that the host does not know."""
+
+import pytest
+import torch
+from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids
+
+from hqsweep.gemm import mm_t
+from hqsweep.jobs.inputs import draw
+from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.ops.grouped_layout import Splits
+
+EXACT_IN_BF16 = [f for f in FORMATS if f not in ("fp16", "fp32", "fp8_block+fp32_scale")]
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """How often torch._grouped_mm was called, by number of axes of its second operand; plans are those of a GPU."""
+    seen, real = [], torch._grouped_mm
+
+    def spy(a, b, **options):
+        seen.append(b.dim())
+        return real(a, b, **options)
+
+    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr(torch, "_grouped_mm", spy)
+    return seen
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """Stands in for torch._scaled_grouped_mm, whose own checks are made on meta tensors; shapes of its results."""
+    seen, real = [], torch._scaled_grouped_mm
+
+    def scaled(a, b, scale_a, scale_b, *, offs, **options):
+        meta = real(*(t.to("meta") for t in (a, b, scale_a, scale_b)), offs=offs.to("meta"), **options)
+        values = a.float() * scale_a[:, None]
+        y = torch._grouped_mm(values, b.float() * scale_b[:, None], offs=offs)
+        seen.append(y.shape)
+        assert meta.shape == y.shape and meta.dtype == torch.bfloat16
+        return y.to(torch.bfloat16)
+
+    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm_grouped.mm_t_native", mm_t)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
+    return seen
+
+
+def hidden(splits=SPLITS):
+    """Splits as a device has them."""
+    return Splits(rows=sum(splits), count=len(splits), sizes=None, device_sizes=torch.tensor(splits, dtype=torch.int32))
+
+
+def run(module, splits, step=1):
+    module.zero_grad()
+    x = draw("normal", ROWS, K).requires_grad_()
+    with quantization(seed=1, step=step):
+        y = module(x, splits)
+        y.backward(draw("normal", ROWS, N, 1))
+    return {"y": y.detach(), "x": x.grad} | {name: g.clone() for name, g in gradients(module).items()}
+
+
+def assert_close(ours, theirs, rtol):
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=rtol, atol=rtol * float(expected.abs().max() + 1e-30))
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("quantizers", EXACT_IN_BF16 + SECTIONS, ids=ids)
+def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
+    """Up to the order of sums: matrices are float32 here, so that nothing else is rounded."""
+    with quantized_model_init(enabled=held), quantization(seed=1, step=0):
+        module = grouped(quantizers, single_grouped_weight=single, bias=True)
+    ours = run(module, hidden())
+    assert used == [3, 3, 2]  # fprop, dgrad, and a wgrad without host splits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+        assert_close(ours, run(module, SPLITS), 2**-7)
+    assert len(used) == 3
+
+
+def test_gradients_in_float32_are_a_loop_where_the_host_knows_the_splits(used):
+    module = grouped("mxfp8", single_grouped_weight=True)
+    run(module, SPLITS)
+    assert used == [3, 3]
+    run(module.to(torch.bfloat16), SPLITS)
+    assert used == [3, 3, 3, 3, 2] and module.weight.grad.shape == (EXPERTS, N, K)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
+    """fprop is; dgrad with E5M2 gradients, and every wgrad, are loops."""
+    forward = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current"}
+    for gradient, count in (("fp8_current", 2), ("fp8_current+e5m2", 1)):
+        with quantized_model_init(enabled=held):
+            made = [
+                grouped(forward | {"grad_output": gradient}, single_grouped_weight=single, gemm=gemm)
+                for gemm in ("native", "exact")
+            ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+            expected = run(made[1], SPLITS)
+        native.clear()
+        assert_close(run(made[0], SPLITS), expected, 2**-7)
+        assert native == [(ROWS, N), (ROWS, K)][:count]
+
+
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_current", SECTIONS[1]], ids=ids)
+def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
+    """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
+    module, expected = grouped(quantizers), run(grouped(quantizers), SPLITS)
+    for weight in module.weights:
+        weight.requires_grad_(False)
+    splits, x = hidden(), draw("normal", ROWS, K).requires_grad_()
+    with quantization(seed=1, step=1):
+        y = module(x, splits)
+        y.backward(draw("normal", ROWS, N, 1))
+    assert "host" not in vars(splits) and used[-2:] == [3, 3]
+    assert torch.equal(y, expected["y"]) and torch.equal(x.grad, expected["x"])
+
+
+@pytest.mark.parametrize("quantizers", FORMATS + SECTIONS, ids=ids)
+def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
+    """On the loop: buffers that have room for any splits hold the same operands."""
+    ours, theirs = (run(grouped(quantizers, bias=True), splits) for splits in (hidden(), SPLITS))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

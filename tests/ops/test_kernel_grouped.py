@@ -1,0 +1,242 @@
+"""One call for all experts gives the bytes of a call for each, on the CPU and on a GPU."""
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops import grouped
+from hqsweep.ops.grouped import quantize_grouped
+from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.quantize import quantize
+
+SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
+ANY = (37, 0, 1, 128, 131, 300)
+FORMATS = [
+    "fp8_current", "fp8_current+e5m2+pow2", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale", "mxfp8",
+    "mxfp8+e5m2", "mxfp8+2d", "mxfp8+floor", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht",
+    "nvfp4+rht+sr", "nvfp4+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+4over6+mse+2d",
+]  # fmt: skip
+PAIRS = [
+    ("nvfp4+row_scaled", "mxfp8", "rowwise_dequantized"), ("nvfp4+sr", "nvfp4+rht+sr", "original"),
+    ("mxfp8", "nvfp4+row_scaled", "original"), ("fp8_current", "nvfp4", "rowwise_dequantized"),
+    ("nvfp4", "fp8_current", "rowwise_dequantized"), ("mxfp8+2d", "fp8_block", "rowwise_dequantized"),
+    ("fp8_current", "nvfp4", "original"), (None, "mxfp8", "original"), ("mxfp8", None, "original"),
+]  # fmt: skip
+CASES = [(text, text, "original") for text in FORMATS] + PAIRS
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
+
+
+def keys(count: int, direction: str) -> list[RngKey]:
+    return [RngKey(seed=7, slot=f"experts/{e}/{direction}", step=2**33 + 5) for e in range(count)]
+
+
+def formats_of(case):
+    row, column, source = case
+    formats = {"rowwise": row and parse(row), "columnwise": column and parse(column)}
+    return formats | {"columnwise_source": source}
+
+
+def one_by_one(x, sizes, case, **options):
+    """Packed results of a call for each expert, {direction: {buffer: flat}}."""
+    made, start = [], 0
+    per_expert = {name: options.pop(name) for name in list(options) if name.endswith("_grids")}
+    for e, size in enumerate(sizes):
+        own = {f"{d}_key": keys(len(sizes), d)[e] for d in ("rowwise", "columnwise")}
+        own |= {name.removesuffix("s"): grids[e] for name, grids in per_expert.items()}
+        made.append(quantize(x[start : start + size], **formats_of(case), **own, **options))
+        start += size
+    packed = {}
+    for direction in ("rowwise", "columnwise"):
+        members = [tensors_of(getattr(each, direction)) for each in made]
+        packed[direction] = {n: torch.cat([m[n].reshape(-1) for m in members]) for n in members[0]}
+    return packed
+
+
+def tensors_of(result) -> dict[str, torch.Tensor]:
+    if result is None or isinstance(result, dict):
+        return result or {}
+    named = {"matrix": result.matrix, "factor": result.factor}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def at_once(x, splits, case, monkeypatch, **options):
+    """The same from one call, which must not fall back on calls for each expert."""
+    monkeypatch.setattr(grouped, "quantize", lambda *_, **__: pytest.fail("a call for one expert"))
+    own = {f"{d}_keys": keys(splits.count, d) for d in ("rowwise", "columnwise")}
+    made = quantize_grouped(x, splits, **formats_of(case), **own, **options)
+    monkeypatch.undo()
+    return {direction: tensors_of(getattr(made, direction)) for direction in ("rowwise", "columnwise")}
+
+
+def assert_same(actual, expected, what=""):
+    """Equal bytes, as far as the expected ones go: buffers of splits that the host does not know may be longer."""
+    for direction, wanted in expected.items():
+        assert actual[direction].keys() == wanted.keys(), what
+        for name, tensor in wanted.items():
+            got = actual[direction][name]
+            assert got.dtype == tensor.dtype and got.numel() >= tensor.numel(), (what, direction, name)
+            same = got[: tensor.numel()].view(torch.uint8) == tensor.view(torch.uint8)
+            assert bool(same.all()), (what, direction, name, int((~same).sum()))
+
+
+def sizes_of(case) -> tuple[int, ...]:
+    """As ragged as the columnwise format can be."""
+    return ANY if not case[1] or case[1].startswith(("mxfp8", "mxfp6", "fp8")) else SIXTEENS
+
+
+def layouts(rows, cols, device, dtype):
+    """A matrix whose rows are whole and aligned, and others that are not."""
+    x = draw("heavy", rows, cols, dtype=dtype).to(device)
+    wide, high = torch.zeros(rows, cols + 3, dtype=dtype, device=device), torch.zeros(cols, rows, dtype=dtype)
+    wide[:, :cols] = x
+    high = high.to(device).copy_(x.t())
+    return {"rows": x, "unaligned": wide[:, :cols], "columns": high.t()}
+
+
+@devices
+@cases
+@pytest.mark.parametrize("width", [256, 48])
+def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device, monkeypatch):
+    for sizes in {SIXTEENS, sizes_of(case)}:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            for name, x in layouts(sum(sizes), width, device, dtype).items():
+                splits = Splits.of(sizes, sum(sizes))
+                expected = one_by_one(x, sizes, case)
+                assert_same(at_once(x, splits, case, monkeypatch), expected, (name, dtype, sizes))
+
+
+@devices
+@cases
+def test_exact_operands(case, device, monkeypatch):
+    output = {"rowwise_output": "exact", "columnwise_output": "exact"}
+    for width in (256, 48):
+        x = draw("heavy", sum(SIXTEENS), width, dtype=torch.bfloat16).to(device)
+        expected = one_by_one(x, SIXTEENS, case, **output)
+        actual = at_once(x, Splits.of(SIXTEENS, len(x)), case, monkeypatch, **output)
+        for direction in ("rowwise", "columnwise"):  # a NaN may have other bits
+            assert_same({direction: without_nan(actual[direction])}, {direction: without_nan(expected[direction])})
+
+
+def without_nan(tensors):
+    return {name: torch.where(t.isnan(), torch.full_like(t, 7.0), t) for name, t in tensors.items()}
+
+
+@devices
+@cases
+def test_splits_that_the_host_does_not_know(case, device, monkeypatch):
+    """Buffers of the largest size that any splits need, written as far as these need it."""
+    sizes = sizes_of(case)
+    x = draw("heavy", sum(sizes), 128, dtype=torch.bfloat16).to(device)
+    splits = Splits(rows=len(x), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
+    assert_same(at_once(x, splits, case, monkeypatch), one_by_one(x, sizes, case))
+
+
+@devices
+@pytest.mark.parametrize("count", [1, 129, 300])
+def test_many_experts(count, device, monkeypatch):
+    generator = torch.Generator().manual_seed(count)
+    sizes = (torch.randint(-3, 5, (count,), generator=generator).clamp(0) * 16).tolist()
+    sizes[-1] = 144
+    x = draw("heavy", sum(sizes), 128, dtype=torch.bfloat16).to(device)
+    for case in (("mxfp8+2d", "mxfp8", "original"), ("nvfp4+sr", "nvfp4", "original")):
+        expected = one_by_one(x, sizes, case)
+        assert_same(at_once(x, Splits.of(sizes, len(x)), case, monkeypatch), expected, case)
+
+
+@devices
+@pytest.mark.parametrize("text", ["fp8_current", "fp8_delayed", "nvfp4", "nvfp4+row_scaled"])
+def test_given_amaxes_are_the_experts_own(text, device, monkeypatch):
+    x, grids = draw("heavy", sum(SIXTEENS), 128, dtype=torch.bfloat16).to(device), {}
+    name = "g" if text.startswith("nvfp4") else "s"
+    for direction in ("rowwise", "columnwise"):
+        tall = [(size if direction == "rowwise" else 128) if "row" in text else 1 for size in SIXTEENS]
+        amaxes = [1.0 + e + torch.arange(float(rows)).view(-1, 1) for e, rows in enumerate(tall)]
+        grids[f"{direction}_grids"] = [{name: amax.to(device)} for amax in amaxes]
+    case = (text, text, "original")
+    expected = one_by_one(x, SIXTEENS, case, **grids)
+    assert_same(at_once(x, Splits.of(SIXTEENS, len(x)), case, monkeypatch, **grids), expected)
+
+
+def test_what_a_call_for_each_expert_refuses_is_refused():
+    x, format = torch.zeros(48, 32), parse("nvfp4")
+    with pytest.raises(UserError, match=r"expert 1: .* takes a multiple of 16 rows"):
+        quantize_grouped(x, Splits.of((32, 12, 4), 48), None, format)
+    with pytest.raises(UserError, match=r"expert 0: .* takes its scale from the amaxes of earlier steps"):
+        quantize_grouped(x, Splits.of((48,), 48), parse("fp8_delayed"))
+    with pytest.raises(ValueError, match="encode needs an RngKey"):
+        quantize_grouped(x, Splits.of((48,), 48), parse("nvfp4+sr"))
+
+
+def operator_arguments(x, offsets, **changes):
+    given = {"sizes": None, "rowwise": "mxfp8", "columnwise": "mxfp8", "dequantized": False}
+    given |= {"rowwise_exact": False, "columnwise_exact": False, "rowwise_keys": None, "columnwise_keys": None}
+    given |= {"step": 0, "rowwise_amax": None, "columnwise_amax": None}
+    return (x, offsets, *(given | changes).values())
+
+
+@pytest.mark.parametrize(
+    ("message", "offsets", "changes"),
+    [
+        ("expert 1 has rows 32 to 16 of 48", [0, 32, 16, 48], {}),
+        ("offsets begin with 16, must begin with 0", [16, 48], {}),
+        ("expert 0 has rows 0 to -16 of 48", [0, -16, 48], {}),
+        ("expert 1 has rows 16 to 64 of 48", [0, 16, 64], {}),
+        ("expert 0: the contracted axis has 8 elements, must be a multiple of 16", [0, 8], {"columnwise": "nvfp4"}),
+        (r"offsets are torch.int32 \(2,\) on cpu; they take int64", torch.tensor([0, 48], dtype=torch.int32), {}),
+        (r"2 sizes of 48 rows for 1 experts", [0, 48], {"sizes": [16, 32]}),
+        (r"keys are torch.int64 \(1, 2\) on cpu", [0, 48], {"rowwise_keys": torch.zeros(1, 2, dtype=torch.int64)}),
+    ],
+)
+def test_wrong_arguments_of_the_operator(message, offsets, changes):
+    offsets = offsets if isinstance(offsets, torch.Tensor) else torch.tensor(offsets)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.hqsweep.quantize_grouped(*operator_arguments(torch.zeros(48, 32), offsets, **changes))
+
+
+@devices
+def test_rows_beyond_the_last_expert_are_left_out(device):
+    x = draw("heavy", 96, 128, dtype=torch.bfloat16).to(device)
+    made = torch.ops.hqsweep.quantize_grouped(*operator_arguments(x, torch.tensor([0, 32, 80], device=device)))
+    expected = one_by_one(x[:80], (32, 48), ("mxfp8", "mxfp8", "original"))
+    wanted = [tensor for direction in expected.values() for tensor in direction.values()]
+    assert all(torch.equal(got[: tensor.numel()], tensor) for got, tensor in zip(made, wanted, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [None, [16, 0, 80]])
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_operators_keep_the_rules_of_torch_library(sizes, exact):
+    x, offsets = draw("heavy", 96, 64), torch.tensor([0, 16, 16, 96])
+    changes = {"sizes": sizes, "rowwise_exact": exact, "columnwise_exact": exact, "columnwise": "fp8_current"}
+    arguments = operator_arguments(x, offsets, **changes)
+    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")  # unwritten bytes differ by run
+    torch.library.opcheck(torch.ops.hqsweep.quantize_grouped.default, arguments, test_utils=utilities)
+    torch.library.opcheck(torch.ops.hqsweep.split_offsets.default, (torch.tensor([3, 4]), [1, 32], [5, 6], False))
+
+
+@pytest.mark.gpu
+@cases
+def test_gpu_graph_serves_other_splits_without_waiting(case):
+    """Captured under one routing, replayed under another: nothing of the splits was read by the host."""
+    x = draw("heavy", sum(SIXTEENS), 256, dtype=torch.bfloat16).cuda()
+    splits = Splits(rows=len(x), count=len(SIXTEENS), sizes=None, device_sizes=None)
+    offsets = torch.zeros(len(SIXTEENS) + 1, dtype=torch.int64, device="cuda")
+    splits.__dict__["_offsets"] = {x.device: offsets}
+    own = {f"{d}_keys": keys(splits.count, d) for d in ("rowwise", "columnwise")}
+
+    def call():
+        return quantize_grouped(x, splits, **formats_of(case), **own, backend="kernel")
+
+    offsets.copy_(torch.tensor([0, *[len(x)] * len(SIXTEENS)]))
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = call()
+    for sizes in (SIXTEENS, SIXTEENS[::-1]):
+        offsets.copy_(torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()]))
+        graph.replay()
+        actual = {d: tensors_of(getattr(made, d)) for d in ("rowwise", "columnwise")}
+        assert_same(actual, one_by_one(x, sizes, case))
