@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear import LinearBase
 from hqsweep.quant import HybridQuantizedTensor
 
 
@@ -43,10 +43,10 @@ class SavedBytes:
             yield
 
 
-def saved_input_bytes(linear: Linear, rows: int) -> float:
+def saved_input_bytes(linear: LinearBase, rows: int) -> float:
     """Bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or x
-    itself under save_original_input."""
-    quantizer, columns = linear.quantizers.input, linear.weight.shape[1]
+    itself under save_original_input. Of a grouped linear: as if all rows were those of one expert."""
+    quantizer, columns = linear.quantizers.input, linear.weight.shape[-1]
     if linear.save_original_input and quantizer.may_save_original:
         return float(linear.dtype.itemsize)
     format = quantizer.columnwise
