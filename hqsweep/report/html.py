@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from hqsweep.report import figures, tables
+from hqsweep.report import experts, figures, tables
 from hqsweep.report.arms import Comparison
 
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
@@ -32,6 +32,7 @@ def render(comparison: Comparison) -> str:
         unfinished=tables.unfinished_table(comparison),
         curves=blocks(_curves(comparison, smooth)),
         gaps=blocks(_gaps(comparison, smooth)),
+        loads=blocks(experts.load_heatmaps(comparison)),
         sqnr=blocks(figures.sqnr_heatmaps(comparison)),
         sections=[
             ("Training: tokens to loss, spikes, divergence", tables.training_table(comparison)),
