@@ -16,11 +16,12 @@ from pydantic import Field, ValidationError, model_validator
 from hqsweep.config_checks import CalibrateSection, ParitySection
 from hqsweep.config_engine import EngineConfig, TrackConfig
 from hqsweep.config_errors import sentence
+from hqsweep.config_model import ModelConfig
 from hqsweep.config_types import Count, Device, Fraction, Index, Name, Positive, Section
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.schedule import AnyRecipe, parse_recipe, recipe_config
-from hqsweep.quant.validate import DeviceFault, check_held_weights, validate
-from hqsweep.train.model import Recompute, gemm_modules, linear_shapes
+from hqsweep.quant.validate import DeviceFault, GemmModule, check_held_weights, validate
+from hqsweep.train.model import Recompute, gemm_modules
 
 TOKENS_VOCAB = 50304
 """Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
@@ -55,29 +56,6 @@ class RecipeConfig(Section):
     def build(self) -> AnyRecipe:
         """The recipe itself, its schedule included."""
         return parse_recipe(self.model_dump())
-
-
-class ModelConfig(Section):
-    """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim. With quantized_weights
-    linears hold operands only, and masters live in the optimizer. init_noise: train.loop.perturb, for a null arm."""
-
-    dim: Count = 128
-    layers: Count = 2
-    heads: Count = 4
-    ffn: Count | None = None
-    tied: bool = False
-    rope_base: Positive = 10000.0
-    quantized_weights: bool = False
-    init_noise: Annotated[float, Field(ge=0)] = 0.0
-
-    @model_validator(mode="after")
-    def _heads(self) -> "ModelConfig":
-        if self.dim % (2 * self.heads):
-            raise UserError(
-                f"model.dim: {self.dim} with {self.heads} heads; RoPE turns pairs, so each head needs an even width;"
-                f" give a model.dim that is a multiple of {2 * self.heads}"
-            )
-        return self
 
 
 class MarkovConfig(Section):
@@ -198,15 +176,16 @@ class ConvergenceConfig(Job):
     def _recipe_fits(self) -> "ConvergenceConfig":
         self.check_recipe(self.data.vocab_estimate)
         if self.model.quantized_weights:
-            names = [name for name, _, _ in linear_shapes(self.model, self.data.vocab_estimate)]
-            check_held_weights(self.recipe.build(), self.train.steps, names)
+            check_held_weights(self.recipe.build(), self.train.steps, self._gemm_modules(self.data.vocab_estimate))
         return self
+
+    def _gemm_modules(self, vocab_size: int) -> list[GemmModule]:
+        part = self.train.batch // self.train.microbatches
+        return gemm_modules(self.model, vocab_size, part, self.train.context)
 
     def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
         """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
-        part = self.train.batch // self.train.microbatches
-        modules = gemm_modules(self.model, vocab_size, part, self.train.context)
-        validate(self.recipe.build(), self.train.steps, modules, device_fault)
+        validate(self.recipe.build(), self.train.steps, self._gemm_modules(vocab_size), device_fault)
 
 
 class ParityConfig(Job):

@@ -206,6 +206,15 @@ def _packed(group: GroupedOperand | Members) -> GroupedOperand:
     return GroupedOperand(format=first.format, layout=layout, dtype=first.dtype, buffers=buffers)
 
 
+def _packed(group: GroupedOperand | Members) -> GroupedOperand:
+    """Codes in one memory."""
+    if isinstance(group, GroupedOperand):
+        return group
+    first, layout = group.members[0], _layout(group)
+    buffers = pack([member.buffers for member in group.members], first.format, layout)
+    return GroupedOperand(format=first.format, layout=layout, dtype=first.dtype, buffers=buffers)
+
+
 def _layout(group: Members) -> GroupLayout:
     """Of equal members, as they are."""
     rows, width = group.members[0].shape

@@ -26,6 +26,7 @@ ZOO = {
     "nvfp4_1d_weight": ("nvfp4+rht", "nvfp4@rowwise_dequantized", "nvfp4+rht+sr"),
     "mxfp8_fwd_high_precision_bwd": (*["mxfp8|bf16@rowwise_dequantized"] * 2, "bf16"),
     "nvfp4_row_scaled_fwd_mxfp8_bwd": ("mxfp8", "mxfp8", "mxfp8"),  # that is for grouped linears
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_original": ("mxfp8", "mxfp8", "mxfp8"),  # that too
     "nvfp4_row_scaled_fwd_high_precision_bwd": (
         "nvfp4+row_scaled|bf16@rowwise_dequantized", "nvfp4|bf16@rowwise_dequantized", "bf16"
     ),
@@ -90,7 +91,7 @@ def test_yaml_states_every_leaf_with_the_default_of_the_model() -> None:
     assert point.config | {"recipe": None} == default | {"recipe": None}
 
 
-@pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "parity", "calibrate"])
+@pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "moe", "parity", "calibrate"])
 def test_packaged_sweeps_are_valid(conf: str) -> None:
     assert all(parse(point.config).sweep == conf for point in expand(conf))
 

@@ -14,7 +14,7 @@ LAYERS = [
     ("errors",), ("formats",), ("ops",), ("quant",), ("gemm",), ("native",), ("gemm_grouped",), ("nn",), ("optim",),
     ("compat_grouped",), ("compat", "export"),
     ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
-    ("config_types",), ("config_engine", "config_errors", "config_checks"), ("config",),
+    ("config_types",), ("config_engine", "config_errors", "config_checks", "config_model"), ("config",),
     ("worker", "launch", "doctor", "completion"), ("cli_completion",), ("cli_output",),
     ("cli_gate", "cli_recipe", "cli_probe", "cli_status"), ("cli",), ("__main__",),
 ]  # fmt: skip

@@ -125,6 +125,9 @@ def saved_facts(trainer: Trainer) -> dict[str, object]:
     inputs: dict[str, set[float]] = {}
     for linear in trainer.model.linears():
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", linear.name), set()).add(saved_input_bytes(linear, tokens))
+    for grouped in trainer.model.grouped_linears():
+        rows = tokens * trainer.config.model.top_k
+        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", grouped.name), set()).add(saved_input_bytes(grouped, rows))
     per_element = {name: found.pop() if len(found) == 1 else sorted(found) for name, found in inputs.items()}
     facts: dict[str, object] = {"input_bytes_per_element": per_element}
     if trainer.saved.nbytes:

@@ -7,12 +7,11 @@ statistics  what is gathered while quantizing: counts exactly, sums up to the ro
 pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
 vanilla  Linear with one format in both directions against its composition from the format reference
 routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; and three formats
-and those of jobs/parity_modules.py, on whole modules, of jobs/parity_causality.py, on what a later token changes, and
-of jobs/parity_training.py, which train a small GPT
+and those of jobs/parity_modules.py, on whole modules, of jobs/parity_causality.py, on what a later token changes, of
+jobs/parity_grouped.py, on experts, and of jobs/parity_training.py, which train a small GPT
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +19,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hqsweep.formats import NVFP4, Format, RngKey, parse
+from hqsweep.formats import Format, RngKey, parse
 from hqsweep.jobs.compare_bytes import named_pairs, row, skip
 from hqsweep.jobs.composed import composed
 from hqsweep.jobs.inputs import draw
 from hqsweep.jobs.outcomes import gathered, outcomes, same_up_to_rounding
 from hqsweep.jobs.parity_causality import CAUSALITY_CHECKS
+from hqsweep.jobs.parity_grouped import GROUPED_CHECKS, everywhere
 from hqsweep.jobs.parity_modules import MODULE_CHECKS
 from hqsweep.jobs.parity_training import TRAINING_CHECKS, Check, Rows
 from hqsweep.jobs.sink import Sink
@@ -93,23 +93,12 @@ def statistics_check(config: "ParityConfig", device: torch.device) -> Rows:
 
 
 def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Linear against its composition from the format reference, for every format.
-
-    A format stands in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
-    Hadamard transform rowwise and on weights.
-    """
+    """Linear against its composition from the format reference, for every format everywhere."""
     problem = _problem(config, device)
     for format in _formats(config):
-        row_format, column = _without(format, rht=False, rht_signed=True), _without(format, row_scaled=False)
-        weight_column = _without(column, rht=False, rht_signed=True)
-        quantizers = {t: f"{row_format}|{column}" for t in ("input", "grad_output")}
-        quantizers = LinearQuantizers.parse(quantizers | {"weight": f"{row_format}|{weight_column}"}, "parity")
+        quantizers = everywhere(format)
         expected, actual = _linear(quantizers, *problem, apply=composed), _linear(quantizers, *problem)
         yield row("vanilla", str(format), "linear", named_pairs(expected, actual))
-
-
-def _without(format: Format, **options: bool) -> Format:
-    return replace(format, **options) if isinstance(format, NVFP4) else format
 
 
 def routing_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -183,6 +172,7 @@ CHECKS: dict[str, Check] = {
     "routing": routing_check,
     "pairs": pairs_check,
     **CAUSALITY_CHECKS,
+    **GROUPED_CHECKS,
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }

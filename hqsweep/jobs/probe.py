@@ -10,7 +10,7 @@ from typing import Any
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.jobs.tensor_files import Matrix
-from hqsweep.nn.probe import COLUMNS
+from hqsweep.nn.probe import ERRORS
 from hqsweep.ops.stats import finite_or_none
 from hqsweep.ops.stream import DIRECTIONS, stream_statistics
 from hqsweep.quant import HybridQuantizer
@@ -41,7 +41,7 @@ def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Ro
     """Two rows for each quantizer: the statistics of ops.stats, or None for all of them and a note."""
     finite = all(bool(x.isfinite().all()) for x in matrix.chunks())
     for text, quantizer in quantizers.items():
-        statistics = {direction: dict.fromkeys(COLUMNS) for direction in DIRECTIONS}
+        statistics = {direction: dict.fromkeys(ERRORS) for direction in DIRECTIONS}
         note = _fault(matrix, quantizer) if finite else "has NaN or infinite values"
         if note is None:
             key = RngKey(seed=0, slot=matrix.name, step=0)

@@ -7,6 +7,7 @@ from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule, set_recipe
+from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.nn.probe import Probe
@@ -17,7 +18,9 @@ __all__ = [
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
+    "LayerNormMoE",
     "Linear",
+    "MoELayer",
     "MultiheadAttention",
     "Probe",
     "QuantizedModule",

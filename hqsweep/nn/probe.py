@@ -1,6 +1,6 @@
 """Probe: collects error statistics of every tensor, direction and GEMM while one training step runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,11 +11,13 @@ from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.sections import LinearQuantizers
 
 SLOTS = LinearQuantizers.tensors()
-
-COLUMNS = (
+ERRORS = (
     "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
     "row_sqnr_db_median", "row_sqnr_db_p5",
 )  # fmt: skip
+COLUMNS = (*ERRORS, "tokens", "load")
+ROUTED = "routed"
+"""`tensor` of the rows that say how many tokens an expert got."""
 
 
 class Probe:
@@ -58,11 +60,22 @@ class Probe:
             expected = a.detach().float() @ b.detach().float().t()
             self._add(layer, gemm, "output", None, output_error(expected, actual.detach()))
 
+    def experts(self, layer: str, tokens: Sequence[int]) -> None:
+        """A row for each expert of a mixture, "LAYER.0" and so on: its tokens, and its load, which is that over the
+        mean of all."""
+        if self._is_first(layer, ROUTED):
+            mean = sum(tokens) / len(tokens)
+            for expert, count in enumerate(tokens):
+                values = {"tokens": float(count), "load": count / mean if mean else None}
+                self._add(f"{layer}.{expert}", ROUTED, "output", None, values)
+
     def _is_first(self, layer: str, name: str) -> bool:
         known = (layer, name) in self._reported
         self._reported.add((layer, name))
         return not known
 
-    def _add(self, layer: str, tensor: str, direction: str, format: str | None, values: dict[str, float]) -> None:
+    def _add(
+        self, layer: str, tensor: str, direction: str, format: str | None, values: Mapping[str, float | None]
+    ) -> None:
         row = {"step": self.step, "layer": layer, "tensor": tensor, "direction": direction, "format": format}
         self.rows.append(row | dict.fromkeys(COLUMNS) | finite_or_none(values))

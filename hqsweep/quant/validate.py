@@ -46,6 +46,13 @@ def linear_module(name: str, in_features: int, out_features: int, tokens: int) -
     return GemmModule(module_type="linear", name=name, shapes=shapes)
 
 
+def grouped_linear_module(name: str, in_features: int, out_features: int) -> GemmModule:
+    """A grouped linear. How many tokens an expert gets is not known before it runs, so that axis counts as 0, which
+    fits every block; what does not is filled up with zeros (GroupedLinear.quantization_alignment)."""
+    shapes = linear_module(name, in_features, out_features, 0).shapes
+    return GemmModule(module_type="grouped_linear", name=name, shapes=shapes)
+
+
 def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
     """Dot-product attention over `context` tokens."""
     shapes = dict.fromkeys(("qk", "ds"), (context, context, head_dim))
@@ -153,9 +160,9 @@ def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
             yield f"{where} matches no module{hint}"
 
 
-def check_held_weights(recipe: AnyRecipe, steps: int, names: Sequence[str]) -> None:
-    """UserError where a schedule would change the format of the weight, held quantized, of a linear with that name."""
-    roles = [QuantizerRole("linear", "weight", name) for name in names]
+def check_held_weights(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> None:
+    """UserError where a schedule would change the format of the weight, held quantized, of one of the modules."""
+    roles = [role for module in modules for role in module.roles if role.tensor_type == "weight"]
     first, *later = stages(recipe, steps)
     held = first.recipe.resolve(roles)
     for stage in later:

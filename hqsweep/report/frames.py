@@ -4,7 +4,8 @@ runs     one row per run: run, sweep, arm, recipe, seed, job, state, reason, div
          tokens_per_s, run_id, path, every leaf of the resolved config (`config.train.lr`) and of the manifest
          (`manifest.device`); diverged: a loss of the run is NaN or infinite
 metrics  long: run, arm, seed, step, metric, value (float64; NaN and inf as they came)
-stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %)
+stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %;
+         tokens and load, over the mean of all, where layer is an expert and tensor is routed)
 parity   the rows of parity.jsonl, as dicts, of all runs that have some
 """
 
@@ -22,7 +23,7 @@ from hqsweep.sweep.store import NOT_IN_ID, RunDir
 METRIC_COLUMNS = ["step", "metric", "value"]
 STATS_COLUMNS = ["step", "layer", "tensor", "direction", "format", "sqnr_db", "rel_l2", "cosine", "amax",
                  "underflow_pct", "saturation_pct", "scale_min", "scale_max", "row_sqnr_db_median",
-                 "row_sqnr_db_p5"]  # fmt: skip
+                 "row_sqnr_db_p5", "tokens", "load"]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

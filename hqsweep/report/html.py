@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from hqsweep.report import figures, heatmaps, parity, points, tables
+from hqsweep.report import experts, figures, heatmaps, parity, points, tables
 from hqsweep.report.arms import Comparison
 from hqsweep.report.look import Panel, styles
 
@@ -34,6 +34,7 @@ class Panels:
     underflow: list[Panel]
     gradients: list[Panel]
     speed: list[Panel]
+    loads: list[Panel]
 
     def every(self) -> list[Panel]:
         return [panel for group in vars(self).values() for panel in group]
@@ -59,6 +60,7 @@ def panels(comparison: Comparison) -> Panels:
         underflow=list(heatmaps.underflow_heatmaps(comparison)),
         gradients=points.gradient_cosines(comparison),
         speed=[panel for panel in [points.throughput(comparison, "Tokens a second")] if panel],
+        loads=list(experts.load_heatmaps(comparison)),
     )
 
 

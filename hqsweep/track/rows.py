@@ -27,6 +27,7 @@ TABLES = {
         "sqnr_db": REAL, "rel_l2": REAL, "cosine": REAL, "amax": REAL,
         "underflow_pct": REAL, "saturation_pct": REAL, "scale_min": REAL, "scale_max": REAL,
         "row_sqnr_db_median": REAL, "row_sqnr_db_p5": REAL,
+        "tokens": REAL, "load": REAL,
     }),
     "parity": pa.schema({
         "check": TEXT, "case": TEXT, "subject": TEXT, "status": TEXT, "mismatches": INT, "total": INT,

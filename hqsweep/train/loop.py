@@ -23,7 +23,7 @@ from hqsweep.nn.saved import SavedBytes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
-from hqsweep.train.model import GPT
+from hqsweep.train.model import GPT, Balance
 
 if TYPE_CHECKING:
     from hqsweep.config import ConvergenceConfig, TrainConfig
@@ -76,13 +76,13 @@ class Trainer:
         lr = learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = self._forward_backward(probe)
+        loss, balance = self._forward_backward(probe)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.double()
         self.loss_count += 1
-        return self._report(norm, lr, probe)
+        return self._report(norm, lr, balance, probe)
 
     def _follow_schedule(self) -> None:
         """Give the model the recipe of this step, if it is another one."""
@@ -91,12 +91,14 @@ class Trainer:
             set_recipe(self.model, stage.recipe)
             self.stage = stage
 
-    def _report(self, norm: Tensor, lr: float, probe: Probe | None) -> Step:
+    def _report(self, norm: Tensor, lr: float, balance: Balance, probe: Probe | None) -> Step:
         train, metrics, mean = self.config.train, {}, None
         last = self.step == train.steps
         if last or self.step % train.log_every == 0:
             mean = (self.loss_sum / self.loss_count).item()
             metrics = {"train_loss": mean, "grad_norm": norm.item(), "lr": lr}
+            if balance.tokens:
+                metrics |= {"aux_loss": balance.loss.item(), "expert_load_max": balance.greatest_load()}
             self.loss_sum.zero_()
             self.loss_count = 0
         if last or self.step % train.eval_every == 0:
@@ -112,19 +114,26 @@ class Trainer:
         if not capture and (not stats.every or self.step % stats.every):
             return None
         masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
+        for grouped in self.model.grouped_linears():
+            masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(self.optimizer.master_param(grouped.weight))}
         return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
 
-    def _forward_backward(self, probe: Probe | None) -> Tensor:
-        """The mean loss of the step's batch, whose gradients are accumulated over its microbatches."""
-        parts = self.config.train.microbatches
-        total = torch.zeros((), device=self.device)
+    def _forward_backward(self, probe: Probe | None) -> tuple[Tensor, Balance]:
+        """The mean loss of the step's batch, whose gradients are accumulated over its microbatches, and the use of the
+        experts. What is minimized is the cross entropy plus model.load_balance times the loss of the balance."""
+        parts, weight = self.config.train.microbatches, self.config.model.load_balance
+        total, balances = torch.zeros((), device=self.device), []
         for index, (inputs, targets) in enumerate(self._batches("train", self.step - 1, parts)):
             options = {"probe": probe, "microbatch": index, "cache_weights": parts > 1}
             with quantization(seed=self.config.seed, step=self.step, **options):
-                loss = self._loss(inputs, targets) / parts
+                loss, balance = self._loss(inputs, targets)
+                if balance.tokens:
+                    loss = loss + weight * balance.loss
+                loss = loss / parts
                 loss.backward()
             total += loss.detach()
-        return total
+            balances.append(balance)
+        return total, Balance.of(balances)
 
     def _batches(self, split: str, index: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets [B / parts, T] of a batch, on the device."""
@@ -133,22 +142,23 @@ class Trainer:
         inputs, targets = (tokens.to(self.device, non_blocking=True).chunk(parts) for tokens in batch)
         yield from zip(inputs, targets, strict=True)
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Balance]:
+        """The cross entropy, and how the experts were used."""
         train = self.config.train
         count = torch.is_grad_enabled() and not (self.saved.nbytes or train.offload or train.recompute != "none")
         with self.saved.counting() if count else self.saving():
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            logits, balance = self.model.balanced(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss in nats a token over the validation batches, which are the same for every run and step.
+        """Mean cross entropy in nats a token over the validation batches, which are the same for every run and step.
 
         The model is what the next step's forward would see: after the update, under the scales that it leaves.
         """
         with quantization(seed=self.config.seed, step=self.step + 1, cache_weights=True):
             batches = [next(self._batches("val", i)) for i in range(self.config.train.eval_batches)]
-            losses = [self._loss(*batch).double() for batch in batches]
+            losses = [self._loss(*batch)[0].double() for batch in batches]
         return torch.stack(losses).mean().item()
 
     def state(self) -> dict:
@@ -198,7 +208,7 @@ def perturb(model: GPT, noise: float) -> None:
 
 def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:
     """AdamW, on FP32 masters where weights are quantized; matrices decay, gains and embeddings do not."""
-    matrices = {id(linear.weight) for linear in model.linears()} - {id(model.embedding.weight)}
+    matrices = {id(weight) for weight in model.matrices()} - {id(model.embedding.weight)}
     groups = [
         {"params": [p for p in model.parameters() if id(p) in matrices], "weight_decay": train.weight_decay},
         {"params": [p for p in model.parameters() if id(p) not in matrices], "weight_decay": 0.0},

@@ -1,25 +1,29 @@
-"""GPT: RMSNorm, rotary positions, SwiGLU, tied or untied head; every linear reads its quantizers from the recipe.
+"""GPT: RMSNorm, rotary positions, SwiGLU or a mixture of them, tied or untied head; every linear reads its quantizers
+from the recipe.
 
 The residual stream and norms are FP32; linears read and write train.dtype. Attention that the recipe leaves in high
 precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import gemm_options, section_of
+from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.quant.recipe import HEAD
 from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.validate import GemmModule, attention_module, linear_module
+from hqsweep.quant.validate import GemmModule, attention_module, grouped_linear_module, linear_module
 
 if TYPE_CHECKING:
     from hqsweep.config import ModelConfig
@@ -33,22 +37,47 @@ def ffn_width(config: "ModelConfig") -> int:
     return config.ffn or -(-8 * config.dim // (3 * 32)) * 32
 
 
-def linear_shapes(config: "ModelConfig", vocab_size: int) -> list[tuple[str, int, int]]:
-    """(name, in_features, out_features) of every linear of the GPT, in order, without building it."""
-    dim, hidden, shapes = config.dim, ffn_width(config), []
+def expert_width(config: "ModelConfig") -> int:
+    """Hidden width of each expert: config.expert_ffn, or ffn_width over top_k, so that a token costs what it does in a
+    dense model, rounded up to a multiple of 32."""
+    return config.expert_ffn or -(-ffn_width(config) // (config.top_k * 32)) * 32
+
+
+def has_experts(config: "ModelConfig", layer: int) -> bool:
+    """Whether the MLP of a layer is a mixture."""
+    return config.experts > 0 and layer >= config.first_moe_layer
+
+
+Shape = tuple[str, int, int]
+"""Of a linear: name, in_features, out_features."""
+
+
+def linear_shapes(config: "ModelConfig", vocab_size: int) -> list[Shape]:
+    """Every linear of the GPT but grouped ones, in order, without building it."""
+    dim, shapes = config.dim, []
     for i in range(config.layers):
-        shapes += [
-            (f"layers.{i}.attn.qkv", dim, 3 * dim),
-            (f"layers.{i}.attn.proj", dim, dim),
-            (f"layers.{i}.mlp.fc1", dim, 2 * hidden),
-            (f"layers.{i}.mlp.fc2", hidden, dim),
-        ]
+        shapes += [(f"layers.{i}.attn.qkv", dim, 3 * dim), (f"layers.{i}.attn.proj", dim, dim)]
+        if not has_experts(config, i):
+            shapes += _mlp_shapes(f"layers.{i}.mlp", dim, ffn_width(config))
+        elif config.shared_expert:
+            shapes += _mlp_shapes(f"layers.{i}.mlp.shared", dim, expert_width(config))
     return [*shapes, (HEAD, dim, vocab_size)]
+
+
+def grouped_shapes(config: "ModelConfig") -> list[Shape]:
+    """Every grouped linear of the GPT, with the features of each expert, in order."""
+    layers, width = (i for i in range(config.layers) if has_experts(config, i)), expert_width(config)
+    return [shape for i in layers for shape in _mlp_shapes(f"layers.{i}.mlp", config.dim, width)]
+
+
+def _mlp_shapes(name: str, dim: int, hidden: int) -> list[Shape]:
+    return [(f"{name}.fc1", dim, 2 * hidden), (f"{name}.fc2", hidden, dim)]
 
 
 def gemm_modules(config: "ModelConfig", vocab_size: int, batch: int, context: int) -> list[GemmModule]:
     """Every module of the GPT with matrix products, for a step of batch x context tokens, without building it."""
     linears = [linear_module(*shape, batch * context) for shape in linear_shapes(config, vocab_size)]
+    linears += [grouped_linear_module(*shape) for shape in grouped_shapes(config)]
     head_dim = config.dim // config.heads
     return linears + [attention_module(f"layers.{i}.attn.dpa", head_dim, context) for i in range(config.layers)]
 
@@ -66,6 +95,26 @@ class Embedding(QuantizedWeight):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.quantized_weight())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Balance:
+    """How the L layers with experts of a model shared out the tokens of a forward."""
+
+    loss: Tensor
+    """float32 []: the mean over layers of Routing.balance; 0 without experts."""
+    tokens: list[Tensor]
+    """int64 [E] for each such layer."""
+
+    @classmethod
+    def of(cls, parts: Sequence["Balance"]) -> "Balance":
+        """Of the parts of a batch, without gradients."""
+        loss = torch.stack([part.loss.detach() for part in parts]).mean()
+        return cls(loss=loss, tokens=[torch.stack(c).sum(dim=0) for c in zip(*(p.tokens for p in parts), strict=True)])
+
+    def greatest_load(self) -> float:
+        """The most tokens that an expert got over the mean of its layer; the largest of all layers."""
+        return max((counts.max() / counts.float().mean()).item() for counts in self.tokens)
 
 
 class GPT(nn.Module):
@@ -86,11 +135,7 @@ class GPT(nn.Module):
         self.recompute = recompute
         recipe = recipe.for_layers(range(config.layers))
         self.embedding = Embedding(vocab_size, config.dim, "embedding", recipe)
-        sizes, options = (config.dim, ffn_width(config), config.heads), {"recipe": recipe, "dtype": dtype}
-        self.layers = nn.ModuleList(
-            TransformerLayer(*sizes, name=f"layers.{i}", rope_base=config.rope_base, **options)
-            for i in range(config.layers)
-        )
+        self.layers = nn.ModuleList(_layer(config, i, recipe, dtype) for i in range(config.layers))
         self.norm = Norm(config.dim, name="norm", recipe=recipe)
         self.head = Linear(config.dim, vocab_size, **gemm_options(recipe, "linear", HEAD), dtype=dtype)
         self._initialise(config)
@@ -100,18 +145,46 @@ class GPT(nn.Module):
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
             for layer in self.layers:
-                for linear in (layer.attn.proj, layer.mlp.fc2):
+                shared = getattr(layer.mlp, "shared", None)
+                for linear in (layer.attn.proj, layer.mlp.fc2, *([shared.fc2] if shared else ())):
                     linear.weight.mul_((2 * config.layers) ** -0.5)
             self.head.weight.zero_()
         if config.tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        return self.balanced(tokens)[0]
+
+    def balanced(self, tokens: Tensor) -> tuple[Tensor, Balance]:
+        """forward, and how the experts were used."""
+        x, losses, counts = self.embedding(tokens), [], []
         for layer in self.layers:
             x = recomputed(layer, x) if self.recompute == "layer" else layer(x, self.recompute == "attention")
-        return self.head(self.norm(x)).float()
+            if isinstance(layer, MoELayer):
+                x, balance, routed = x
+                losses.append(balance)
+                counts.append(routed)
+        loss = torch.stack(losses).mean() if losses else x.new_zeros(())
+        return self.head(self.norm(x)).float(), Balance(loss=loss, tokens=counts)
 
     def linears(self) -> Iterator[Linear]:
-        """All linears in order, the head last."""
+        """All linears but grouped ones in order, the head last."""
         return (module for module in self.modules() if isinstance(module, Linear))
+
+    def grouped_linears(self) -> Iterator[GroupedLinear]:
+        """All grouped linears in order."""
+        return (module for module in self.modules() if isinstance(module, GroupedLinear))
+
+    def matrices(self) -> list[Tensor]:
+        """The weights of all linears and of the routers."""
+        mixtures = [module for module in self.modules() if isinstance(module, LayerNormMoE)]
+        weights = [linear.weight for linear in self.linears()] + [mixture.router.weight for mixture in mixtures]
+        return weights + [weight for grouped in self.grouped_linears() for weight in grouped.weights]
+
+
+def _layer(config: "ModelConfig", index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:
+    options = {"name": f"layers.{index}", "recipe": recipe, "rope_base": config.rope_base, "dtype": dtype}
+    if not has_experts(config, index):
+        return TransformerLayer(config.dim, ffn_width(config), config.heads, **options)
+    experts = {"experts": config.experts, "top_k": config.top_k, "shared_expert": config.shared_expert}
+    return MoELayer(config.dim, expert_width(config), config.heads, experts=experts, **options)

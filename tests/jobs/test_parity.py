@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from hqsweep.config import parse
-from hqsweep.jobs import parity, parity_causality
+from hqsweep.jobs import parity, parity_causality, parity_grouped
 from hqsweep.jobs.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
+from hqsweep.nn import LayerNormMoE, grouped_call
 from hqsweep.ops import kernel
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
@@ -86,6 +87,54 @@ def test_a_gradient_from_the_wrong_direction_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(HybridQuantizer, "quantize", wrong)
     assert any(r["status"] == "FAIL" for r in run("routing", tmp_path=tmp_path))
+
+
+def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
+    right = grouped_call.mm_t_weights
+    monkeypatch.setattr(grouped_call, "mm_t_weights", lambda *args, **options: right(*args, **options)[::-1])
+    failed = [r for r in run("grouped", tmp_path=tmp_path) if r["status"] == "FAIL"]
+    assert {r["subject"] for r in failed if r["case"] == "list of Linears"} >= {"bf16", "nvfp4|mxfp8", "mxfp8|bf16"}
+    assert all(r["first_index"].startswith("dw[") for r in failed if r["case"] == "list of Linears")
+
+
+def test_a_router_that_reads_what_experts_read_is_found(tmp_path, monkeypatch):
+    """Tokens rounded as the recipe rounds them for the experts."""
+    right = LayerNormMoE.forward
+
+    def wrong(self, x):
+        read = self.fc1.quantizers.input.quantize(self.norm(x), columnwise=None, key=parity.KEY).rowwise.dequantize()
+        with monkeypatch.context() as patch:
+            patch.setattr(self.norm, "forward", lambda given: read)
+            return right(self, x)
+
+    monkeypatch.setattr(LayerNormMoE, "forward", wrong)
+    failed = {r["subject"] for r in run("grouped", tmp_path=tmp_path) if r["status"] == "FAIL"}
+    assert failed == {"fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+rht+sr", "nvfp4+row_scaled"}
+
+
+def test_what_permutations_must_leave_follows_from_the_scales(tmp_path):
+    """Tokens of blocks move with their blocks only; a scale of the expert or of a row moves with any."""
+    cases = {}
+    for r in run("grouped", tmp_path=tmp_path):
+        cases.setdefault(r["subject"], set()).add(r["case"])
+    anywhere, by_blocks = (
+        {f"{name}: {what}" for what in ("y and dx", "dw")} for name in ("permuted tokens", "moved blocks")
+    )
+    for text in ("bf16", "fp8_current"):
+        assert cases[text] >= anywhere and not cases[text] & by_blocks
+    for text in ("fp8_block", "mxfp8", "nvfp4", "nvfp4+row_scaled"):
+        assert cases[text] >= by_blocks and cases[text] & anywhere == {"permuted tokens: y and dx"}
+    assert cases["nvfp4+rht+sr"] == {"list of Linears", "router"}
+
+
+def test_the_kernel_of_a_gpu_is_compared_with_the_loop(tmp_path, monkeypatch):
+    """torch._grouped_mm runs on a CPU too, under the plans of a GPU."""
+    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    real = torch._grouped_mm
+    for scale, status in ((1, "PASS"), (1.02, "FAIL")):
+        monkeypatch.setattr(torch, "_grouped_mm", lambda *args, _=scale, **options: real(*args, **options) * _)
+        rows = list(parity_grouped.kernel_rows(config("grouped"), torch.device("cpu")))
+        assert [(r["subject"], r["status"]) for r in rows] == [(text, status) for text in FORMATS]
 
 
 def test_rows_of_byte_comparisons():

@@ -1,0 +1,105 @@
+"""Mixture of experts: an MLP of which each token takes k of E, as grouped linears, and a layer that has one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.nn.context import current
+from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.layernorm_mlp import swiglu
+from hqsweep.nn.linear import Linear
+from hqsweep.nn.module import gemm_options
+from hqsweep.nn.multihead_attention import MultiheadAttention
+from hqsweep.nn.norm import Norm
+from hqsweep.nn.router import Router
+from hqsweep.ops.grouped_layout import Splits
+from hqsweep.quant.schedule import AnyRecipe
+
+Routed = tuple[Tensor, Tensor, Tensor]
+"""y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""
+
+
+class SharedExpert(nn.Module):
+    """x [M, D] -> fc2(swiglu(fc1(x))) [M, D], for every token; linears `name`.fc1 and `name`.fc2."""
+
+    def __init__(self, dim: int, ffn: int, *, name: str, recipe: AnyRecipe, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc1 = Linear(dim, 2 * ffn, **gemm_options(recipe, "linear", f"{name}.fc1"), dtype=dtype)
+        self.fc2 = Linear(ffn, dim, **gemm_options(recipe, "linear", f"{name}.fc2"), dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(swiglu(self.fc1(x).float()))
+
+
+class LayerNormMoE(nn.Module):
+    """x [..., D] -> float32 [..., D], the balance and the tokens of its Routing: h = norm(x); the sum over the top_k
+    experts of h, each times its weight, of fc2(swiglu(fc1(h))); with shared_expert, a SwiGLU of all tokens is added.
+
+    fc1 and fc2 are GroupedLinears `name`.fc1 and `name`.fc2 of one weight [E, ...] each, the shared expert is
+    `name`.shared, the norm `name`.norm. norm, Router, activations and the weighted sum are float32. `ffn` is the width
+    of each expert. A device of its own is waited for only where GroupedLinear says so, and under a probe.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        *,
+        experts: int,
+        top_k: int,
+        name: str,
+        recipe: AnyRecipe,
+        shared_expert: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"{name}: top_k is {top_k} of {experts} experts; it takes 1 to {experts}")
+        self.name = name
+        self.norm = Norm(dim, name=f"{name}.norm", recipe=recipe)
+        self.router = Router(dim, experts, top_k)
+        options = {"recipe": recipe, "dtype": dtype}
+        self.fc1 = GroupedLinear(experts, dim, 2 * ffn, name=f"{name}.fc1", single_grouped_weight=True, **options)
+        self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", single_grouped_weight=True, **options)
+        self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **options) if shared_expert else None
+
+    def forward(self, x: Tensor) -> Routed:
+        h = self.norm(x).flatten(0, -2)
+        routing = self.router(h)
+        if probe := current().probe:
+            probe.experts(self.name, routing.tokens.tolist())
+        rows = routing.dispatch(h.to(self.fc1.dtype))
+        splits = Splits.of(routing.tokens, len(rows))  # one for both, so that a device is waited for once at most
+        hidden = swiglu(self.fc1(rows, splits).float())
+        y = routing.combine(self.fc2(hidden, splits))
+        if self.shared is not None:
+            y = y + self.shared(h).float()
+        return y.view(x.shape), routing.balance, routing.tokens
+
+
+class MoELayer(nn.Module):
+    """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and what mlp says of its
+    routing. `experts` are the options of LayerNormMoE."""
+
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        heads: int,
+        *,
+        name: str,
+        recipe: AnyRecipe,
+        experts: dict[str, Any],
+        dtype: torch.dtype = torch.bfloat16,
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        options = {"recipe": recipe, "dtype": dtype}
+        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **options, **attention)
+        self.mlp = LayerNormMoE(dim, ffn, name=f"{name}.mlp", **experts, **options)
+
+    def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Routed:
+        x = x + self.attn(x, checkpoint_core_attention).to(x.dtype)
+        y, balance, tokens = self.mlp(x)
+        return x + y.to(x.dtype), balance, tokens

@@ -1,0 +1,104 @@
+"""Router: which experts a token goes to, in float32; and the permutation of tokens into the order of the experts.
+
+All sums here have one order on every device: what goes apart and comes together again are gathers by a permutation and
+sums over the k copies of a token, never additions to one place from several threads.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROUTER_STD = 0.02
+"""Of the initial weights: small, so that a training starts with nearly equal loads."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routing:
+    """Of M tokens to k of E experts each."""
+
+    chosen: Tensor
+    """int64 [M, k]: experts, the most probable first."""
+    weights: Tensor
+    """float32 [M, k]: probabilities of these, divided by their sum."""
+    tokens: Tensor
+    """int64 [E]: how many of the M * k choices fell on each expert."""
+    balance: Tensor
+    """float32 []: E * sum over e of f_e * P_e, f_e being the share of the choices that fell on e, which has no
+    gradient, and P_e the mean probability of e: 1 where all are equal (Switch Transformers, arXiv 2101.03961, equations
+    4 to 6; with k choices as in GShard, arXiv 2006.16668)."""
+
+    @cached_property
+    def order(self) -> Tensor:
+        """int64 [M * k]: the choices (token * k + rank) by expert, in the order of tokens within each."""
+        return torch.argsort(self.chosen.flatten(), stable=True)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """int64 [M * k]: where in `order` each choice is."""
+        return torch.argsort(self.order, stable=True)
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """x [M, D] -> [M * k, D]: a row for each choice, those of the first expert first."""
+        return _Dispatch.apply(x, self.order // self.chosen.shape[1], self.inverse)
+
+    def combine(self, y: Tensor) -> Tensor:
+        """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
+        probable first, of weight * row."""
+        rows = _Permute.apply(y, self.inverse, self.order).view(*self.weights.shape, y.shape[1])
+        return (rows.float() * self.weights.unsqueeze(-1)).sum(dim=1)
+
+
+class Router(nn.Module):
+    """x [M, D] -> Routing: softmax over x @ weight [E, D].T in float32, then the k largest; of equals the lower index.
+
+    No recipe quantizes it: a token that changes experts for a rounding error would change the model.
+    """
+
+    def __init__(self, dim: int, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.experts, self.top_k = experts, top_k
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, dim), std=ROUTER_STD))
+
+    def forward(self, x: Tensor) -> Routing:
+        probabilities = F.softmax(F.linear(x.float(), self.weight.float()), dim=-1)
+        order = torch.sort(probabilities.detach(), dim=-1, descending=True, stable=True).indices
+        chosen = order[:, : self.top_k].contiguous()
+        hits = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)
+        top = (probabilities.unsqueeze(1) * hits).sum(dim=-1)
+        tokens = hits.sum(dim=(0, 1))
+        share = tokens.float() / chosen.numel()
+        balance = self.experts * (share * probabilities.mean(dim=0)).sum()
+        return Routing(chosen=chosen, weights=top / top.sum(dim=-1, keepdim=True), tokens=tokens, balance=balance)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Gather rows, each k times; backward sums the k gradients of a row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.shape = x.shape
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        count, dim = ctx.shape
+        return dy[inverse].view(count, -1, dim).sum(dim=1, dtype=torch.float32).to(dy.dtype), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Gather rows by a permutation; backward gathers by its inverse."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, permutation: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return y[permutation]
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy[inverse], None, None
