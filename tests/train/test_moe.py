@@ -7,10 +7,11 @@ from hqsweep.config import ModelConfig, parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.launch import plan
 from hqsweep.nn import GroupedLinear
 from hqsweep.quant import GroupedTensor
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, load_checkpoint, make_optimizer, save_checkpoint
+from hqsweep.train.loop import Trainer, build_model, load_checkpoint, make_optimizer, save_checkpoint
 from hqsweep.train.model import expert_width, gemm_modules, grouped_shapes, linear_shapes
 
 COMPOSER2 = {
@@ -180,3 +181,11 @@ def test_a_run_says_how_experts_are_multiplied_and_what_they_keep(tmp_path):
 def test_what_cannot_be_is_refused_before_anything_starts(change, message):
     with pytest.raises(UserError, match=message):
         config(**change)
+
+
+def test_the_sweep_at_the_size_of_a_gpu_has_the_size_that_its_file_says():
+    (small, *_), (large, *_) = (plan(["conf=moe", *words]).configs for words in ([], ["model=moe_100m"]))
+    assert (small.model.dim, small.model.experts) == (64, 4)
+    with torch.device("meta"):
+        model = build_model(large, 256, large.recipe.build())
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(97e6, rel=0.01)
