@@ -13,6 +13,10 @@ quantize: `us` is one call for all experts with offsets on the device; `reached`
 `loop_us` a call of the ungrouped kernel for each expert as Python makes them; `graph_us` the same calls in a CUDA
 graph, the loop without the host. Bytes are compared with the loop's before anything is timed. The experts: 8 of 1024
 rows, and 128 uneven ones, 8 of them without a row: multiples of 32, as native grouped GEMMs take them, or any numbers.
+
+linear: a step of GroupedLinear, 8 experts of 1024 tokens, 2048 -> 4096, beside torch._grouped_mm in bfloat16 in the
+same run; `reached` torch's time as a share of ours, `reachable` the same of the floor (benchmarks/grouped_linear.py);
+`host_us` what the host needs to enqueue a step.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from torch import Tensor
 
 from benchmarks import rows
 from benchmarks.cases import Case
+from benchmarks.grouped_linear import GroupedStep, cases
 from benchmarks.timing import Cuda, copy_call, cpu_medians
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.ops import quantize as single
@@ -33,7 +38,7 @@ from hqsweep.ops.grouped_layout import Splits, splits_to_offsets
 from hqsweep.ops.kernel_grouped import packed_allocations
 from hqsweep.ops.plan import plan_of
 
-SECTIONS = ("quantize", "offsets")
+SECTIONS = ("quantize", "offsets", "linear")
 GOAL = 0.85
 CASES = (
     Case(section="quantize", rowwise="mxfp8", goal=GOAL),
@@ -48,8 +53,9 @@ CASES = (
 )
 COUNTS = (8, 128, 1024, 100_000)
 COLUMNS = (
-    "section", "case", "experts", "rows", "cols", "goal", "reached", "pass", "us", "copy_us", "bytes_floor_us", "gbs",
-    "loop_us", "times_loop", "graph_us", "torch_us", "launch_us",
+    "section", "case", "weights", "splits", "experts", "rows", "cols", "goal", "reached", "pass", "reachable", "us",
+    "copy_us", "bytes_floor_us", "floor_us", "gbs", "loop_us", "times_loop", "graph_us", "torch_us", "launch_us",
+    "host_us",
 )  # fmt: skip
 
 
@@ -206,6 +212,13 @@ def main() -> None:
     for count in COUNTS if "offsets" in args.only else ():
         named = {"section": "offsets", "case": "int32, stride 2048", "experts": str(count)}
         writer.attempt(named, partial(offsets, clock, count, args.device))
+    if "linear" in args.only:
+        scale = 1 if args.device == "cuda" else 16
+        step = GroupedStep(8, 1024 // scale, args.width // scale, 2 * args.width // scale, args.device, clock)
+        shape = {"experts": f"8 x {1024 // scale}", "rows": len(step.x), "cols": args.width // scale}
+        for case in cases():
+            measured = (case, copy_call(step.dy), 2 * step.dy.nbytes)
+            writer.attempt(case.named | shape, partial(step.measure, *measured))
     rows.finish(writer, COLUMNS)
 
 

@@ -90,11 +90,12 @@ inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::str
 
 inline Direction make_direction(const Spec& spec, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t amax,
                                 uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
-                                int exact_dtype, uintptr_t sums, uintptr_t row_errors, uintptr_t keys) {
+                                int exact_dtype, uintptr_t sums, uintptr_t row_errors, uintptr_t keys,
+                                bool exact_turned) {
   require(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + std::to_string(exact_dtype) + ", must be 0 or 1");
   return {spec, {key0, key1, step}, pointer<uint32_t>(keys), pointer<float>(amax), pointer<float>(found),
           pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global), pointer<void>(exact),
-          static_cast<Dtype>(exact_dtype), pointer<TileSums>(sums), pointer<float>(row_errors)};
+          static_cast<Dtype>(exact_dtype), exact_turned, pointer<TileSums>(sums), pointer<float>(row_errors)};
 }
 
 inline void check_direction(const Direction* to, int64_t rows, int64_t cols, bool empty, const char* name) {
@@ -122,6 +123,7 @@ inline Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
           "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
   require(data != 0 || rows * cols == 0, "data is 0 but the matrix is not empty");
   require(row || !dequantized, "a column made from the decoded row needs the row's format");
+  require(!row || !row->exact_turned, "the exact values of a row are not stored turned; those of a column may be");
   check_direction(row, rows, cols, rows * cols == 0, "row");
   const int64_t contracted = grouped ? 0 : rows;  // an expert's rows: only the loops know how many
   check_direction(column, cols, contracted, rows * cols == 0, "column");
@@ -132,10 +134,11 @@ inline Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
 // A call for experts that own X's rows; offsets [experts + 1] are int64.
 #define HQ_GROUP_PARAMETERS HQ_CALL_PARAMETERS, uintptr_t offsets, int64_t experts
 
-inline Group make_group(const Call& call, uintptr_t offsets, int64_t experts) {
+inline Group make_group(int64_t rows, int64_t cols, uintptr_t offsets, int64_t experts) {
   require(experts >= 0, "experts is " + std::to_string(experts) + ", must be >= 0");
   require(offsets != 0, "a grouped call needs offsets");
-  const int64_t rows = call.source.rows, cols = call.source.cols;
+  require(rows >= 0 && cols >= 0,
+          "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
   require(rows < int64_t{1} << 31 && cols < int64_t{1} << 31 && experts < int64_t{1} << 31,
           "a grouped call takes fewer than 2^31 rows, columns and experts, got " + std::to_string(rows) + ", " +
               std::to_string(cols) + " and " + std::to_string(experts));
@@ -170,7 +173,11 @@ inline void check_cpu(int threads, const std::string& isa) {
 inline Encoded make_encoded(const Spec& spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales,
                             uintptr_t global) {
   require(spec.family != Family::nvfp4 || global || rows == 0, "decoding nvfp4 needs its global amax");
-  return {spec, rows, cols, pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global)};
+  return {spec, rows, cols, pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global), false};
+}
+
+inline EncodedGroup make_encoded_group(const Encoded& packed, bool columns, uintptr_t offsets, int64_t experts) {
+  return {packed, columns, make_group(packed.rows, packed.cols, offsets, experts)};
 }
 
 }  // namespace hq::arguments

@@ -43,6 +43,9 @@ py::dict build_info() {
 #define HQ_DECODE_ARGS                                                                                       \
   "spec"_a, "rows"_a, "cols"_a, "codes"_a, "scales"_a, "global_"_a, "exact"_a, "out"_a, "out_dtype"_a
 
+#define HQ_DECODE_GROUP_PARAMETERS bool columns, uintptr_t offsets, int64_t experts
+#define HQ_DECODE_GROUP_ARGS "columns"_a, "offsets"_a, "experts"_a
+
 void bind_cpu(py::module_& m) {
   m.def("quantize_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa) {
     const hq::Call call = make_call(HQ_CALL_VALUES);
@@ -59,7 +62,7 @@ void bind_cpu(py::module_& m) {
   }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "", "found = max(found, amax) of each direction, in place.");
   m.def("quantize_grouped_cpu", [](HQ_GROUP_PARAMETERS, int threads, const std::string& isa) {
     const hq::Call call = make_call(HQ_CALL_VALUES, true);
-    const hq::Group group = make_group(call, offsets, experts);
+    const hq::Group group = make_group(rows, cols, offsets, experts);
     check_cpu(threads, isa);
     py::gil_scoped_release release;
     hq::quantize_grouped_cpu(call, group, threads, isa.c_str());
@@ -76,6 +79,14 @@ void bind_cpu(py::module_& m) {
     hq::dequantize_cpu(encoded, exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
                        static_cast<hq::Dtype>(out_dtype), threads);
   }, HQ_DECODE_ARGS, "threads"_a = 1, "An operand's values, or (exact) its codes times block scales.");
+  m.def("dequantize_grouped_cpu", [](HQ_DECODE_PARAMETERS, HQ_DECODE_GROUP_PARAMETERS, int threads) {
+    const hq::Encoded packed = make_encoded(spec, rows, cols, codes, scales, global);
+    const hq::EncodedGroup encoded = make_encoded_group(packed, columns, offsets, experts);
+    py::gil_scoped_release release;
+    hq::dequantize_grouped_cpu(encoded, exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
+                               static_cast<hq::Dtype>(out_dtype), threads);
+  }, HQ_DECODE_ARGS, HQ_DECODE_GROUP_ARGS, "threads"_a = 1,
+     "The same of packed operands of experts, of X [rows, cols] or (columns) of X.T, to the places of X's elements.");
 }
 
 #if defined(HQ_HAVE_CUDA)
@@ -88,7 +99,7 @@ void bind_cuda(py::module_& m) {
   }, HQ_CALL_ARGS, "stream"_a = 0, "find_amax_cpu on the current GPU.");
   m.def("quantize_grouped_cuda", [](HQ_GROUP_PARAMETERS, uintptr_t stream) {
     const hq::Call call = make_call(HQ_CALL_VALUES, true);
-    hq::quantize_grouped_cuda(call, make_group(call, offsets, experts), stream);
+    hq::quantize_grouped_cuda(call, make_group(rows, cols, offsets, experts), stream);
   }, HQ_GROUP_ARGS, "stream"_a = 0, "quantize_grouped_cpu on the current GPU, where the offsets are.");
   m.def("offsets_cuda", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                            const std::vector<int64_t>& strides, uintptr_t out, uintptr_t overflow, uintptr_t stream) {
@@ -101,6 +112,13 @@ void bind_cuda(py::module_& m) {
                         exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
                         static_cast<hq::Dtype>(out_dtype), stream);
   }, HQ_DECODE_ARGS, "stream"_a = 0, "dequantize_cpu on the current GPU.");
+  m.def("dequantize_grouped_cuda", [](HQ_DECODE_PARAMETERS, HQ_DECODE_GROUP_PARAMETERS, uintptr_t stream) {
+    const hq::Encoded packed = make_encoded(spec, rows, cols, codes, scales, global);
+    hq::dequantize_grouped_cuda(make_encoded_group(packed, columns, offsets, experts),
+                                exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
+                                static_cast<hq::Dtype>(out_dtype), stream);
+  }, HQ_DECODE_ARGS, HQ_DECODE_GROUP_ARGS, "stream"_a = 0,
+     "dequantize_grouped_cpu on the current GPU, where the offsets are.");
   m.def("scale_product_cuda", [](uintptr_t product, uintptr_t factor, int64_t rows, int64_t cols, int row_step,
                                  int col_step, uintptr_t out, int out_dtype, uintptr_t stream) {
     hq::scale_product_cuda(pointer<float>(product), pointer<float>(factor), rows, cols, row_step, col_step,
@@ -150,7 +168,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<hq::Direction>(m, "Direction", "What is made of a matrix in one direction, and the addresses it goes to.")
       .def(py::init(&make_direction), "spec"_a, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "amax"_a = 0, "found"_a = 0,
            "codes"_a = 0, "scales"_a = 0, "global_"_a = 0, "exact"_a = 0, "exact_dtype"_a = 0, "sums"_a = 0,
-           "row_errors"_a = 0, "keys"_a = 0);
+           "row_errors"_a = 0, "keys"_a = 0, "exact_turned"_a = false);
   bind_cpu(m);
 #if defined(HQ_HAVE_CUDA)
   bind_cuda(m);

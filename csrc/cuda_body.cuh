@@ -134,6 +134,12 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanCorner& 
     __syncthreads();
     if (column_tiled && replace) nan = find_strips(tile, strips);
     run_lean<ColumnOrder, kPart>(column(), tile, none);
+    if constexpr (kPart) {
+      if (!job.column.exact || !job.column.exact_turned) return;
+      __syncthreads();
+      uint16_t* to = static_cast<uint16_t*>(job.column.exact) + at.first + static_cast<uint64_t>(r0) * cols + c0;
+      store_tile(tile, to, cols, rows - r0);
+    }
   }
 }
 

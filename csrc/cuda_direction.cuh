@@ -291,7 +291,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if (to.exact && place.count > 0) {
 #pragma unroll
         for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
-        store_exact(to, frame.starts.elements, place, frame.cols, frame.vector, scaled, nan);
+        store_exact(to, frame.starts.elements, place, frame.rows, frame.cols, frame.vector, scaled, nan);
       }
       if (!replace && !kSums) continue;
 #pragma unroll

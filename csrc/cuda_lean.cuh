@@ -63,6 +63,13 @@ struct LeanWords {
       second = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(2) / 2);
     }
   }
+  // Segment k of group h of a column: 16 values where its elements came from.
+  __device__ __forceinline__ void put(int h, int k, const uint32_t pairs[kSegment / 2]) const {
+    uint16_t* to = reinterpret_cast<uint16_t*>(h ? second : first) + k;
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      to[i * 2 * kRowWords<Bf16>] = static_cast<uint16_t>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]);
+  }
   __device__ __forceinline__ void get(int h, uint32_t words[kGroupWords<Order, Bf16>]) const {
     if constexpr (std::is_same_v<Order, RowOrder>) {
       const int step = h * 4 * kRowWords<Bf16>;
@@ -104,6 +111,17 @@ __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r
 __device__ __forceinline__ void wait_tile() {
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncwarp();
+}
+
+// `rows` rows of the tile to [.., pitch] at `to`, in lines of 256 bytes.
+__device__ __forceinline__ void store_tile(const uint32_t* tile, uint16_t* to, uint64_t pitch, uint32_t rows) {
+  const uint32_t row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
+  const uint32_t* from = tile + word_offset<Bf16>(row, unit * 4);
+  to += row * pitch + unit * 8;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (row + 2 * i < rows)
+      *reinterpret_cast<uint4*>(to + 2 * i * pitch) = *reinterpret_cast<const uint4*>(from + i * 2 * kRowWords<Bf16>);
 }
 
 // ---- scale tiles of several rows -----------------------------------------------------------------------------------
@@ -183,17 +201,22 @@ __device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t 
     static_cast<uint8_t*>(side.to.scales)[at] = static_cast<uint8_t>(scale.code);
 }
 
-// exact, or replace (rows only): what decoded values v are for.
-template <class Order>
+// exact, or replace (rows only): what decoded values v are for. Turned exact values are put into the tile, which is
+// stored when it has all of them.
+template <class Order, bool kPart>
 __device__ __forceinline__ void use_values(const LeanSide& side, const float v[kSegment], uint64_t element, int q,
                                            const BlockScale& scale, bool nan, uint32_t* tile) {
+  constexpr bool may_turn = kPart && std::is_same_v<Order, ColumnOrder>;
   float scaled[kSegment];
   if (side.to.exact) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
     uint32_t pairs[kSegment / 2];
     round_segment<Bf16>(scaled, nan, pairs);
-    store_words<kSegment / 2>(static_cast<uint16_t*>(side.to.exact) + element, pairs);
+    if (may_turn && side.to.exact_turned)
+      LeanWords<Order>(tile).put(q / 2, q % 2, pairs);
+    else
+      store_words<kSegment / 2>(static_cast<uint16_t*>(side.to.exact) + element, pairs);
   }
   if (std::is_same_v<Order, RowOrder> && side.replace) {
 #pragma unroll
@@ -266,7 +289,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
         else
           decode_eight(codes, spec.element, side.facts, v);
         const int q = h * per_group + k;
-        if ((to.exact || side.replace) && inside) use_values<Order>(side, v, element, q, scale, nan, tile);
+        if ((to.exact || side.replace) && inside) use_values<Order, kPart>(side, v, element, q, scale, nan, tile);
         tally.template add<Order, four>(x, v, codes, scale, most, side.facts, q);
       }
       const uint32_t step = rows_of_x ? 4 : (k ? 7 : 1);  // to the row of the next segment

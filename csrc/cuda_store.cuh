@@ -71,11 +71,25 @@ __device__ __forceinline__ void round_segment(const float v[kSegment], bool nan,
   }
 }
 
-// first: where the operand begins in the packed output.
-__device__ __forceinline__ void store_exact(const Direction& to, int64_t first, const Place& place, int64_t cols,
-                                            bool vector, const float v[kSegment], bool nan) {
+// first: where the operand [rows, cols] begins in the packed output.
+__device__ __forceinline__ void store_exact(const Direction& to, int64_t first, const Place& place, int64_t rows,
+                                            int64_t cols, bool vector, const float v[kSegment], bool nan) {
   const int64_t start = first + place.row * cols + place.col;
   uint32_t words[kSegment];
+  if (to.exact_turned) {
+    const int64_t turned = first + place.col * rows + place.row;
+    round_segment<Fp32>(v, nan, words);
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) {
+      if (i >= place.count) break;
+      if (to.exact_dtype == Dtype::fp32)
+        static_cast<uint32_t*>(to.exact)[turned + i * rows] = words[i];
+      else
+        static_cast<uint16_t*>(to.exact)[turned + i * rows] = static_cast<uint16_t>(
+            to_bits(round_to_bf16(to_float(words[i]))) >> 16);
+    }
+    return;
+  }
   if (to.exact_dtype == Dtype::fp32) {
     round_segment<Fp32>(v, nan, words);
     uint32_t* target = static_cast<uint32_t*>(to.exact) + start;

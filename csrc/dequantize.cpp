@@ -51,17 +51,18 @@ float scale_at(const Encoded& in, Decoding decoding, int64_t r, int64_t c) {
   return scale * in.global[spec.row_scaled ? r : 0] * (1.0f / (6.0f * spec.e4m3_max));
 }
 
-void write_line(const float* values, int count, Dtype dtype, void* out, int64_t offset) {
+// To elements `step` apart, from number `offset`.
+void write_line(const float* values, int count, Dtype dtype, void* out, int64_t offset, int64_t step) {
   if (dtype == Dtype::fp32) {
     float* to = static_cast<float*>(out) + offset;
-    for (int i = 0; i < count; ++i) to[i] = values[i];
+    for (int i = 0; i < count; ++i) to[i * step] = values[i];
     return;
   }
   uint16_t* __restrict to = static_cast<uint16_t*>(out) + offset;
   if (dtype == Dtype::bf16)
-    for (int i = 0; i < count; ++i) to[i] = static_cast<uint16_t>(to_bits(round_to_bf16(values[i])) >> 16);
+    for (int i = 0; i < count; ++i) to[i * step] = static_cast<uint16_t>(to_bits(round_to_bf16(values[i])) >> 16);
   else
-    for (int i = 0; i < count; ++i) to[i] = float_to_half(values[i]);
+    for (int i = 0; i < count; ++i) to[i * step] = float_to_half(values[i]);
 }
 
 }  // namespace
@@ -72,7 +73,9 @@ void dequantize(const Encoded& in, Decoding decoding, void* out, Dtype dtype, in
   const int per_byte = in.spec.element == Element::e2m1 ? 2 : 1;
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t index = 0; index < in.rows * across; ++index) {
-    const int64_t r = index / across, c = index % across * kWidth;
+    // Turned, neighbouring rows follow each other, whose values come to the same lines of memory.
+    const int64_t r = in.turned ? index % in.rows : index / across;
+    const int64_t c = (in.turned ? index / in.rows : index % across) * kWidth;
     const int count = static_cast<int>(in.cols - c < kWidth ? in.cols - c : kWidth);
     Line line;
     decode_line(in.spec.element, in.codes + (r * in.cols + c) / per_byte, count, line.values);
@@ -87,7 +90,10 @@ void dequantize(const Encoded& in, Decoding decoding, void* out, Dtype dtype, in
       const bool nan = static_cast<int32_t>(bits & kAbsMask) > static_cast<int32_t>(kInfBits);
       line.values[i] = to_float(select(nan, 0x7FC00000u, bits));
     }
-    write_line(line.values, count, dtype, out, r * in.cols + c);
+    if (in.turned)
+      write_line(line.values, count, dtype, out, c * in.rows + r, in.rows);
+    else
+      write_line(line.values, count, dtype, out, r * in.cols + c, 1);
   }
 }
 

@@ -70,4 +70,11 @@ void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype 
   HQ_CHOOSE(best_isa(), dequantize(encoded, decoding, out, out_dtype, threads));
 }
 
+void dequantize_grouped_cpu(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads) {
+  each_member(encoded, [&](const Encoded& member, int64_t first) {
+    const int64_t bytes = first * (out_dtype == Dtype::fp32 ? 4 : 2);
+    dequantize_cpu(member, decoding, static_cast<char*>(out) + bytes, out_dtype, threads);
+  });
+}
+
 }  // namespace hq

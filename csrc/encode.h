@@ -82,16 +82,24 @@ void write_codes(const Work& work, const Tile& tile, int r) {
     memcpy(work.to.codes + start / 2, packed, static_cast<size_t>(tile.cols / 2));
 }
 
-void write_exact(const Work& work, const Tile& tile, int r) {
-  const int64_t start = (tile.row0 + r) * work.cols + tile.col0;
-  const size_t count = static_cast<size_t>(tile.cols);
-  if (work.to.exact_dtype == Dtype::fp32) {
-    memcpy(static_cast<float*>(work.to.exact) + start, tile.scaled, sizeof(float) * count);
+// Row r of the tile, or (turned) a column of what is stored.
+template <class T>
+void write_row(const Work& work, const Tile& tile, int r, const T* values) {
+  T* to = static_cast<T*>(work.to.exact);
+  if (!work.to.exact_turned) {
+    to += (tile.row0 + r) * work.cols + tile.col0;
+    memcpy(to, values, sizeof(T) * static_cast<size_t>(tile.cols));
     return;
   }
+  to += tile.col0 * work.rows + tile.row0 + r;
+  for (int i = 0; i < tile.cols; ++i) to[i * work.rows] = values[i];
+}
+
+void write_exact(const Work& work, const Tile& tile, int r) {
+  if (work.to.exact_dtype == Dtype::fp32) return write_row(work, tile, r, tile.scaled);
   uint16_t halves[kWidth];
   for (int i = 0; i < kWidth; ++i) halves[i] = static_cast<uint16_t>(to_bits(round_to_bf16(tile.scaled[i])) >> 16);
-  memcpy(static_cast<uint16_t*>(work.to.exact) + start, halves, sizeof(uint16_t) * count);
+  write_row(work, tile, r, halves);
 }
 
 // What multiplies a block's element values back: TransformerEngine's order, global factor included.

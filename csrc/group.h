@@ -38,6 +38,12 @@ inline Units units_of(const Direction* row, const Direction* column, int64_t col
   return units;
 }
 
+inline Units units_of(const Spec& spec, bool columns, int64_t cols) {
+  Direction only{};
+  only.spec = spec;
+  return units_of(columns ? nullptr : &only, columns ? &only : nullptr, cols);
+}
+
 // cols: of X.
 HQ_HD Starts starts_of(const Spec& spec, bool columns, const Units& units, const Before& before, int64_t cols) {
   const int64_t across = (cols + kTile - 1) / kTile, elements = before.rows * cols;

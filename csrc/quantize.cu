@@ -67,7 +67,7 @@ bool lean(const Job& job) {
   const Source& x = job.source;
   constexpr int64_t most = 1 << 22;  // whose tiles fit gridDim.y
   return x.dtype == Dtype::bf16 && job.vector_in && x.rows > 0 && x.cols > 0 && !job.find_row && !job.find_column &&
-         x.rows % kTile == 0 && x.cols % kTile == 0 && x.rows <= most && x.cols <= most &&
+         x.rows % kTile == 0 && x.cols % kTile == 0 && x.rows <= most && x.cols <= most && !job.column.exact_turned &&
          (!job.has_row || lean(job.row, job.vector_row)) && (!job.has_column || lean(job.column, job.vector_column));
 }
 

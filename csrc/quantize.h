@@ -60,6 +60,7 @@ struct Direction {
   float* global;      // nvfp4 global amax: [1], or [rows] when row_scaled
   void* exact;        // [rows, cols] decoded code times block scale, rounded to exact_dtype
   Dtype exact_dtype;  // fp32 or bf16
+  bool exact_turned;  // it is stored as its transpose [cols, rows]: of a column, at the places of X's own elements
   TileSums* sums;     // one per tile of X, in row-major order of X's tiles
   float* row_errors;  // [rows, ceil(cols / 128)]: sums of (x - q)^2 over 128 elements of a row
 };
@@ -83,13 +84,22 @@ struct Group {
   int64_t experts;
 };
 
-// An operand to decode; null scales or global where the format has none.
+// An operand to decode; null scales or global where the format has none. turned: its transpose [cols, rows] is written.
 struct Encoded {
   Spec spec;
   int64_t rows, cols;
   const uint8_t* codes;
   const void* scales;
   const float* global;
+  bool turned;
+};
+
+// Packed operands of experts, of X [rows, cols] or (columns) of its transposes. They are decoded to the places of X's own
+// elements: columns are turned back.
+struct EncodedGroup {
+  Encoded packed;
+  bool columns;
+  Group group;
 };
 
 // value: TransformerEngine's dequantize. exact: code times block scale, the matrix that gemm=exact multiplies.
@@ -102,6 +112,8 @@ void find_amax_cpu(const Call& call, int threads, const char* isa);
 // One call for all experts; std::invalid_argument for offsets and numbers of rows that the formats cannot have.
 void quantize_grouped_cpu(const Call& call, const Group& group, int threads, const char* isa);
 void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads);
+// Raises as quantize_grouped_cpu does for offsets.
+void dequantize_grouped_cpu(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads);
 const char* best_isa();
 
 // Test entry points: one operation over n values.
@@ -117,6 +129,8 @@ void quantize_cuda(const Call& call, uintptr_t stream);
 void find_amax_cuda(const Call& call, uintptr_t stream);
 void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream);
 void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
+void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype,
+                             uintptr_t stream);
 // out[r, c] = fl(product[r, c] * factor[r * row_step + c * col_step]), rounded to out_dtype; out may be product.
 void scale_product_cuda(const float* product, const float* factor, int64_t rows, int64_t cols, int row_step,
                         int col_step, void* out, Dtype out_dtype, uintptr_t stream);

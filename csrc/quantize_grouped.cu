@@ -27,7 +27,12 @@ __device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
 }
 
 // In the fast encoder, which wants segments of 16 elements that are whole and aligned: so X's columns in whole tiles, and
-// for the columnwise outputs a multiple of 16 rows.
+// for the columnwise outputs a multiple of 16 rows, unless all that it stores is turned.
+__device__ __forceinline__ bool fits_lean(const Job& job, const Member& member) {
+  const bool turned = job.column.exact_turned && !job.column.codes && !job.dequantized;
+  return !job.has_column || member.rows % 16 == 0 || turned;
+}
+
 __device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0,
                                                 uint32_t* tile) {
   const Job& job = launch.job;
@@ -77,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   if (member.rows == 0) return;
   if constexpr (!kLean)
     run_member<W, kSums>(launch, member, c0, tile);
-  else if (!job.has_column || member.rows % 16 == 0)
+  else if (fits_lean(job, member))
     run_lean_member(launch, member, c0, tile);
   else
     run_other_member(launch, member, c0, tile);

@@ -135,12 +135,12 @@ def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPl
 
 def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
     """mm_t_tokens by torch._grouped_mm, of bfloat16 matrices (on a CPU of float32 ones, too)."""
-    splits, sizes = a.layout.splits, a.layout.splits.on(a.matrix.device)
-    experts, (n, k) = b.layout.splits.count, b.layout.shapes[0]
+    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.first_shape
     w = b.matrix.view(experts, k, n) if b.by_rows else b.matrix.view(experts, n, k).transpose(1, 2)
-    y = torch._grouped_mm(a.matrix.view(splits.rows, k), w, offs=_ends(splits, w.device))
+    y = torch._grouped_mm(a.matrix.view(splits.rows, k), w, offs=splits.ends(w.device))
 
     def of_rows(factor: Tensor) -> Tensor:
+        sizes = splits.on(factor.device)
         return factor.view(experts, -1).repeat_interleave(sizes, dim=0, output_size=splits.rows)
 
     left = a.factor.view(-1, 1) if a.per_row else None if a.factor is None else of_rows(a.factor)
@@ -150,20 +150,20 @@ def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -
 
 def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
     """mm_t_tokens of E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, in bfloat16."""
-    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.shapes[0]
+    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.first_shape
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
     sizes = splits.on(left.device)
     rows = a.buffers["s"].repeat_interleave(sizes, output_size=splits.rows)
     columns = b.buffers["s"].view(experts, 1).expand(experts, n).contiguous()
     return torch._scaled_grouped_mm(
         left.view(splits.rows, k), right.view(experts, n, k).transpose(1, 2), rows, columns,
-        offs=_ends(splits, left.device), out_dtype=torch.bfloat16, use_fast_accum=False,
+        offs=splits.ends(left.device), out_dtype=torch.bfloat16, use_fast_accum=False,
     )  # fmt: skip
 
 
 def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
     """mm_t_weights by torch._grouped_mm: [experts, n, k]."""
-    dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=_ends(a.layout.splits, a.matrix.device))
+    dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
     left, right = (None if group.factor is None else group.factor.view(-1, 1, 1) for group in (a, b))
     return _scaled(dw, (left, False), (right, False), a.divisor * b.divisor, out_dtype)
 
@@ -179,13 +179,19 @@ def _scaled(
     factors, inverse = [factor for factor, _ in (left, right) if factor is not None], 1.0 / divisor
     if not factors and inverse == 1.0:
         return product.to(out_dtype)
-    product = product.float()
+    if not factors:
+        return product.float().mul_(inverse).to(out_dtype)
     if not (left[1] or right[1]):
-        return product.mul_(reduce(torch.mul, [*factors, inverse])).to(out_dtype)
-    product = product.mul_(inverse)
+        return _rounded(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
+    product = product.float().mul_(inverse)
     if left[1] and right[1]:
-        return product.mul_(left[0]).mul_(right[0]).to(out_dtype)
-    return product.mul_(reduce(torch.mul, factors)).to(out_dtype)
+        return _rounded(product.mul_(left[0]), right[0], out_dtype)
+    return _rounded(product, reduce(torch.mul, factors), out_dtype)
+
+
+def _rounded(product: Tensor, factor: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """fl(product * factor) in float32, which is the factor's type, rounded to out_dtype, in one pass."""
+    return torch.mul(product, factor, out=torch.empty(product.shape, dtype=out_dtype, device=product.device))
 
 
 def _exact(group: Group) -> GroupedExact:
@@ -193,17 +199,8 @@ def _exact(group: Group) -> GroupedExact:
     if isinstance(group, GroupedExact):
         return group
     if isinstance(group, GroupedOperand):
-        return group.exact()
+        return group.operand()
     return pack([member.operand() for member in group.members], group.members[0].format, _layout(group))
-
-
-def _packed(group: GroupedOperand | Members) -> GroupedOperand:
-    """Codes in one memory."""
-    if isinstance(group, GroupedOperand):
-        return group
-    first, layout = group.members[0], _layout(group)
-    buffers = pack([member.buffers for member in group.members], first.format, layout)
-    return GroupedOperand(format=first.format, layout=layout, dtype=first.dtype, buffers=buffers)
 
 
 def _packed(group: GroupedOperand | Members) -> GroupedOperand:
@@ -219,7 +216,3 @@ def _layout(group: Members) -> GroupLayout:
     """Of equal members, as they are."""
     rows, width = group.members[0].shape
     return GroupLayout(splits=Splits.uniform(len(group.members), rows), width=width, columnwise=False)
-
-
-def _ends(splits: Splits, device: torch.device) -> Tensor:
-    return splits.offsets(device)[1:].int()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,10 @@ class GroupedCall(LinearCall):
     states: Sequence[DelayedStates]
     """Of each expert."""
     splits: Splits
+    weight_splits: Splits
+    """Of all weights, one below the other."""
+    plans: dict[tuple, GroupedPlan]
+    """Those that calls with these quantizers have used; the module keeps them."""
 
     @cached_property
     def experts(self) -> list[LinearCall]:
@@ -47,12 +52,19 @@ class GroupedCall(LinearCall):
         return [LinearCall(**own | {"expert": e, "states": states}) for e, states in enumerate(self.states)]
 
     def quantize(
-        self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
+        self,
+        tensor: str,
+        x: Tensor,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        by_rows: bool = False,
     ) -> HybridGroup:
-        """x [rows, cols] by the quantizer of its slot, the rows of each expert by themselves."""
-        return self._quantize(tensor, x, self.splits, rowwise=rowwise, columnwise=columnwise)
+        """x [rows, cols] by the quantizer of its slot, the rows of each expert by themselves. by_rows: exact columns as
+        torch._grouped_mm takes them."""
+        return self._quantize(tensor, x, self.splits, rowwise=rowwise, columnwise=columnwise, by_rows=by_rows)
 
-    def _quantize(self, tensor: str, x: Tensor, splits: Splits, **wanted: Output | None) -> HybridGroup:
+    def _quantize(self, tensor: str, x: Tensor, splits: Splits, **wanted: Any) -> HybridGroup:
         quantizer = self.quantizer(tensor)
         keys = states = None
         if quantizer.stochastic or has_own_quantize(quantizer):
@@ -64,7 +76,7 @@ class GroupedCall(LinearCall):
         except UserError as error:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
 
-    def weight(self, weights: Weights | Group, direction: Direction) -> Group:
+    def weight(self, weights: Weights | Group, direction: Direction, how: GroupedPlan) -> Group:
         """The operands of one direction: those that are held, or ones made of the weights in self.dtype."""
         if not isinstance(weights, Sequence):
             return weights
@@ -74,7 +86,10 @@ class GroupedCall(LinearCall):
 
         def make() -> Group:
             wanted = {d: self.product_takes if d == direction else None for d in DIRECTIONS}
-            return getattr(self._quantize("weight", *_matrix(weights, self.dtype), **wanted), direction)
+            matrix = _matrix(weights, self.dtype)
+            return getattr(
+                self._quantize("weight", matrix, self.weight_splits, **wanted, by_rows=how.grouped), direction
+            )
 
         if self.workspace is None:
             return make()
@@ -83,6 +98,8 @@ class GroupedCall(LinearCall):
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for weights that one of the GEMMs could not use."""
+        if not self.main_grad and not any(isinstance(weight, HybridQuantizedTensor) for weight in weights):
+            return
         for expert, weight in zip(self._calls(weights), weights, strict=True):
             expert.check_weight(weight, needs_dx, needs_dw and weight.requires_grad)
 
@@ -100,10 +117,13 @@ class GroupedCall(LinearCall):
 
     def plan(self, gemm: str, sizes: tuple[int, int], device: torch.device, out_dtype: torch.dtype) -> GroupedPlan:
         """How "fprop", "dgrad" or "wgrad" is computed; sizes: in and out features."""
-        a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
         host = self.splits.sizes is not None
-        facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes, "host_splits": host}
-        return grouped_plan(a, b, device, gemm=gemm, **facts)
+        known = (gemm, sizes, device, out_dtype, host)
+        if known not in self.plans:
+            a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
+            facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes, "host_splits": host}
+            self.plans[known] = grouped_plan(a, b, device, gemm=gemm, **facts)
+        return self.plans[known]
 
     def tokens(self, a: Group, b: Group, how: GroupedPlan) -> Tensor:
         """fprop and dgrad. UserError, with the module's name, for what gemm=native has no product for."""
@@ -119,10 +139,11 @@ class GroupedCall(LinearCall):
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
 
-    def saved_input(self, tensors: Sequence[Tensor], skeleton: GroupSkeleton | None) -> Group:
+    def saved_input(self, tensors: Sequence[Tensor], skeleton: GroupSkeleton | None, how: GroupedPlan) -> Group:
         """The columnwise operands of x, from what was saved of it."""
         if skeleton is None:
-            return self.quantize("input", tensors[0], columnwise=self.product_takes).columnwise
+            made = self.quantize("input", tensors[0], columnwise=self.product_takes, by_rows=how.grouped)
+            return made.columnwise
         return unflatten_group(tensors, skeleton)
 
     def parts(self, x: Tensor) -> list[Tensor]:
@@ -159,13 +180,11 @@ def unflatten_weights(tensors: Sequence[Tensor], skeletons: list) -> Weights | G
     return Members(members=[unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
-def _matrix(weights: Weights, dtype: torch.dtype) -> tuple[Tensor, Splits]:
+def _matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
     """All weights, one below the other, in dtype."""
     if len(weights) == 1 and weights[0].dim() == 3:
-        experts, rows, width = weights[0].shape
-        return weights[0].to(dtype).reshape(experts * rows, width), Splits.uniform(experts, rows)
+        return weights[0].to(dtype).flatten(0, 1)
     (rows, width), first = weights[0].shape, weights[0]
     made = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
-    for part, weight in zip(made.split(rows), weights, strict=True):
-        part.copy_(weight)
-    return made, Splits.uniform(len(weights), rows)
+    torch._foreach_copy_(made.split(rows), list(weights))
+    return made

@@ -71,6 +71,9 @@ class GroupedLinear(LinearBase):
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.states = ExpertStates(num_experts)
+        self._weight_splits = Splits.uniform(num_experts, out_features)
+        self._last_splits: Splits | None = None
+        self._plans: tuple[LinearQuantizers | None, str, dict[tuple, GroupedPlan]] = (None, "", {})
         self.has_bias = bias
         drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
         role = QuantizerRole(self.module_type, "weight", name)
@@ -141,12 +144,7 @@ class GroupedLinear(LinearBase):
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
-        try:
-            splits = Splits.of(m_splits, len(rows))
-        except UserError as error:
-            raise UserError(f"{self.name}: {error}") from None
-        if splits.count != self.num_experts:
-            raise UserError(f"{self.name}: m_splits has {splits.count} entries for {self.num_experts} experts")
+        splits = self._splits_of(m_splits, len(rows))
         multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
         padded = splits.padded(multiple)
         if padded is splits:
@@ -157,8 +155,37 @@ class GroupedLinear(LinearBase):
             y = torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
         return y.view(*x.shape[:-1], y.shape[-1])
 
+    def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
+        """Those of the call before where a list repeats them: their offsets are on the device already."""
+        sizes = tuple(m_splits) if isinstance(m_splits, (list, tuple)) else None
+        last = self._last_splits
+        if sizes is not None and last is not None and last.sizes == sizes and last.rows == rows:
+            return last
+        try:
+            splits = Splits.of(m_splits, rows)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        if splits.count != self.num_experts:
+            raise UserError(f"{self.name}: m_splits has {splits.count} entries for {self.num_experts} experts")
+        if sizes is not None:
+            self._last_splits = splits
+        return splits
+
+    def _plans_of(self, quantizers: LinearQuantizers, gemm: str) -> dict[tuple, GroupedPlan]:
+        """What calls have found out about their GEMMs under these quantizers."""
+        known, mode, plans = self._plans
+        if known is not quantizers or mode != gemm:
+            plans = {}
+            self._plans = quantizers, gemm, plans
+        return plans
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_last_splits": None, "_plans": (None, "", {})}
+
     def _apply_experts(self, x: Tensor, splits: Splits) -> Tensor:
-        call = GroupedCall(**self.linear_facts(), splits=splits)
+        facts = self.linear_facts()
+        plans = self._plans_of(facts["quantizers"], facts["gemm"])
+        call = GroupedCall(**facts, splits=splits, weight_splits=self._weight_splits, plans=plans)
         weights = self.weights
         return GroupedLinearFunction.apply(x, call, len(weights), *weights, *self.biases)
 

@@ -27,7 +27,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         x_made = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
         ctx.sizes = (x.shape[1], weights[0].shape[-2])
         how = call.plan("fprop", ctx.sizes, x.device, call.dtype)
-        y = call.tokens(x_made.rowwise, call.weight(weights, "rowwise"), how)
+        y = call.tokens(x_made.rowwise, call.weight(weights, "rowwise", how), how)
         ctx.probed = _probe_forward(call, x, weights, y) if call.context.probe else None
         held, ctx.skeletons = flatten_weights(weights) if needs_dx else ([], [])
         kept = [x] if needs_dw and call.save_original else []
@@ -48,16 +48,18 @@ class GroupedLinearFunction(torch.autograd.Function):
         _probe_tensor(call, "grad_output", dy)
         needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs[:count])))
-        dy_made = call.quantize("grad_output", dy, rowwise=row, columnwise=column)
+        wgrad = call.plan("wgrad", ctx.sizes, device, ctx.dw_dtype)
+        dy_made = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=wgrad.grouped)
         if needs_dx:
-            w_column = call.weight(unflatten_weights(held, ctx.skeletons), "columnwise")
-            dx = call.tokens(dy_made.rowwise, w_column, call.plan("dgrad", ctx.sizes, device, call.dtype))
+            dgrad = call.plan("dgrad", ctx.sizes, device, call.dtype)
+            w_column = call.weight(unflatten_weights(held, ctx.skeletons), "columnwise", dgrad)
+            dx = call.tokens(dy_made.rowwise, w_column, dgrad)
             if ctx.probed:
                 _probe_gemm(call, "dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
         dw: list[Gradient] = [None] * count
         if any(needs[:count]):
-            how = call.plan("wgrad", ctx.sizes, device, ctx.dw_dtype)
-            made = call.weight_gradients(dy_made.columnwise, call.saved_input(saved, ctx.skeleton), how, ctx.dw_dtype)
+            x_column = call.saved_input(saved, ctx.skeleton, wgrad)
+            made = call.weight_gradients(dy_made.columnwise, x_column, wgrad, ctx.dw_dtype)
             if ctx.probed:
                 dy_parts, x_parts = ([part.t() for part in call.parts(t)] for t in (dy, ctx.probed[0]))
                 _probe_gemm(call, "wgrad", dy_parts, x_parts, made)

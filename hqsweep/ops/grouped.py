@@ -9,11 +9,11 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey
 from hqsweep.ops import kernel_grouped
-from hqsweep.ops.dequantize import Backend
+from hqsweep.ops.dequantize import Backend, exact_operand_of
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.plan import DTYPES, Plan, has_kernels, plan_of
 from hqsweep.ops.quantize import Made, quantize
-from hqsweep.ops.request import Output, Request, Source, request_of
+from hqsweep.ops.request import NOTHING_GIVEN, Output, Request, Source, request_of
 
 GroupMade = dict[str, Tensor] | GroupedExact
 Keys = Sequence[RngKey | None] | None
@@ -46,34 +46,35 @@ def quantize_grouped(
     columnwise_keys: Keys = None,
     rowwise_grids: Grids = None,
     columnwise_grids: Grids = None,
+    by_rows: bool = False,
     backend: Backend = "auto",
 ) -> GroupQuantized:
     """bf16, fp16 or fp32 [rows, width] -> packed operands of the directions that have a format.
 
     Member e is ops.quantize(x[a:b], ...) of the rows of expert e, to the byte, under its own key and grid: blocks,
     tiles and global amaxes are its own. Arguments are those of ops.quantize, with a key and a grid for each expert.
+    by_rows: exact columnwise members lie as [m_e, width], which torch._grouped_mm takes, and are read transposed.
     UserError as there, naming the expert.
 
     One call of the kernel for all experts, where there is one for the formats: it does not wait for splits that only
     the device knows, whose sizes nobody checks then. Otherwise a call for each expert, which waits.
     """
-    given = {"columnwise_source": columnwise_source, "backend": backend}
-    given |= {"rowwise_output": rowwise_output, "columnwise_output": columnwise_output}
-    each = {"rowwise_key": rowwise_keys, "columnwise_key": columnwise_keys}
-    each |= {"rowwise_grid": rowwise_grids, "columnwise_grid": columnwise_grids}
-    each = {name: values for name, values in each.items() if values is not None}
     if splits.rows != x.shape[0] or not splits.count:
         got = f"splits of {splits.rows} rows over {splits.count} experts"
         raise UserError(f"quantize_grouped: {got} for a matrix of shape {tuple(x.shape)}")
-    held = [isinstance(format, Identity) for format in (rowwise, columnwise)]
-    if held[0] or (held[1] and columnwise_source == "original"):
-        return _with_identity(x, splits, rowwise, columnwise, given, each)
-    fused = None
-    if backend != "reference":
+    keys, grids = (rowwise_keys, columnwise_keys), (rowwise_grids, columnwise_grids)
+    holds = isinstance(rowwise, Identity) or (isinstance(columnwise, Identity) and columnwise_source == "original")
+    if backend != "reference" and not holds:
         request = request_of(rowwise, columnwise, columnwise_source, rowwise_output, columnwise_output)
-        fused = _by_kernel(request, x, splits, (rowwise_keys, columnwise_keys), (rowwise_grids, columnwise_grids))
-    if fused is not None:
-        return fused
+        fused = _by_kernel(request, x, splits, keys, grids, by_rows)
+        if fused is not None:
+            return fused
+    given = {"columnwise_source": columnwise_source, "backend": backend}
+    given |= {"rowwise_output": rowwise_output, "columnwise_output": columnwise_output}
+    each = dict(zip(("rowwise_key", "columnwise_key", "rowwise_grid", "columnwise_grid"), (*keys, *grids), strict=True))
+    each = {name: values for name, values in each.items() if values is not None}
+    if holds:
+        return _with_identity(x, splits, rowwise, columnwise, given, each, by_rows)
     made = []
     for expert, (start, end) in enumerate(splits.spans):
         own = {name: values[expert] for name, values in each.items()}
@@ -83,7 +84,7 @@ def quantize_grouped(
             raise UserError(f"expert {expert}: {error}") from None
     layouts = [GroupLayout(splits=splits, width=x.shape[1], columnwise=columnwise) for columnwise in (False, True)]
     row = pack([each.rowwise for each in made], rowwise, layouts[0])
-    return GroupQuantized(row, pack([each.columnwise for each in made], columnwise, layouts[1]))
+    return GroupQuantized(row, pack([each.columnwise for each in made], columnwise, layouts[1], by_rows=by_rows))
 
 
 def _with_identity(
@@ -93,6 +94,7 @@ def _with_identity(
     columnwise: Format | None,
     given: dict[str, str],
     each: dict[str, Sequence],
+    by_rows: bool,
 ) -> GroupQuantized:
     """Each direction by itself: an identity holds the matrix, whatever the splits, and the other may have a kernel."""
     source = x
@@ -102,70 +104,79 @@ def _with_identity(
     for name, format, matrix in (("rowwise", rowwise, x), ("columnwise", columnwise, source)):
         if not isinstance(format, Identity):
             own = {f"{n}s": values for n, values in each.items() if n.startswith(name)}
-            own |= {f"{name}_output": given[f"{name}_output"], "backend": given["backend"]}
+            own |= {f"{name}_output": given[f"{name}_output"], "backend": given["backend"], "by_rows": by_rows}
             alone = quantize_grouped(matrix, splits, **{"rowwise": None, name: format}, **own) if format else None
             made.append(getattr(alone, name, None))
             continue
         layout = GroupLayout(splits=splits, width=x.shape[1], columnwise=name == "columnwise")
-        made.append(_hold(matrix, format, layout, exact=given[f"{name}_output"] == "exact"))
+        held = matrix.to(format.dtype).reshape(-1)
+        made.append(held_exact(held, format, layout) if given[f"{name}_output"] == "exact" else {"q": held})
     return GroupQuantized(*made)
 
 
-def _hold(matrix: Tensor, format: Identity, layout: GroupLayout, *, exact: bool) -> GroupMade:
-    """The operands of an identity, which lie by rows in both directions."""
-    held = matrix.to(format.dtype).reshape(-1)
-    if not exact:
-        return {"q": held}
+def held_exact(held: Tensor, format: Identity, layout: GroupLayout) -> GroupedExact:
+    """What gemm=exact multiplies of the operands of an identity, which lie by rows in both directions."""
     held = held if format.name == "bf16" else held.float()
     by_rows = stored_by_rows(format, layout.columnwise)
     return GroupedExact(layout=layout, matrix=held, by_rows=by_rows, factor=None, per_row=False, divisor=1.0)
 
 
 def _by_kernel(
-    request: Request, x: Tensor, splits: Splits, keys: tuple[Keys, Keys], grids: tuple[Grids, Grids]
+    request: Request, x: Tensor, splits: Splits, keys: tuple[Keys, Keys], grids: tuple[Grids, Grids], by_rows: bool
 ) -> GroupQuantized | None:
     """By one call, or None: without a kernel for all of it, or for arguments that a call for each expert refuses."""
-    plans, exact = (request.row, request.column), (request.row_exact, request.column_exact)
-    if plans == (None, None) or not request.kernels or not has_kernels(x.device.type):
+    row, column = request.row, request.column
+    if (row is None and column is None) or not request.kernels or not has_kernels(x.device.type):
         return None
     if x.dim() != 2 or x.dtype not in DTYPES or not _fits(request, x, splits):
         return None
-    try:
-        amaxes = [_amaxes(p, given) for p, given in zip(plans, grids, strict=True)]
-        tables = [_table(p, given, x.device) for p, given in zip(plans, keys, strict=True)]
-    except LookupError:
-        return None
-    steps = {key.step for p, given in zip(plans, keys, strict=True) if p and p.stochastic for key in given}
-    if len(steps) > 1:
-        return None
+    row_amax = column_amax = row_table = column_table = None
+    steps: set[int] = set()
+    if request.stochastic or request.delayed or grids != NOTHING_GIVEN:
+        try:
+            row_amax, column_amax = _amaxes(row, grids[0]), _amaxes(column, grids[1])
+            row_table, column_table = _table(row, keys[0], x.device), _table(column, keys[1], x.device)
+        except LookupError:
+            return None
+        steps = {key.step for p, own in zip((row, column), keys, strict=True) if p and p.stochastic for key in own}
+        if len(steps) > 1:
+            return None
     made = kernel_grouped.quantize_grouped(
-        x, splits.offsets(x.device), splits.sizes, request.row_text, request.column_text, request.dequantized, *exact,
-        *tables, *steps or (0,), *amaxes,
+        x, splits.offsets(x.device), splits.sizes, request.row_text, request.column_text, request.dequantized,
+        request.row_exact, request.column_exact, row_table, column_table, *steps or (0,), row_amax, column_amax,
+        by_rows,
     )  # fmt: skip
-    results = []
-    for columnwise, (p, amax) in enumerate(zip(plans, amaxes, strict=True)):
-        if p is None:
-            results.append(None)
-            continue
-        kept = {"g": amax} if amax is not None and p.amax_name == "g" else {}
-        names = [name for name in p.names if name not in kept]
-        if exact[columnwise]:
-            names = ["matrix"] + [name for name in names if name == p.amax_name]
-        result, made = dict(zip(names, made, strict=False)) | kept, made[len(names) :]
-        if exact[columnwise]:
-            layout = GroupLayout(splits=splits, width=x.shape[1], columnwise=bool(columnwise))
-            result = GroupedExact(
-                layout=layout, matrix=result["matrix"], by_rows=False, factor=result.get(p.amax_name),
-                per_row=p.row_scaled, divisor=p.divisor,
-            )  # fmt: skip
-        results.append(result)
-    return GroupQuantized(*results)
+    first = second = None
+    if row is not None:
+        layout = splits.layout(x.shape[1], columnwise=False)
+        first, made = _take(made, row, request.row_exact, row_amax, layout, False)
+    if column is not None:
+        layout = splits.layout(x.shape[1], columnwise=True)
+        second, _ = _take(made, column, request.column_exact, column_amax, layout, by_rows)
+    return GroupQuantized(first, second)
+
+
+def _take(
+    made: list[Tensor], p: Plan, exact: bool, amax: Tensor | None, layout: GroupLayout, by_rows: bool
+) -> tuple[GroupMade, list[Tensor]]:
+    """One direction's result from the operator's outputs, and the outputs that are left."""
+    kept = amax if p.amax_name == "g" else None
+    if not exact:
+        names = p.names if kept is None else [name for name in p.names if name != "g"]
+        result = dict(zip(names, made, strict=False))
+        return result if kept is None else result | {"g": kept}, made[len(names) :]
+    count = 2 if p.amax_name and kept is None else 1
+    factor = made[1] if count == 2 else kept
+    result = GroupedExact(
+        layout=layout, matrix=made[0], by_rows=by_rows, factor=factor, per_row=p.row_scaled, divisor=p.divisor
+    )
+    return result, made[count:]
 
 
 def _fits(request: Request, x: Tensor, splits: Splits) -> bool:
     """Whether blocks go into the matrix, and into each expert's rows where the host knows them."""
     down, across = request.multiples
-    return x.shape[1] % across == 0 and all(size % down == 0 for size in splits.sizes or ())
+    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
 
 
 def _amaxes(p: Plan | None, grids: Grids) -> Tensor | None:
@@ -187,11 +198,42 @@ def _table(p: Plan | None, keys: Keys, device: torch.device) -> Tensor | None:
     return kernel_grouped.key_table(list(keys), device)
 
 
-def pack(members: Sequence[Made | None], format: Format | None, layout: GroupLayout) -> GroupMade | None:
-    """Results of one direction, in one memory; None for none."""
+def exact_group(buffers: Buffers, format: Format, layout: GroupLayout) -> GroupedExact:
+    """Packed buffers -> what gemm=exact multiplies, by rows: exact_operand_of each member, to the byte, in one launch
+    where there is a kernel; nothing waits for splits then."""
+    p, first = plan_of(format), next(iter(buffers.values()))
+    if isinstance(format, Identity):
+        return held_exact(buffers["q"], format, layout)
+    if p.spec is None or not has_kernels(first.device.type):
+        members = member_buffers(buffers, format, layout)
+        exact = [exact_operand_of(own, format, shape) for own, shape in zip(members, layout.shapes, strict=True)]
+        return pack(exact, format, layout, by_rows=layout.columnwise)
+    matrix = kernel_grouped.dequantize_grouped(
+        [buffers[name] for name in p.names], p.text, layout.columnwise, layout.splits.offsets(first.device),
+        layout.splits.rows, layout.width, True, p.exact_dtype(first.is_cuda),
+    )  # fmt: skip
+    return GroupedExact(
+        layout=layout, matrix=matrix, by_rows=layout.columnwise, factor=buffers.get(p.amax_name),
+        per_row=p.row_scaled, divisor=p.divisor,
+    )  # fmt: skip
+
+
+def member_buffers(buffers: Buffers, format: Format, layout: GroupLayout) -> list[dict[str, Tensor]]:
+    """Those of each expert, as views; waits as Splits.host does."""
+    by_rows, views = stored_by_rows(format, layout.columnwise), {}
+    for name in format.layout:
+        views[name] = layout.views(buffers[name], layout.buffer_shapes(format, name), by_rows=by_rows)
+    return [dict(zip(views, own, strict=True)) for own in zip(*views.values(), strict=True)]
+
+
+def pack(
+    members: Sequence[Made | None], format: Format | None, layout: GroupLayout, *, by_rows: bool = False
+) -> GroupMade | None:
+    """Results of one direction, in one memory; None for none. by_rows: exact columnwise ones as [m_e, width]."""
     if format is None or members[0] is None:
         return None
-    by_rows = stored_by_rows(format, layout.columnwise)
+    by_rows = by_rows and isinstance(members[0], ExactOperand) and layout.columnwise
+    by_rows = by_rows or stored_by_rows(format, layout.columnwise)
     if not isinstance(members[0], ExactOperand):
         return {name: _flat([member[name] for member in members], by_rows) for name in format.layout}
     factors = [member.factor for member in members]

@@ -7,10 +7,11 @@ the host; otherwise capacity() bounds them.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class Splits:
 
     def padded(self, multiple: int) -> "Splits":
         """Every size rounded up to a multiple; self where that changes none. Waits as `host` does, but not for 1."""
-        if multiple == 1 or all(size % multiple == 0 for size in self.host):
+        if multiple == 1 or self.divisor % multiple == 0:
             return self
         sizes = tuple(-(-size // multiple) * multiple for size in self.host)
         return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
@@ -126,11 +127,44 @@ class Splits:
         return sizes if device.type == "cpu" else sizes.pin_memory().to(device, non_blocking=True)
 
     def offsets(self, device: torch.device) -> Tensor:
-        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits."""
-        kept = self.__dict__.setdefault("_offsets", {})
-        if device not in kept:
-            kept[device] = splits_to_offsets(self.on(device))
-        return kept[device]
+        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits. Made once."""
+        return self._once("_offsets", device, self._make_offsets)
+
+    def ends(self, device: torch.device) -> Tensor:
+        """The offsets but the first, int32 [E], as torch._grouped_mm takes them. Made once."""
+        return self._once("_ends", device, lambda device: self.offsets(device)[1:].int())
+
+    def _make_offsets(self, device: torch.device) -> Tensor:
+        if self.sizes is None:
+            return splits_to_offsets(self.on(device))
+        made = torch.tensor(list(accumulate(self.sizes, initial=0)), dtype=torch.int64)
+        return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+    def _once(self, name: str, device: torch.device, make: Callable[[torch.device], Tensor]) -> Tensor:
+        kept = self.__dict__.setdefault(name, {})
+        found = kept.get(device)
+        if found is None:
+            found = make(device)
+            # Sizes of the host may outlive a CUDA graph, or a trace, that would have to fill in what is kept.
+            captured = self.sizes is not None and found.is_cuda and torch.cuda.is_current_stream_capturing()
+            if type(found) is Tensor and not captured:
+                kept[device] = found
+        return found
+
+    def layout(self, width: int, *, columnwise: bool) -> "GroupLayout":
+        """Of the members of a matrix [rows, width]. Made once."""
+        kept = self.__dict__.setdefault("_layouts", {})
+        if (width, columnwise) not in kept:
+            kept[width, columnwise] = GroupLayout(splits=self, width=width, columnwise=columnwise)
+        return kept[width, columnwise]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def divisor(self) -> int:
+        """The largest number that divides every size, 0 where all are 0; waits as `host` does."""
+        return math.gcd(*self.host)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,6 +180,12 @@ class GroupLayout:
     def shapes(self) -> list[tuple[int, int]]:
         """Of the members; waits as Splits.host does."""
         return [(self.width, m) if self.columnwise else (m, self.width) for m in self.splits.host]
+
+    @property
+    def first_shape(self) -> tuple[int, int]:
+        """Of the first member; waits as Splits.host does."""
+        rows = self.splits.host[0]
+        return (self.width, rows) if self.columnwise else (rows, self.width)
 
     def check(self, format: Format) -> None:
         """UserError, naming the expert, for a member that the format cannot hold."""
@@ -214,7 +254,6 @@ class GroupedExact:
 
     def rows(self) -> Tensor:
         """[rows, width]: what the members of a columnwise group are, transposed, one below the other."""
-        shape = (self.layout.splits.rows, self.layout.width)
         if self.by_rows or not self.layout.columnwise:
-            return self.matrix.view(shape)
+            return self.matrix.view(self.layout.splits.rows, self.layout.width)
         return torch.cat([member.matrix.t() for member in self.members])

@@ -111,10 +111,17 @@ def _empty(x: Tensor, wanted: list[Allocation]) -> list[Tensor]:
     return [make(shape, (shape[1] or 1, 1), dtype) for shape, dtype in wanted]
 
 
+def flat_outputs(x: Tensor, wanted: list[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """The same with one axis."""
+    make = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    return [make((count,), (1,), dtype) for count, dtype in wanted]
+
+
 def direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Tensor | None, exact: bool,
-              statistics: bool, kept: list[Tensor], matrices: int = 1, keys: Tensor | None = None):  # fmt: skip
+              statistics: bool, kept: list[Tensor], matrices: int = 1, keys: Tensor | None = None,
+              turned: bool = False):  # fmt: skip
     """The extension's Direction that fills the tensors `made`; `kept` holds what it needs beside them until it ran.
-    Of a group: `rows` of all `matrices` together, and a table of their keys."""
+    Of a group: `rows` of all `matrices` together, and a table of their keys. turned: exact values by rows of X."""
     codes = scales = factor = matrix = matrix_dtype = found = given = sums = errors = 0
     if exact:
         matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
@@ -137,7 +144,7 @@ def direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Tens
     else:
         found = factor
     addresses = (given, found, codes, scales, factor, matrix, matrix_dtype, sums, errors)
-    return extension().Direction(p.spec, *key, *addresses, 0 if keys is None else keys.data_ptr())
+    return extension().Direction(p.spec, *key, *addresses, 0 if keys is None else keys.data_ptr(), turned)
 
 
 def _finder(p: Plan, x: Tensor, rows: int, key, amax: Tensor | None, found: Tensor | None):

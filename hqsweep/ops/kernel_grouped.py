@@ -1,19 +1,25 @@
-"""The extension's grouped functions as torch operators: hqsweep::quantize_grouped and hqsweep::split_offsets.
+"""The extension's grouped functions as torch operators: hqsweep::quantize_grouped, dequantize_grouped, split_offsets.
 
 One call quantizes the rows of all experts, whose offsets stay where they are: on CUDA nothing waits for them, and a
 graph serves any splits of as many rows. Outputs are packed buffers (ops.grouped_layout), exact where the host knows the
 splits and of GroupLayout.capacity() where it does not; bytes beyond the last expert's are not written. Offsets begin
 with 0, do not decrease and end within X (given sizes, they are those of the sizes). The CPU refuses others; on a GPU,
 which nobody waits for, they are the caller's promise: with others, outputs may be written past their ends.
+
+by_rows: the exact values of columnwise members stand where the elements of X [rows, cols] do that they come from, and
+not transposed. What dequantize_grouped gives always does.
 """
+
+import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.kernel import direct, direction, on_its_device
-from hqsweep.ops.plan import DTYPES, Allocation, Plan, extension, plan
+from hqsweep.ops.kernel import direct, direction, flat_outputs, on_its_device
+from hqsweep.ops.plan import DTYPES, SHAPES_KEPT, Allocation, Plan, extension, plan
 
 KEPT_KEYS = 1024
 
@@ -21,9 +27,19 @@ _library = Library("hqsweep", "FRAGMENT")
 _library.define(
     "quantize_grouped(Tensor x, Tensor offsets, SymInt[]? sizes, str rowwise, str columnwise, bool dequantized, "
     "bool rowwise_exact, bool columnwise_exact, Tensor? rowwise_keys, Tensor? columnwise_keys, int step, "
-    "Tensor? rowwise_amax, Tensor? columnwise_amax) -> Tensor[]"
+    "Tensor? rowwise_amax, Tensor? columnwise_amax, bool by_rows=False) -> Tensor[]"
+)
+_library.define(
+    "dequantize_grouped(Tensor[] buffers, str format, bool columnwise, Tensor offsets, SymInt rows, SymInt cols, "
+    "bool exact, ScalarType dtype) -> Tensor"
 )
 _library.define("split_offsets(Tensor splits, int[] divisors, int[] strides, bool check) -> Tensor")
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _allocations(text: str, *shape_and_output) -> list[Allocation]:
+    """packed_allocations, remembered: a training repeats its shapes, if not its splits."""
+    return packed_allocations(plan(text), *shape_and_output)
 
 
 def packed_allocations(
@@ -52,24 +68,21 @@ def packed_allocations(
 
 # Arguments in the order of the schema.
 def _quantize_grouped(x, offsets, sizes, rowwise, columnwise, dequantized, row_exact, column_exact, row_keys,
-                      column_keys, step, row_amax, column_amax):  # fmt: skip
+                      column_keys, step, row_amax, column_amax, by_rows=False):  # fmt: skip
     (rows, cols), experts = x.shape, offsets.numel() - 1
     _check_offsets(x, offsets, sizes, (row_keys, column_keys))
     made, kept, row, column = [], [], None, None
+    shape = (rows, cols, experts, None if sizes is None else tuple(sizes))
     if rowwise:
-        p = plan(rowwise)
-        wanted = packed_allocations(p, rows, cols, experts, sizes, False, row_exact, row_amax is not None, x.is_cuda)
-        mine = [x.new_empty(count, dtype=dtype) for count, dtype in wanted]
+        wanted = _allocations(rowwise, *shape, False, row_exact, row_amax is not None, x.is_cuda)
+        mine = flat_outputs(x, wanted)
         given = (row_amax, row_exact, False, kept, experts, row_keys)
-        row, made = direction(p, x, rows, mine, [0, 0, step], *given), made + mine
+        row, made = direction(plan(rowwise), x, rows, mine, [0, 0, step], *given), made + mine
     if columnwise:
-        p = plan(columnwise)
-        wanted = packed_allocations(
-            p, rows, cols, experts, sizes, True, column_exact, column_amax is not None, x.is_cuda
-        )
-        mine = [x.new_empty(count, dtype=dtype) for count, dtype in wanted]
+        wanted = _allocations(columnwise, *shape, True, column_exact, column_amax is not None, x.is_cuda)
+        mine = flat_outputs(x, wanted)
         given = (column_amax, column_exact, False, kept, experts, column_keys)
-        column, made = direction(p, x, experts * cols, mine, [0, 0, step], *given), made + mine
+        column, made = direction(plan(columnwise), x, experts * cols, mine, [0, 0, step], *given, by_rows), made + mine
     call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
     if x.is_cuda:
         stream = torch._C._cuda_getCurrentRawStream(x.get_device())
@@ -82,8 +95,7 @@ def _quantize_grouped(x, offsets, sizes, rowwise, columnwise, dequantized, row_e
 def _check_offsets(x: Tensor, offsets: Tensor, sizes, keys) -> None:
     experts = offsets.numel() - 1
     if offsets.dtype != torch.int64 or offsets.device != x.device or not offsets.is_contiguous() or experts < 0:
-        got = f"{offsets.dtype} {tuple(offsets.shape)} on {offsets.device}"
-        raise ValueError(f"offsets are {got}; they take int64 [experts + 1], contiguous, on {x.device}")
+        raise ValueError(f"offsets are {_told(offsets)}; they take int64 [experts + 1], contiguous, on {x.device}")
     if sizes is not None and (len(sizes) != experts or sum(sizes) != x.shape[0]):
         got = f"{len(sizes)} sizes of {sum(sizes)} rows"
         raise ValueError(f"{got} for {experts} experts and a matrix of shape {tuple(x.shape)}")
@@ -91,12 +103,11 @@ def _check_offsets(x: Tensor, offsets: Tensor, sizes, keys) -> None:
         if table is not None and (
             table.dtype != torch.int32 or table.shape != (experts, 2) or table.device != x.device
         ):
-            got = f"{table.dtype} {tuple(table.shape)} on {table.device}"
-            raise ValueError(f"keys are {got}; they take int32 [{experts}, 2] on {x.device}")
+            raise ValueError(f"keys are {_told(table)}; they take int32 [{experts}, 2] on {x.device}")
 
 
 def _quantize_grouped_fake(x, offsets, sizes, rowwise, columnwise, dequantized, row_exact, column_exact, row_keys,
-                           column_keys, step, row_amax, column_amax):  # fmt: skip
+                           column_keys, step, row_amax, column_amax, by_rows=False):  # fmt: skip
     (rows, cols), experts, made = x.shape, offsets.numel() - 1, []
     shape, on_gpu = (rows, cols, experts, sizes), x.device.type == "cuda"
     if rowwise:
@@ -104,6 +115,45 @@ def _quantize_grouped_fake(x, offsets, sizes, rowwise, columnwise, dequantized, 
     if columnwise:
         made += packed_allocations(plan(columnwise), *shape, True, column_exact, column_amax is not None, on_gpu)
     return [x.new_empty(count, dtype=dtype) for count, dtype in made]
+
+
+def _dequantize_grouped(buffers, format, columnwise, offsets, rows, cols, exact, dtype):
+    first, experts = buffers[0], offsets.numel() - 1
+    if offsets.dtype != torch.int64 or offsets.device != first.device or not offsets.is_contiguous() or experts < 0:
+        raise ValueError(f"offsets are {_told(offsets)}; they take int64 [experts + 1], contiguous, on {first.device}")
+    p, addresses = plan(format), [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
+    for (name, _, _, wanted), tensor, count in zip(p.buffers, buffers, _least(p, rows, cols, columnwise), strict=True):
+        if tensor.dtype != wanted or tensor.numel() < count or not tensor.is_contiguous():
+            raise ValueError(f"buffer {name} is {_told(tensor)}; it takes {count} or more contiguous {wanted}")
+    (out,) = flat_outputs(first, [(rows * cols, dtype)])
+    call = (
+        p.spec,
+        rows,
+        cols,
+        *addresses,
+        exact,
+        out.data_ptr(),
+        DTYPES[dtype],
+        columnwise,
+        offsets.data_ptr(),
+        experts,
+    )
+    if first.is_cuda:
+        extension().dequantize_grouped_cuda(*call, torch._C._cuda_getCurrentRawStream(first.get_device()))
+    else:
+        extension().dequantize_grouped_cpu(*call, torch.get_num_threads())
+    return out
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _least(p: Plan, rows: int, cols: int, columnwise: bool) -> list[int]:
+    """The fewest entries that each buffer can have for X [rows, cols]: those of one member with all rows, codes alone
+    where there may be none."""
+    shapes = p.format.shapes(*((cols, rows) if columnwise else (rows, cols)))
+    return [math.prod(shapes[name]) if rows and cols else 0 for name in p.names]
 
 
 def _split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool) -> Tensor:
@@ -143,6 +193,21 @@ def quantize_grouped(x: Tensor, *arguments) -> list[Tensor]:
     return torch.ops.hqsweep.quantize_grouped.default(x, *arguments)
 
 
+def dequantize_grouped(
+    buffers: list[Tensor], format: str, columnwise: bool, offsets: Tensor, rows: int, cols: int, exact: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Packed buffers of a format's text in layout order -> flat [rows * cols] in dtype, by rows of X: values, or exact:
+    codes times block scales. Bytes are those of dequantize of each member. One launch; nothing waits for the offsets.
+
+    ValueError for buffers of other types or fewer entries, and for offsets of another type.
+    """
+    arguments = (format, columnwise, offsets, rows, cols, exact, dtype)
+    if direct(buffers[0]):
+        return (_dequantize_grouped if buffers[0].is_cpu else _dequantize_grouped_on_cuda)(buffers, *arguments)
+    return torch.ops.hqsweep.dequantize_grouped.default(buffers, *arguments)
+
+
 def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
     """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums
     of ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
@@ -157,9 +222,19 @@ def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check
 _quantize_grouped_on_cuda, _split_offsets_on_cuda = on_its_device(_quantize_grouped), on_its_device(_split_offsets)
 _library.impl("quantize_grouped", _quantize_grouped, "CPU")
 _library.impl("quantize_grouped", _quantize_grouped_on_cuda, "CUDA")
+_dequantize_grouped_on_cuda = on_its_device(_dequantize_grouped)
+_library.impl("dequantize_grouped", _dequantize_grouped, "CPU")
+_library.impl("dequantize_grouped", _dequantize_grouped_on_cuda, "CUDA")
 _library.impl("split_offsets", _split_offsets, "CPU")
 _library.impl("split_offsets", _split_offsets_on_cuda, "CUDA")
 register_fake("hqsweep::quantize_grouped", _quantize_grouped_fake, lib=_library)
+register_fake(
+    "hqsweep::dequantize_grouped",
+    lambda buffers, format, columnwise, offsets, rows, cols, exact, dtype: buffers[0].new_empty(
+        rows * cols, dtype=dtype
+    ),
+    lib=_library,
+)
 register_fake(
     "hqsweep::split_offsets",
     lambda splits, divisors, strides, check: splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64),

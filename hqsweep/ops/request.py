@@ -15,7 +15,7 @@ from hqsweep.ops.plan import DTYPES, NO_KEY, Plan, has_kernels, plan_of
 Output = Literal["codes", "exact"]
 Source = Literal["original", "rowwise_dequantized"]
 OUTPUTS, SOURCES = ("codes", "exact"), ("original", "rowwise_dequantized")
-_NOTHING_GIVEN = (None, None)
+NOTHING_GIVEN = (None, None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +116,7 @@ def use_kernel(request: Request, x: Tensor, grids: tuple[Buffers | None, Buffers
     if backend not in BACKENDS:
         raise UserError(f"backend is '{backend}'{nearest(backend, BACKENDS)}; allowed: {', '.join(BACKENDS)}")
     supported = request.kernels and has_kernels(x.device.type)
-    if grids != _NOTHING_GIVEN:
+    if grids != NOTHING_GIVEN:
         for p, grid in zip((request.row, request.column), grids, strict=True):
             if p and grid is not None and (len(grid) != 1 or p.amax_name not in grid):
                 supported = False  # amaxes of blocks

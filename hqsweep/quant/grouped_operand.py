@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Format, RngKey
-from hqsweep.ops import dequantize as ops
-from hqsweep.ops.grouped import pack, quantize_grouped, stored_by_rows
+from hqsweep.ops.grouped import GroupQuantized, exact_group, member_buffers, pack, quantize_grouped
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
-from hqsweep.ops.plan import plan_of
 from hqsweep.ops.request import Output
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
@@ -32,47 +30,15 @@ class GroupedOperand:
     @cached_property
     def members(self) -> list[Operand]:
         """The operand of each expert, as views; waits as Splits.host does."""
-        by_rows, layout, views = stored_by_rows(self.format, self.layout.columnwise), self.layout, {}
-        for name in self.format.layout:
-            shapes = layout.buffer_shapes(self.format, name)
-            views[name] = layout.views(self.buffers[name], shapes, by_rows=by_rows)
+        buffers = member_buffers(self.buffers, self.format, self.layout)
         return [
-            Operand(format=self.format, shape=shape, dtype=self.dtype, buffers={n: v[e] for n, v in views.items()})
-            for e, shape in enumerate(layout.shapes)
+            Operand(format=self.format, shape=shape, dtype=self.dtype, buffers=own)
+            for shape, own in zip(self.layout.shapes, buffers, strict=True)
         ]
 
-    def exact(self) -> GroupedExact:
-        """What gemm=exact multiplies, in one memory: the members' exact operands, to the byte.
-
-        By one call where the members, one below the other, are a matrix that the format could hold: members of equal
-        rows, or of any where entries are of single rows. It does not wait for splits then.
-        """
-        p, by_rows = plan_of(self.format), stored_by_rows(self.format, self.layout.columnwise)
-        height = self._height()
-        if height is None:
-            return pack([member.operand() for member in self.members], self.format, self.layout)
-        width = self.layout.width if by_rows or not self.layout.columnwise else self.layout.shapes[0][1]
-        buffers = {}
-        for name, (rows, cols) in self.format.shapes(height, width).items():
-            buffers[name] = self.buffers[name][: rows * cols].view(rows, cols)
-        whole = ops.exact_operand_of(buffers, self.format, (height, width))
-        factor = self.buffers[p.amax_name] if p.amax_name else None
-        return GroupedExact(
-            layout=self.layout, matrix=whole.matrix.reshape(-1), by_rows=by_rows, factor=factor,
-            per_row=p.row_scaled, divisor=whole.divisor,
-        )  # fmt: skip
-
-    def _height(self) -> int | None:
-        """Rows of all members, one below the other, as one matrix; None where they are none. Scales of tensors, which
-        do not change the matrix that is multiplied, count for nothing."""
-        splits, rows = self.layout.splits, self.layout.splits.rows
-        if stored_by_rows(self.format, self.layout.columnwise):
-            return rows
-        tile = max(b.rows for b in self.format.layout.values())
-        uniform = splits.sizes is not None and len(set(splits.sizes)) == 1
-        if not self.layout.columnwise:
-            return rows if tile == 1 or (uniform and splits.sizes[0] % tile == 0) else None
-        return splits.count * self.layout.width if uniform and self.layout.width % tile == 0 else None
+    def operand(self) -> GroupedExact:
+        """Exact matrices, by rows, and epilogue factors; nothing waits where a kernel decodes."""
+        return exact_group(self.buffers, self.format, self.layout)
 
     @property
     def nbytes(self) -> int:
@@ -121,31 +87,44 @@ def quantize_group(
     columnwise: Output | None = "codes",
     keys: Sequence[RngKey | None] | None = None,
     states: Sequence[SlotStates | None] | None = None,
+    by_rows: bool = False,
 ) -> HybridGroup:
     """[rows, width] -> operands of the directions asked for; member e is what quantizer.quantize makes of the rows of
-    expert e, to the byte, under its own key and states.
+    expert e, to the byte, under its own key and states. by_rows: see quantize_grouped.
 
     A quantizer of another class with a quantize of its own is called for each expert. Raises as quantize does, naming
     the expert.
     """
     if has_own_quantize(quantizer):
-        return _one_by_one(x, splits, quantizer, rowwise, columnwise, keys, states)
+        return _one_by_one(x, splits, quantizer, rowwise, columnwise, keys, states, by_rows)
     needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
     formats = {
         "rowwise": quantizer.rowwise if needs_row else None,
         "columnwise": quantizer.columnwise if columnwise else None,
     }
     source = quantizer.columnwise_source if columnwise else "original"
-    each = [quantizer.direction_keys(key) for key in keys or [None] * splits.count]
+    outputs = {"rowwise_output": rowwise or "codes", "columnwise_output": columnwise or "codes"}
+    if keys is None and states is None:
+        made = quantize_grouped(x, splits, **formats, columnwise_source=source, **outputs, by_rows=by_rows)
+        return _groups(made, quantizer, splits, x, rowwise)
+    each = [quantizer.direction_keys(key) for key in keys or ()]
     grids = [state.grids(formats) if state else {} for state in states or ()]
-    options = {"rowwise_output": rowwise or "codes", "columnwise_output": columnwise or "codes"}
-    options |= {f"{d}_keys": [own[f"{d}_key"] for own in each] for d in DIRECTIONS}
+    options = outputs | {"by_rows": by_rows}
+    if each:
+        options |= {f"{d}_keys": [own[f"{d}_key"] for own in each] for d in DIRECTIONS}
     if any(grids):
         options |= {f"{d}_grids": [own.get(f"{d}_grid") for own in grids] for d in DIRECTIONS}
     made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
     if any(states or ()):
-        for (start, end), state, own in zip(splits.spans, states, each, strict=True):
-            state.note(x[start:end], formats, source, own["rowwise_key"])
+        row_keys = options.get("rowwise_keys") or [None] * splits.count
+        for (start, end), state, key in zip(splits.spans, states, row_keys, strict=True):
+            state.note(x[start:end], formats, source, key)
+    return _groups(made, quantizer, splits, x, rowwise)
+
+
+def _groups(
+    made: GroupQuantized, quantizer: HybridQuantizer, splits: Splits, x: Tensor, rowwise: Output | None
+) -> HybridGroup:
     row = _group(made.rowwise, quantizer.rowwise, splits, x, False) if rowwise else None
     return HybridGroup(rowwise=row, columnwise=_group(made.columnwise, quantizer.columnwise, splits, x, True))
 
@@ -163,6 +142,7 @@ def _one_by_one(
     columnwise: Output | None,
     keys: Sequence[RngKey | None] | None,
     states: Sequence[SlotStates | None] | None,
+    by_rows: bool,
 ) -> HybridGroup:
     nothing = [None] * splits.count
     made = [
@@ -174,7 +154,7 @@ def _one_by_one(
     for direction, layout in layouts.items():
         members, format = [getattr(each, direction) for each in made], getattr(quantizer, direction)
         plain = [member.buffers if isinstance(member, Operand) else member for member in members]
-        groups[direction] = _group(pack(plain, format, layout), format, splits, x, layout.columnwise)
+        groups[direction] = _group(pack(plain, format, layout, by_rows=by_rows), format, splits, x, layout.columnwise)
     return HybridGroup(**groups)
 
 
@@ -183,5 +163,5 @@ def _group(
 ) -> Group | None:
     if made is None or isinstance(made, GroupedExact):
         return made
-    layout = GroupLayout(splits=splits, width=x.shape[1], columnwise=columnwise)
+    layout = splits.layout(x.shape[1], columnwise=columnwise)
     return GroupedOperand(format=format, layout=layout, dtype=x.dtype, buffers=made)

@@ -7,6 +7,7 @@ operands only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -79,12 +80,12 @@ class HybridQuantizer:
             formats = str(self.columnwise)
         return formats if self.columnwise_source == "original" else f"{formats}@{self.columnwise_source}"
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         """Whether a direction draws random bits."""
         return any(getattr(format, "sr", False) for format in (self.rowwise, self.columnwise))
 
-    @property
+    @cached_property
     def delayed(self) -> bool:
         """Whether the scale of a direction comes from the amaxes of earlier steps."""
         return any(isinstance(format, Fp8Delayed) for format in (self.rowwise, self.columnwise))

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks import grouped
+from benchmarks import grouped, grouped_linear
 from hqsweep.ops.grouped_layout import GroupedExact
 
 SIZES = (0, 32, 64, 0, 16)
@@ -20,6 +20,31 @@ class HostClock:
             call()
             times[name] = time.perf_counter() - start
         return times
+
+
+def grouped_step():
+    return grouped_linear.GroupedStep(2, 32, 64, 96, "cpu", HostClock())
+
+
+@pytest.mark.parametrize("case", list(grouped_linear.cases()), ids=str)
+def test_a_step_beside_torchs_products(case):
+    step = grouped_step()
+    row = step.measure(case, lambda: step.dy.clone(), 2 * step.dy.nbytes)
+    assert row["us"] > 0 and row["floor_us"] >= row["torch_us"] > 0
+    assert ("pass" in row) == (case.recipe in grouped_linear.WITH_GOAL) == ("goal" in row)
+    assert step.x.grad is not None
+
+
+def test_the_floor_of_a_step_counts_every_operand():
+    step, bytes_of = grouped_step(), {}
+    for case in grouped_linear.cases():
+        bytes_of[case.recipe, case.cached] = step.bytes_beside(case)
+    x, w, dy = (2 * t.numel() for t in (step.x, step.w, step.dy))  # exact operands have 2 bytes an element, too
+    codes = 64 * 64 + 64 * 64 // 32
+    assert bytes_of["bf16", False] == 0
+    assert bytes_of["mxfp8", True] == 3 * x + 2 * codes + 3 * dy
+    assert bytes_of["mxfp8", False] == bytes_of["mxfp8", True] + 4 * w
+    assert bytes_of["nvfp4", False] - bytes_of["nvfp4", True] == 6 * w
 
 
 @pytest.fixture

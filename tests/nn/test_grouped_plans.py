@@ -1,12 +1,17 @@
 """GroupedLinear on the plan of a GPU, which torch has for a CPU, too, and with splits that the host does not know."""
 
+import pickle
+import sys
+from collections import Counter
+
 import pytest
 import torch
-from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids
+from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids, recipe_of
 
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, quantization, quantized_model_init
+from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.ops.grouped_layout import Splits
 
 EXACT_IN_BF16 = [f for f in FORMATS if f not in ("fp16", "fp32", "fp8_block+fp32_scale")]
@@ -126,3 +131,55 @@ def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     """On the loop: buffers that have room for any splits hold the same operands."""
     ours, theirs = (run(grouped(quantizers, bias=True), splits) for splits in (hidden(), SPLITS))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def calls_of_a_step(experts, quantizers):
+    """How often each Python function is called by a forward and backward that is not the first."""
+    recipe = recipe_of(quantizers)
+    module = GroupedLinear(experts, K, N, name="e", recipe=recipe, single_grouped_weight=True).to(torch.bfloat16)
+    x, dy, splits = draw("normal", 32 * experts, K).requires_grad_(), draw("normal", 32 * experts, N), [32] * experts
+    calls = Counter()
+
+    def note(frame, event, _):
+        if event == "call" and "hqsweep" in frame.f_globals["__name__"]:
+            calls[frame.f_code.co_qualname] += 1
+
+    def noted(call, *arguments):
+        sys.setprofile(note)
+        try:
+            return call(*arguments)
+        finally:
+            sys.setprofile(None)
+
+    module(x, splits).backward(dy)
+    node = noted(module, x, splits).grad_fn.next_functions[0][0]
+    noted(GroupedLinearFunction.backward, node, dy)
+    assert calls["GroupedLinearFunction.forward"] == calls["GroupedLinearFunction.backward"] == 1
+    return calls
+
+
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", SECTIONS[1]], ids=ids)
+def test_the_host_does_nothing_for_single_experts(used, quantizers):
+    assert calls_of_a_step(2, quantizers) == calls_of_a_step(9, quantizers)
+    assert used == [3, 3, 2, 3, 3, 2] * 2
+
+
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
+def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, monkeypatch):
+    """Every operand is made where torch._grouped_mm takes it."""
+    module = grouped(quantizers, single_grouped_weight=True).to(torch.bfloat16)
+    monkeypatch.setattr(torch, "cat", lambda *_, **__: pytest.fail("operands are copied"))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: pytest.fail("operands are copied"))
+    run(module, SPLITS)
+    assert used == [3, 3, 2]
+
+
+def test_splits_may_change_between_calls_and_modules_are_copied_without_them(used):
+    module, other = (grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16) for _ in range(2))
+    turned = SPLITS[::-1]
+    results = [run(module, list(splits))["y"] for splits in (SPLITS, turned, SPLITS)]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], run(other, hidden(turned))["y"])
+    copied = pickle.loads(pickle.dumps(module))
+    assert torch.equal(run(copied, SPLITS)["y"], results[0])
+    assert "_offsets" in vars(module._last_splits) and copied._last_splits is not module._last_splits
+    assert "_offsets" not in vars(pickle.loads(pickle.dumps(module._last_splits)))

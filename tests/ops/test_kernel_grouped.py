@@ -120,6 +120,31 @@ def test_exact_operands(case, device, monkeypatch):
             assert_same({direction: without_nan(actual[direction])}, {direction: without_nan(expected[direction])})
 
 
+@devices
+@cases
+@pytest.mark.parametrize("width", [256, 48])
+def test_exact_columns_by_rows(case, width, device, monkeypatch):
+    """What a call for each expert gives, turned, whether the kernel stores whole tiles or not."""
+    for sizes in {SIXTEENS, sizes_of(case)} if case[1] else ():
+        x = draw("heavy", sum(sizes), width, dtype=torch.bfloat16).to(device)
+        splits = Splits.of(sizes, len(x))
+        output = {"columnwise_output": "exact"}
+        expected = one_by_one(x, sizes, case, **output)
+        parts = expected["columnwise"]["matrix"].split([size * width for size in sizes])
+        turned = [part.view(width, size).t().reshape(-1) for part, size in zip(parts, sizes, strict=True)]
+        expected["columnwise"]["matrix"] = torch.cat(turned)
+        for known in (splits, device_splits(sizes, device)):
+            actual = at_once(x, known, case, monkeypatch, by_rows=True, **output)
+            for direction in ("rowwise", "columnwise"):
+                wanted = {direction: without_nan(expected[direction])}
+                assert_same({direction: without_nan(actual[direction])}, wanted, sizes)
+
+
+def device_splits(sizes, device) -> Splits:
+    """Sizes that only the device knows."""
+    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
+
+
 def without_nan(tensors):
     return {name: torch.where(t.isnan(), torch.full_like(t, 7.0), t) for name, t in tensors.items()}
 
@@ -214,6 +239,9 @@ def test_the_operators_keep_the_rules_of_torch_library(sizes, exact):
     arguments = operator_arguments(x, offsets, **changes)
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")  # unwritten bytes differ by run
     torch.library.opcheck(torch.ops.hqsweep.quantize_grouped.default, arguments, test_utils=utilities)
+    decoded = ([x.new_zeros(96 * 64, dtype=torch.uint8), x.new_zeros(64 * 4, dtype=torch.uint8)], "mxfp8", True)
+    arguments = (*decoded, offsets, 96, 64, exact, torch.float32)
+    torch.library.opcheck(torch.ops.hqsweep.dequantize_grouped.default, arguments, test_utils=utilities)
     torch.library.opcheck(torch.ops.hqsweep.split_offsets.default, (torch.tensor([3, 4]), [1, 32], [5, 6], False))
 
 

@@ -150,7 +150,7 @@ def test_exact_operands_of_codes_are_those_of_the_members(text, splits):
         pytest.skip("its blocks do not fit")
     made = quantize_group(draw("heavy", rows, WIDTH), Splits.of(splits, rows), quantizer, keys=KEYS)
     for group in (made.rowwise, made.columnwise):
-        exact, alone = group.exact(), [member.operand() for member in group.members]
+        exact, alone = group.operand(), [member.operand() for member in group.members]
         for own, expected in zip(exact.members, alone, strict=True):
             assert torch.equal(own.matrix, expected.matrix) and own.divisor == expected.divisor
             assert (own.factor is None) == (expected.factor is None)

@@ -1,0 +1,130 @@
+"""A step of GroupedLinear beside torch's own grouped products in bfloat16: the section `linear` of benchmarks.grouped.
+
+The floor is torch's time in the same run, and the bytes of all operands beside it at the speed of a device copy, by
+hand from the formats (gemm=exact multiplies bfloat16 operands):
+  x    read; the rowwise operand written exact, the columnwise one as codes, which backward reads and writes exact
+  w    read and written exact in forward, and again in backward; nothing where it is kept (cache_weights)
+  dy   read once, written exact in both directions
+and what takes a scale from the amax of a tensor reads that tensor once more.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks import rows
+from benchmarks.timing import Call, host_seconds
+from hqsweep.formats import Format, Identity
+from hqsweep.nn import GroupedLinear, quantization
+from hqsweep.ops.kernel_grouped import packed_allocations
+from hqsweep.ops.plan import plan_of
+from hqsweep.quant import Recipe
+
+GOAL = 0.9
+COMPOSER = {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized"}
+RECIPES = {
+    name: {"input": name, "weight": name, "grad_output": name} for name in ("bf16", "mxfp8", "fp8_block", "nvfp4")
+} | {"Composer-2": COMPOSER | {"grad_output": "mxfp8"}}
+WITH_GOAL = ("mxfp8",)
+EXACT_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """What differs between the rows."""
+
+    recipe: str
+    cached: bool
+    """Weights are quantized once, and used by every step."""
+    on_device: bool
+    """Splits are a tensor there."""
+
+    @property
+    def named(self) -> rows.Row:
+        splits, weights = "device" if self.on_device else "list", "kept" if self.cached else "each step"
+        return {"section": "linear", "case": self.recipe, "weights": weights, "splits": splits}
+
+
+def cases() -> Iterator[StepCase]:
+    """Every recipe, and where weights and splits may be."""
+    for recipe in RECIPES:
+        for cached in (False, True):
+            for on_device in (False, True):
+                yield StepCase(recipe=recipe, cached=cached, on_device=on_device)
+
+
+class GroupedStep:
+    """The tensors of one step, and torch's own products of them."""
+
+    def __init__(self, experts: int, tokens: int, in_features: int, out_features: int, device: str, clock) -> None:
+        options = {"device": device, "dtype": torch.bfloat16}
+        self.sizes, self.features, self.clock = (tokens,) * experts, (in_features, out_features), clock
+        self.x = torch.randn(experts * tokens, in_features, **options).requires_grad_()
+        self.dy = torch.randn(experts * tokens, out_features, **options)
+        self.w = torch.randn(experts, out_features, in_features, **options).requires_grad_()
+        self.offsets = torch.tensor(self.sizes, device=device).cumsum(0).int()
+
+    def plain(self) -> None:
+        """Forward and backward of torch._grouped_mm."""
+        self.x.grad = self.w.grad = None
+        torch._grouped_mm(self.x, self.w.transpose(1, 2), offs=self.offsets).backward(self.dy)
+
+    def ours(self, case: StepCase) -> Call:
+        """The same of a GroupedLinear; gradients are made anew."""
+        recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
+        options = {"name": "layer", "recipe": recipe, "single_grouped_weight": True}
+        module = GroupedLinear(len(self.sizes), *self.features, **options).to(device=self.x.device, dtype=self.x.dtype)
+        splits = torch.tensor(self.sizes, device=self.x.device) if case.on_device else list(self.sizes)
+
+        def step() -> None:
+            self.x.grad = module.weight.grad = None
+            with quantization(cache_weights=case.cached):
+                y = module(self.x, splits)
+            y.backward(self.dy)
+
+        return step
+
+    def bytes_beside(self, case: StepCase) -> int:
+        """Of the floor, beside the products."""
+        recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
+        quantizers = recipe.grouped_linear
+        total = 0
+        for tensor, matrix in (("input", self.x), ("weight", self.w), ("grad_output", self.dy)):
+            quantizer = getattr(quantizers, tensor)
+            row, column = quantizer.rowwise, quantizer.columnwise
+            if isinstance(row, Identity) and isinstance(column, Identity):
+                continue
+            read, exact = matrix.nbytes, matrix.numel() * EXACT_BYTES
+            if tensor == "weight":
+                total += 0 if case.cached else sum(read * _reads(f) + exact for f in (row, column))
+                continue
+            total += read * max(_reads(row), _reads(column)) + 2 * exact
+            total += 2 * self._codes(column) if tensor == "input" else 0
+        return total
+
+    def _codes(self, format: Format) -> int:
+        """Bytes of x's columnwise operand."""
+        made = packed_allocations(
+            plan_of(format), *self.x.shape, len(self.sizes), self.sizes, True, False, False, self.x.is_cuda
+        )
+        return sum(count * dtype.itemsize for count, dtype in made)
+
+    def measure(self, case: StepCase, copy: Callable[[], Tensor], copied: int) -> rows.Row:
+        """copy moves `copied` bytes."""
+        step = self.ours(case)
+        time = self.clock.medians({"ours": step, "torch": self.plain, "copy": copy})
+        floor = time["torch"] + self.bytes_beside(case) / (copied / time["copy"])
+        reached = time["torch"] / time["ours"]
+        row = {"floor_us": floor * 1e6, "reachable": time["torch"] / floor, "reached": reached}
+        row |= {"us": time["ours"] * 1e6, "torch_us": time["torch"] * 1e6}
+        if self.x.is_cuda:
+            row |= {"host_us": host_seconds(step, calls=10) * 1e6}
+        judged = case.recipe in WITH_GOAL
+        return row | ({"goal": GOAL, "pass": reached >= GOAL} if judged else {})
+
+
+def _reads(format: Format) -> int:
+    """Passes over the tensor: one more finds its amax."""
+    return 2 if plan_of(format).amax_name else 1

@@ -1,0 +1,70 @@
+"""One call decodes the packed operands of all experts to the bytes of a call for each, on the CPU and on a GPU."""
+
+import pytest
+import torch
+
+from hqsweep.formats import RngKey, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops import grouped, kernel_grouped
+from hqsweep.ops.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.grouped import quantize_grouped
+from hqsweep.ops.grouped_layout import GroupLayout, Splits
+
+SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
+ANY = (37, 0, 1, 128, 131, 300)
+FORMATS = [
+    "fp8_current", "fp8_current+e5m2", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale", "mxfp8", "mxfp8+e5m2",
+    "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+sr", "nvfp4+row_scaled",
+    "nvfp4+4over6+mse+2d",
+]  # fmt: skip
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def device_splits(sizes, device) -> Splits:
+    """Sizes that only the device knows."""
+    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
+
+
+@devices
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("width", [256, 48])
+def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, width, device):
+    """Exact and values, in every dtype, at the places of X's elements."""
+    format = parse(text)
+    for sizes in (SIXTEENS,) if columnwise and format.column_multiple > 1 else (SIXTEENS, ANY):
+        x = draw("heavy", sum(sizes), width, dtype=torch.bfloat16).to(device)
+        formats = {"rowwise": None, "columnwise": format} if columnwise else {"rowwise": format}
+        keys = [RngKey(seed=7, slot=f"experts/{e}", step=5) for e in range(len(sizes))]
+        own = {"rowwise_keys": keys, "columnwise_keys": keys}
+        for splits in (Splits.of(sizes, len(x)), device_splits(sizes, device)):
+            made = quantize_grouped(x, splits, **formats, **own)
+            packed = made[columnwise]
+            layout = GroupLayout(splits=splits, width=width, columnwise=columnwise)
+            buffers = grouped.member_buffers(packed, format, layout)
+            for exact, dtype in ((True, None), (False, torch.float32), (False, torch.bfloat16), (False, torch.float16)):
+                members = [decoded(b, format, s, exact, dtype) for b, s in zip(buffers, layout.shapes, strict=True)]
+                wanted = torch.cat([(m.t() if columnwise else m).reshape(-1) for m in members])
+                tensors = [packed[name] for name in format.layout]
+                actual = kernel_grouped.dequantize_grouped(
+                    tensors, text, columnwise, splits.offsets(x.device), len(x), width, exact, wanted.dtype
+                )
+                assert actual.dtype == wanted.dtype and torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def decoded(buffers, format, shape, exact, dtype):
+    return exact_operand_of(buffers, format, shape).matrix if exact else dequantize(buffers, format, shape, dtype)
+
+
+def test_what_decoding_at_once_refuses():
+    format, splits = parse("mxfp8"), Splits.of((32, 16), 48)
+    buffers = list(quantize_grouped(torch.zeros(48, 32), splits, format).rowwise.values())
+    rest, offsets = (48, 32, True, torch.float32), splits.offsets(torch.device("cpu"))
+    for message, tensors, given in (
+        (r"buffer q is torch.uint8 \(1535,\) on cpu; it takes 1536", [buffers[0][1:], buffers[1]], offsets),
+        (r"buffer s is torch.int32 .* contiguous torch.uint8", [buffers[0], buffers[1].int()], offsets),
+        (r"offsets are torch.int32 \(3,\) on cpu; they take int64", buffers, offsets.int()),
+        ("expert 0 has rows 0 to 64 of 48", buffers, torch.tensor([0, 64])),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernel_grouped.dequantize_grouped(tensors, "mxfp8", False, given, *rest)
