@@ -37,17 +37,26 @@ def job_ids(runs: Sequence[RunDir]) -> dict[RunDir, str]:
 
 
 def observe(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Statuses as of now, in the order of `runs`, dead jobs settled. Raises Unreachable."""
+    """Statuses as of now, in the order of `runs`, dead jobs settled. Raises Unreachable, but not where every run has
+    finished or failed."""
     names = job_ids(runs)
-    jobs = find_jobs(name for run, name in names.items() if run.written_status()["state"] not in ENDS)
+    states = {run: run.written_status()["state"] for run in names}
+    try:
+        jobs = find_jobs(name for run, name in names.items() if states[run] != "finished")
+    except Unreachable:
+        if not set(states.values()) <= set(ENDS):
+            raise
+        jobs = {}
     return [_observed(run, names[run], jobs) if run in names else run.status() for run in runs]
 
 
 def _observed(run: RunDir, name: str, jobs: Mapping[str, Job]) -> dict[str, Any]:
     status, job = run.status(), jobs.get(name)
-    if status["state"] in ENDS or status["reason"] == CANCELLED:
+    if status["state"] == "finished" or status["reason"] == CANCELLED:
         return status
     if job is not None and job.live:
+        if status["state"] == "failed":  # an attempt, after which the job may start another
+            return status | {"state": "pending", "reason": f"{status['reason']}; Slurm job {name} goes on"}
         if job.state == "RUNNING" and status["state"] in ("running", "pending"):
             return status
         return status | {"state": "pending", "reason": f"Slurm job {name}: {job.reason or job.state}"}

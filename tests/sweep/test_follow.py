@@ -47,6 +47,8 @@ RUNNING = {"state": "running", "reason": None, "host": "elsewhere"}
         ({"state": "interrupted"}, job("PENDING", reason="BeginTime"), ("pending", "Slurm job 5_0: BeginTime")),
         ({"state": "interrupted"}, job("COMPLETING"), ("pending", "Slurm job 5_0: None")),
         ({"state": "finished"}, job("COMPLETED"), ("finished", None)),
+        ({"state": "failed", "reason": "Oh"}, job("RUNNING"), ("pending", "Oh; Slurm job 5_0 goes on")),
+        ({"state": "failed", "reason": "Oh"}, job("FAILED", exit_code=3), ("failed", "Oh")),
         (RUNNING, job("COMPLETED", ended_s=4e9), ("running", None)),
         (RUNNING, job("COMPLETED"), ("failed", "Slurm job 5_0: COMPLETED, exit code 0; see slurm/5_0_0_log.out")),
         (RUNNING, job("FAILED", exit_code=137), ("failed", "Slurm job 5_0: FAILED, killed by SIGKILL")),
@@ -138,3 +140,15 @@ def test_cancel_never_signals_a_process_that_has_the_number_of_a_dead_worker(mak
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait()
+
+
+def test_a_failed_run_is_shown_where_there_is_no_scheduler(run, monkeypatch):
+    def unreachable(ids):
+        raise Unreachable("Slurm: there is no scontrol here")
+
+    monkeypatch.setattr(follow, "find_jobs", unreachable)
+    run.write_status(state="failed", reason="Oh")
+    assert [status["state"] for status in follow.observe([run])] == ["failed"]
+    run.write_status(state="running")
+    with pytest.raises(Unreachable, match="no scontrol"):
+        follow.observe([run])
