@@ -5,9 +5,10 @@ recipe_schedule (first_step, and the gemm_plan of what is different from there o
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd  # `hqsweep ls` does without the 0.4 s of importing it
 
 Plan = Mapping[str, Mapping[str, str]]
 
@@ -21,12 +22,12 @@ def plan_lines(plan: Plan, schedule: Sequence[Mapping[str, Any]] = ()) -> dict[s
     return lines
 
 
-def arm_lines(runs: pd.DataFrame) -> list[tuple[str, str]]:
+def arm_lines(runs: "pd.DataFrame") -> list[tuple[str, str]]:
     """Items of plan_lines of the runs (rows of Frames.runs) of one arm, each once."""
     return list(dict.fromkeys(line for facts in _manifests(runs) for line in plan_lines(*facts).items()))
 
 
-def computed_by(runs: pd.DataFrame) -> str:
+def computed_by(runs: "pd.DataFrame") -> str:
     """The plans alone, each once: "exact: bf16 operands, float32 GEMM"; "-" where no run has started."""
     texts = {}
     for plan, schedule in _manifests(runs):
@@ -43,7 +44,7 @@ def _counted(plan: Plan) -> dict[str, str]:
     return {gemm: "; ".join(f"{how} ({times})" for how, times in ways.items()) for gemm, ways in counts.items()}
 
 
-def _manifests(runs: pd.DataFrame) -> Iterator[tuple[Plan, list[Mapping[str, Any]]]]:
+def _manifests(runs: "pd.DataFrame") -> Iterator[tuple[Plan, list[Mapping[str, Any]]]]:
     """gemm_plan and recipe_schedule of every run."""
     columns = (runs[f"manifest.{key}"].map(json.loads) for key in ("gemm_plan", "recipe_schedule"))
     return zip(*columns, strict=True)
