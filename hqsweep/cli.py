@@ -88,9 +88,10 @@ def run(
         print_result(as_json, plan.rows(), rows_table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
         return
     runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
-    if plan.first.engine.slurm.detach:
-        return
     results = [launch.result(run) for run in runs]
+    if plan.first.engine.slurm.detach:
+        print_result(as_json, results)
+        return
     rows = {table: [row for run in runs for row in run.rows(table)] for table in launch.CHECKED}
     checked = [row for part in rows.values() for row in part]
     if junit_file:

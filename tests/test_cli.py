@@ -245,6 +245,8 @@ def test_detached_runs_are_submitted_and_left(monkeypatch: pytest.MonkeyPatch) -
     assert (result.exit_code, result.stdout) == (0, ""), result.stderr
     ((count, keys),) = calls
     assert (count, keys["workers"], keys["slurm"]["detach"], keys["retries"]) == (1, 3, True, 0)
+    (row,) = json.loads(hqsweep(*words, "--json").stdout)
+    assert (row["state"], row["val_loss"]) == ("pending", None)
 
 
 def test_a_failed_run_exits_3_and_names_its_log(folder: Path) -> None:

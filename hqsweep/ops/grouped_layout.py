@@ -3,7 +3,7 @@
 A packed buffer is the concatenation, in expert order, of the flattened compact buffers that the members would have by
 themselves. So a member is an operand like any other, whose buffers are views; the rules of every format apply to it
 unchanged, and blocks along the ragged axis start again at each expert. Sizes are exact where the splits are known to
-the host; otherwise capacity() bounds them.
+the host; otherwise kernel_grouped.packed_allocations bounds them.
 """
 
 import math
@@ -206,15 +206,6 @@ class GroupLayout:
     def buffer_shapes(self, format: Format, name: str) -> list[tuple[int, int]]:
         """Of one buffer of every member."""
         return [format.layout[name].shape(*shape) for shape in self.shapes]
-
-    def capacity(self, format: Format) -> dict[str, int]:
-        """Buffer -> the most entries that it has under any splits of as many rows: known without the splits."""
-        rows, experts, made = self.splits.rows, self.splits.count, {}
-        for name, buffer in format.layout.items():
-            ragged, other = (buffer.cols, buffer.rows) if self.columnwise else (buffer.rows, buffer.cols)
-            along = experts if ragged == WHOLE else rows if ragged == 1 else rows // ragged + experts
-            made[name] = along * (1 if other == WHOLE else -(-self.width // other))
-        return made
 
     def starts(self, format: Format, device: torch.device) -> dict[str, Tensor]:
         """Buffer -> int64 [E + 1] on the device: the first entry of each member in the packed buffer, and the end of

@@ -1,25 +1,12 @@
 """benchmarks/grouped.py: every case runs, its bytes are those that are written, and a wrong kernel is never timed."""
 
-import time
-
 import pytest
+from host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
 from hqsweep.ops.grouped_layout import GroupedExact
 
 SIZES = (0, 32, 64, 0, 16)
-
-
-class HostClock:
-    """One round on the CPU."""
-
-    def medians(self, calls):
-        times = {}
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name] = time.perf_counter() - start
-        return times
 
 
 def grouped_step():

@@ -2,28 +2,16 @@
 
 import argparse
 import json
-import time
 
 import pytest
 import torch
+from host_clock import HostClock
 
 from benchmarks import cases, quantize, quantize_cpu, rows
 from benchmarks.cases import EIGHT_BITS, Case
 from hqsweep.formats import parse
 
 ALL = cases.all_cases()
-
-
-class HostClock:
-    """Cuda's interface on a CPU, one round."""
-
-    def medians(self, calls):
-        times = {}
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name] = time.perf_counter() - start
-        return times
 
 
 def arguments(tmp_path, **options):
