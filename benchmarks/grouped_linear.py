@@ -120,7 +120,10 @@ class GroupedStep:
         row = {"floor_us": floor * 1e6, "reachable": time["torch"] / floor, "reached": reached}
         row |= {"us": time["ours"] * 1e6, "torch_us": time["torch"] * 1e6}
         if self.x.is_cuda:
-            row |= {"host_us": host_seconds(step, calls=10) * 1e6}
+            row |= {
+                "host_us": host_seconds(step, calls=10) * 1e6,
+                "torch_host_us": host_seconds(self.plain, calls=10) * 1e6,
+            }
         judged = case.recipe in WITH_GOAL
         return row | ({"goal": GOAL, "pass": reached >= GOAL} if judged else {})
 

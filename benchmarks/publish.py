@@ -17,7 +17,7 @@ BENCHMARKS = ("quantize", "grouped", "gemm", "linear", "offload", "sharing", "nu
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
-    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts",
+    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts", "weights", "splits",
 )  # fmt: skip
 
 

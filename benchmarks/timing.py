@@ -10,8 +10,10 @@ from torch import Tensor
 Call = Callable[[], object]
 L2_FLUSH_BYTES = 256 * 2**20
 WARM_SECONDS = 0.3
-HEAD_START_CYCLES = 1_000_000
-"""About half a millisecond of waiting on the device, longer than a call needs to enqueue its first kernels."""
+CYCLES_A_SECOND = 2e9
+"""Of torch.cuda._sleep, roughly."""
+HEAD_START = 5e-4
+"""Seconds for which the device waits, longer than a call of one operator needs to enqueue its kernels."""
 
 
 class Cuda:
@@ -21,8 +23,8 @@ class Cuda:
     is reached: the time is the device's alone.
     """
 
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
+    def __init__(self, repeats: int, head_start: float = HEAD_START) -> None:
+        self.repeats, self.head_start = repeats, int(head_start * CYCLES_A_SECOND)
         self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self.warm_clocks()
 
@@ -42,7 +44,7 @@ class Cuda:
         for _ in range(self.repeats):
             for name, call in calls.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(HEAD_START_CYCLES)
+                torch.cuda._sleep(self.head_start)
                 self.flush.zero_()
                 start.record()
                 call()

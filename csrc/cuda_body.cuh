@@ -62,6 +62,8 @@ __device__ __forceinline__ void run_tile(const Job& job, const Corner& at, const
 }
 
 __device__ __forceinline__ bool tiled(const Direction& to) { return to.spec.tile_rows > 1; }
+// No output of the columns stands in lines of its own.
+__device__ __forceinline__ bool only_turned(const Direction& to) { return to.exact && to.exact_turned && !to.codes; }
 __device__ __forceinline__ bool nvfp4(const Direction& to) { return to.spec.family == Family::nvfp4; }
 
 // What differs between the experts of a launch; of one matrix, what the directions say.
@@ -76,21 +78,37 @@ struct LeanCorner {
   uint64_t first;  // elements of X before `begin`
 };
 
-// Tiles of bf16 in the formats and with the outputs of cuda_lean.cuh: whole ones, or (kPart) an expert's last rows.
-template <bool kSums, bool kPart>
-__device__ __forceinline__ void run_lean_tile(const Job& job, const LeanCorner& at, const LeanOutputs& to_row,
-                                              const LeanOutputs& to_column, uint32_t* tile) {
-  __shared__ Nvfp4Scales scales[2];
-  __shared__ float strips[8][8];
-  const uint32_t r0 = at.r0, c0 = at.c0, rows = at.rows, cols = static_cast<uint32_t>(job.source.cols);
+// Where a thread block is.
+struct LeanTile {
+  LeanCorner at;
+  LeanOutputs row, column;
+};
+
+struct LeanSpace {
+  Nvfp4Scales scales[2];
+  float strips[8][8];
+};
+
+// One for all that a kernel may do with a tile.
+static __device__ __forceinline__ LeanSpace& lean_space() {
+  __shared__ LeanSpace space;
+  return space;
+}
+
+// A tile of bf16 in the formats and with the outputs of cuda_lean.cuh.
+template <bool kSums, Part kPart>
+__device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
+  auto& [scales, strips] = lean_space();
+  const LeanCorner& at = here.at;
+  const uint32_t cols = static_cast<uint32_t>(job.source.cols);
   const bool replace = job.has_column && job.dequantized;
   const bool row_tiled = job.has_row && tiled(job.row), column_tiled = job.has_column && tiled(job.column);
   const bool row_scales = job.has_row && nvfp4(job.row), column_scales = job.has_column && nvfp4(job.column);
-  load_tile_async<kPart>(job.source, at.begin + r0, c0, rows - r0, tile);
+  load_tile_async<kPart == Part::ragged>(job.source, at.begin + at.r0, at.c0, at.rows - at.r0, tile);
   if (threadIdx.x < 128) {
-    if (row_scales) fill_scales(to_row.amax, job.row.spec, scales[0], threadIdx.x);
+    if (row_scales) fill_scales(here.row.amax, job.row.spec, scales[0], threadIdx.x);
   } else {
-    if (column_scales) fill_scales(to_column.amax, job.column.spec, scales[1], threadIdx.x - 128);
+    if (column_scales) fill_scales(here.column.amax, job.column.spec, scales[1], threadIdx.x - 128);
   }
   wait_tile();
   bool nan = false;
@@ -98,12 +116,12 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanCorner& 
     nan = find_strips(tile, strips);
   else if (row_scales)
     __syncthreads();
-  const LeanSide row{job.row, job.row_facts, r0, c0, cols, scales[0], strips, nan, replace, to_row.amax, rows, to_row.key,
-                     at.first, to_row.first_scale};
+  const LeanSide row{job.row, job.row_facts, at.r0, at.c0, cols, scales[0], strips, nan, replace, here.row.amax,
+                     at.rows, here.row.key, at.first, here.row.first_scale};
   // With what is known once the rows are done.
   const auto column = [&] {
-    return LeanSide{job.column, job.column_facts, c0, r0, rows, scales[1], strips, nan, false, to_column.amax, cols,
-                    to_column.key, at.first, to_column.first_scale};
+    return LeanSide{job.column, job.column_facts, at.c0, at.r0, at.rows, scales[1], strips, nan, false,
+                    here.column.amax, cols, here.column.key, at.first, here.column.first_scale};
   };
   if constexpr (kSums) {
     __shared__ TallySpace space[2];
@@ -121,11 +139,11 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanCorner& 
       tally.leave();
       __syncthreads();
     }
-    const int64_t index = static_cast<int64_t>(r0 / kTile) * (cols / kTile) + c0 / kTile;
+    const int64_t index = static_cast<int64_t>(at.r0 / kTile) * (cols / kTile) + at.c0 / kTile;
     if (threadIdx.x < kTile) {
-      if (job.has_row) finish_tally(space[0], space[0], job.row, index, r0, c0, cols, threadIdx.x);
+      if (job.has_row) finish_tally(space[0], space[0], job.row, index, at.r0, at.c0, cols, threadIdx.x);
     } else if (job.has_column) {
-      finish_tally(space[1], space[shares ? 0 : 1], job.column, index, c0, r0, rows, threadIdx.x - kTile);
+      finish_tally(space[1], space[shares ? 0 : 1], job.column, index, at.c0, at.r0, at.rows, threadIdx.x - kTile);
     }
   } else {
     NoTally none;
@@ -134,13 +152,24 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanCorner& 
     __syncthreads();
     if (column_tiled && replace) nan = find_strips(tile, strips);
     run_lean<ColumnOrder, kPart>(column(), tile, none);
-    if constexpr (kPart) {
+    if constexpr (kPart != Part::matrix) {
       if (!job.column.exact || !job.column.exact_turned) return;
       __syncthreads();
-      uint16_t* to = static_cast<uint16_t*>(job.column.exact) + at.first + static_cast<uint64_t>(r0) * cols + c0;
-      store_tile(tile, to, cols, rows - r0);
+      uint16_t* to = static_cast<uint16_t*>(job.column.exact) + at.first + static_cast<uint64_t>(at.r0) * cols + at.c0;
+      store_tile(tile, to, cols, at.rows - at.r0);
     }
   }
+}
+
+// kPart: what whole tiles are. The columns of X's rows are lines of the columnwise operand, which are aligned or not.
+template <Part kPart>
+__device__ __forceinline__ void run_any_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
+  const LeanCorner& at = here.at;
+  const bool aligned = !job.has_column || at.rows % kSegment == 0 || only_turned(job.column);
+  if (aligned && at.r0 + kTile <= at.rows)
+    run_lean_tile<false, kPart>(job, here, tile);
+  else
+    run_lean_tile<false, Part::ragged>(job, here, tile);
 }
 
 }  // namespace hq

@@ -6,11 +6,16 @@
 #include <cuda_runtime.h>
 
 #include "cuda_direction.cuh"
+#include "cuda_ragged.cuh"
 #include "cuda_tally.cuh"
 
 namespace hq {
 
 enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic };
+
+// What a tile is: one of a matrix of whole tiles; a whole one of an expert, whose exact columns may be wanted by rows; one
+// that ends early, or whose columns begin at any byte.
+enum class Part { matrix, whole, ragged };
 
 template <Kind kKind>
 constexpr bool kFourBits = kKind == Kind::mx_four || kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
@@ -41,10 +46,9 @@ struct LeanSide {
   bool tile_nan;             // with strips: the tile has a NaN
   bool replace;              // decoded rows take the place of the elements they came from
   const float* amax;         // global
-  // Of an expert in a grouped launch, whose last tile may be a part of one:
-  uint32_t rows;
+  uint32_t rows;                // of the operand
   Key key;
-  uint64_t first, first_scale;  // where its part of the outputs begins
+  uint64_t first, first_scale;  // where its part of a group's outputs begins
 };
 
 // A thread's words in shared memory: the two units of a segment of a row in each of four groups, 4 rows apart; or 16 rows
@@ -87,8 +91,8 @@ struct LeanWords {
 
 // A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
 // read as rows. wait_tile() comes before that, and a barrier before columns.
-// kPart: only `rows` rows are the expert's; the others are zeros.
-template <bool kPart>
+// kRagged: only `rows` rows are the expert's; the others are zeros.
+template <bool kRagged>
 __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
                                                 uint32_t* tile) {
   const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
@@ -98,7 +102,7 @@ __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t target = to + i * 2 * kRowWords<Bf16> * 4;
-    if constexpr (kPart) {
+    if constexpr (kRagged) {
       const bool inside = row + 2 * i < rows;  // nothing is read for 0 bytes; the address is still one of the tile's
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
                    "l"(inside ? from + i * 2 * pitch : static_cast<const char*>(source.data)), "r"(inside ? 16 : 0));
@@ -180,33 +184,43 @@ __device__ __forceinline__ BlockScale lean_scale(const LeanSide& side, const Blo
   return mx_scale_up(amax, side.facts);
 }
 
-// The scale of a segment at `row` of the operand, whose first element is number `element`.
-template <class Order, Kind kKind, bool kPart>
-__device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, uint64_t element,
-                                                 const BlockScale& scale) {
+// The scale of a segment at `row` of the operand.
+template <class Order, Kind kKind>
+__device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, const BlockScale& scale) {
   const uint32_t rows = side.to.spec.tile_rows, col = side.col0 + Order::col(0);
-  uint32_t line = row;
-  if (rows > 1) {
-    if (row & (rows - 1)) return;
-    line = row >> (__ffs(rows) - 1);
-    element = static_cast<uint64_t>(line) * side.cols + col;
-  }
-  uint64_t at = element / kBlock<kKind>;
-  if constexpr (kPart)  // its columns need not be whole blocks
-    at = side.first_scale + static_cast<uint64_t>(line) * ((side.cols + kBlock<kKind> - 1) / kBlock<kKind>) +
-         col / kBlock<kKind>;
+  if (rows > 1 && row & (rows - 1)) return;
+  const uint32_t line = row >> (__ffs(rows) - 1), per_line = (side.cols + kBlock<kKind> - 1) / kBlock<kKind>;
+  const uint64_t at = side.first_scale + static_cast<uint64_t>(line) * per_line + col / kBlock<kKind>;
   if constexpr (kKind == Kind::block)
     static_cast<float*>(side.to.scales)[at] = scale.value;
   else
     static_cast<uint8_t*>(side.to.scales)[at] = static_cast<uint8_t>(scale.code);
 }
 
+// How many elements of a thread's segment of a column are inside of the operand.
+template <class Order>
+__device__ __forceinline__ int count_of(const LeanSide& side) {
+  return min(max(static_cast<int>(side.cols - side.col0) - Order::col(0), 0), kSegment);
+}
+
+// A segment's words; ragged ones of a column from all lanes, also those with nothing inside.
+template <class Order, Part kPart, int kCount>
+__device__ __forceinline__ void store_lean(void* to, const uint32_t words[kCount], const LeanSide& side) {
+  if constexpr (kPart == Part::ragged && std::is_same_v<Order, ColumnOrder>) {
+    const int count = count_of<Order>(side);
+    const bool more = lane_of_warp() < 28 && side.col0 + Order::col(0) + kSegment < side.cols;
+    store_ragged<kCount>(static_cast<uint8_t*>(to), words, count * kCount / 4, more);
+  } else {
+    store_words<kCount>(to, words);
+  }
+}
+
 // exact, or replace (rows only): what decoded values v are for. Turned exact values are put into the tile, which is
 // stored when it has all of them.
-template <class Order, bool kPart>
+template <class Order, Part kPart>
 __device__ __forceinline__ void use_values(const LeanSide& side, const float v[kSegment], uint64_t element, int q,
                                            const BlockScale& scale, bool nan, uint32_t* tile) {
-  constexpr bool may_turn = kPart && std::is_same_v<Order, ColumnOrder>;
+  constexpr bool may_turn = kPart != Part::matrix && std::is_same_v<Order, ColumnOrder>;
   float scaled[kSegment];
   if (side.to.exact) {
 #pragma unroll
@@ -216,7 +230,7 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
     if (may_turn && side.to.exact_turned)
       LeanWords<Order>(tile).put(q / 2, q % 2, pairs);
     else
-      store_words<kSegment / 2>(static_cast<uint16_t*>(side.to.exact) + element, pairs);
+      store_lean<Order, kPart, kSegment / 2>(static_cast<uint16_t*>(side.to.exact) + element, pairs, side);
   }
   if (std::is_same_v<Order, RowOrder> && side.replace) {
 #pragma unroll
@@ -225,10 +239,10 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
   }
 }
 
-// tally: a thread's share of the statistics, or nothing. kPart: segments of an expert, all of them inside or outside.
-template <class Order, Kind kKind, bool kPart, class Tally>
+// tally: a thread's share of the statistics, or nothing.
+template <class Order, Kind kKind, Part kPart, class Tally>
 __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
-  constexpr bool four = kFourBits<kKind>, rows_of_x = std::is_same_v<Order, RowOrder>;
+  constexpr bool four = kFourBits<kKind>, rows_of_x = std::is_same_v<Order, RowOrder>, ragged = kPart == Part::ragged;
   constexpr int per_group = kGroupSegments<Order, Bf16>, groups = kGroups<Order, Bf16>;
   const Direction& to = side.to;
   const Spec& spec = to.spec;
@@ -236,19 +250,18 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   BlockScale whole{};
   if constexpr (kKind == Kind::current) {
     whole = current_scale(*side.amax, side.facts, spec);
-    if (!kPart && to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0)
+    if (kPart == Part::matrix && to.scales && side.row0 == 0 && side.col0 == 0 && threadIdx.x == 0)
       *static_cast<float*>(to.scales) = whole.value;
   }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
   // Of an expert's rows all the warp's segments may lie outside; of its columns (X's rows), some of a warp's.
-  if (kPart && rows_of_x && side.row0 + warp_of_block() * 16 >= side.rows) return;
-  const bool in_cols = !kPart || rows_of_x || side.col0 + Order::col(0) < side.cols;
+  if (ragged && rows_of_x && side.row0 + warp_of_block() * 16 >= side.rows) return;
+  const bool in_cols = !ragged || rows_of_x || side.col0 + Order::col(0) < side.cols;
   const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales && in_cols;
   const bool decodes = Tally::kWanted || to.exact || side.replace;
   uint32_t row = side.row0 + Order::row(0);
-  uint64_t element = static_cast<uint64_t>(row) * side.cols + side.col0 + Order::col(0);
-  if (kPart) element += side.first;
+  uint64_t element = side.first + static_cast<uint64_t>(row) * side.cols + side.col0 + Order::col(0);
 #pragma unroll 1
   for (int h = 0; h < groups; ++h) {
     uint32_t words[kGroupWords<Order, Bf16>];
@@ -267,21 +280,23 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
       else if (kKind != Kind::current && kBlock<kKind> > kSegment)
         most = Order::join_near(most, kBlock<kKind>, Larger());
       const BlockScale scale = lean_scale<kKind>(side, whole, most);
-      const bool inside = !kPart || (rows_of_x ? row < side.rows : in_cols);
-      if (leads && inside) store_lean_scale<Order, kKind, kPart>(side, row, element, scale);
+      const bool inside = !ragged || (rows_of_x ? row < side.rows : in_cols);
+      const bool stores = inside || (ragged && !rows_of_x);
+      if (leads && inside) store_lean_scale<Order, kKind>(side, row, scale);
       float x[kSegment];
       lean_values<Order>(words, k, x);
       uint32_t codes[kCodeWords<four>];
       if constexpr (four) {
         uint32_t random[4];
         constexpr bool draws = kKind == Kind::nvfp4_stochastic;
-        if (draws) draw(kPart ? side.key : to.key, (kPart ? element - side.first : element) / kSegment, random);
+        if (draws) draw(side.key, (element - side.first) / kSegment, random);
         encode_four(x, scale.encode, draws ? random : nullptr, codes);
         if (nan) mark_nan(x, codes);
       } else {
         encode_eight(x, scale.encode, spec.element, side.facts, codes);
       }
-      if (to.codes && inside) store_words<kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes);
+      if (to.codes && stores)
+        store_lean<Order, kPart, kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes, side);
       if (decodes) {
         float v[kSegment];
         if constexpr (four)
@@ -289,7 +304,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
         else
           decode_eight(codes, spec.element, side.facts, v);
         const int q = h * per_group + k;
-        if ((to.exact || side.replace) && inside) use_values<Order, kPart>(side, v, element, q, scale, nan, tile);
+        if ((to.exact || side.replace) && stores) use_values<Order, kPart>(side, v, element, q, scale, nan, tile);
         tally.template add<Order, four>(x, v, codes, scale, most, side.facts, q);
       }
       const uint32_t step = rows_of_x ? 4 : (k ? 7 : 1);  // to the row of the next segment
@@ -299,7 +314,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   }
 }
 
-template <class Order, bool kPart, class Tally>
+template <class Order, Part kPart, class Tally>
 __device__ __forceinline__ void run_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
   const Spec& spec = side.to.spec;
   switch (spec.family) {

@@ -32,14 +32,20 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   run_tile<W, kSums>(job, at, row, column, reinterpret_cast<uint32_t*>(shared));
 }
 
-template <bool kSums>
+// kRagged: the last rows are no whole tiles, or columns no whole segments.
+template <bool kSums, bool kRagged>
 __global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_lean(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
   const uint32_t x = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const uint32_t y = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
-  const LeanCorner at{0, static_cast<uint32_t>(job.source.rows), y * kTile, x * kTile, 0};
-  run_lean_tile<kSums, false>(job, at, {job.row.amax, job.row.key, 0}, {job.column.amax, job.column.key, 0},
-                              reinterpret_cast<uint32_t*>(shared));
+  const LeanTile here{{0, static_cast<uint32_t>(job.source.rows), y * kTile, x * kTile, 0},
+                      {job.row.amax, job.row.key, 0},
+                      {job.column.amax, job.column.key, 0}};
+  uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  if constexpr (kRagged)
+    run_any_tile<Part::matrix>(job, here, tile);
+  else
+    run_lean_tile<kSums, Part::matrix>(job, here, tile);
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -56,24 +62,30 @@ void launch_tiles(const Job& job, cudaStream_t stream) {
   check(cudaGetLastError());
 }
 
-template <bool kSums>
+template <bool kSums, bool kRagged>
 void launch_lean(const Job& job, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(job.source.rows / kTile));
-  quantize_lean<kSums><<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
+  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(ceil_div(job.source.rows, kTile)));
+  quantize_lean<kSums, kRagged><<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
   check(cudaGetLastError());
 }
 
+// Statistics want whole tiles; else only X's columns are in whole tiles, and the last rows may be fewer.
 bool lean(const Job& job) {
   const Source& x = job.source;
   constexpr int64_t most = 1 << 22;  // whose tiles fit gridDim.y
+  const bool vector_column = job.has_column && aligned(job.column, 16);
   return x.dtype == Dtype::bf16 && job.vector_in && x.rows > 0 && x.cols > 0 && !job.find_row && !job.find_column &&
-         x.rows % kTile == 0 && x.cols % kTile == 0 && x.rows <= most && x.cols <= most && !job.column.exact_turned &&
-         (!job.has_row || lean(job.row, job.vector_row)) && (!job.has_column || lean(job.column, job.vector_column));
+         (x.rows % kTile == 0 || !wants_sums(job)) && x.cols % kTile == 0 && x.rows <= most && x.cols <= most &&
+         !job.column.exact_turned && (!job.has_row || lean(job.row, job.vector_row)) &&
+         (!job.has_column || lean(job.column, vector_column));
 }
 
 void launch(const Job& job, cudaStream_t stream) {
   const bool sums = wants_sums(job);
-  if (lean(job)) return sums ? launch_lean<true>(job, stream) : launch_lean<false>(job, stream);
+  if (lean(job)) {
+    if (job.source.rows % kTile) return launch_lean<false, true>(job, stream);
+    return sums ? launch_lean<true, false>(job, stream) : launch_lean<false, false>(job, stream);
+  }
   if (job.source.dtype == Dtype::bf16)
     return sums ? launch_tiles<Bf16, true>(job, stream) : launch_tiles<Bf16, false>(job, stream);
   sums ? launch_tiles<Fp32, true>(job, stream) : launch_tiles<Fp32, false>(job, stream);
@@ -128,7 +140,7 @@ void quantize_cuda(const Call& call, uintptr_t stream) {
   prepare(job, false, job.row.spec.row_scaled ? job.source.rows : 1, queue, search);
   prepare(job, true, job.column.spec.row_scaled ? job.source.cols : 1, queue, search);
   launch(job, queue);
-  if (lean(job)) return;  // it has stored the scales of current scaling itself
+  if (lean(job) && job.source.rows % kTile == 0) return;  // its first tile has stored the scales of current scaling
   if (job.has_row) finish(job.row, 1, queue);
   if (job.has_column) finish(job.column, 1, queue);
 }

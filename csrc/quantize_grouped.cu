@@ -26,25 +26,15 @@ __device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
   return {__ldg(to.keys + 2 * expert), __ldg(to.keys + 2 * expert + 1), to.key.step};
 }
 
-// In the fast encoder, which wants segments of 16 elements that are whole and aligned: so X's columns in whole tiles, and
-// for the columnwise outputs a multiple of 16 rows, unless all that it stores is turned.
-__device__ __forceinline__ bool fits_lean(const Job& job, const Member& member) {
-  const bool turned = job.column.exact_turned && !job.column.codes && !job.dequantized;
-  return !job.has_column || member.rows % 16 == 0 || turned;
-}
-
-__device__ __forceinline__ void run_lean_member(const GroupJob& launch, const Member& member, uint32_t c0,
-                                                uint32_t* tile) {
+__device__ __forceinline__ LeanTile lean_tile_of(const GroupJob& launch, const Member& member, uint32_t c0) {
   const Job& job = launch.job;
   const Before& before = member.before;
-  const int64_t cols = job.source.cols;
-  const LeanCorner at{static_cast<uint32_t>(before.rows), static_cast<uint32_t>(member.rows),
-                      static_cast<uint32_t>(member.r0), c0, static_cast<uint64_t>(before.rows * cols)};
-  const LeanOutputs row{job.row.amax + before.expert, key_of(job.row, before.expert),
-                        static_cast<uint64_t>(before.row_units * launch.units.row_scales)};
-  const LeanOutputs column{job.column.amax + before.expert, key_of(job.column, before.expert),
-                           static_cast<uint64_t>(before.column_units * launch.units.column_scales)};
-  run_lean_tile<false, true>(job, at, row, column, tile);
+  return {{static_cast<uint32_t>(before.rows), static_cast<uint32_t>(member.rows), static_cast<uint32_t>(member.r0), c0,
+           static_cast<uint64_t>(before.rows * job.source.cols)},
+          {job.row.amax + before.expert, key_of(job.row, before.expert),
+           static_cast<uint64_t>(before.row_units * launch.units.row_scales)},
+          {job.column.amax + before.expert, key_of(job.column, before.expert),
+           static_cast<uint64_t>(before.column_units * launch.units.column_scales)}};
 }
 
 template <class W, bool kSums>
@@ -61,12 +51,6 @@ __device__ __forceinline__ void run_member(const GroupJob& launch, const Member&
   run_tile<W, kSums>(job, at, row, column, tile);
 }
 
-// Apart from the kernel that seldom calls it, whose registers it would take.
-static __device__ __noinline__ void run_other_member(const GroupJob& launch, const Member& member, uint32_t c0,
-                                                     uint32_t* tile) {
-  run_member<Bf16, false>(launch, member, c0, tile);
-}
-
 template <class W, bool kSums, bool kLean>
 __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
     quantize_members(const __grid_constant__ GroupJob launch) {
@@ -77,15 +61,18 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   const uint32_t index = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
   const uint32_t down = index / across, c0 = (index - down * across) * kTile;
-  if (threadIdx.x < 32) find_member(launch.group, launch.units, job.source.rows, down, member);
+  __shared__ LeanTile here;  // read where it is used, which takes no registers meanwhile
+  if (threadIdx.x < 32) {
+    find_member(launch.group, launch.units, job.source.rows, down, member);
+    __syncwarp();
+    if (kLean && threadIdx.x == 0 && member.rows > 0) here = lean_tile_of(launch, member, c0);
+  }
   __syncthreads();
   if (member.rows == 0) return;
-  if constexpr (!kLean)
-    run_member<W, kSums>(launch, member, c0, tile);
-  else if (fits_lean(job, member))
-    run_lean_member(launch, member, c0, tile);
+  if constexpr (kLean)
+    run_any_tile<Part::whole>(job, here, tile);
   else
-    run_other_member(launch, member, c0, tile);
+    run_member<W, kSums>(launch, member, c0, tile);
 }
 
 // found[e] = max(found[e], amax of expert e's rows), where rows lie one after the other in units of 16 bytes. A thread
@@ -130,8 +117,8 @@ bool lean(const Job& job) {
 }
 
 void launch(const Job& job, const Group& group, const Units& units, cudaStream_t stream) {
-  const GroupJob members{job, group, units};
   const bool sums = wants_sums(job);
+  const GroupJob members{job, group, units};
   if (lean(job) && !sums) return launch_members<Bf16, false, true>(members, stream);
   if (job.source.dtype == Dtype::bf16)
     return sums ? launch_members<Bf16, true>(members, stream) : launch_members<Bf16, false>(members, stream);
@@ -162,9 +149,17 @@ void find(const Job& job, bool column, const Group& group, const Units& units, c
   launch(finding(job, column), group, units, stream);
 }
 
+// Whether the rows of all experts are those of one matrix: no scale depends on where an expert begins.
+bool alike(const Call& call) {
+  if (call.column || !call.row || call.row->keys || wants_sums(call.row)) return false;
+  const Spec& spec = call.row->spec;
+  return (spec.family == Family::mx || spec.family == Family::block) && spec.tile_rows == 1;
+}
+
 }  // namespace
 
 void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream) {
+  if (alike(call)) return quantize_cuda(call, stream);
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   const Source& x = call.source;
   Job job = job_of(x, call.row, call.column, call.dequantized);

@@ -27,6 +27,15 @@ def test_the_last_row_of_a_case_counts_and_keeps_its_place(tmp_path):
     assert "| a\\|b | 1 |  |" in page and "refused" in page and "commit def" in page
 
 
+def test_rows_that_differ_in_a_setting_are_all_kept(tmp_path):
+    settings = [{"weights": w, "splits": s} for w in ("kept", "each step") for s in ("list", "device")]
+    rows = [
+        {"section": "linear", "case": "mxfp8", "us": 1.0, **PLACE, "benchmark": "grouped"} | each for each in settings
+    ]
+    written = publish([write(tmp_path / "1", *rows)], tmp_path / "to")
+    assert len(written[0].read_text().splitlines()) == 4
+
+
 def test_rows_of_unknown_origin_are_refused(tmp_path):
     row = {"section": "single", "case": "a"} | PLACE
     del row["commit"]
