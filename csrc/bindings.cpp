@@ -119,12 +119,16 @@ void bind_cuda(py::module_& m) {
                                 static_cast<hq::Dtype>(out_dtype), stream);
   }, HQ_DECODE_ARGS, HQ_DECODE_GROUP_ARGS, "stream"_a = 0,
      "dequantize_grouped_cpu on the current GPU, where the offsets are.");
-  m.def("scale_product_cuda", [](uintptr_t product, uintptr_t factor, int64_t rows, int64_t cols, int row_step,
-                                 int col_step, uintptr_t out, int out_dtype, uintptr_t stream) {
-    hq::scale_product_cuda(pointer<float>(product), pointer<float>(factor), rows, cols, row_step, col_step,
+  m.def("scale_product_cuda", [](uintptr_t product, int dtype, float before, uintptr_t factor, int64_t rows,
+                                 int64_t cols, int row_step, int col_step, uintptr_t out, int out_dtype,
+                                 uintptr_t stream) {
+    hq::scale_product_cuda({pointer<void>(product), static_cast<hq::Dtype>(dtype), before, pointer<float>(factor), rows,
+                            cols, row_step, col_step},
                            pointer<void>(out), static_cast<hq::Dtype>(out_dtype), stream);
-  }, "product"_a, "factor"_a, "rows"_a, "cols"_a, "row_step"_a, "col_step"_a, "out"_a, "out_dtype"_a, "stream"_a = 0,
-     "A GEMM's fp32 product times a factor, one or per row or per column, rounded to the output's dtype.");
+  }, "product"_a, "dtype"_a, "before"_a, "factor"_a, "rows"_a, "cols"_a, "row_step"_a, "col_step"_a, "out"_a,
+     "out_dtype"_a, "stream"_a = 0,
+     "A GEMM's fp32 or bf16 product times a number, then times a factor, one or per row or per column; rounded to the "
+     "output's dtype.");
   m.def("cuda_device_count", &hq::cuda_device_count, "Visible GPUs; 0 without a driver.");
 }
 #endif

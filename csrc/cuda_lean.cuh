@@ -184,13 +184,21 @@ __device__ __forceinline__ BlockScale lean_scale(const LeanSide& side, const Blo
   return mx_scale_up(amax, side.facts);
 }
 
-// The scale of a segment at `row` of the operand.
-template <class Order, Kind kKind>
-__device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, const BlockScale& scale) {
+// The scale of a segment at `row` of the operand, whose first element is number `element`.
+template <class Order, Kind kKind, Part kPart>
+__device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, uint64_t element,
+                                                 const BlockScale& scale) {
   const uint32_t rows = side.to.spec.tile_rows, col = side.col0 + Order::col(0);
-  if (rows > 1 && row & (rows - 1)) return;
-  const uint32_t line = row >> (__ffs(rows) - 1), per_line = (side.cols + kBlock<kKind> - 1) / kBlock<kKind>;
-  const uint64_t at = side.first_scale + static_cast<uint64_t>(line) * per_line + col / kBlock<kKind>;
+  uint32_t line = row;
+  if (rows > 1) {
+    if (row & (rows - 1)) return;
+    line = row >> (__ffs(rows) - 1);
+    element = static_cast<uint64_t>(line) * side.cols + col;
+  }
+  uint64_t at = element / kBlock<kKind>;
+  if constexpr (kPart != Part::matrix)  // its columns need not be whole blocks
+    at = side.first_scale + static_cast<uint64_t>(line) * ((side.cols + kBlock<kKind> - 1) / kBlock<kKind>) +
+         col / kBlock<kKind>;
   if constexpr (kKind == Kind::block)
     static_cast<float*>(side.to.scales)[at] = scale.value;
   else
@@ -282,7 +290,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
       const BlockScale scale = lean_scale<kKind>(side, whole, most);
       const bool inside = !ragged || (rows_of_x ? row < side.rows : in_cols);
       const bool stores = inside || (ragged && !rows_of_x);
-      if (leads && inside) store_lean_scale<Order, kKind>(side, row, scale);
+      if (leads && inside) store_lean_scale<Order, kKind, kPart>(side, row, element, scale);
       float x[kSegment];
       lean_values<Order>(words, k, x);
       uint32_t codes[kCodeWords<four>];

@@ -131,9 +131,17 @@ void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t strea
 void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
 void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype,
                              uintptr_t stream);
-// out[r, c] = fl(product[r, c] * factor[r * row_step + c * col_step]), rounded to out_dtype; out may be product.
-void scale_product_cuda(const float* product, const float* factor, int64_t rows, int64_t cols, int row_step,
-                        int col_step, void* out, Dtype out_dtype, uintptr_t stream);
+// out[r, c] = fl(fl(product[r, c] * before) * factor[r * row_step + c * col_step]), rounded to out_dtype; out may be
+// product. product: fp32 or bf16.
+struct Product {
+  const void* product;
+  Dtype dtype;
+  float before;
+  const float* factor;
+  int64_t rows, cols;
+  int row_step, col_step;
+};
+void scale_product_cuda(const Product& call, void* out, Dtype out_dtype, uintptr_t stream);
 int cuda_device_count();
 #endif
 

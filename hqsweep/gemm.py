@@ -96,19 +96,22 @@ def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch
     factors = [f for f in (rows, columns) if f is not None]
     inverse = 1.0 / (a.divisor * b.divisor)  # torch rounds it to float32 before it multiplies
     if all(f.numel() == 1 for f in factors):
-        return _scaled(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
-    product = product.mul_(inverse) if inverse != 1.0 else product
+        return scaled(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
     if all(f.numel() > 1 for f in factors):
         for factor in factors[:-1]:
-            product = product.mul_(factor)
-        return _scaled(product, factors[-1], out_dtype)
-    return _scaled(product, reduce(torch.mul, factors), out_dtype)
+            product, inverse = scaled(product, factor, product.dtype, before=inverse), 1.0
+        return scaled(product, factors[-1], out_dtype, before=inverse)
+    return scaled(product, reduce(torch.mul, factors), out_dtype, before=inverse)
 
 
-def _scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype) -> Tensor:
-    """fl(product * factor) rounded to out_dtype, in one pass."""
+def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, before: float = 1.0) -> Tensor:
+    """fl(fl(product * before) * factor) in float32, rounded to out_dtype: one pass on a GPU, where product may be
+    bfloat16, too. Else a float32 product is overwritten. product [m, n]; factor a number, or [1, 1], [m, 1] or [1, n].
+    """
     if product.is_cuda and isinstance(factor, Tensor) and has_kernels("cuda") and out_dtype in DTYPES:
-        return torch.ops.hqsweep.scale_product(product, factor, out_dtype)
+        return torch.ops.hqsweep.scale_product(product, factor, out_dtype, before)
+    product = product.float()
+    product = product.mul_(before) if before != 1.0 else product
     if product.dtype == out_dtype:
         return product.mul_(factor)
     return torch.mul(product, factor, out=torch.empty_like(product, dtype=out_dtype))

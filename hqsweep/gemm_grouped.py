@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Format, Fp8PerTensor
-from hqsweep.gemm import mm_t, plan
+from hqsweep.gemm import mm_t, plan, scaled
 from hqsweep.native import capability_of, gemm_plan, mm_t_native
 from hqsweep.ops.grouped import pack
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
@@ -164,8 +164,8 @@ def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
 def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
     """mm_t_weights by torch._grouped_mm: [experts, n, k]."""
     dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
-    left, right = (None if group.factor is None else group.factor.view(-1, 1, 1) for group in (a, b))
-    return _scaled(dw, (left, False), (right, False), a.divisor * b.divisor, out_dtype)
+    left, right = (None if group.factor is None else group.factor.view(-1, 1) for group in (a, b))
+    return _scaled(dw.flatten(1), (left, False), (right, False), a.divisor * b.divisor, out_dtype).view_as(dw)
 
 
 def _scaled(
@@ -175,23 +175,18 @@ def _scaled(
     divisor: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """gemm.epilogue for a group: factors, each with whether they are those of rows, in the same order of roundings."""
+    """gemm.epilogue for a group [m, n]: factors [m, 1], each with whether they are those of rows, in the same order of
+    roundings."""
     factors, inverse = [factor for factor, _ in (left, right) if factor is not None], 1.0 / divisor
     if not factors and inverse == 1.0:
         return product.to(out_dtype)
     if not factors:
         return product.float().mul_(inverse).to(out_dtype)
     if not (left[1] or right[1]):
-        return _rounded(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
-    product = product.float().mul_(inverse)
+        return scaled(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
     if left[1] and right[1]:
-        return _rounded(product.mul_(left[0]), right[0], out_dtype)
-    return _rounded(product, reduce(torch.mul, factors), out_dtype)
-
-
-def _rounded(product: Tensor, factor: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """fl(product * factor) in float32, which is the factor's type, rounded to out_dtype, in one pass."""
-    return torch.mul(product, factor, out=torch.empty(product.shape, dtype=out_dtype, device=product.device))
+        product, inverse = scaled(product, factors.pop(0), torch.float32, before=inverse), 1.0
+    return scaled(product, reduce(torch.mul, factors), out_dtype, before=inverse)
 
 
 def _exact(group: Group) -> GroupedExact:

@@ -137,7 +137,9 @@ def test_gpu_product_leaves_torchs_setting_alone():
 @pytest.mark.parametrize("shape", [(64, 128), (33, 70), (1, 8), (0, 16)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gpu_epilogue_is_torchs_product_rounded_once(shape, dtype):
-    product = torch.randn(shape, device="cuda")
-    for factor in (torch.full((1, 1), 0.3), torch.rand(shape[0], 1), torch.rand(shape[1], 1).t()):
-        factor = factor.cuda()
-        assert torch.equal(torch.ops.hqsweep.scale_product(product, factor, dtype), (product * factor).to(dtype))
+    exact = torch.randn(shape, device="cuda")
+    for product in (exact, exact.bfloat16()):
+        for factor in (torch.full((1, 1), 0.3), torch.rand(shape[0], 1), torch.rand(shape[1], 1).t()):
+            for before in (1.0, 1 / 2688):
+                rounded = ((product.float() * before) * factor.cuda()).to(dtype)
+                assert torch.equal(torch.ops.hqsweep.scale_product(product, factor.cuda(), dtype, before), rounded)

@@ -44,7 +44,7 @@ _library.define(
     "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found) -> ()"
 )
 _library.define("dequantize(Tensor[] buffers, str format, int rows, int cols, bool exact, ScalarType dtype) -> Tensor")
-_library.define("scale_product(Tensor product, Tensor factor, ScalarType dtype) -> Tensor")
+_library.define("scale_product(Tensor product, Tensor factor, ScalarType dtype, float before=1.0) -> Tensor")
 
 
 # Arguments in the order of the schema.
@@ -96,12 +96,13 @@ def _dequantize(buffers, format, rows, cols, exact, dtype):
     return out
 
 
-def _scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """fl(product * factor) in dtype; product float32 [m, n], factor float32 [1, 1], [m, 1] or [1, n]."""
+def _scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
+    """fl(fl(product * before) * factor) in float32, rounded to dtype; product float32 or bfloat16 [m, n], contiguous,
+    factor float32 [1, 1], [m, 1] or [1, n]."""
     out = torch.empty_like(product, dtype=dtype)
     steps = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
-    addresses = (product.data_ptr(), factor.data_ptr(), *product.shape, *steps, out.data_ptr())
-    _run(product, extension().scale_product_cuda, *addresses, DTYPES[dtype])
+    given = (product.data_ptr(), DTYPES[product.dtype], before, factor.data_ptr(), *product.shape, *steps)
+    _run(product, extension().scale_product_cuda, *given, out.data_ptr(), DTYPES[dtype])
     return out
 
 
@@ -200,7 +201,9 @@ for _name, _function in {"find_amax_": _find_amax, "dequantize": _dequantize}.it
 register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
 _library.impl("scale_product", on_its_device(_scale_product), "CUDA")
 register_fake(
-    "hqsweep::scale_product", lambda product, factor, dtype: torch.empty_like(product, dtype=dtype), lib=_library
+    "hqsweep::scale_product",
+    lambda product, factor, dtype, before=1.0: torch.empty_like(product, dtype=dtype),
+    lib=_library,
 )
 register_fake("hqsweep::find_amax_", lambda *_: None, lib=_library)
 register_fake(

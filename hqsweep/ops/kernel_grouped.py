@@ -2,7 +2,7 @@
 
 One call quantizes the rows of all experts, whose offsets stay where they are: on CUDA nothing waits for them, and a
 graph serves any splits of as many rows. Outputs are packed buffers (ops.grouped_layout), exact where the host knows the
-splits and of packed_allocations() where it does not; what stands beyond the last expert's bytes is left open. Offsets begin
+splits and of packed_allocations() where it does not; what stands beyond the last expert's is left open. Offsets begin
 with 0, do not decrease and end within X (given sizes, they are those of the sizes). The CPU refuses others; on a GPU,
 which nobody waits for, they are the caller's promise: with others, outputs may be written past their ends.
 

@@ -66,11 +66,17 @@ def test_a_vector_is_no_matrix():
         encode(torch.zeros(4), parse("mxfp8"))
 
 
-def on_cpu_and_gpu(distribution):
-    """Matrices of both orientations and all dtypes on the CPU, each with its copy of the same strides on the GPU."""
+def on_cpu_and_gpu(distribution, text):
+    """Matrices of both orientations and all dtypes on the CPU, each with its copy of the same strides on the GPU; in
+    bfloat16 also those of whole tiles of 128 x 128, and with last rows or columns that are none."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for x in (draw(distribution, 96, 160, dtype=dtype), draw(distribution, 160, 96, dtype=dtype).t()):
             yield x, x.cuda()
+    tall = 299 if text.startswith(("mxfp8", "mxfp6", "fp8")) else 304
+    for x in (draw(distribution, rows, 256, dtype=torch.bfloat16) for rows in (256, 299)):
+        yield x, x.cuda()
+    for x in (draw(distribution, rows, 256, dtype=torch.bfloat16).t() for rows in (256, tall)):
+        yield x, x.cuda()
 
 
 @pytest.mark.gpu
@@ -79,7 +85,7 @@ def on_cpu_and_gpu(distribution):
 def test_gpu_bytes_equal_cpu_bytes(text, distribution):
     """The reference and the kernel on the GPU, in both orientations."""
     format = parse(text)
-    for x, on_gpu in on_cpu_and_gpu(distribution):
+    for x, on_gpu in on_cpu_and_gpu(distribution, text):
         expected = format.encode(x, None, KEY)
         for backend in ("reference", "kernel"):
             actual = encode(on_gpu, format, key=KEY, backend=backend)
@@ -94,7 +100,7 @@ def test_gpu_bytes_equal_cpu_bytes(text, distribution):
 def test_gpu_exact_operand_is_the_reference_operand(text, distribution):
     """Matrix (dtype and bytes, but for the bits of a NaN), factor and divisor."""
     format = parse(text)
-    for x, on_gpu in on_cpu_and_gpu(distribution):
+    for x, on_gpu in on_cpu_and_gpu(distribution, text):
         wanted = format.operand(format.encode(x, None, KEY), tuple(x.shape))
         actual = exact_operand(on_gpu, format, key=KEY, backend="kernel")
         assert actual.matrix.is_cuda and actual.matrix.dtype == wanted.matrix.dtype
