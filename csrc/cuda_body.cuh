@@ -161,13 +161,12 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& he
   }
 }
 
-// kPart: what whole tiles are. The columns of X's rows are lines of the columnwise operand, which are aligned or not.
-template <Part kPart>
+// A tile of rows that need not be whole tiles. They are lines of the columnwise operand, which are aligned or not.
 __device__ __forceinline__ void run_any_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
   const LeanCorner& at = here.at;
   const bool aligned = !job.has_column || at.rows % kSegment == 0 || only_turned(job.column);
   if (aligned && at.r0 + kTile <= at.rows)
-    run_lean_tile<false, kPart>(job, here, tile);
+    run_lean_tile<false, Part::whole>(job, here, tile);
   else
     run_lean_tile<false, Part::ragged>(job, here, tile);
 }

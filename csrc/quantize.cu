@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_lean(const _
                       {job.column.amax, job.column.key, 0}};
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   if constexpr (kRagged)
-    run_any_tile<Part::matrix>(job, here, tile);
+    run_any_tile(job, here, tile);
   else
     run_lean_tile<kSums, Part::matrix>(job, here, tile);
 }

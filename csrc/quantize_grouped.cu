@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   __syncthreads();
   if (member.rows == 0) return;
   if constexpr (kLean)
-    run_any_tile<Part::whole>(job, here, tile);
+    run_any_tile(job, here, tile);
   else
     run_member<W, kSums>(launch, member, c0, tile);
 }
