@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hqsweep.formats import Format, RngKey
+from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.grouped import GroupQuantized, exact_group, member_buffers, pack, quantize_grouped
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.request import Output
@@ -107,11 +107,9 @@ def quantize_group(
     if keys is None and states is None:
         made = quantize_grouped(x, splits, **formats, columnwise_source=source, **outputs, by_rows=by_rows)
         return _groups(made, quantizer, splits, x, rowwise)
-    each = [quantizer.direction_keys(key) for key in keys or ()]
     grids = [state.grids(formats) if state else {} for state in states or ()]
     options = outputs | {"by_rows": by_rows}
-    if each:
-        options |= {f"{d}_keys": [own[f"{d}_key"] for own in each] for d in DIRECTIONS}
+    options |= {f"{d}_keys": own for d, own in _direction_keys(quantizer, keys).items()}
     if any(grids):
         options |= {f"{d}_grids": [own.get(f"{d}_grid") for own in grids] for d in DIRECTIONS}
     made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
@@ -120,6 +118,16 @@ def quantize_group(
         for (start, end), state, key in zip(splits.spans, states, row_keys, strict=True):
             state.note(x[start:end], formats, source, key)
     return _groups(made, quantizer, splits, x, rowwise)
+
+
+def _direction_keys(
+    quantizer: HybridQuantizer, keys: Sequence[RngKey | None] | None
+) -> dict[str, Sequence[RngKey | None] | None]:
+    """HybridQuantizer.direction_keys of every expert."""
+    if keys is None or isinstance(keys, RngKeys):
+        return quantizer.direction_keys(keys)
+    each = [quantizer.direction_keys(key) for key in keys]
+    return {direction: [own[direction] for own in each] for direction in DIRECTIONS}
 
 
 def _groups(

@@ -158,10 +158,11 @@ def calls_of_a_step(experts, quantizers):
     return calls
 
 
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", SECTIONS[1]], ids=ids)
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", "nvfp4+sr", *SECTIONS[:2]], ids=ids)
 def test_the_host_does_nothing_for_single_experts(used, quantizers):
+    calls_of_a_step(3, quantizers)  # plans of these formats are made, and found by equal ones
     assert calls_of_a_step(2, quantizers) == calls_of_a_step(9, quantizers)
-    assert used == [3, 3, 2, 3, 3, 2] * 2
+    assert used == [3, 3, 2, 3, 3, 2] * 3
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
