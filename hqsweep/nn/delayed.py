@@ -45,10 +45,11 @@ class DelayedStates(nn.ModuleDict):
                 del self[name]
 
     def _state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
-        if name not in self or not _fits(self[name], format.history):
-            self[name] = DelayedState(format.history, device)
-        elif self[name].history.device != device:
-            self[name].to(device)
+        with torch.inference_mode(False):  # a training may go on with what an evaluation made
+            if name not in self or not _fits(self[name], format.history):
+                self[name] = DelayedState(format.history, device)
+            elif self[name].history.device != device:
+                self[name].to(device)
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

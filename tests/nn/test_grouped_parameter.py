@@ -12,6 +12,7 @@ from experts import (
     assert_same_gradients,
     gradients,
     grouped,
+    held,
     ids,
     singles,
     train,
@@ -29,11 +30,6 @@ from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
 HELD = ["bf16", "fp8_current|mxfp8", "nvfp4+sr", "fp8_delayed", SECTIONS[1]]
-
-
-def held(quantizers, preserve=False, **options):
-    with quantized_model_init(preserve_high_precision_init_val=preserve), quantization(seed=1, step=0):
-        return grouped(quantizers, **options)
 
 
 def output(module, step=1):

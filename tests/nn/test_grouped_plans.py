@@ -8,9 +8,10 @@ import pytest
 import torch
 from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids, recipe_of
 
+from hqsweep.errors import UserError
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import GroupedLinear, quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, autocast, quantization, quantized_model_init
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.ops.grouped_layout import Splits
 
@@ -76,13 +77,31 @@ def assert_close(ours, theirs, rtol):
 def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
     """Up to the order of sums: matrices are float32 here, so that nothing else is rounded."""
     with quantized_model_init(enabled=held), quantization(seed=1, step=0):
-        module = grouped(quantizers, single_grouped_weight=single, bias=True)
+        module = grouped(quantizers, single_grouped_weight=single, single_grouped_bias=single, bias=True)
     ours = run(module, hidden())
     assert used == [3, 3, 2]  # fprop, dgrad, and a wgrad without host splits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
         assert_close(ours, run(module, SPLITS), 2**-7)
     assert len(used) == 3
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_main_grad_adds_up_what_the_kernel_gives(used, single):
+    """Over microbatches, in float32, where only a device knows the splits."""
+    plain, fused = (
+        grouped("mxfp8", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (False, True)
+    )
+    expected = [torch.zeros(w.shape) for w in plain.weights]
+    for weight in fused.weights:
+        weight.main_grad = torch.zeros(weight.shape)
+    for step in (1, 2):
+        run(plain, hidden(), step)
+        run(fused, hidden(), step)
+        for total, weight in zip(expected, plain.weights, strict=True):
+            total += weight.grad
+    assert used == [3, 3, 2] * 4
+    assert all(map(torch.equal, [weight.main_grad for weight in fused.weights], expected))
 
 
 def test_gradients_in_float32_are_a_loop_where_the_host_knows_the_splits(used):
@@ -173,6 +192,19 @@ def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, mon
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: pytest.fail("operands are copied"))
     run(module, SPLITS)
     assert used == [3, 3, 2]
+
+
+def test_plans_follow_the_recipe_of_the_call(used):
+    """What one recipe multiplies by the kernel, another one in force for the same module may not."""
+    module = grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16)
+    run(module, SPLITS)
+    with autocast(recipe=recipe_of("fp8_block+fp32_scale")):
+        run(module, SPLITS)
+    assert used == [3, 3, 2]
+    run(module, SPLITS)
+    assert used == [3, 3, 2] * 2
+    with autocast(recipe=recipe_of("mxfp8", gemm="native")), pytest.raises(UserError, match="gemm=native needs a GPU"):
+        run(module, SPLITS)
 
 
 def test_splits_may_change_between_calls_and_modules_are_copied_without_them(used):

@@ -6,48 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_of, values
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey
 from hqsweep.jobs.inputs import draw
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
-KEY = RngKey(seed=3, slot="experts/grouped_linear/weight", step=5)
-E, N, K = 3, 32, 48
 QUANTIZERS = [
     "bf16", "fp32", "bf16|fp32", "fp8_current", "fp8_current|mxfp8", "fp8_block+2d", "fp8_block", "mxfp8", "mxfp8+2d",
     "mxfp6_e2m3|mxfp4", "nvfp4", "nvfp4+2d", "nvfp4|nvfp4+rht", "nvfp4+row_scaled|mxfp8@rowwise_dequantized",
     "mxfp8|bf16@rowwise_dequantized", "nvfp4+sr", "bf16|nvfp4+sr",
 ]  # fmt: skip
-
-
-def values(seed=0):
-    """Experts of different sizes, so that a shared scale would be seen."""
-    return draw("normal", E * N, K, seed).view(E, N, K) * torch.tensor([1.0, 100.0, 0.01], dtype=torch.bfloat16).view(
-        E, 1, 1
-    )
-
-
-def key_of(expert, key=KEY):
-    return replace(key, slot=f"{key.slot}/{expert}")
-
-
-def alone(x, text, **options):
-    quantizer = HybridQuantizer.parse(text)
-    return [HybridQuantizedTensor.quantize(part, quantizer, key=key_of(e), **options) for e, part in enumerate(x)]
-
-
-def grouped(text="mxfp8", x=None, **options):
-    x = values() if x is None else x
-    return GroupedTensor.quantize(x, HybridQuantizer.parse(text), key=KEY, **options)
-
-
-def assert_same_bytes(a, b):
-    assert a.quantizer == b.quantizer and a.shape == b.shape and a.buffers.keys() == b.buffers.keys()
-    assert all(torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers)
 
 
 @pytest.mark.parametrize("text", QUANTIZERS)
