@@ -45,11 +45,13 @@ class DelayedStates(nn.ModuleDict):
                 del self[name]
 
     def _state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
+        found = self._modules.get(name)
+        if found is not None and _fits(found, format.history) and found.history.device == device:
+            return found
         with torch.inference_mode(False):  # a training may go on with what an evaluation made
-            if name not in self or not _fits(self[name], format.history):
-                self[name] = DelayedState(format.history, device)
-            elif self[name].history.device != device:
-                self[name].to(device)
+            if found is not None and _fits(found, format.history):
+                return found.to(device)
+            self[name] = DelayedState(format.history, device)
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

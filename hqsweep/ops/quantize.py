@@ -119,7 +119,7 @@ def find_amax(
     if not use_kernel(request, x, (None, None), backend):
         return _amax_by_reference(request, x, rowwise_key, rowwise_amax, (out_rowwise, out_columnwise))
     if out_rowwise is not None or out_columnwise is not None:
-        torch.ops.hqsweep.find_amax_.default(
+        kernel.find_amax(
             x, request.row_text, request.column_text, request.dequantized,
             key_words(request.row, rowwise_key) if request.dequantized else NO_KEY,
             rowwise_amax, out_rowwise, out_columnwise,

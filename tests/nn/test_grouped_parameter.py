@@ -126,6 +126,9 @@ def test_a_high_precision_checkpoint_loads_into_held_weights():
     assert torch.equal(plain.weight[2], expected.weight2.dequantize())
     with pytest.raises(RuntimeError, match="weight3"):
         grouped().load_state_dict({f"weight{e}": torch.zeros(N, K) for e in range(3)})
+    for options, state in (({}, {"weight": torch.zeros(3, N, K)}), (SINGLE, {"weight0": torch.zeros(N, K)})):
+        with pytest.raises(RuntimeError, match='Missing key.*"weight'):
+            grouped(**options).load_state_dict(state)
 
 
 def test_another_recipe_than_the_weights_is_refused():

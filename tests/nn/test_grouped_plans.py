@@ -8,6 +8,7 @@ import pytest
 import torch
 from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids, recipe_of
 
+import hqsweep.quant.grouped_operand
 from hqsweep.errors import UserError
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
@@ -216,3 +217,38 @@ def test_splits_may_change_between_calls_and_modules_are_copied_without_them(use
     assert torch.equal(run(copied, SPLITS)["y"], results[0])
     assert "_offsets" in vars(module._last_splits) and copied._last_splits is not module._last_splits
     assert "_offsets" not in vars(pickle.loads(pickle.dumps(module._last_splits)))
+
+
+def test_bulk_calls_are_one_for_each_tensor_and_ask_for_what_is_read(monkeypatch):
+    """x, w and dy, all experts in one call, and no direction that no product reads."""
+    place, calls = hqsweep.quant.grouped_operand, []
+    real = place.quantize_grouped
+
+    def spy(x, splits, rowwise=None, columnwise=None, **options):
+        calls.append((len(x), *("-" if format is None else str(format) for format in (rowwise, columnwise))))
+        return real(x, splits, rowwise, columnwise, **options)
+
+    monkeypatch.setattr(place, "quantize_grouped", spy)
+    module, rows = grouped("mxfp8|fp8_block", single_grouped_weight=True), ROWS
+    of_weights = EXPERTS * N
+    y = module(draw("normal", ROWS, K).requires_grad_(), SPLITS)
+    forward = [(rows, "mxfp8", "fp8_block"), (of_weights, "mxfp8", "-")]
+    assert calls == forward
+    y.backward(draw("normal", ROWS, N))
+    assert calls[2:] == [(rows, "mxfp8", "fp8_block"), (of_weights, "-", "fp8_block")]
+    for frozen, expected in (
+        (
+            "weight",
+            [(rows, "mxfp8", "-"), (of_weights, "mxfp8", "-"), (rows, "mxfp8", "-"), (of_weights, "-", "fp8_block")],
+        ),
+        ("input", [*forward, (rows, "-", "fp8_block")]),
+    ):
+        calls.clear()
+        module.weight.requires_grad_(frozen != "weight")
+        x = draw("normal", ROWS, K).requires_grad_(frozen != "input")
+        module(x, SPLITS).backward(draw("normal", ROWS, N))
+        assert calls == expected
+    calls.clear()
+    with torch.no_grad():
+        module(draw("normal", ROWS, K), SPLITS)
+    assert calls == [(rows, "mxfp8", "-"), (of_weights, "mxfp8", "-")]
