@@ -13,7 +13,7 @@ from hqsweep.formats import RngKeys
 from hqsweep.formats.tracing import constant_result
 from hqsweep.gemm_grouped import Group, GroupedPlan, Members, grouped_plan, mm_t_tokens, mm_t_weights
 from hqsweep.nn.call import slot_name
-from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.delayed import DelayedStates, slots_of
 from hqsweep.nn.grouped_parameter import link_group_states
 from hqsweep.nn.linear_function import LinearCall
 from hqsweep.ops.grouped_layout import Splits
@@ -78,7 +78,8 @@ class GroupedCall(LinearCall):
         if quantizer.stochastic or has_own_quantize(quantizer):
             keys = self.keys(tensor)
         if quantizer.delayed:
-            states = [call.states_of(tensor, x) for call in self.experts]
+            facts = {"device": x.device, "step": self.context.step, "record": self.grad}
+            states = slots_of(self.states, tensor, quantizer, **facts)
         try:
             return quantize_group(x, splits, quantizer, **wanted, keys=keys, states=states)
         except UserError as error:

@@ -33,6 +33,15 @@ def test_splits_know_spans_and_offsets():
     assert Splits.of(splits, 8) is splits and Splits.uniform(3, 4).spans[2] == (8, 12)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"), [([9, -1], "m_splits has -1 for expert 1"), ([3, 6], "m_splits adds up to 9 rows, .* has 8")]
+)
+def test_sizes_that_were_waited_for_are_checked(sizes, message):
+    splits = Splits(rows=8, count=2, sizes=None, device_sizes=torch.tensor(sizes))
+    with pytest.raises(UserError, match=message):
+        _ = splits.spans
+
+
 @pytest.mark.gpu
 def test_splits_of_a_device_are_read_when_they_must_be():
     splits = Splits.of(torch.tensor([3, 0, 5], device="cuda"), 8)

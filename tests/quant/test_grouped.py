@@ -143,3 +143,22 @@ def test_the_optimizer_keeps_masters_of_all_experts():
     assert torch.equal(ours.master_param(w), plain.detach())
     assert_same_bytes(w, grouped("mxfp8", plain.detach()))
     assert w.high_precision_init_val is None
+
+
+def test_preserved_values_are_those_of_the_experts():
+    """In members, in parts, and in a group that is made of tensors that have some."""
+    w, x = grouped(preserve_high_precision_init_val=True), values()
+    together = GroupedTensor.of(alone(x, "mxfp8", preserve_high_precision_init_val=True))
+    for whole in (w, together):
+        assert torch.equal(whole.high_precision_init_val, x)
+        assert all(map(torch.equal, [member.high_precision_init_val for member in whole.members], x))
+        assert torch.equal(whole[1:].high_precision_init_val, x[1:])
+    assert GroupedTensor.of(alone(x, "mxfp8")).high_precision_init_val is None
+
+
+def test_experts_that_do_not_follow_each_other_are_no_part():
+    w = grouped()
+    for part in (lambda: w[::2], lambda: w[2:2], lambda: w[3:]):
+        with pytest.raises(UserError, match="of 3 experts; it takes step 1 and one expert or more"):
+            part()
+    assert torch.equal(w[-2:-1].dequantize(), w.dequantize()[1:2])
