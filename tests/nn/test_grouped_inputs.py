@@ -20,9 +20,10 @@ from experts import (
     train,
 )
 
+import hqsweep.nn.grouped_linear
 from hqsweep.errors import UserError
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import GroupedLinear, quantization
+from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
 from hqsweep.ops.grouped_layout import Splits
 
 
@@ -139,3 +140,42 @@ def test_a_training_goes_on_after_an_evaluation_in_inference_mode(single):
             y = call(x)
         y.float().sum().backward()
         assert torch.equal(y, expected)
+
+
+def test_experts_are_compared_once_for_a_recipe(monkeypatch):
+    """When the module is built, when it takes a recipe, and at the first call under an autocast: never in a step."""
+    place, seen = hqsweep.nn.grouped_linear, []
+    real = place.homogeneous
+    monkeypatch.setattr(place, "homogeneous", lambda own, where: seen.append(where) or real(own, where))
+    module, x, other = grouped("mxfp8"), draw("normal", ROWS, K), recipe_of("fp8_block")
+    tensors = [f"experts: {tensor}" for tensor in ("input", "weight", "grad_output")]
+    assert seen == tensors
+    for _ in range(2):
+        module(x, SPLITS).float().sum().backward()
+    assert seen == tensors
+    for _ in range(2):
+        with autocast(recipe=other):
+            module(x, SPLITS)
+    assert seen == tensors * 2
+    set_recipe(module, other)
+    module(x, SPLITS)
+    assert seen == tensors * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
+def test_a_graph_of_a_forward_serves_other_splits(quantizers):
+    """Captured with the splits on the device, biases included; nothing of them was read by the host."""
+    options = {"single_grouped_weight": True, "single_grouped_bias": True, "bias": True}
+    module = grouped(quantizers, **options).to(torch.bfloat16).cuda()
+    x, splits = draw("normal", ROWS, K).cuda(), torch.tensor(SPLITS, dtype=torch.int32, device="cuda")
+    with torch.no_grad():
+        module(x, splits)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = module(x, splits)
+        for sizes in (SPLITS, SPLITS[::-1], (1, 0, 127, 0)):
+            splits.copy_(torch.tensor(sizes, dtype=torch.int32))
+            graph.replay()
+            assert torch.equal(y, module(x, torch.tensor(sizes, device="cuda")))

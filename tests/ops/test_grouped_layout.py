@@ -11,12 +11,13 @@ from hqsweep.ops.grouped_layout import GroupLayout, Splits, splits_to_offsets
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 17, 255, 256, 257, 513, 1024, 100_000])
 @pytest.mark.parametrize("stride", [1, 7, 128])
-def test_offsets_are_sums_times_the_stride(count, stride):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_offsets_are_sums_times_the_stride(count, stride, device):
     sizes = torch.randint(-50, 1000, (count,), generator=torch.Generator().manual_seed(count))
     expected = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(sizes, 0)]) * stride
-    for given in (sizes, sizes.int(), sizes.tolist()):
+    for given in (sizes.to(device), sizes.int().to(device), sizes.tolist()):
         offsets = splits_to_offsets(given, stride)
-        assert offsets.dtype == torch.int64 and torch.equal(offsets, expected)
+        assert offsets.dtype == torch.int64 and torch.equal(offsets.cpu(), expected)
 
 
 def test_offsets_beyond_int64_are_refused():
