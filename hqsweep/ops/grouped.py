@@ -215,7 +215,7 @@ def exact_group(buffers: Buffers, format: Format, layout: GroupLayout) -> Groupe
         return pack(exact, format, layout, by_rows=layout.columnwise)
     matrix = kernel_grouped.dequantize_grouped(
         [buffers[name] for name in p.names], p.text, layout.columnwise, layout.splits.offsets(first.device),
-        layout.splits.rows, layout.width, True, p.exact_dtype(first.is_cuda),
+        layout.splits.rows, layout.width, True, Plan.exact_dtype(p, first.is_cuda),
     )  # fmt: skip
     return GroupedExact(
         layout=layout, matrix=matrix, by_rows=layout.columnwise, factor=buffers.get(p.amax_name),

@@ -135,9 +135,9 @@ def _check_amaxes(
         if out is not None and (p is None or p.amax_name is None):
             raise UserError(f"find_amax: {p.text if p else 'no format'} has no global amax to find for out_{name}")
         if p:
-            p.check_amax(f"out_{name}", out, x.shape[rows], x)
+            Plan.check_amax(p, f"out_{name}", out, x.shape[rows], x)
     if row:
-        row.check_amax("rowwise_amax", given, x.shape[0], x)
+        Plan.check_amax(row, "rowwise_amax", given, x.shape[0], x)
     if request.dequantized and row.amax_name and given is None and (out_row is None or row.delayed):
         where = "rowwise_amax" if row.delayed else "rowwise_amax or out_rowwise"
         raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")
