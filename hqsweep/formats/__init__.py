@@ -7,7 +7,7 @@ from hqsweep.formats.identity import Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
 from hqsweep.formats.parse import FORMATS, options, parse
-from hqsweep.formats.random import RngKey
+from hqsweep.formats.random import RngKey, RngKeys
 
 __all__ = [
     "FORMATS",
@@ -24,6 +24,7 @@ __all__ = [
     "Fp8PerTensor",
     "Identity",
     "RngKey",
+    "RngKeys",
     "options",
     "parse",
 ]

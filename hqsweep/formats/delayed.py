@@ -45,15 +45,16 @@ class Fp8Delayed(Fp8PerTensor):
 def end_step(history: Tensor, amax: Tensor, *, most_recent: bool) -> tuple[Tensor, Tensor]:
     """History and amax of the next step. No device waits; nothing is written.
 
-    history: float32 [L], entry 0 the amax of the step that ends, the last entry that of the step before, as the oldest
-    is overwritten. amax: float32 of any shape with one element, the one in use.
+    history: float32 [..., L], entry 0 the amax of the step that ends, the last entry that of the step before, as the
+    oldest is overwritten. amax: float32 of any shape with one element for each history, the ones in use.
         last = history[0]; without one (0) everything stays
         history[i] = history[i + 1] for 0 < i < L - 1, history[L - 1] = last, history[0] = 0
         amax = last (most_recent), or the largest of the old history, NaN ignored; unless that is 0, inf or NaN
     """
-    last, rolled = history[0], history.roll(-1)
-    rolled[:1].zero_()  # an assigned number would be copied to the device, which waits
-    candidate = last if most_recent else history.nan_to_num(nan=0.0, posinf=torch.inf).amax()
+    last, rolled = history[..., 0], history.roll(-1, dims=-1)
+    rolled[..., :1].zero_()  # an assigned number would be copied to the device, which waits
+    candidate = last if most_recent else history.nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=-1)
     recorded = last != 0
-    usable = recorded & (candidate > 0) & candidate.isfinite()
-    return torch.where(recorded, rolled, history), torch.where(usable, candidate, amax)
+    usable = (recorded & (candidate > 0) & candidate.isfinite()).view(amax.shape)
+    new_amax = torch.where(usable, candidate.view(amax.shape), amax)
+    return torch.where(recorded[..., None], rolled, history), new_amax

@@ -6,7 +6,8 @@ and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: 
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,37 @@ class RngKey:
         """The two 32-bit words of the Philox key: seed, and the first four bytes of SHA-256 of the slot's name."""
         return self.seed & _MASK, _slot_word(self.slot)
 
+    def under(self, name: str) -> "RngKey":
+        """The stream of a part of the slot."""
+        return replace(self, slot=f"{self.slot}/{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RngKeys(Sequence[RngKey]):
+    """The streams of the experts of a group in one step: keys that differ in their slots only.
+
+    What depends on every expert is computed once for the slots, which a training repeats.
+    """
+
+    seed: int
+    slots: tuple[str, ...]
+    step: int
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, expert: int) -> RngKey:
+        return RngKey(seed=self.seed, slot=self.slots[expert], step=self.step)
+
+    @property
+    def words(self) -> tuple[int, tuple[int, ...]]:
+        """The words of RngKey: that of the seed, and those of the slots."""
+        return self.seed & _MASK, _of_slots(self.slots, "")[1]
+
+    def under(self, name: str) -> "RngKeys":
+        """The streams of a part of every slot."""
+        return replace(self, slots=_of_slots(self.slots, name)[0])
+
 
 _SLOT_WORDS: dict[str, int] = {}
 
@@ -44,6 +76,22 @@ def _slot_word(slot: str) -> int:
     if word is None:
         word = _SLOT_WORDS[slot] = int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
     return word
+
+
+_OF_SLOTS: dict[tuple, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+_KEPT_SLOTS = 8192
+
+
+@constant_result
+def _of_slots(slots: tuple[str, ...], name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The slots, or the parts of this name of them, and their words. Kept."""
+    found = _OF_SLOTS.get((slots, name))
+    if found is None:
+        if len(_OF_SLOTS) >= _KEPT_SLOTS:
+            _OF_SLOTS.clear()
+        parts = tuple(f"{slot}/{name}" for slot in slots) if name else slots
+        found = _OF_SLOTS[slots, name] = parts, tuple(map(_slot_word, parts))
+    return found
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:

@@ -18,6 +18,12 @@ from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.sections import Section
 
 
+def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part: int) -> str:
+    """The slot of the random bits of a tensor, in a part of the step's batch."""
+    slot = str(QuantizerRole(module_type, tensor, name, expert))
+    return f"{slot}@{part}" if part else slot
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """Captured in forward, so that backward quantizes under the same recipe and draws the same random bits."""
@@ -38,9 +44,11 @@ class Call:
 
     def key(self, tensor: str) -> RngKey:
         """The stream of one slot in this step and microbatch; of a weight in this step."""
-        slot = str(QuantizerRole(self.module_type, tensor, self.name, self.expert))
-        part = self.context.microbatch if tensor != "weight" else 0
-        return self.context.key(f"{slot}@{part}" if part else slot)
+        return self.context.key(slot_name(self.module_type, tensor, self.name, self.expert, self.part(tensor)))
+
+    def part(self, tensor: str) -> int:
+        """Of the step's batch, for what differs among microbatches."""
+        return self.context.microbatch if tensor != "weight" else 0
 
     @property
     def layer(self) -> str:

@@ -1,6 +1,6 @@
 """The states of delayed scaling that a module holds, which its state_dict carries."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,7 @@ class DelayedStates(nn.ModuleDict):
         """The states of a slot for one call; None where no direction is delayed."""
         if quantizer is None or not quantizer.delayed:
             return None
-        formats = {direction: getattr(quantizer, direction) for direction in DIRECTIONS}
-        delayed = {direction: f for direction, f in formats.items() if isinstance(f, Fp8Delayed)}
-        states = {direction: self._state(f"{slot}_{direction}", f, device) for direction, f in delayed.items()}
-        return SlotStates(states=states, step=step, record=record)
+        return slots_of([self], slot, quantizer, device=device, step=step, record=record)[0]
 
     def keep(self, quantizers: Mapping[str, HybridQuantizer | None]) -> None:
         """Give up the states that these quantizers, by slot, have no use for."""
@@ -44,11 +41,15 @@ class DelayedStates(nn.ModuleDict):
             if not (isinstance(formats.get(name), Fp8Delayed) and _fits(self[name], formats[name].history)):
                 del self[name]
 
-    def _state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
-        if name not in self or not _fits(self[name], format.history):
+    def state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
+        """The state of that name, made if it is not there or has another length."""
+        found = self._modules.get(name)
+        if found is not None and _fits(found, format.history) and found.history.device == device:
+            return found
+        with torch.inference_mode(False):  # a training may go on with what an evaluation made
+            if found is not None and _fits(found, format.history):
+                return found.to(device)
             self[name] = DelayedState(format.history, device)
-        elif self[name].history.device != device:
-            self[name].to(device)
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -64,6 +65,22 @@ class DelayedStates(nn.ModuleDict):
             if name not in self or not _fits(self[name], len(history)):
                 self[name] = DelayedState(len(history), history.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def slots_of(
+    owners: Sequence[DelayedStates],
+    slot: str,
+    quantizer: HybridQuantizer,
+    *,
+    device: torch.device,
+    step: int | None,
+    record: bool,
+) -> list[SlotStates]:
+    """DelayedStates.of for each of several owners, such as experts, and a quantizer that is delayed."""
+    formats = {direction: getattr(quantizer, direction) for direction in DIRECTIONS}
+    delayed = [(d, f"{slot}_{d}", f) for d, f in formats.items() if isinstance(f, Fp8Delayed)]
+    each = [{direction: own.state(name, f, device) for direction, name, f in delayed} for own in owners]
+    return [SlotStates(states=states, step=step, record=record) for states in each]
 
 
 def _fits(state: DelayedState, length: int) -> bool:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
+from hqsweep.formats import RngKeys
+from hqsweep.formats.tracing import constant_result
 from hqsweep.gemm_grouped import Group, GroupedPlan, Members, grouped_plan, mm_t_tokens, mm_t_weights
-from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.call import slot_name
+from hqsweep.nn.delayed import DelayedStates, slots_of
 from hqsweep.nn.grouped_parameter import link_group_states
 from hqsweep.nn.linear_function import LinearCall
 from hqsweep.ops.grouped_layout import Splits
@@ -51,6 +54,11 @@ class GroupedCall(LinearCall):
         own = {field.name: getattr(self, field.name) for field in fields(LinearCall)} | {"workspace": None}
         return [LinearCall(**own | {"expert": e, "states": states}) for e, states in enumerate(self.states)]
 
+    def keys(self, tensor: str) -> RngKeys:
+        """key() of every expert."""
+        slots = _slots(self.module_type, tensor, self.name, len(self.states), self.part(tensor))
+        return RngKeys(seed=self.context.seed, slots=slots, step=self.context.step or 0)
+
     def quantize(
         self,
         tensor: str,
@@ -68,9 +76,10 @@ class GroupedCall(LinearCall):
         quantizer = self.quantizer(tensor)
         keys = states = None
         if quantizer.stochastic or has_own_quantize(quantizer):
-            keys = [call.key(tensor) for call in self.experts]
+            keys = self.keys(tensor)
         if quantizer.delayed:
-            states = [call.states_of(tensor, x) for call in self.experts]
+            facts = {"device": x.device, "step": self.context.step, "record": self.grad}
+            states = slots_of(self.states, tensor, quantizer, **facts)
         try:
             return quantize_group(x, splits, quantizer, **wanted, keys=keys, states=states)
         except UserError as error:
@@ -178,6 +187,22 @@ def unflatten_weights(tensors: Sequence[Tensor], skeletons: list) -> Weights | G
     count = len(tensors) // len(skeletons)
     parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
     return Members(members=[unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
+
+
+_SLOTS: dict[tuple, tuple[str, ...]] = {}
+_KEPT_SLOTS = 4096
+
+
+@constant_result
+def _slots(module_type: str, tensor: str, name: str, experts: int, part: int) -> tuple[str, ...]:
+    """slot_name of every expert. Kept."""
+    facts = (module_type, tensor, name, experts, part)
+    found = _SLOTS.get(facts)
+    if found is None:
+        if len(_SLOTS) >= _KEPT_SLOTS:
+            _SLOTS.clear()
+        found = _SLOTS[facts] = tuple(slot_name(module_type, tensor, name, e, part) for e in range(experts))
+    return found
 
 
 def _matrix(weights: Weights, dtype: torch.dtype) -> Tensor:

@@ -43,8 +43,8 @@ class GroupedLinear(LinearBase):
     gradient of x do not wait where torch._grouped_mm computes them. single_grouped_weight spares a copy of all weights
     at each use where they have the module's dtype.
 
-    UserError, naming tensor and expert, for quantizers that differ among experts; for negative splits, and for those
-    that do not add up to the rows of x.
+    UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
+    negative, not one for each expert, or do not add up to the rows of x; for x of another width.
     """
 
     module_type = "grouped_linear"
@@ -143,6 +143,8 @@ class GroupedLinear(LinearBase):
         return math.lcm(native, *(format.column_multiple for format in formats))
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
         rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
         splits = self._splits_of(m_splits, len(rows))
         multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
@@ -162,11 +164,9 @@ class GroupedLinear(LinearBase):
         if sizes is not None and last is not None and last.sizes == sizes and last.rows == rows:
             return last
         try:
-            splits = Splits.of(m_splits, rows)
+            splits = Splits.of(m_splits, rows, experts=self.num_experts)
         except UserError as error:
             raise UserError(f"{self.name}: {error}") from None
-        if splits.count != self.num_experts:
-            raise UserError(f"{self.name}: m_splits has {splits.count} entries for {self.num_experts} experts")
         if sizes is not None:
             self._last_splits = splits
         return splits

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
-from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.delayed import DelayedStates, slots_of
 from hqsweep.ops.request import Output
 from hqsweep.quant import (
     GroupedTensor,
@@ -80,7 +80,9 @@ def _weight_states(
 ) -> SlotStates | list[SlotStates | None] | None:
     if isinstance(states, DelayedStates):
         return states.of("weight", quantizer, device=device)
-    return [own.of("weight", quantizer, device=device) for own in states]
+    if not quantizer.delayed:
+        return [None] * len(states)
+    return slots_of(states, "weight", quantizer, device=device, step=None, record=False)
 
 
 def weight_operand(

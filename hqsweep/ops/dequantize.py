@@ -35,7 +35,7 @@ def exact_operand_of(
     """Buffers of an operand -> what gemm=exact multiplies, as quantize(..., rowwise_output="exact") gives it."""
     p = plan_of(format)
     tensors = _tensors(buffers, p, shape)
-    dtype = p.exact_dtype(tensors[0].is_cuda)
+    dtype = Plan.exact_dtype(p, tensors[0].is_cuda)
     if not _by_kernel(tensors, p, backend, dtype):
         return format.operand(buffers, shape)
     matrix = torch.ops.hqsweep.dequantize.default(tensors, p.text, *shape, True, dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey
+from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey, RngKeys
 from hqsweep.ops import kernel_grouped
 from hqsweep.ops.dequantize import Backend, exact_operand_of
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
@@ -138,7 +138,8 @@ def _by_kernel(
             row_table, column_table = _table(row, keys[0], x.device), _table(column, keys[1], x.device)
         except LookupError:
             return None
-        steps = {key.step for p, own in zip((row, column), keys, strict=True) if p and p.stochastic for key in own}
+        drawn = [own for p, own in zip((row, column), keys, strict=True) if p and p.stochastic]
+        steps = {step for own in drawn for step in _steps(own)}
         if len(steps) > 1:
             return None
     made = kernel_grouped.quantize_grouped(
@@ -193,9 +194,13 @@ def _amaxes(p: Plan | None, grids: Grids) -> Tensor | None:
 def _table(p: Plan | None, keys: Keys, device: torch.device) -> Tensor | None:
     if p is None or not p.stochastic:
         return None
-    if keys is None or None in keys:
+    if keys is None or (not isinstance(keys, RngKeys) and None in keys):
         raise LookupError
-    return kernel_grouped.key_table(list(keys), device)
+    return kernel_grouped.key_table(keys, device)
+
+
+def _steps(keys: Sequence[RngKey]) -> set[int]:
+    return {keys.step} if isinstance(keys, RngKeys) else {key.step for key in keys}
 
 
 def exact_group(buffers: Buffers, format: Format, layout: GroupLayout) -> GroupedExact:
@@ -210,7 +215,7 @@ def exact_group(buffers: Buffers, format: Format, layout: GroupLayout) -> Groupe
         return pack(exact, format, layout, by_rows=layout.columnwise)
     matrix = kernel_grouped.dequantize_grouped(
         [buffers[name] for name in p.names], p.text, layout.columnwise, layout.splits.offsets(first.device),
-        layout.splits.rows, layout.width, True, p.exact_dtype(first.is_cuda),
+        layout.splits.rows, layout.width, True, Plan.exact_dtype(p, first.is_cuda),
     )  # fmt: skip
     return GroupedExact(
         layout=layout, matrix=matrix, by_rows=layout.columnwise, factor=buffers.get(p.amax_name),

@@ -7,6 +7,7 @@ the host; otherwise kernel_grouped.packed_allocations bounds them.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -68,13 +69,23 @@ class Splits:
     device_sizes: Tensor | None = None
 
     @classmethod
-    def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int) -> "Splits":
+    def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int, *, experts: int | None = None) -> "Splits":
         """From a list or a tensor of integers; one that is on a device is not waited for.
 
-        UserError for values that the host knows and that are negative, or do not add up to `rows`.
+        UserError for anything else, for another number of splits than `experts`, and for values that the host knows and
+        that are negative, or do not add up to `rows`.
         """
-        if isinstance(splits, Splits):
-            return splits
+        made = splits if isinstance(splits, Splits) else cls._of(splits, rows)
+        if experts is not None and made.count != experts:
+            raise UserError(f"m_splits has {made.count} entries for {experts} experts")
+        if made.rows != rows:
+            raise UserError(f"m_splits is of {made.rows} rows, and the matrix has {rows}")
+        if made is not splits and made.sizes is not None:
+            made._check(made.sizes)
+        return made
+
+    @classmethod
+    def _of(cls, splits: Sequence[int] | Tensor, rows: int) -> "Splits":
         if isinstance(splits, Tensor):
             if splits.dtype not in INTEGERS or splits.dim() != 1:
                 got = f"{splits.dtype} {tuple(splits.shape)}"
@@ -82,9 +93,13 @@ class Splits:
             if splits.device.type != "cpu":
                 return cls(rows=rows, count=len(splits), sizes=None, device_sizes=splits)
             splits = splits.tolist()
-        made = cls(rows=rows, count=len(splits), sizes=tuple(int(size) for size in splits))
-        made._check(made.sizes)
-        return made
+        try:
+            sizes = tuple(map(operator.index, splits))
+        except TypeError:
+            raise UserError(
+                f"m_splits is {splits!r}; it takes a list, or an int32 or int64 tensor, of the rows of each expert"
+            ) from None
+        return cls(rows=rows, count=len(sizes), sizes=sizes)
 
     @classmethod
     def uniform(cls, count: int, size: int) -> "Splits":

@@ -178,6 +178,13 @@ def quantize(x: Tensor, *arguments) -> list[Tensor]:
     return torch.ops.hqsweep.quantize.default(x, *arguments)
 
 
+def find_amax(x: Tensor, *arguments) -> None:
+    """hqsweep::find_amax_, directly where that is possible."""
+    if direct(x):
+        return (_find_amax if x.is_cpu else _find_amax_on_cuda)(x, *arguments)
+    torch.ops.hqsweep.find_amax_.default(x, *arguments)
+
+
 def on_its_device(function: Callable) -> Callable:
     """function(tensor or tensors, ...) with the tensor's device as the current one."""
 
@@ -192,7 +199,7 @@ def on_its_device(function: Callable) -> Callable:
     return guarded
 
 
-_quantize_on_cuda = on_its_device(_quantize)
+_quantize_on_cuda, _find_amax_on_cuda = on_its_device(_quantize), on_its_device(_find_amax)
 _library.impl("quantize", _quantize, "CPU")
 _library.impl("quantize", _quantize_on_cuda, "CUDA")
 for _name, _function in {"find_amax_": _find_amax, "dequantize": _dequantize}.items():

@@ -11,13 +11,14 @@ not transposed. What dequantize_grouped gives always does.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
-from hqsweep.formats import RngKey
+from hqsweep.formats import RngKey, RngKeys
 from hqsweep.ops.kernel import direct, direction, flat_outputs, on_its_device
 from hqsweep.ops.plan import DTYPES, SHAPES_KEPT, Allocation, Plan, extension, plan
 
@@ -174,15 +175,16 @@ def _split_offsets(splits: Tensor, divisors: list[int], strides: list[int], chec
 _KEYS: dict[tuple, Tensor] = {}
 
 
-def key_table(keys: list[RngKey], device: torch.device) -> Tensor:
+def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
     """int32 [experts, 2]: the words of the experts' Philox keys. Kept, because slots and seeds are a training's own."""
-    words = (device, *(key.words for key in keys))
-    table = _KEYS.get(words)
+    words = keys.words if isinstance(keys, RngKeys) else tuple(key.words for key in keys)
+    table = _KEYS.get((device, words))
     if table is None:
         if len(_KEYS) >= KEPT_KEYS:
             _KEYS.clear()
         unsigned = torch.tensor([key.words for key in keys], dtype=torch.int64)
-        table = _KEYS[words] = unsigned.view(torch.int32).view(len(keys), 2, 2)[:, :, 0].contiguous().to(device)
+        table = unsigned.view(torch.int32).view(len(keys), 2, 2)[:, :, 0].contiguous().to(device)
+        _KEYS[device, words] = table
     return table
 
 

@@ -66,7 +66,11 @@ def spec_fields(format: Format) -> dict[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """All about a format that its calls share."""
+    """All about a format that its calls share.
+
+    What torch.compile may trace calls its methods as Plan.method(plan, ...): a method of an object that a
+    constant_result gives is nothing that it can guard.
+    """
 
     format: Format
     text: str

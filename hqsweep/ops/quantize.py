@@ -119,7 +119,7 @@ def find_amax(
     if not use_kernel(request, x, (None, None), backend):
         return _amax_by_reference(request, x, rowwise_key, rowwise_amax, (out_rowwise, out_columnwise))
     if out_rowwise is not None or out_columnwise is not None:
-        torch.ops.hqsweep.find_amax_.default(
+        kernel.find_amax(
             x, request.row_text, request.column_text, request.dequantized,
             key_words(request.row, rowwise_key) if request.dequantized else NO_KEY,
             rowwise_amax, out_rowwise, out_columnwise,
@@ -135,9 +135,9 @@ def _check_amaxes(
         if out is not None and (p is None or p.amax_name is None):
             raise UserError(f"find_amax: {p.text if p else 'no format'} has no global amax to find for out_{name}")
         if p:
-            p.check_amax(f"out_{name}", out, x.shape[rows], x)
+            Plan.check_amax(p, f"out_{name}", out, x.shape[rows], x)
     if row:
-        row.check_amax("rowwise_amax", given, x.shape[0], x)
+        Plan.check_amax(row, "rowwise_amax", given, x.shape[0], x)
     if request.dequantized and row.amax_name and given is None and (out_row is None or row.delayed):
         where = "rowwise_amax" if row.delayed else "rowwise_amax or out_rowwise"
         raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")

@@ -5,7 +5,7 @@ step, so that all microbatches of a step, and a recomputation within it, quantiz
 same amax, and nobody has to say that a step is over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,31 +37,6 @@ class DelayedState(nn.Module):
         self.register_buffer("amax", torch.zeros(1, 1, device=device))
         self.step: int | None = None
 
-    def amax_at(self, step: int | None, format: Fp8Delayed) -> Tensor:
-        """float32 [1, 1]: what a quantization at this step scales by; None comes after all steps. Changes nothing."""
-        if step is not None and step == self.step:
-            return self.amax
-        return end_step(self.history, self.amax, most_recent=format.most_recent)[1]
-
-    def begin(self, step: int, format: Fp8Delayed) -> None:
-        """Make `step` the present one: another one ends."""
-        if step != self.step:
-            self._end(format)
-            self.step = step
-
-    def rewrite(self, format: Fp8Delayed) -> None:
-        """Before a tensor that is held as codes is written: the step in which its values were used ends; values that no
-        step has used are forgotten."""
-        if self.step is not None:
-            self._end(format)
-            self.step = None
-        self.history[:1].zero_()
-
-    def _end(self, format: Fp8Delayed) -> None:
-        history, amax = end_step(self.history, self.amax, most_recent=format.most_recent)
-        self.history.copy_(history)
-        self.amax.copy_(amax)
-
     def reset_parameters(self) -> None:
         """Forget everything, as after Module.to_empty."""
         self.history.zero_()
@@ -74,6 +49,45 @@ class DelayedState(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         step = int(state)
         self.step = None if step == NO_STEP else step
+
+
+def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> list[Tensor]:
+    """float32 [1, 1] of each: what a quantization at this step scales by; None comes after all. Changes nothing."""
+    others = [state for state in states if step is None or state.step != step]
+    found = iter(_ended(others, format)[1]) if others else iter(())
+    return [state.amax if step is not None and state.step == step else next(found) for state in states]
+
+
+def begin(states: Sequence[DelayedState], step: int, format: Fp8Delayed) -> None:
+    """Make `step` the present one of each: another one ends."""
+    _end([state for state in states if state.step != step], step, format)
+
+
+def rewrite(states: Sequence[DelayedState], format: Fp8Delayed) -> None:
+    """Before tensors that are held as codes are written: the step in which their values were used ends; values that no
+    step has used are forgotten."""
+    _end([state for state in states if state.step is not None], None, format)
+    torch._foreach_zero_([state.history[:1] for state in states])
+
+
+def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> None:
+    """End the step of each, in as many operations as for one; `step` is the one that begins."""
+    if states:
+        histories, amaxes = _ended(states, format)
+        torch._foreach_copy_([state.history for state in states], histories)
+        torch._foreach_copy_([state.amax for state in states], amaxes)
+    for state in states:
+        state.step = step
+
+
+def _ended(states: Sequence[DelayedState], format: Fp8Delayed) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """end_step of each; nothing is written."""
+    if len(states) == 1:
+        made = end_step(states[0].history, states[0].amax, most_recent=format.most_recent)
+        return [made[0]], [made[1]]
+    histories, amaxes = torch.stack([s.history for s in states]), torch.stack([s.amax for s in states])
+    histories, amaxes = end_step(histories, amaxes, most_recent=format.most_recent)
+    return histories.unbind(), amaxes.unbind()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,22 +107,18 @@ class SlotStates:
         """A step of the training uses a tensor that is held."""
         if self.record:
             for state in self.states.values():
-                state.step = self._step()
+                state.step = self.training_step()
 
     def grids(self, formats: Mapping[str, Format | None]) -> dict[str, Buffers]:
         """Keyword arguments of ops.quantize: the amaxes under which these directions are encoded.
 
         UserError for a call that is to be recorded and has no step.
         """
-        used = {d: (self.states[d], f) for d, f in self._delayed(formats).items()}
-        if self.record:
-            for state, format in used.values():
-                state.rewrite(format) if self.held else state.begin(self._step(), format)
-        return {f"{d}_grid": {"s": state.amax_at(self.step, format)} for d, (state, format) in used.items()}
+        return {f"{d}_grid": grids[0] for d, grids in grids_of([self], formats).items()}
 
     def note(self, x: Tensor, formats: Mapping[str, Format | None], source: str, key: RngKey | None) -> None:
         """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories; key: the rowwise one."""
-        outs = {f"out_{d}": self.states[d].history[:1] for d in self._delayed(formats)}
+        outs = {f"out_{d}": self.states[d].history[:1] for d in self.delayed(formats)}
         if not (self.record and outs):
             return
         row, given = formats["rowwise"], None
@@ -128,7 +138,8 @@ class SlotStates:
             **outs,
         )
 
-    def _step(self) -> int:
+    def training_step(self) -> int:
+        """UserError where there is none."""
         if self.step is None:
             raise UserError(
                 "fp8_delayed counts the steps of a training; call the model inside hqsweep.nn.quantization(step=...),"
@@ -136,5 +147,22 @@ class SlotStates:
             )
         return self.step
 
-    def _delayed(self, formats: Mapping[str, Format | None]) -> dict[str, Fp8Delayed]:
+    def delayed(self, formats: Mapping[str, Format | None]) -> dict[str, Fp8Delayed]:
+        """Those of the formats that have a state."""
         return {d: f for d, f in formats.items() if isinstance(f, Fp8Delayed) and d in self.states}
+
+
+def grids_of(slots: Sequence[SlotStates], formats: Mapping[str, Format | None]) -> dict[str, list[Buffers]]:
+    """Direction -> the grid of every slot: those of experts, which all have the step and the purpose of the first.
+
+    UserError as SlotStates.grids.
+    """
+    first, made = slots[0], {}
+    for direction, format in first.delayed(formats).items():
+        states = [slot.states[direction] for slot in slots]
+        if first.record and first.held:
+            rewrite(states, format)
+        elif first.record:
+            begin(states, first.training_step(), format)
+        made[direction] = [{"s": amax} for amax in amaxes_at(states, first.step, format)]
+    return made

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey
+from hqsweep.formats import RngKey, RngKeys
 from hqsweep.ops.grouped_layout import GroupLayout, Splits
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped_operand import GroupedOperand, HybridGroup, quantize_group
@@ -46,7 +46,14 @@ class GroupMetadata(Metadata):
 
     def key_of(self, expert: int) -> RngKey | None:
         """The stream of one expert."""
-        return self.key and replace(self.key, slot=f"{self.key.slot}/{self.first + expert}")
+        return self.key and self.key.under(str(self.first + expert))
+
+    def keys(self, key: RngKey | None) -> RngKeys | None:
+        """key_of every expert under this key of the group."""
+        if key is None:
+            return None
+        slots = tuple(key.under(str(self.first + expert)).slot for expert in range(self.experts))
+        return RngKeys(seed=key.seed, slots=slots, step=key.step)
 
     def operand(self, buffers: Mapping[str, Tensor], direction: str) -> GroupedOperand | None:
         if direction not in self.directions:
@@ -140,8 +147,7 @@ class GroupedTensor(HybridQuantizedTensor):
 
     def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> HybridGroup:
         splits = Splits.uniform(self.experts, matrix.shape[0] // self.experts)
-        keyed = replace(self.metadata, key=key)
-        keys = [keyed.key_of(expert) for expert in range(self.experts)]
+        keys = self.metadata.keys(key)
         states = self.states and [state and replace(state, record=True, held=True) for state in self.states]
         return quantize_group(matrix, splits, self.quantizer, **wanted, keys=keys, states=states)
 

@@ -7,11 +7,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hqsweep.formats import Format, RngKey
+from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.grouped import GroupQuantized, exact_group, member_buffers, pack, quantize_grouped
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.request import Output
-from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.delayed import SlotStates, grids_of
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -107,19 +107,28 @@ def quantize_group(
     if keys is None and states is None:
         made = quantize_grouped(x, splits, **formats, columnwise_source=source, **outputs, by_rows=by_rows)
         return _groups(made, quantizer, splits, x, rowwise)
-    each = [quantizer.direction_keys(key) for key in keys or ()]
-    grids = [state.grids(formats) if state else {} for state in states or ()]
+    recorded = states is not None and all(states)
     options = outputs | {"by_rows": by_rows}
-    if each:
-        options |= {f"{d}_keys": [own[f"{d}_key"] for own in each] for d in DIRECTIONS}
-    if any(grids):
-        options |= {f"{d}_grids": [own.get(f"{d}_grid") for own in grids] for d in DIRECTIONS}
+    options |= {f"{d}_keys": own for d, own in _direction_keys(quantizer, keys).items()}
+    if recorded:
+        options |= {f"{d}_grids": own for d, own in grids_of(states, formats).items()}
     made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
-    if any(states or ()):
-        row_keys = options.get("rowwise_keys") or [None] * splits.count
+    if recorded:
+        row_keys = options["rowwise_keys"] or [None] * splits.count
         for (start, end), state, key in zip(splits.spans, states, row_keys, strict=True):
-            state.note(x[start:end], formats, source, key)
+            if end > start:
+                state.note(x[start:end], formats, source, key)
     return _groups(made, quantizer, splits, x, rowwise)
+
+
+def _direction_keys(
+    quantizer: HybridQuantizer, keys: Sequence[RngKey | None] | None
+) -> dict[str, Sequence[RngKey | None] | None]:
+    """HybridQuantizer.direction_keys of every expert."""
+    if keys is None or isinstance(keys, RngKeys):
+        return quantizer.direction_keys(keys)
+    each = [quantizer.direction_keys(key) for key in keys]
+    return {direction: [own[direction] for own in each] for direction in DIRECTIONS}
 
 
 def _groups(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Delayed, Identity, RngKey, parse
+from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Delayed, Identity, RngKey, RngKeys, parse
 from hqsweep.ops import quantize as ops
 from hqsweep.ops.request import SOURCES, Output
 from hqsweep.ops.stats import gather
@@ -150,15 +150,17 @@ class HybridQuantizer:
     ) -> ops.Quantized:
         source = self.columnwise_source if formats["columnwise"] else "original"
         keys = self.direction_keys(key)
-        grids = states.grids(formats) if states else {}
-        made = ops.quantize(x, **formats, columnwise_source=source, **keys, **grids, **options)
+        given = states.grids(formats) if states else {}
+        given |= {f"{direction}_key": own for direction, own in keys.items()}
+        made = ops.quantize(x, **formats, columnwise_source=source, **given, **options)
         if states:
-            states.note(x, formats, source, keys["rowwise_key"])
+            states.note(x, formats, source, keys["rowwise"])
         return made
 
-    def direction_keys(self, key: RngKey | None) -> dict[str, RngKey | None]:
-        """Keyword arguments of ops.quantize: the stream of each direction of a slot, where its format draws bits."""
-        return {f"{direction}_key": _slot(key, getattr(self, direction), direction) for direction in DIRECTIONS}
+    def direction_keys(self, key: RngKey | RngKeys | None) -> dict[str, Any]:
+        """Direction -> its stream of the slot, or of all slots, where its format draws bits; else None."""
+        draws = {d: key is not None and getattr(getattr(self, d), "sr", False) for d in DIRECTIONS}
+        return {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
 
 
 def _operand(
@@ -177,8 +179,3 @@ def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
 def without_rht(format: Format) -> Format:
     """The format less the Hadamard transform, which rowwise operands do not take."""
     return replace(format, rht=False, rht_signed=True) if isinstance(format, NVFP4) else format
-
-
-def _slot(key: RngKey | None, format: Format, direction: Direction) -> RngKey | None:
-    """The key of one direction, where its format draws random bits."""
-    return replace(key, slot=f"{key.slot}/{direction}") if key and getattr(format, "sr", False) else None

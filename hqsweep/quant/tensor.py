@@ -180,6 +180,20 @@ class HybridQuantizedTensor(torch.Tensor):
                 " write the whole tensor"
             )
 
+    @property
+    def data(self) -> Self:
+        """A view that autograd does not know. Assigned values [of this shape] are written, as by copy_, into the memory
+        that is there; UserError for another shape or device, which module.to() can move to."""
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        got, own = (f"{tuple(x.shape)} on {x.device}" for x in (value, self))
+        if got != own:
+            raise UserError(f"data: got a tensor {got} for a quantized one {own}; move it with to()")
+        with torch.no_grad():
+            self.copy_(value)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of dtype (default: own dtype); from the rowwise operand where it is held.
 

@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import GroupedLinear, Linear, quantization
+from hqsweep.nn import GroupedLinear, Linear, quantization, quantized_model_init
 from hqsweep.quant import LinearQuantizers, Recipe
 
 SPLITS = (48, 0, 16, 64)
@@ -42,6 +42,12 @@ def grouped(quantizers="mxfp8", gemm="exact", **options):
     for bias in made.biases:
         torch.nn.init.normal_(bias)
     return made
+
+
+def held(quantizers, preserve=False, **options):
+    """The same with weights that are held quantized."""
+    with quantized_model_init(preserve_high_precision_init_val=preserve), quantization(seed=1, step=0):
+        return grouped(quantizers, **options)
 
 
 def singles(module, **options):

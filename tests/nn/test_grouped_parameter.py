@@ -12,6 +12,7 @@ from experts import (
     assert_same_gradients,
     gradients,
     grouped,
+    held,
     ids,
     singles,
     train,
@@ -29,11 +30,6 @@ from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
 HELD = ["bf16", "fp8_current|mxfp8", "nvfp4+sr", "fp8_delayed", SECTIONS[1]]
-
-
-def held(quantizers, preserve=False, **options):
-    with quantized_model_init(preserve_high_precision_init_val=preserve), quantization(seed=1, step=0):
-        return grouped(quantizers, **options)
 
 
 def output(module, step=1):
@@ -130,6 +126,9 @@ def test_a_high_precision_checkpoint_loads_into_held_weights():
     assert torch.equal(plain.weight[2], expected.weight2.dequantize())
     with pytest.raises(RuntimeError, match="weight3"):
         grouped().load_state_dict({f"weight{e}": torch.zeros(N, K) for e in range(3)})
+    for options, state in (({}, {"weight": torch.zeros(3, N, K)}), (SINGLE, {"weight0": torch.zeros(N, K)})):
+        with pytest.raises(RuntimeError, match=r'Missing key.*"weight'):
+            grouped(**options).load_state_dict(state)
 
 
 def test_another_recipe_than_the_weights_is_refused():
@@ -201,3 +200,21 @@ def test_gradients_of_the_single_parameter_are_stacked():
     assert_same_gradients(
         gradients(single), [{k: gradients(many)[f"{k}{e}"] for k in ("weight", "bias")} for e in range(EXPERTS)]
     )
+
+
+@pytest.mark.parametrize("quantizers", ["mxfp8", "fp8_delayed", "nvfp4+sr"])
+def test_writing_one_expert_or_some_is_writing_their_parameters(quantizers):
+    """Under their own histories and keys; the others stay as they are."""
+    many, single = held(quantizers), held(quantizers, single_grouped_weight=True)
+    with torch.no_grad():
+        for seed, some in ((2, [1]), (3, [2, 3]), (4, [1, 2, 3])):
+            for module in (many, single):
+                output(module, step=seed).float().sum()
+            values = draw("normal", len(some) * N, K, seed).view(-1, N, K) * 8
+            part = single.weight[some[0]] if len(some) == 1 else single.weight[some[0] :]
+            part.copy_(values.view(part.shape))
+            for expert, value in zip(some, values, strict=True):
+                getattr(many, f"weight{expert}").copy_(value)
+    for own, expected in zip(single.expert_weights(), many.weights, strict=True):
+        assert all(torch.equal(own.buffers[name], expected.buffers[name]) for name in expected.buffers)
+    assert torch.equal(output(single, 9), output(many, 9))

@@ -8,9 +8,11 @@ import pytest
 import torch
 from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids, recipe_of
 
+import hqsweep.quant.grouped_operand
+from hqsweep.errors import UserError
 from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
-from hqsweep.nn import GroupedLinear, quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, autocast, quantization, quantized_model_init
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.ops.grouped_layout import Splits
 
@@ -76,13 +78,31 @@ def assert_close(ours, theirs, rtol):
 def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
     """Up to the order of sums: matrices are float32 here, so that nothing else is rounded."""
     with quantized_model_init(enabled=held), quantization(seed=1, step=0):
-        module = grouped(quantizers, single_grouped_weight=single, bias=True)
+        module = grouped(quantizers, single_grouped_weight=single, single_grouped_bias=single, bias=True)
     ours = run(module, hidden())
     assert used == [3, 3, 2]  # fprop, dgrad, and a wgrad without host splits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
         assert_close(ours, run(module, SPLITS), 2**-7)
     assert len(used) == 3
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_main_grad_adds_up_what_the_kernel_gives(used, single):
+    """Over microbatches, in float32, where only a device knows the splits."""
+    plain, fused = (
+        grouped("mxfp8", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (False, True)
+    )
+    expected = [torch.zeros(w.shape) for w in plain.weights]
+    for weight in fused.weights:
+        weight.main_grad = torch.zeros(weight.shape)
+    for step in (1, 2):
+        run(plain, hidden(), step)
+        run(fused, hidden(), step)
+        for total, weight in zip(expected, plain.weights, strict=True):
+            total += weight.grad
+    assert used == [3, 3, 2] * 4
+    assert all(map(torch.equal, [weight.main_grad for weight in fused.weights], expected))
 
 
 def test_gradients_in_float32_are_a_loop_where_the_host_knows_the_splits(used):
@@ -158,10 +178,11 @@ def calls_of_a_step(experts, quantizers):
     return calls
 
 
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", SECTIONS[1]], ids=ids)
+@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", "nvfp4+sr", *SECTIONS[:2]], ids=ids)
 def test_the_host_does_nothing_for_single_experts(used, quantizers):
+    calls_of_a_step(3, quantizers)  # plans of these formats are made, and found by equal ones
     assert calls_of_a_step(2, quantizers) == calls_of_a_step(9, quantizers)
-    assert used == [3, 3, 2, 3, 3, 2] * 2
+    assert used == [3, 3, 2, 3, 3, 2] * 3
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
@@ -174,6 +195,19 @@ def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, mon
     assert used == [3, 3, 2]
 
 
+def test_plans_follow_the_recipe_of_the_call(used):
+    """What one recipe multiplies by the kernel, another one in force for the same module may not."""
+    module = grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16)
+    run(module, SPLITS)
+    with autocast(recipe=recipe_of("fp8_block+fp32_scale")):
+        run(module, SPLITS)
+    assert used == [3, 3, 2]
+    run(module, SPLITS)
+    assert used == [3, 3, 2] * 2
+    with autocast(recipe=recipe_of("mxfp8", gemm="native")), pytest.raises(UserError, match="gemm=native needs a GPU"):
+        run(module, SPLITS)
+
+
 def test_splits_may_change_between_calls_and_modules_are_copied_without_them(used):
     module, other = (grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16) for _ in range(2))
     turned = SPLITS[::-1]
@@ -183,3 +217,38 @@ def test_splits_may_change_between_calls_and_modules_are_copied_without_them(use
     assert torch.equal(run(copied, SPLITS)["y"], results[0])
     assert "_offsets" in vars(module._last_splits) and copied._last_splits is not module._last_splits
     assert "_offsets" not in vars(pickle.loads(pickle.dumps(module._last_splits)))
+
+
+def test_bulk_calls_are_one_for_each_tensor_and_ask_for_what_is_read(monkeypatch):
+    """x, w and dy, all experts in one call, and no direction that no product reads."""
+    place, calls = hqsweep.quant.grouped_operand, []
+    real = place.quantize_grouped
+
+    def spy(x, splits, rowwise=None, columnwise=None, **options):
+        calls.append((len(x), *("-" if format is None else str(format) for format in (rowwise, columnwise))))
+        return real(x, splits, rowwise, columnwise, **options)
+
+    monkeypatch.setattr(place, "quantize_grouped", spy)
+    module, rows = grouped("mxfp8|fp8_block", single_grouped_weight=True), ROWS
+    of_weights = EXPERTS * N
+    y = module(draw("normal", ROWS, K).requires_grad_(), SPLITS)
+    forward = [(rows, "mxfp8", "fp8_block"), (of_weights, "mxfp8", "-")]
+    assert calls == forward
+    y.backward(draw("normal", ROWS, N))
+    assert calls[2:] == [(rows, "mxfp8", "fp8_block"), (of_weights, "-", "fp8_block")]
+    for frozen, expected in (
+        (
+            "weight",
+            [(rows, "mxfp8", "-"), (of_weights, "mxfp8", "-"), (rows, "mxfp8", "-"), (of_weights, "-", "fp8_block")],
+        ),
+        ("input", [*forward, (rows, "-", "fp8_block")]),
+    ):
+        calls.clear()
+        module.weight.requires_grad_(frozen != "weight")
+        x = draw("normal", ROWS, K).requires_grad_(frozen != "input")
+        module(x, SPLITS).backward(draw("normal", ROWS, N))
+        assert calls == expected
+    calls.clear()
+    with torch.no_grad():
+        module(draw("normal", ROWS, K), SPLITS)
+    assert calls == [(rows, "mxfp8", "-"), (of_weights, "mxfp8", "-")]

@@ -11,12 +11,13 @@ from hqsweep.ops.grouped_layout import GroupLayout, Splits, splits_to_offsets
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 17, 255, 256, 257, 513, 1024, 100_000])
 @pytest.mark.parametrize("stride", [1, 7, 128])
-def test_offsets_are_sums_times_the_stride(count, stride):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_offsets_are_sums_times_the_stride(count, stride, device):
     sizes = torch.randint(-50, 1000, (count,), generator=torch.Generator().manual_seed(count))
     expected = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(sizes, 0)]) * stride
-    for given in (sizes, sizes.int(), sizes.tolist()):
+    for given in (sizes.to(device), sizes.int().to(device), sizes.tolist()):
         offsets = splits_to_offsets(given, stride)
-        assert offsets.dtype == torch.int64 and torch.equal(offsets, expected)
+        assert offsets.dtype == torch.int64 and torch.equal(offsets.cpu(), expected)
 
 
 def test_offsets_beyond_int64_are_refused():
@@ -31,6 +32,15 @@ def test_splits_know_spans_and_offsets():
     assert splits.sizes == (3, 0, 5) and splits.spans == [(0, 3), (3, 3), (3, 8)]
     assert splits.offsets(torch.device("cpu")).tolist() == [0, 3, 3, 8]
     assert Splits.of(splits, 8) is splits and Splits.uniform(3, 4).spans[2] == (8, 12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"), [([9, -1], "m_splits has -1 for expert 1"), ([3, 6], "m_splits adds up to 9 rows, .* has 8")]
+)
+def test_sizes_that_were_waited_for_are_checked(sizes, message):
+    splits = Splits(rows=8, count=2, sizes=None, device_sizes=torch.tensor(sizes))
+    with pytest.raises(UserError, match=message):
+        _ = splits.spans
 
 
 @pytest.mark.gpu

@@ -9,9 +9,10 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.jobs.inputs import draw
 from hqsweep.quant import HybridQuantizer
-from hqsweep.quant.delayed import DelayedState, SlotStates
+from hqsweep.quant.delayed import DelayedState, SlotStates, begin, grids_of
 
 FP8, KEY = parse("fp8_delayed+history4"), RngKey(seed=0, slot="test", step=0)
+MOST_RECENT = parse("fp8_delayed+history4+most_recent")
 
 
 def states(quantizer, step=1, record=True, **given):
@@ -127,7 +128,7 @@ def test_without_states_or_without_a_step_it_is_refused():
 def test_state_dict_has_the_step():
     state = DelayedState(4)
     assert state.state_dict().keys() == {"history", "amax", "_extra_state"}
-    state.begin(7, FP8)
+    begin([state], 7, FP8)
     state.history[0] = 5.0
     other = DelayedState(4)
     other.load_state_dict(state.state_dict())
@@ -151,3 +152,32 @@ def test_gpu_states_are_those_of_the_cpu():
             assert all(torch.equal(t.view(torch.uint8), b[name].cpu().view(torch.uint8)) for name, t in a.items())
             a, b = (slot.states[direction].history.cpu() for slot in slots.values())
             assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("format", [FP8, MOST_RECENT], ids=str)
+@pytest.mark.parametrize("held", [False, True])
+def test_states_of_a_group_go_on_as_each_by_itself(format, held):
+    """Some at the present step already, some that never saw an amax, one with an infinite one."""
+    formats = {"rowwise": format, "columnwise": None}
+    together, alone = ([DelayedState(format.history) for _ in range(5)] for _ in range(2))
+    amaxes = torch.tensor([[1.0, 4.0, 0.5], [0.0, 0.0, 0.0], [2.0, torch.inf, 3.0], [3.0, 0.0, 1.0], [7.0, 8.0, 9.0]])
+    for step, column in enumerate(amaxes.t()):
+        early = (alone[3], together[3]) if step == 1 else ()
+        for state in early:
+            begin([state], step, format)
+        grids = grids_of([slot(state, step, held) for state in together], formats)["rowwise"]
+        expected = [grids_of([slot(state, step, held)], formats)["rowwise"][0] for state in alone]
+        assert all(torch.equal(ours["s"], theirs["s"]) for ours, theirs in zip(grids, expected, strict=True))
+        for ours, theirs, amax in zip(together, alone, column, strict=True):
+            assert torch.equal(ours.history, theirs.history) and torch.equal(ours.amax, theirs.amax)
+            assert ours.step == theirs.step == (None if held else step)
+            for state in (ours, theirs):
+                state.history[0] = amax
+                state.step = step  # of a tensor that is held: a step has used it
+    later = [grid["s"] for grid in grids_of([slot(state, None, False) for state in together], formats)["rowwise"]]
+    expected = [grids_of([slot(state, None, False)], formats)["rowwise"][0]["s"] for state in alone]
+    assert all(map(torch.equal, later, expected)) and len({float(amax) for amax in later}) >= 3
+
+
+def slot(state, step, held):
+    return SlotStates(states={"rowwise": state}, step=step, record=step is not None, held=held)

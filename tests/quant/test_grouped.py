@@ -6,48 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_of, values
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey
 from hqsweep.jobs.inputs import draw
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
-KEY = RngKey(seed=3, slot="experts/grouped_linear/weight", step=5)
-E, N, K = 3, 32, 48
 QUANTIZERS = [
     "bf16", "fp32", "bf16|fp32", "fp8_current", "fp8_current|mxfp8", "fp8_block+2d", "fp8_block", "mxfp8", "mxfp8+2d",
     "mxfp6_e2m3|mxfp4", "nvfp4", "nvfp4+2d", "nvfp4|nvfp4+rht", "nvfp4+row_scaled|mxfp8@rowwise_dequantized",
     "mxfp8|bf16@rowwise_dequantized", "nvfp4+sr", "bf16|nvfp4+sr",
 ]  # fmt: skip
-
-
-def values(seed=0):
-    """Experts of different sizes, so that a shared scale would be seen."""
-    return draw("normal", E * N, K, seed).view(E, N, K) * torch.tensor([1.0, 100.0, 0.01], dtype=torch.bfloat16).view(
-        E, 1, 1
-    )
-
-
-def key_of(expert, key=KEY):
-    return replace(key, slot=f"{key.slot}/{expert}")
-
-
-def alone(x, text, **options):
-    quantizer = HybridQuantizer.parse(text)
-    return [HybridQuantizedTensor.quantize(part, quantizer, key=key_of(e), **options) for e, part in enumerate(x)]
-
-
-def grouped(text="mxfp8", x=None, **options):
-    x = values() if x is None else x
-    return GroupedTensor.quantize(x, HybridQuantizer.parse(text), key=KEY, **options)
-
-
-def assert_same_bytes(a, b):
-    assert a.quantizer == b.quantizer and a.shape == b.shape and a.buffers.keys() == b.buffers.keys()
-    assert all(torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers)
 
 
 @pytest.mark.parametrize("text", QUANTIZERS)
@@ -171,3 +143,22 @@ def test_the_optimizer_keeps_masters_of_all_experts():
     assert torch.equal(ours.master_param(w), plain.detach())
     assert_same_bytes(w, grouped("mxfp8", plain.detach()))
     assert w.high_precision_init_val is None
+
+
+def test_preserved_values_are_those_of_the_experts():
+    """In members, in parts, and in a group that is made of tensors that have some."""
+    w, x = grouped(preserve_high_precision_init_val=True), values()
+    together = GroupedTensor.of(alone(x, "mxfp8", preserve_high_precision_init_val=True))
+    for whole in (w, together):
+        assert torch.equal(whole.high_precision_init_val, x)
+        assert all(map(torch.equal, [member.high_precision_init_val for member in whole.members], x))
+        assert torch.equal(whole[1:].high_precision_init_val, x[1:])
+    assert GroupedTensor.of(alone(x, "mxfp8")).high_precision_init_val is None
+
+
+def test_experts_that_do_not_follow_each_other_are_no_part():
+    w = grouped()
+    for part in (lambda: w[::2], lambda: w[2:2], lambda: w[3:]):
+        with pytest.raises(UserError, match="of 3 experts; it takes step 1 and one expert or more"):
+            part()
+    assert torch.equal(w[-2:-1].dequantize(), w.dequantize()[1:2])

@@ -1,0 +1,33 @@
+"""Keys of random bits: those of a group are those of its members."""
+
+import torch
+
+from hqsweep.formats import RngKey, RngKeys
+from hqsweep.ops import kernel_grouped
+
+SLOTS = tuple(f"layers.0.experts/grouped_linear/input/{e}" for e in range(5))
+SEED, STEP = 2**32 + 7, 2**40 + 3
+
+
+def test_keys_of_a_group_are_those_of_its_members():
+    keys, alone = RngKeys(seed=SEED, slots=SLOTS, step=STEP), [RngKey(seed=SEED, slot=s, step=STEP) for s in SLOTS]
+    assert list(keys) == alone and keys[-1] == alone[-1] and len(keys) == 5
+    parts = keys.under("rowwise")
+    assert list(parts) == [key.under("rowwise") for key in alone] and parts.step == STEP
+    assert parts[2].slot == f"{SLOTS[2]}/rowwise" and list(keys) == alone
+    seed, words = parts.words
+    assert [(seed, word) for word in words] == [key.words for key in parts]
+    assert len(set(words)) == 5 and words != keys.words[1]
+
+
+def test_the_table_of_a_kernel_is_the_same_however_keys_are_given():
+    """Of other seeds, slots and parts another one."""
+    cpu, tables = torch.device("cpu"), []
+    for keys in (RngKeys(seed=SEED, slots=SLOTS, step=0), RngKeys(seed=3, slots=SLOTS, step=0).under("columnwise")):
+        table = kernel_grouped.key_table(keys, cpu)
+        assert torch.equal(table, kernel_grouped.key_table(list(keys), cpu))
+        unsigned = [[word & 0xFFFFFFFF for word in row] for row in table.tolist()]
+        assert unsigned == [list(key.words) for key in keys]
+        assert kernel_grouped.key_table(keys, cpu) is table
+        tables.append(table)
+    assert not torch.equal(*tables)
