@@ -19,7 +19,7 @@ from hqsweep.report.heatmaps import (
     medians,
 )
 from hqsweep.report.look import Panel, figure, label, listed
-from hqsweep.report.text import TextTable, number
+from hqsweep.report.text import TextTable, number, text
 
 SLOT = ["arm", "module", "tensor", "direction", "expert"]
 TENSORS = ("input", "weight", "grad_output")
@@ -60,16 +60,27 @@ def load_rows(comparison: Comparison) -> pd.DataFrame:
 
 
 def load_table(comparison: Comparison) -> TextTable:
-    """A row for each arm with experts: the busiest and the idlest expert by their load_rows."""
-    loads, rows = load_rows(comparison), []
+    """A row for each arm with experts: the busiest and the idlest expert of any run at any sampled step. (The number of
+    an expert means another one in the next seed, so medians over seeds hide an idle one.)"""
+    routed, rows = by_module(comparison.frames.stats), []
+    routed = routed[routed["tensor"].eq("routed")].dropna(subset="load").sort_values("load", kind="stable")
     for arm in comparison.arms["arm"]:
-        own = loads[loads["arm"] == arm].dropna(subset="load").sort_values("load", kind="stable")
+        own = routed[routed["arm"] == arm]
         if len(own):
             ends = (own.iloc[-1], own.iloc[0])
-            cells = ((number(end.load, ".2f"), number(end.tokens, ".0f"), f"{end.layer}.{end.expert}") for end in ends)
-            rows.append((arm, *(cell for three in cells for cell in three)))
-    header = ("arm", "highest load", "tokens", "of expert", "lowest load", "tokens", "of expert")
-    return TextTable(header=header, rows=tuple(rows), numeric=frozenset({1, 2, 4, 5}))
+            rows.append((arm, *(cell for end in ends for cell in _load_cells(end))))
+    header = ("arm", "highest load", "tokens", "of expert", "seed, step", "lowest load", "tokens", "of expert",
+              "seed, step")  # fmt: skip
+    return TextTable(header=header, rows=tuple(rows), numeric=frozenset({1, 2, 5, 6}))
+
+
+def _load_cells(row: pd.Series) -> tuple[str, str, str, str]:
+    return (
+        number(row["load"], ".2f"),
+        number(row["tokens"], ".0f"),
+        row["layer"],
+        f"{text(row['seed'])}, {text(row['step'])}",
+    )
 
 
 def error_heatmaps(comparison: Comparison) -> tuple[list[Panel], list[Panel]]:
@@ -122,20 +133,20 @@ def _panels(
 
 def worst_experts(comparison: Comparison) -> TextTable:
     """For each arm that quantizes its experts, and each tensor: the expert with the lowest SQNR, the median of all
-    experts in the same direction beside it, its underflow, and its tokens and load."""
+    experts in the same direction beside it, its tokens and load; and the expert with the highest underflow."""
     rows, cells = error_rows(comparison), []
     typical = rows.groupby(["arm", "tensor", "direction"])["sqnr_db"].transform("median")
-    rows = rows.assign(typical=typical)
-    for (arm, tensor), own in rows.groupby(["arm", "tensor"], sort=False):
-        known = own.dropna(subset="sqnr_db")
-        if known.empty or np.isposinf(known["sqnr_db"]).all():
+    rows = rows.assign(typical=typical, name=rows["module"] + "." + rows["expert"].astype(str))
+    for (arm, tensor), own in rows.dropna(subset="sqnr_db").groupby(["arm", "tensor"], sort=False):
+        if np.isposinf(own["sqnr_db"]).all():
             continue
-        worst = known.loc[known["sqnr_db"].idxmin()]
+        worst = own.loc[own["sqnr_db"].idxmin()]
+        under = own.loc[own["underflow_pct"].fillna(0).idxmax()]
         cells.append((
-            arm, tensor, worst["direction"], worst["format"], worst["module"], str(worst["expert"]),
-            number(worst["sqnr_db"], ".1f"), number(worst["typical"], ".1f"), number(worst["underflow_pct"], ".2f"),
-            number(worst["tokens"], ".0f"), number(worst["load"], ".2f"),
+            arm, tensor, number(worst["sqnr_db"], ".1f"), worst["name"], worst["direction"], worst["format"],
+            number(worst["typical"], ".1f"), number(worst["tokens"], ".0f"), number(worst["load"], ".2f"),
+            number(under["underflow_pct"], ".2f"), under["name"], under["direction"],
         ))  # fmt: skip
-    header = ("arm", "tensor", "direction", "format", "grouped linear", "expert", "SQNR (dB)", "median expert (dB)",
-              "underflow %", "tokens", "load")  # fmt: skip
-    return TextTable(header=header, rows=tuple(cells), numeric=frozenset(range(5, 11)))
+    header = ("arm", "tensor", "lowest SQNR (dB)", "of expert", "direction", "format", "median expert (dB)", "tokens",
+              "load", "highest underflow %", "of expert", "direction")  # fmt: skip
+    return TextTable(header=header, rows=tuple(cells), numeric=frozenset({2, 6, 7, 8, 9}))

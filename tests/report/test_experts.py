@@ -15,19 +15,32 @@ from hqsweep.report.compare import compare, write
 from hqsweep.report.experts import error_heatmaps, error_rows, load_heatmaps, load_rows, load_table, worst_experts
 from hqsweep.report.frames import by_module
 
-COLUMNS = ["arm", "layer", "tensor", "direction", "format", "sqnr_db", "underflow_pct", "cosine", "tokens", "load"]
+COLUMNS = [
+    "arm",
+    "seed",
+    "step",
+    "layer",
+    "tensor",
+    "direction",
+    "format",
+    "sqnr_db",
+    "underflow_pct",
+    "cosine",
+    "tokens",
+    "load",
+]
 
 
 def comparison(rows):
     """Of rows as dicts of some of COLUMNS."""
-    stats = pd.DataFrame(rows, columns=COLUMNS).astype(dict.fromkeys(COLUMNS[5:], "float64"))
+    stats = pd.DataFrame(rows, columns=COLUMNS).astype(dict.fromkeys(COLUMNS[7:], "float64"))
     arms = pd.DataFrame({"arm": ["dense", "moe"], "baseline": "dense", "null": False})
     return SimpleNamespace(frames=SimpleNamespace(stats=stats), arms=arms)
 
 
-def routed(expert, load, layer=0, arm="moe"):
+def routed(expert, load, layer=0, arm="moe", seed=0):
     facts = {"layer": f"layers.{layer}.mlp.{expert}", "tensor": "routed", "direction": "output"}
-    return {"arm": arm, **facts, "tokens": 100 * load, "load": load}
+    return {"arm": arm, "seed": seed, "step": 80, **facts, "tokens": 100 * load, "load": load}
 
 
 def operand(expert, sqnr_db, underflow_pct=0.0, layer="layers.0.mlp.fc1", tensor="input", direction="rowwise",
@@ -52,7 +65,14 @@ def test_loads_are_drawn_layer_by_expert_in_order():
     assert figure.data[0].z.tolist() == [[(0.2 + 0.4) / 2, 1.0], [1.2, 2.0]]
     assert panel.rows["load"].tolist() == [1.0, (0.2 + 0.4) / 2, 2.0, 1.2] and "expert 10 2" in panel.says
     assert panel.rows["tokens"].tolist() == pytest.approx([100, 30, 200, 120])
-    assert load_table(made).rows == (("moe", "2.00", "200", "layers.1.mlp.10", "0.30", "30", "layers.0.mlp.2"),)
+
+
+def test_an_idle_expert_of_one_seed_is_in_the_table_though_no_median_has_it():
+    rows = [routed(e, 0.1 if e == seed else 1.3, seed=seed, layer=1) for seed in range(3) for e in range(3)]
+    made = comparison([*rows, routed(2, 1.4, layer=1, seed=1), DENSE])
+    assert load_rows(made)["load"].tolist() == pytest.approx([1.3] * 3)
+    busiest, idlest = ("1.40", "140", "layers.1.mlp.2", "1, 80"), ("0.10", "10", "layers.1.mlp.0", "0, 80")
+    assert load_table(made).rows == (("moe", *busiest, *idlest),)
 
 
 def test_dense_models_have_none():
@@ -99,9 +119,11 @@ def test_the_worst_expert_of_each_tensor_is_told_beside_the_others():
     rows += [operand(2, 19.5, 7.0, tensor="weight", direction="columnwise", format="mxfp8")]
     made = comparison([*rows, routed(0, 0.25), routed(2, 2.0)])
     assert worst_experts(made).rows == (
-        ("moe", "input", "rowwise", "nvfp4", "layers.0.mlp.fc1", "0", "20.0", "21.0", "0.00", "25", "0.25"),
-        ("moe", "weight", "columnwise", "mxfp8", "layers.0.mlp.fc1", "2", "19.5", "19.5", "7.00", "200", "2.00"),
-    )
+        ("moe", "input", "20.0", "layers.0.mlp.fc1.0", "rowwise", "nvfp4", "21.0", "25", "0.25", "1.00",
+         "layers.0.mlp.fc1.2", "rowwise"),
+        ("moe", "weight", "19.5", "layers.0.mlp.fc1.2", "columnwise", "mxfp8", "19.5", "200", "2.00", "7.00",
+         "layers.0.mlp.fc1.2", "columnwise"),
+    )  # fmt: skip
 
 
 def test_heatmaps_and_cosines_of_layers_take_experts_together():
@@ -154,8 +176,8 @@ def test_a_training_run_reaches_the_figures_and_the_pages(make_sweep, fake, tmp_
     assert rows["tokens"].notna().all() and set(rows["tokens"]) <= set(loads["tokens"])
     page = write(made, tmp_path / "out")
     text, pages = page.with_suffix(".md").read_text(), page.read_text()
-    for heading in ("Experts: lowest SQNR", "Experts: load"):
+    for heading in ("Experts: lowest SQNR and highest underflow", "Experts: highest and lowest load"):
         assert f"## {heading}\n" in text and heading in pages
-    assert "Experts: SQNR by expert" in pages and "Greatest load of any expert" in pages
+    assert "Expert SQNR by layer" in pages and "Greatest load of any expert" in pages
     for name in ("expert_error", "expert_load", "expert_load_max", "aux_loss"):
         assert len(pd.read_csv(page.parent / "figures" / f"{name}.csv")) > 0
