@@ -1,7 +1,8 @@
 """Check `grouped` of the parity job: what a grouped linear and the router of a mixture of experts must be, to the byte.
 
-list of Linears    y, dx, dw and db of every expert are those of a Linear of its own: each format in all slots, and all
-                   ordered pairs with both columnwise sources, over uneven splits of which some are zero
+list of Linears    y, dx, dw and db of every expert are those of a Linear of its own: each format in all slots, all
+                   ordered pairs with both columnwise sources, and the recipes below, over uneven splits of which some
+                   are zero; under delayed scaling at the second step, whose scales come from the first
 permuted experts   other numbers for the experts give the same results under these numbers. Not asked of stochastic
                    rounding, whose bits belong to the number
 permuted tokens    another order of the tokens of each expert: y and dx follow it where no rowwise scale stands for a
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.formats import NVFP4, Format, parse
+from hqsweep.formats import NVFP4, Format, Fp8Delayed, parse
 from hqsweep.gemm_grouped import grouped_plan
 from hqsweep.jobs.compare_bytes import named_pairs, row
 from hqsweep.jobs.inputs import draw
@@ -46,6 +47,18 @@ LONG_SPLITS = (288, 0, 32, 272)
 """Two experts have two whole blocks of 128 tokens, and a part of one."""
 EXPERTS = len(SPLITS)
 BASE_FORMATS = ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+RECIPES = {
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": {
+        "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
+        "grad_output": "mxfp8",
+    },
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_original": {
+        "input": "nvfp4+row_scaled|mxfp8", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8",
+    },
+    "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    "fp8_delayed": {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"},
+}  # fmt: skip
+"""What no one format in all slots, and no pair, is."""
 HIGH = LinearQuantizers.parse("bf16", "parity")
 ORDER_OF_SUMS = 1e-4
 """Relative L2 of float32 sums of some hundred products in another order is below."""
@@ -63,17 +76,19 @@ def everywhere(format: Format) -> LinearQuantizers:
 
 
 def grouped_check(config: "ParityConfig", device: torch.device) -> Rows:
-    """Each format, and every pair of base formats."""
+    """Each format, every pair of base formats, and RECIPES."""
+    recipes = {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
     sections = {text: everywhere(parse(text)) for text in config.parity.formats}
     for a, b, source in product(BASE_FORMATS, BASE_FORMATS, SOURCES):
         pair = f"{a}|{b}@{source}"
         quantizers = {"input": pair, "weight": pair, "grad_output": b}
         sections[f"{a}|{b}" if source == "original" else pair] = LinearQuantizers.parse(quantizers, "parity")
-    for subject, quantizers in sections.items():
+    for subject, quantizers in (sections | recipes).items():
         problem = _Problem(quantizers, SPLITS, device, config.seed)
         yield row("grouped", subject, "list of Linears", named_pairs(problem.by_linears(), problem.run()))
+    for subject, quantizers in ({text: sections[text] for text in config.parity.formats} | recipes).items():
+        yield from _permutation_rows(subject, quantizers, device, config.seed)
     for text in config.parity.formats:
-        yield from _permutation_rows(text, sections[text], device, config.seed)
         yield _router_row(text, sections[text], device, config.seed)
     yield from kernel_rows(config, device)
 
@@ -97,15 +112,19 @@ class _Expert(Linear):
 
 
 class _Problem:
-    """Weights, biases, tokens and gradients of a grouped linear."""
+    """Weights, biases, tokens and gradients of a grouped linear, of another size for each expert: their largest values,
+    and so their scales, differ."""
 
     def __init__(self, quantizers: LinearQuantizers, splits: Sequence[int], device: torch.device, seed: int) -> None:
         self.quantizers, self.splits, self.device = quantizers, tuple(splits), device
         self.dtype = torch.float32 if device.type == "cuda" else torch.bfloat16
         shapes = {"x": (sum(splits), K), "dy": (sum(splits), N), "w": (EXPERTS * N, K), "b": (EXPERTS, N)}
         made = {name: draw("heavy", *shape, seed + i).clamp(-50, 50) for i, (name, shape) in enumerate(shapes.items())}
-        self.x, self.dy = (made[name].to(device, self.dtype) for name in ("x", "dy"))
-        self.w, self.b = made["w"].view(EXPERTS, N, K).float().to(device), made["b"].float().to(device)
+        size = 0.7 ** torch.arange(EXPERTS)
+        rows = size.repeat_interleave(torch.tensor(self.splits))[:, None]
+        self.x, self.dy = ((made[name].float() * rows).to(device, self.dtype) for name in ("x", "dy"))
+        self.w = (made["w"].view(EXPERTS, N, K).float() * size[:, None, None]).to(device)
+        self.b = made["b"].float().to(device)
 
     def run(self, splits: Splits | None = None) -> Results:
         """By a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
@@ -114,11 +133,7 @@ class _Problem:
         module = GroupedLinear(EXPERTS, K, N, name="m", recipe=recipe, bias=True, dtype=self.dtype, **single)
         module = module.to(self.device)
         _write(module, self.w, self.b)
-        x = self.x.clone().requires_grad_()
-        with quantization():
-            y = module(x, list(self.splits) if splits is None else splits)
-        y.backward(self.dy)
-        return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad}
+        return self._stepped(module, self.x, self.dy, list(self.splits) if splits is None else splits)
 
     def by_linears(self) -> Results:
         """By a Linear for each expert."""
@@ -131,11 +146,17 @@ class _Problem:
         linear = _Expert(K, N, name="m", quantizers=self.quantizers, bias=True, dtype=self.dtype).to(self.device)
         linear.expert = expert
         _write(linear, self.w[expert], self.b[expert])
-        x = x.clone().requires_grad_()
-        with quantization():
-            y = linear(x)
-        y.backward(dy)
-        return {"y": y.detach(), "dx": x.grad, "dw": linear.weight.grad, "db": linear.bias.grad}
+        return self._stepped(linear, x, dy)
+
+    def _stepped(self, module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int] | Splits) -> Results:
+        """Of the first step, or of the second one where scales come from the step before."""
+        for step in range(1, 2 + any(isinstance(format, Fp8Delayed) for format in _formats(self.quantizers))):
+            module.zero_grad()
+            x = x.detach().clone().requires_grad_()
+            with quantization(step=step):
+                y = module(x, *splits)
+                y.backward(dy)
+        return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad}
 
     def parts(self, tokens: Tensor) -> Sequence[Tensor]:
         """The rows of each expert."""
@@ -160,6 +181,12 @@ class _Problem:
         return other
 
 
+def _formats(quantizers: LinearQuantizers) -> list[Format]:
+    return [
+        getattr(getattr(quantizers, tensor), direction) for tensor in quantizers.tensors() for direction in DIRECTIONS
+    ]
+
+
 def _write(module: nn.Module, weight: Tensor, bias: Tensor) -> None:
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -167,7 +194,7 @@ def _write(module: nn.Module, weight: Tensor, bias: Tensor) -> None:
 
 
 def _permutation_rows(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> Iterator[dict]:
-    if getattr(parse(subject), "sr", False):
+    if any(getattr(format, "sr", False) for format in _formats(quantizers)):
         return
     problem = _Problem(quantizers, LONG_SPLITS, device, seed)
     expected, numbers = problem.run(), (2, 3, 0, 1)

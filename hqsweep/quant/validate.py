@@ -129,7 +129,7 @@ def _gemm_faults(
         misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if shape[2] % f.column_multiple}
         if misfits:
             takers = " and ".join(f"{s} takes a multiple of {m}" for s, m in misfits.items())
-            yield f"{gemm}: the contracted axis has {shape[2]} elements, but {takers}"
+            yield f"{gemm}: the contracted axis has {shape[2]} element{'s' * (shape[2] != 1)}, but {takers}"
         fault, mode = mathematical_fault(*formats), ""
         if not fault and gemm_mode != "exact":
             fault, mode = hardware_fault(*formats), f" under gemm={gemm_mode}"

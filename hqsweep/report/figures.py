@@ -32,13 +32,13 @@ def smoothing(comparison: Comparison) -> int:
     return max(1, int(counts.max()) // 40) if len(counts) else 1
 
 
-def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 1) -> Panel | None:
+def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 1, unit: str = "nats") -> Panel | None:
     """Mean over the finished seeds of each arm, with a band from the lowest to the highest seed; runs without a
-    result are dotted and end in a cross."""
+    result are dotted and end in a cross. `unit` of the metric: "" for none."""
     rows = _smoothed(comparison, metric, smooth)
     if rows.empty:
         return None
-    fig = figure(f"{metric} (nats)")
+    fig = figure(f"{metric} ({unit})" if unit else metric)
     good = rows["run"].isin(comparison.finals["run"][comparison.finals["final_loss"].notna()])
     means = rows[good].groupby(["arm", "step"], sort=False)["value"].agg(["mean", "min", "max", "count"]).reset_index()
     means = means.set_axis(["arm", "step", "loss", "lowest", "highest", "seeds"], axis=1)
@@ -49,7 +49,7 @@ def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int =
     fig.update_yaxes(range=_useful_range(rows))
     broken = rows[~good].rename(columns={"value": "loss", "seed": "broken_seed"})
     drawn = pd.concat([means, broken[["arm", "step", "loss", "broken_seed"]]]) if len(broken) else means
-    says = f"{heading} in nats over steps. {_ends(means, 'loss', '.4f')}"
+    says = f"{heading}{f' in {unit}' if unit else ''} over steps. {_ends(means, 'loss', '.4f')}"
     return Panel(heading=heading, figure=fig, name=metric, rows=drawn, says=says, zoomed=True)
 
 

@@ -113,6 +113,15 @@ def _long(runs: pd.DataFrame, rows: list[list[dict]], columns: list[str]) -> pd.
     return frame.astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
 
 
+def by_module(stats: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `module`, their layer without the number of an expert, and `expert`, that number (float64, NaN of
+    what is no expert): layers.0.mlp.fc1.3 is expert 3 of layers.0.mlp.fc1."""
+    names = pd.Series(stats["layer"].unique(), dtype=object)  # few, where rows are many
+    parts = names.str.extract(r"^(.*?)(?:\.(\d+))?$").set_index(names)
+    module, expert = (stats["layer"].map(parts[part]) for part in parts)
+    return stats.assign(module=module.astype(object), expert=expert.astype("float64"))
+
+
 def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
     """Make (arm, seed) unique. Where runs of one arm and seed meet (a sweep repeated with another config, or two
     sweeps), the labels get " key=value" for every config leaf in which they differ: of the recipe only those arms, of

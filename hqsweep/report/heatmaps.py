@@ -8,12 +8,13 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from hqsweep.report.arms import Comparison
+from hqsweep.report.frames import by_module
 from hqsweep.report.look import Panel, figure, label, listed
 
 SHORT = {"grad_output": "grad", "rowwise": "row", "columnwise": "col"}
 SLOT = ["arm", "layer", "tensor", "direction"]
-WRITTEN = 60
-"""More lines than these are too low to write in."""
+WRITTEN, WRITTEN_COLUMNS = 60, 20
+"""More lines than these are too low to write in, and more columns too narrow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,15 @@ def underflow_heatmaps(comparison: Comparison) -> Iterator[Panel]:
 
 
 def error_rows(comparison: Comparison) -> pd.DataFrame:
-    """arm, layer, tensor, direction, format, sqnr_db, underflow_pct: medians over sampled steps and seeds, arms in
-    their order."""
-    rows = comparison.frames.stats
-    groups = rows[rows["direction"] != "output"].groupby(SLOT, sort=False)
+    """arm, layer, tensor, direction, format, sqnr_db, underflow_pct: medians over sampled steps and seeds, and over the
+    experts of a grouped linear; arms in their order."""
+    rows = by_module(comparison.frames.stats)
+    return medians(comparison, rows.assign(layer=rows["module"]), SLOT)
+
+
+def medians(comparison: Comparison, rows: pd.DataFrame, slot: list[str]) -> pd.DataFrame:
+    """format, sqnr_db, underflow_pct of the operands of each `slot`, among whose columns is arm."""
+    groups = rows[rows["direction"] != "output"].groupby(slot, sort=False)
     found = groups.agg({"format": "last", "sqnr_db": "median", "underflow_pct": "median"}).reset_index()
     places = {arm: place for place, arm in enumerate(comparison.arms["arm"])}
     return found.sort_values("arm", key=lambda arms: arms.map(places), kind="stable", ignore_index=True)
@@ -80,21 +86,24 @@ def colour_range(values: np.ndarray) -> tuple[float, float]:
 
 
 def heatmap(
-    grid: pd.DataFrame, formats: pd.DataFrame, scale: tuple[float, float], measure: Measure = DECIBEL
-) -> go.Figure:
-    """Numbers of lines by two levels of columns; formats are shown beside a value that is pointed at."""
+    grid: pd.DataFrame, formats: pd.DataFrame, scale: tuple[float, float], measure: Measure = DECIBEL,
+    x_title: str | None = None,
+) -> go.Figure:  # fmt: skip
+    """Numbers of lines by columns of one level or two; formats are shown beside a value that is pointed at."""
     values, (low, high) = grid.to_numpy(), scale
     cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
-    written = len(grid) <= WRITTEN
-    tall = 22 if written else 11
+    written = len(grid) <= WRITTEN and len(grid.columns) <= WRITTEN_COLUMNS
+    tall = 22 if len(grid) <= WRITTEN else 11
+    named = [tuple(SHORT.get(name, str(name)) for name in np.atleast_1d(names)) for names in grid.columns]
+    levels = [list(level) for level in zip(*named, strict=True)]
     fig = figure(
         "", "", height=80 + tall * len(grid), y={"autorange": "reversed", "showgrid": False, "ticks": ""},
-        x={"showgrid": False, "ticks": "", "tickangle": 0, "tickfont": {"size": 11}, "title": None,
-           "showdividers": False},
+        x={"showgrid": False, "ticks": "", "tickangle": 0, "tickfont": {"size": 11}, "showdividers": False,
+           "title": {"text": x_title, "standoff": 8}, "type": "category" if len(levels) == 1 else "multicategory"},
     )  # fmt: skip
     fig.add_heatmap(
         z=np.clip(values, low, high), y=[label(name) for name in grid.index],
-        x=[[SHORT.get(name, name) for name in names] for names in zip(*grid.columns, strict=True)],
+        x=levels[0] if len(levels) == 1 else levels,
         text=cells, texttemplate="%{text}" if written else None, textfont={"size": 12},
         customdata=formats.fillna("").map(label).to_numpy(),
         zmin=low, zmax=high, colorscale=measure.colours, xgap=1, ygap=1, hoverongaps=False,

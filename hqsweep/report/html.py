@@ -33,8 +33,11 @@ class Panels:
     sqnr: list[Panel]
     underflow: list[Panel]
     gradients: list[Panel]
-    speed: list[Panel]
+    expert_sqnr: list[Panel]
+    expert_underflow: list[Panel]
     loads: list[Panel]
+    balance: list[Panel]
+    speed: list[Panel]
 
     def every(self) -> list[Panel]:
         return [panel for group in vars(self).values() for panel in group]
@@ -53,14 +56,22 @@ def panels(comparison: Comparison) -> Panels:
         figures.loss_curves(comparison, "Validation loss", "val_loss"),
         figures.loss_curves(comparison, f"Training loss{rolling}", "train_loss", smooth),
     ]
+    balance = [
+        figures.loss_curves(comparison, f"Greatest load of any expert{rolling}", "expert_load_max", smooth, unit=""),
+        figures.loss_curves(comparison, f"Load-balance loss{rolling}", "aux_loss", smooth, unit=""),
+    ]
+    expert_sqnr, expert_underflow = experts.error_heatmaps(comparison)
     return Panels(
         gaps=[panel for panel in gaps if panel],
         curves=[panel for panel in curves if panel],
         sqnr=list(heatmaps.sqnr_heatmaps(comparison)),
         underflow=list(heatmaps.underflow_heatmaps(comparison)),
         gradients=points.gradient_cosines(comparison),
-        speed=[panel for panel in [points.throughput(comparison, "Tokens a second")] if panel],
+        expert_sqnr=expert_sqnr,
+        expert_underflow=expert_underflow,
         loads=list(experts.load_heatmaps(comparison)),
+        balance=[panel for panel in balance if panel],
+        speed=[panel for panel in [points.throughput(comparison, "Tokens a second")] if panel],
     )
 
 
@@ -81,6 +92,8 @@ def render(comparison: Comparison, drawn: Panels) -> str:
         panels=drawn,
         legend=legend(comparison),
         gemm_errors=tables.gemm_errors(frames.stats),
+        worst_experts=experts.worst_experts(comparison),
+        load_table=experts.load_table(comparison),
         parity=parity.text_tables(frames.parity),
         sections=[
             ("GEMM plans", tables.gemm_plans(frames.runs)),

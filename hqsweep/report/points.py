@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from hqsweep.report.arms import Comparison
+from hqsweep.report.frames import by_module
 from hqsweep.report.look import (
     BASELINE_COLOUR,
     NULL_BAND,
@@ -79,12 +80,14 @@ def throughput(comparison: Comparison, heading: str) -> Panel | None:
 
 def gradient_cosines(comparison: Comparison) -> list[Panel]:
     """For dgrad and wgrad a line per layer: 1 - cosine between the GEMM's output and the product in FP32, the median
-    over sampled steps and seeds, a marker for each arm, on a logarithmic axis."""
-    stats, look = comparison.frames.stats, styles(comparison)
-    stats = stats[(stats["direction"] == "output") & stats["tensor"].isin(GRADIENTS)]
-    rows = stats.groupby(["arm", "layer", "tensor"], sort=False)["cosine"].agg(["median", "min"]).reset_index()
+    over sampled steps and seeds, and over the experts of a grouped linear, a marker for each arm, on a logarithmic
+    axis."""
+    stats, look = by_module(comparison.frames.stats), styles(comparison)
+    stats["layer"] = stats["module"]
+    outputs = stats[(stats["direction"] == "output") & stats["tensor"].isin(GRADIENTS)]
+    rows = outputs.groupby(["arm", "layer", "tensor"], sort=False)["cosine"].agg(["median", "min"]).reset_index()
     rows = rows.set_axis(["arm", "layer", "gemm", "median_cosine", "lowest_cosine"], axis=1)
-    layers = comparison.frames.stats["layer"].unique()  # forward order: backward GEMMs come in the reverse
+    layers = stats["layer"].unique()  # forward order: backward GEMMs come in the reverse
     return [
         _cosine(rows[rows["gemm"] == gemm], rows, layers, heading, look)
         for gemm, heading in GRADIENTS.items()

@@ -10,6 +10,7 @@ import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
+from hqsweep.report import experts
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import config_leaves
 from hqsweep.report.parity import text_tables
@@ -169,6 +170,8 @@ def report_markdown(comparison: Comparison) -> str:
         *_section("Runs without a result", unfinished_table(comparison)),
         *_section("Training: tokens to loss, spikes, divergence", training_table(comparison)),
         *_section("GEMM output error against FP32", gemm_errors(comparison.frames.stats)),
+        *_section("Experts: lowest SQNR and highest underflow", experts.worst_experts(comparison)),
+        *_section("Experts: highest and lowest load", experts.load_table(comparison)),
         *(part for table in text_tables(comparison.frames.parity) for part in _section(*table)),
         *_section("GEMM plans", gemm_plans(runs)),
         *_section("Provenance", provenance(runs)),

@@ -97,6 +97,18 @@ def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
     assert all(r["first_index"].startswith("dw[") for r in failed if r["case"] == "list of Linears")
 
 
+def test_experts_that_share_a_history_are_found(tmp_path, monkeypatch):
+    """Delayed scaling by the amax of another expert is seen at the second step."""
+    right = grouped_call.quantize_group
+
+    def wrong(*args, states, **options):
+        return right(*args, states=states and [states[0]] * len(states), **options)
+
+    monkeypatch.setattr(grouped_call, "quantize_group", wrong)
+    failed = {(r["subject"], r["case"]) for r in run("grouped", tmp_path=tmp_path) if r["status"] == "FAIL"}
+    assert ("fp8_delayed", "list of Linears") in failed and {subject for subject, _ in failed} == {"fp8_delayed"}
+
+
 def test_a_router_that_reads_what_experts_read_is_found(tmp_path, monkeypatch):
     """Tokens rounded as the recipe rounds them for the experts."""
     right = LayerNormMoE.forward
@@ -125,6 +137,11 @@ def test_what_permutations_must_leave_follows_from_the_scales(tmp_path):
     for text in ("fp8_block", "mxfp8", "nvfp4", "nvfp4+row_scaled"):
         assert cases[text] >= by_blocks and cases[text] & anywhere == {"permuted tokens: y and dx"}
     assert cases["nvfp4+rht+sr"] == {"list of Linears", "router"}
+    for name in ("nvfp4_row_scaled_fwd_mxfp8_bwd", "nvfp4_row_scaled_fwd_mxfp8_bwd_original"):
+        expected = by_blocks | {"permuted tokens: y and dx", "list of Linears", "permuted experts"}
+        assert cases[name] == expected
+    assert cases["fp8_delayed"] == anywhere | {"list of Linears", "permuted experts"}
+    assert cases["nvfp4 recipe"] == {"list of Linears"}
 
 
 def test_the_kernel_of_a_gpu_is_compared_with_the_loop(tmp_path, monkeypatch):

@@ -165,6 +165,36 @@ def test_what_is_saved_is_the_columnwise_operand(single):
     assert saved_input_bytes(grouped("mxfp8"), 64) == 1 + 1 / 32
 
 
+ENTRIES = {  # quantizers -> (bytes an element, tokens of a scale, elements of K that share it, bytes of it, and those
+    # of each expert besides), counted from the definition of each format
+    "bf16": (2, None, 1, 0, 0),
+    "fp8_current": (1, None, 1, 0, 4),
+    "fp8_block": (1, 128, 1, 4, 0),
+    "fp8_block+2d": (1, 128, 128, 4, 0),
+    "mxfp8": (1, 32, 1, 1, 0),
+    "mxfp4": (1 / 2, 32, 1, 1, 0),
+    "nvfp4": (1 / 2, 16, 1, 1, 4),
+    "nvfp4|mxfp8": (1, 32, 1, 1, 0),
+    "nvfp4|mxfp8@rowwise_dequantized": (1, 32, 1, 1, 0),
+    "nvfp4+row_scaled|mxfp8@rowwise_dequantized": (1, 32, 1, 1, 0),
+    "mxfp8|nvfp4": (1 / 2, 16, 1, 1, 4),
+}
+
+
+@pytest.mark.parametrize("quantizers", ENTRIES)
+def test_saved_bytes_are_those_counted_by_hand(quantizers):
+    """Splits that fit and splits that end in a part of a block; an empty expert keeps its own bytes only."""
+    code, tokens, width, scale, own = ENTRIES[quantizers]
+    sections = {"input": quantizers, "weight": quantizers.replace("+row_scaled", ""), "grad_output": "bf16"}
+    module = grouped(sections, single_grouped_weight=True)
+    for splits in ((64, 0, 16, 48), (96, 0, 32, 128)):
+        expected = sum(m * K * code + (-(-m // tokens) * -(-K // width) * scale if tokens else 0) + own for m in splits)
+        counter, x = SavedBytes(module), draw("normal", sum(splits), K)
+        with counter.counting():
+            module(x, splits)
+        assert counter.nbytes == expected
+
+
 @pytest.mark.parametrize("make", [grouped, held])
 @pytest.mark.parametrize("single", [False, True])
 def test_the_probe_sees_every_expert_that_has_tokens(make, single):
