@@ -13,8 +13,8 @@ namespace hq {
 
 enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic };
 
-// What a tile is: one of a matrix of whole tiles; a whole one of other rows, where the last blocks of columns may be parts,
-// and exact columns wanted by rows; one that ends early, or whose columns begin at any byte.
+// What a tile is: one of a matrix of whole tiles; a whole one of other rows, where the last blocks of columns may be
+// parts, and exact columns wanted by rows; one that ends early, or whose columns begin at any byte.
 enum class Part { matrix, whole, ragged };
 
 template <Kind kKind>

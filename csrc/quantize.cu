@@ -64,7 +64,8 @@ void launch_tiles(const Job& job, cudaStream_t stream) {
 
 template <bool kSums, bool kRagged>
 void launch_lean(const Job& job, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(ceil_div(job.source.rows, kTile)));
+  const Source& x = job.source;
+  const dim3 grid(static_cast<unsigned>(x.cols / kTile), static_cast<unsigned>(ceil_div(x.rows, kTile)));
   quantize_lean<kSums, kRagged><<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
   check(cudaGetLastError());
 }
