@@ -98,7 +98,8 @@ static __device__ __forceinline__ LeanSpace& lean_space() {
 // A tile of bf16 in the formats and with the outputs of cuda_lean.cuh.
 template <bool kSums, Part kPart>
 __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
-  auto& [scales, strips] = lean_space();
+  Nvfp4Scales(&scales)[2] = lean_space().scales;
+  float(&strips)[8][8] = lean_space().strips;
   const LeanCorner& at = here.at;
   const uint32_t cols = static_cast<uint32_t>(job.source.cols);
   const bool replace = job.has_column && job.dequantized;

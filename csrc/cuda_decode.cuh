@@ -109,4 +109,23 @@ inline int log2_of(int side) {  // tile sides are powers of two
   return shift;
 }
 
+// call(element, out) with the types of these.
+template <class Call>
+void with_types(Element element, Dtype out, const Call& call) {
+  const auto with_out = [&](auto type) {
+    switch (out) {
+      case Dtype::fp32: return call(type, OutFp32());
+      case Dtype::bf16: return call(type, OutBf16());
+      case Dtype::fp16: return call(type, OutFp16());
+    }
+  };
+  switch (element) {
+    case Element::e4m3: return with_out(E4M3());
+    case Element::e5m2: return with_out(E5M2());
+    case Element::e2m1: return with_out(E2M1());
+    case Element::e2m3: return with_out(E2M3());
+    case Element::e3m2: return with_out(E3M2());
+  }
+}
+
 }  // namespace hq

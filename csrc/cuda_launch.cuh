@@ -44,6 +44,14 @@ inline Job job_of(const Source& x, const Direction* row, const Direction* column
   return job;
 }
 
+// Whether the encoder of cuda_lean.cuh takes the tiles of a job: X's columns are whole ones, its rows may end anywhere.
+inline bool lean(const Job& job) {
+  const Source& x = job.source;
+  const bool vector_column = job.has_column && aligned(job.column, 16);
+  return x.dtype == Dtype::bf16 && job.vector_in && x.cols % kTile == 0 && !job.find_row && !job.find_column &&
+         (!job.has_row || lean(job.row, job.vector_row)) && (!job.has_column || lean(job.column, vector_column));
+}
+
 // The job of a pass that only finds the amaxes of the row or the column.
 inline Job finding(Job job, bool column) {
   const bool from_row = column && job.dequantized;

@@ -218,15 +218,6 @@ void launch(const GroupJob& job, cudaStream_t stream) {
     throw std::runtime_error(std::string("hqsweep._C.dequantize_grouped_cuda: ") + cudaGetErrorString(status));
 }
 
-template <class E>
-void launch_to(const GroupJob& job, Dtype out_dtype, cudaStream_t stream) {
-  switch (out_dtype) {
-    case Dtype::fp32: return launch<E, OutFp32>(job, stream);
-    case Dtype::bf16: return launch<E, OutBf16>(job, stream);
-    case Dtype::fp16: return launch<E, OutFp16>(job, stream);
-  }
-}
-
 }  // namespace
 
 void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype,
@@ -237,13 +228,9 @@ void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, voi
   const GroupJob job{encoded, units_of(spec, encoded.columns, packed.cols), out, log2_of(spec.tile_rows),
                      log2_of(spec.tile_cols), decoding == Decoding::exact, 1.0f / (6.0f * spec.e4m3_max)};
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
-  switch (spec.element) {
-    case Element::e4m3: return launch_to<E4M3>(job, out_dtype, queue);
-    case Element::e5m2: return launch_to<E5M2>(job, out_dtype, queue);
-    case Element::e2m1: return launch_to<E2M1>(job, out_dtype, queue);
-    case Element::e2m3: return launch_to<E2M3>(job, out_dtype, queue);
-    case Element::e3m2: return launch_to<E3M2>(job, out_dtype, queue);
-  }
+  with_types(spec.element, out_dtype, [&](auto element, auto to) {
+    launch<decltype(element), decltype(to)>(job, queue);
+  });
 }
 
 }  // namespace hq

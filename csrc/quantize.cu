@@ -70,20 +70,17 @@ void launch_lean(const Job& job, cudaStream_t stream) {
   check(cudaGetLastError());
 }
 
-// Statistics want whole tiles; else only X's columns are in whole tiles, and the last rows may be fewer.
-bool lean(const Job& job) {
+// Statistics want whole tiles of rows, too, and one matrix has no exact columns by rows in this encoder.
+bool lean_matrix(const Job& job) {
   const Source& x = job.source;
   constexpr int64_t most = 1 << 22;  // whose tiles fit gridDim.y
-  const bool vector_column = job.has_column && aligned(job.column, 16);
-  return x.dtype == Dtype::bf16 && job.vector_in && x.rows > 0 && x.cols > 0 && !job.find_row && !job.find_column &&
-         (x.rows % kTile == 0 || !wants_sums(job)) && x.cols % kTile == 0 && x.rows <= most && x.cols <= most &&
-         !job.column.exact_turned && (!job.has_row || lean(job.row, job.vector_row)) &&
-         (!job.has_column || lean(job.column, vector_column));
+  return lean(job) && x.rows > 0 && x.cols > 0 && x.rows <= most && x.cols <= most && !job.column.exact_turned &&
+         (x.rows % kTile == 0 || !wants_sums(job));
 }
 
 void launch(const Job& job, cudaStream_t stream) {
   const bool sums = wants_sums(job);
-  if (lean(job)) {
+  if (lean_matrix(job)) {
     if (job.source.rows % kTile) return launch_lean<false, true>(job, stream);
     return sums ? launch_lean<true, false>(job, stream) : launch_lean<false, false>(job, stream);
   }
@@ -141,7 +138,7 @@ void quantize_cuda(const Call& call, uintptr_t stream) {
   prepare(job, false, job.row.spec.row_scaled ? job.source.rows : 1, queue, search);
   prepare(job, true, job.column.spec.row_scaled ? job.source.cols : 1, queue, search);
   launch(job, queue);
-  if (lean(job) && job.source.rows % kTile == 0) return;  // its first tile has stored the scales of current scaling
+  if (lean_matrix(job) && job.source.rows % kTile == 0) return;  // its first tile has stored the scales of current scaling
   if (job.has_row) finish(job.row, 1, queue);
   if (job.has_column) finish(job.column, 1, queue);
 }

@@ -109,13 +109,6 @@ void launch_members(const GroupJob& launch, cudaStream_t stream) {
   check(cudaGetLastError());
 }
 
-bool lean(const Job& job) {
-  const Source& x = job.source;
-  const bool vector_column = job.has_column && aligned(job.column, 16);  // rows of each expert: seen by its blocks
-  return x.dtype == Dtype::bf16 && job.vector_in && x.cols % kTile == 0 && !job.find_row && !job.find_column &&
-         (!job.has_row || lean(job.row, job.vector_row)) && (!job.has_column || lean(job.column, vector_column));
-}
-
 void launch(const Job& job, const Group& group, const Units& units, cudaStream_t stream) {
   const bool sums = wants_sums(job);
   const GroupJob members{job, group, units};

@@ -5,6 +5,7 @@ matrices with float32 accumulation: in float32 on CPU; on CUDA in bfloat16 tenso
 bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hardware applies them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -87,21 +88,30 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
-    """alpha = fl(fl(f_a * f_b) * fl(1 / (d_a * d_b))) for scalars; per-row factors after the constant part.
+    """apply_factors of two operands, whose factors of more than one entry are those of rows. Overwrites the product."""
+    sides = (a.factor, None if b.factor is None else b.factor.t())
+    factors = [(factor, factor.numel() > 1) for factor in sides if factor is not None]
+    return apply_factors(product, factors, a.divisor * b.divisor, out_dtype)
+
+
+def apply_factors(
+    product: Tensor, factors: Sequence[tuple[Tensor, bool]], divisor: float, out_dtype: torch.dtype
+) -> Tensor:
+    """product [m, n] times up to two factors [1, 1], [m, 1] or [1, n], each with whether it differs by row or column,
+    over the divisor: alpha = fl(fl(f_a * f_b) * fl(1 / divisor)) for scalars; per-row factors after the constant part.
 
     With one per-row side its factor times the other's scalar is formed first; with two, rows then columns
-    (TransformerEngine pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb). Overwrites the product.
+    (TransformerEngine pytorch/cpp_extensions/gemm.py:84 at d0067d0da6cb).
     """
-    rows, columns = a.factor, None if b.factor is None else b.factor.t()
-    factors = [f for f in (rows, columns) if f is not None]
-    inverse = 1.0 / (a.divisor * b.divisor)  # torch rounds it to float32 before it multiplies
-    if all(f.numel() == 1 for f in factors):
-        return scaled(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
-    if all(f.numel() > 1 for f in factors):
-        for factor in factors[:-1]:
-            product, inverse = scaled(product, factor, product.dtype, before=inverse), 1.0
-        return scaled(product, factors[-1], out_dtype, before=inverse)
-    return scaled(product, reduce(torch.mul, factors), out_dtype, before=inverse)
+    tensors, per_row = [factor for factor, _ in factors], [rows for _, rows in factors]
+    inverse = 1.0 / divisor  # torch rounds it to float32 before it multiplies
+    if not factors and inverse == 1.0:
+        return product.to(out_dtype)
+    if not any(per_row):
+        return scaled(product, reduce(torch.mul, [*tensors, inverse]), out_dtype)
+    if all(per_row) and len(tensors) == 2:
+        product, inverse = scaled(product, tensors.pop(0), torch.float32, before=inverse), 1.0
+    return scaled(product, reduce(torch.mul, tensors), out_dtype, before=inverse)
 
 
 def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, before: float = 1.0) -> Tensor:

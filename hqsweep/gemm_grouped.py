@@ -14,13 +14,12 @@ gemm=native for rows of E4M3 codes with a scale for each expert's tensor, on sm_
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Format, Fp8PerTensor
-from hqsweep.gemm import mm_t, plan, scaled
+from hqsweep.gemm import apply_factors, mm_t, plan
 from hqsweep.native import capability_of, gemm_plan, mm_t_native
 from hqsweep.ops.grouped import pack
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
@@ -143,9 +142,9 @@ def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -
         sizes = splits.on(factor.device)
         return factor.view(experts, -1).repeat_interleave(sizes, dim=0, output_size=splits.rows)
 
-    left = a.factor.view(-1, 1) if a.per_row else None if a.factor is None else of_rows(a.factor)
-    right = None if b.factor is None else of_rows(b.factor)
-    return _scaled(y, (left, a.per_row), (right, b.per_row), a.divisor * b.divisor, out_dtype)
+    left = [] if a.factor is None else [(a.factor.view(-1, 1) if a.per_row else of_rows(a.factor), a.per_row)]
+    right = [] if b.factor is None else [(of_rows(b.factor), b.per_row)]
+    return apply_factors(y, left + right, a.divisor * b.divisor, out_dtype)
 
 
 def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
@@ -164,29 +163,8 @@ def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
 def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
     """mm_t_weights by torch._grouped_mm: [experts, n, k]."""
     dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
-    left, right = (None if group.factor is None else group.factor.view(-1, 1) for group in (a, b))
-    return _scaled(dw.flatten(1), (left, False), (right, False), a.divisor * b.divisor, out_dtype).view_as(dw)
-
-
-def _scaled(
-    product: Tensor,
-    left: tuple[Tensor | None, bool],
-    right: tuple[Tensor | None, bool],
-    divisor: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """gemm.epilogue for a group [m, n]: factors [m, 1], each with whether they are those of rows, in the same order of
-    roundings."""
-    factors, inverse = [factor for factor, _ in (left, right) if factor is not None], 1.0 / divisor
-    if not factors and inverse == 1.0:
-        return product.to(out_dtype)
-    if not factors:
-        return product.float().mul_(inverse).to(out_dtype)
-    if not (left[1] or right[1]):
-        return scaled(product, reduce(torch.mul, [*factors, inverse]), out_dtype)
-    if left[1] and right[1]:
-        product, inverse = scaled(product, factors.pop(0), torch.float32, before=inverse), 1.0
-    return scaled(product, reduce(torch.mul, factors), out_dtype, before=inverse)
+    factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
+    return apply_factors(dw.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(dw)
 
 
 def _exact(group: Group) -> GroupedExact:

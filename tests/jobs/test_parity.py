@@ -9,7 +9,8 @@ from hqsweep.jobs.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import LayerNormMoE, grouped_call
 from hqsweep.ops import kernel
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers, parse_recipe
+from hqsweep.sweep.compose import load_recipe
 
 FORMATS = ["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+rht+sr", "nvfp4+row_scaled"]
 
@@ -203,3 +204,10 @@ def test_a_leak_and_a_leak_that_is_missed_are_found(tmp_path, monkeypatch):
             failed = {r["subject"] for r in run("causality", tmp_path=tmp_path) if r["status"] == "FAIL"}
         leaking = {"fp8_current", "nvfp4", "nvfp4+rht+sr"}
         assert failed == (set(FORMATS) - leaking if wrong(None) else leaking)
+
+
+def test_recipes_of_the_grouped_check_are_the_packaged_ones():
+    packaged = {"nvfp4 recipe": "nvfp4", "fp8_delayed": "delayed_scaling"}
+    for name, section in parity_grouped.RECIPES.items():
+        recipe = parse_recipe(load_recipe(packaged.get(name, name)))
+        assert LinearQuantizers.parse(section, name) == (recipe.grouped_linear or recipe.linear), name

@@ -4,18 +4,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from experts import recipe_of
 from torch import Tensor
 
 from hqsweep.nn import GroupedLinear
-from hqsweep.quant import Recipe
 
 RANKS, EXPERTS, TOKENS, SIZES = 2, 4, 112, (64, 96)
 LOCAL = EXPERTS // RANKS
 
 
 def layer(recipe: dict, count: int) -> GroupedLinear:
-    recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": recipe})
-    return GroupedLinear(count, *SIZES, name="experts", recipe=recipe, single_grouped_weight=True).bfloat16()
+    options = {"name": "experts", "recipe": recipe_of(recipe), "single_grouped_weight": True}
+    return GroupedLinear(count, *SIZES, **options).bfloat16()
 
 
 def inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from expert_parallel import EXPERTS, LOCAL, RANKS, inputs, layer, run, weight
+from experts import SECTIONS
 
-COMPOSER_2 = {
-    "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
-    "grad_output": "mxfp8",
-}  # fmt: skip
+COMPOSER_2 = SECTIONS[1]
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
