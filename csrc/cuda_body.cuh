@@ -95,6 +95,13 @@ static __device__ __forceinline__ LeanSpace& lean_space() {
   return space;
 }
 
+// Exact columns, which threads have put into the tile, at the places of X's own elements.
+__device__ __forceinline__ void store_turned(const Job& job, const LeanCorner& at, const uint32_t* tile) {
+  const uint64_t cols = job.source.cols;
+  __syncthreads();
+  store_tile(tile, static_cast<uint16_t*>(job.column.exact) + at.first + at.r0 * cols + at.c0, cols, at.rows - at.r0);
+}
+
 // A tile of bf16 in the formats and with the outputs of cuda_lean.cuh.
 template <bool kSums, Part kPart>
 __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
@@ -154,19 +161,20 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& he
     if (column_tiled && replace) nan = find_strips(tile, strips);
     run_lean<ColumnOrder, kPart>(column(), tile, none);
     if constexpr (kPart != Part::matrix) {
-      if (!job.column.exact || !job.column.exact_turned) return;
-      __syncthreads();
-      uint16_t* to = static_cast<uint16_t*>(job.column.exact) + at.first + static_cast<uint64_t>(at.r0) * cols + at.c0;
-      store_tile(tile, to, cols, at.rows - at.r0);
+      if (job.column.exact && job.column.exact_turned) store_turned(job, at, tile);
     }
   }
 }
 
-// A tile of rows that need not be whole tiles. They are lines of the columnwise operand, which are aligned or not.
-__device__ __forceinline__ void run_any_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
-  const LeanCorner& at = here.at;
+// Rows are lines of the columnwise operand, which are aligned or not.
+__device__ __forceinline__ bool whole_tile(const Job& job, const LeanCorner& at) {
   const bool aligned = !job.has_column || at.rows % kSegment == 0 || only_turned(job.column);
-  if (aligned && at.r0 + kTile <= at.rows)
+  return aligned && at.r0 + kTile <= at.rows;
+}
+
+// A tile of rows that need not be whole tiles.
+__device__ __forceinline__ void run_any_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
+  if (whole_tile(job, here.at))
     run_lean_tile<false, Part::whole>(job, here, tile);
   else
     run_lean_tile<false, Part::ragged>(job, here, tile);

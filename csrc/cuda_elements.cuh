@@ -135,6 +135,16 @@ __device__ __forceinline__ void encode_four(const float x[kSegment], float scale
   }
 }
 
+// Four codes of E5M2 (wide) or E4M3.
+__device__ __forceinline__ uint32_t eight_codes(bool wide, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  return wide ? e5m2_pair(a, b) | e5m2_pair(c, d) << 16 : e4m3_pair(a, b) | e4m3_pair(c, d) << 16;
+#else
+  const Element element = wide ? Element::e5m2 : Element::e4m3;
+  return encode_one(element, a) | encode_one(element, b) << 8 | encode_one(element, c) << 16 | encode_one(element, d) << 24;
+#endif
+}
+
 __device__ __forceinline__ void encode_eight(const float x[kSegment], float scale, Element element,
                                              const ElementFacts& facts, uint32_t codes[4]) {
 #if __CUDA_ARCH__ >= 890
@@ -147,12 +157,10 @@ __device__ __forceinline__ void encode_eight(const float x[kSegment], float scal
   }
   if (facts.e5m2) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w)
-      codes[w] = e5m2_pair(y[4 * w], y[4 * w + 1]) | e5m2_pair(y[4 * w + 2], y[4 * w + 3]) << 16;
+    for (int w = 0; w < 4; ++w) codes[w] = eight_codes(true, y[4 * w], y[4 * w + 1], y[4 * w + 2], y[4 * w + 3]);
   } else {
 #pragma unroll
-    for (int w = 0; w < 4; ++w)
-      codes[w] = e4m3_pair(y[4 * w], y[4 * w + 1]) | e4m3_pair(y[4 * w + 2], y[4 * w + 3]) << 16;
+    for (int w = 0; w < 4; ++w) codes[w] = eight_codes(false, y[4 * w], y[4 * w + 1], y[4 * w + 2], y[4 * w + 3]);
   }
   if (facts.six) {
 #pragma unroll
@@ -183,32 +191,46 @@ __device__ __forceinline__ void decode_four(const uint32_t codes[2], float v[kSe
   }
 }
 
-__device__ __forceinline__ void decode_eight(const uint32_t codes[4], Element element, const ElementFacts& facts,
-                                             float v[kSegment]) {
+// The same of E5M2 (wide) or E4M3.
+__device__ __forceinline__ void eight_values(bool wide, const uint32_t codes[4], float v[kSegment]) {
 #if __CUDA_ARCH__ >= 890
-  uint32_t wide[4], halves[8];
+  uint32_t halves[8];
+  if (wide) {
 #pragma unroll
-  for (int w = 0; w < 4; ++w) wide[w] = facts.six ? widen_codes(codes[w]) : codes[w];
-  if (facts.e5m2) {
-#pragma unroll
-    for (int h = 0; h < 8; ++h) halves[h] = e5m2_values(wide[h / 2] >> (16 * (h % 2)));
+    for (int h = 0; h < 8; ++h) halves[h] = e5m2_values(codes[h / 2] >> (16 * (h % 2)));
   } else {
 #pragma unroll
-    for (int h = 0; h < 8; ++h) halves[h] = e4m3_values(wide[h / 2] >> (16 * (h % 2)));
+    for (int h = 0; h < 8; ++h) halves[h] = e4m3_values(codes[h / 2] >> (16 * (h % 2)));
   }
 #pragma unroll
   for (int i = 0; i < kSegment; ++i) v[i] = widen<Fp16>(halves[i / 2], i % 2);
+#else
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) {
+    const uint32_t code = (codes[i / 4] >> (8 * (i % 4))) & 0xFFu;
+    v[i] = wide ? decode<E5M2>(code) : decode<E4M3>(code);
+  }
+#endif
+}
+
+__device__ __forceinline__ void decode_eight(const uint32_t codes[4], Element element, const ElementFacts& facts,
+                                             float v[kSegment]) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t wide[4];
+#pragma unroll
+  for (int w = 0; w < 4; ++w) wide[w] = facts.six ? widen_codes(codes[w]) : codes[w];
+  eight_values(facts.e5m2, wide, v);
   if (facts.six) {
     const float back = facts.e5m2 ? 0x1p12f : 0x1p6f;
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) v[i] = __fmul_rn(v[i], back);
   }
 #else
+  if (!facts.six) return eight_values(facts.e5m2, codes, v);
 #pragma unroll
   for (int i = 0; i < kSegment; ++i) {
     const uint32_t code = (codes[i / 4] >> (8 * (i % 4))) & 0xFFu;
-    v[i] = facts.six ? (facts.e5m2 ? decode<E3M2>(code) : decode<E2M3>(code))
-                     : (facts.e5m2 ? decode<E5M2>(code) : decode<E4M3>(code));
+    v[i] = facts.e5m2 ? decode<E3M2>(code) : decode<E2M3>(code);
   }
 #endif
 }

@@ -74,6 +74,13 @@ struct LeanWords {
     for (int i = 0; i < kSegment; ++i)
       to[i * 2 * kRowWords<Bf16>] = static_cast<uint16_t>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]);
   }
+  // Both segments of group h of a column: 16 words of two values each.
+  __device__ __forceinline__ void put_pairs(int h, const uint32_t a[kSegment / 2], const uint32_t b[kSegment / 2]) const {
+    uint32_t* to = h ? second : first;
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      to[i * kRowWords<Bf16>] = permute(a[i / 2], b[i / 2], i % 2 ? 0x7632 : 0x5410);
+  }
   __device__ __forceinline__ void get(int h, uint32_t words[kGroupWords<Order, Bf16>]) const {
     if constexpr (std::is_same_v<Order, RowOrder>) {
       const int step = h * 4 * kRowWords<Bf16>;

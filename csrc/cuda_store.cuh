@@ -17,15 +17,17 @@ struct Place {
 
 __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// 16-byte stores of whole words.
+// 16-byte stores of whole words, which the compiler may not take apart.
 template <int kCount>
 __device__ __forceinline__ void store_words(void* to, const uint32_t words[kCount]) {
   if constexpr (kCount == 2) {
     *static_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   } else {
+    const size_t at = __cvta_generic_to_global(to);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4)
-      static_cast<uint4*>(to)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at + 4 * i), "r"(words[i]), "r"(words[i + 1]),
+                   "r"(words[i + 2]), "r"(words[i + 3]));
   }
 }
 

@@ -9,6 +9,7 @@
 #include "cuda_amax.cuh"
 #include "cuda_body.cuh"
 #include "cuda_launch.cuh"
+#include "cuda_mx_flat.cuh"
 #include "quantize.h"
 
 namespace hq {
@@ -32,15 +33,30 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   run_tile<W, kSums>(job, at, row, column, reinterpret_cast<uint32_t*>(shared));
 }
 
+__device__ __forceinline__ LeanTile lean_tile_of(const Job& job) {
+  const uint32_t x = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t y = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
+  return {{0, static_cast<uint32_t>(job.source.rows), y * kTile, x * kTile, 0},
+          {job.row.amax, job.row.key, 0},
+          {job.column.amax, job.column.key, 0}};
+}
+
 // kRagged: the last rows are no whole tiles, or columns no whole segments.
+template <bool kExact, bool kRagged>
+__global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, kRagged>) quantize_mx(const __grid_constant__ Job job) {
+  extern __shared__ uint4 shared[];
+  const LeanTile here = lean_tile_of(job);
+  uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  if constexpr (kRagged)
+    run_any_mx_tile<kExact>(job, here, tile);
+  else
+    run_mx_tile<kExact, Part::matrix>(job, here, tile);
+}
+
 template <bool kSums, bool kRagged>
 __global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_lean(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
-  const uint32_t x = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const uint32_t y = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
-  const LeanTile here{{0, static_cast<uint32_t>(job.source.rows), y * kTile, x * kTile, 0},
-                      {job.row.amax, job.row.key, 0},
-                      {job.column.amax, job.column.key, 0}};
+  const LeanTile here = lean_tile_of(job);
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   if constexpr (kRagged)
     run_any_tile(job, here, tile);
@@ -62,12 +78,18 @@ void launch_tiles(const Job& job, cudaStream_t stream) {
   check(cudaGetLastError());
 }
 
-template <bool kSums, bool kRagged>
+template <bool kRagged>
 void launch_lean(const Job& job, cudaStream_t stream) {
   const Source& x = job.source;
   const dim3 grid(static_cast<unsigned>(x.cols / kTile), static_cast<unsigned>(ceil_div(x.rows, kTile)));
-  quantize_lean<kSums, kRagged><<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
-  check(cudaGetLastError());
+  const auto enqueue = [&](auto kernel) {
+    kernel<<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
+    check(cudaGetLastError());
+  };
+  if constexpr (!kRagged)
+    if (wants_sums(job)) return enqueue(quantize_lean<true, false>);
+  if (!mx(job)) return enqueue(quantize_lean<false, kRagged>);
+  decodes(job) ? enqueue(quantize_mx<true, kRagged>) : enqueue(quantize_mx<false, kRagged>);
 }
 
 // Statistics want whole tiles of rows, too, and one matrix has no exact columns by rows in this encoder.
@@ -79,11 +101,9 @@ bool lean_matrix(const Job& job) {
 }
 
 void launch(const Job& job, cudaStream_t stream) {
+  if (mx_flat(job)) return launch_mx_flat(job, stream);
+  if (lean_matrix(job)) return job.source.rows % kTile ? launch_lean<true>(job, stream) : launch_lean<false>(job, stream);
   const bool sums = wants_sums(job);
-  if (lean_matrix(job)) {
-    if (job.source.rows % kTile) return launch_lean<false, true>(job, stream);
-    return sums ? launch_lean<true, false>(job, stream) : launch_lean<false, false>(job, stream);
-  }
   if (job.source.dtype == Dtype::bf16)
     return sums ? launch_tiles<Bf16, true>(job, stream) : launch_tiles<Bf16, false>(job, stream);
   sums ? launch_tiles<Fp32, true>(job, stream) : launch_tiles<Fp32, false>(job, stream);

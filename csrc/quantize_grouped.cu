@@ -10,6 +10,7 @@
 #include "cuda_body.cuh"
 #include "cuda_group.cuh"
 #include "cuda_launch.cuh"
+#include "cuda_mx.cuh"
 #include "quantize.h"
 
 namespace hq {
@@ -51,8 +52,15 @@ __device__ __forceinline__ void run_member(const GroupJob& launch, const Member&
   run_tile<W, kSums>(job, at, row, column, tile);
 }
 
-template <class W, bool kSums, bool kLean>
-__global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
+enum class Encoder { general, lean, mx, mx_exact };
+
+template <class W, bool kSums, Encoder kEncoder>
+constexpr int kBlocks = kEncoder == Encoder::mx         ? kMxBlocks<false, true>
+                        : kEncoder == Encoder::mx_exact ? kMxBlocks<true, true>
+                                                        : (W::kPack == 1 || kSums ? 3 : 4);
+
+template <class W, bool kSums, Encoder kEncoder>
+__global__ void __launch_bounds__(kThreads, kBlocks<W, kSums, kEncoder>)
     quantize_members(const __grid_constant__ GroupJob launch) {
   extern __shared__ uint4 shared[];
   __shared__ Member member;
@@ -65,14 +73,16 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   if (threadIdx.x < 32) {
     find_member(launch.group, launch.units, job.source.rows, down, member);
     __syncwarp();
-    if (kLean && threadIdx.x == 0 && member.rows > 0) here = lean_tile_of(launch, member, c0);
+    if (kEncoder != Encoder::general && threadIdx.x == 0 && member.rows > 0) here = lean_tile_of(launch, member, c0);
   }
   __syncthreads();
   if (member.rows == 0) return;
-  if constexpr (kLean)
+  if constexpr (kEncoder == Encoder::general)
+    run_member<W, kSums>(launch, member, c0, tile);
+  else if constexpr (kEncoder == Encoder::lean)
     run_any_tile(job, here, tile);
   else
-    run_member<W, kSums>(launch, member, c0, tile);
+    run_any_mx_tile<kEncoder == Encoder::mx_exact>(job, here, tile);
 }
 
 // found[e] = max(found[e], amax of expert e's rows), where rows lie one after the other in units of 16 bytes. A thread
@@ -96,7 +106,7 @@ __global__ void __launch_bounds__(kAmaxThreads) find_members(const __grid_consta
 
 // ---- launches ------------------------------------------------------------------------------------------------------
 
-template <class W, bool kSums, bool kLean = false>
+template <class W, bool kSums, Encoder kEncoder = Encoder::general>
 void launch_members(const GroupJob& launch, cudaStream_t stream) {
   const Source& x = launch.job.source;
   const int64_t grid = (x.rows / kTile + launch.group.experts) * ceil_div(x.cols, kTile);
@@ -104,15 +114,19 @@ void launch_members(const GroupJob& launch, cudaStream_t stream) {
   if (grid > 0x7FFFFFFF) throw std::runtime_error("hqsweep._C.quantize_grouped_cuda: too many tiles for one launch");
   const int shared = kTileBytes<W>;
   if (shared > 48 * 1024)
-    check(cudaFuncSetAttribute(quantize_members<W, kSums, kLean>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  quantize_members<W, kSums, kLean><<<static_cast<unsigned>(grid), kThreads, shared, stream>>>(launch);
+    check(cudaFuncSetAttribute(quantize_members<W, kSums, kEncoder>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  quantize_members<W, kSums, kEncoder><<<static_cast<unsigned>(grid), kThreads, shared, stream>>>(launch);
   check(cudaGetLastError());
 }
 
 void launch(const Job& job, const Group& group, const Units& units, cudaStream_t stream) {
   const bool sums = wants_sums(job);
   const GroupJob members{job, group, units};
-  if (lean(job) && !sums) return launch_members<Bf16, false, true>(members, stream);
+  if (lean(job) && !sums) {
+    if (!mx(job)) return launch_members<Bf16, false, Encoder::lean>(members, stream);
+    return decodes(job) ? launch_members<Bf16, false, Encoder::mx_exact>(members, stream)
+                        : launch_members<Bf16, false, Encoder::mx>(members, stream);
+  }
   if (job.source.dtype == Dtype::bf16)
     return sums ? launch_members<Bf16, true>(members, stream) : launch_members<Bf16, false>(members, stream);
   sums ? launch_members<Fp32, true>(members, stream) : launch_members<Fp32, false>(members, stream);
