@@ -126,11 +126,12 @@ class GroupedCall(LinearCall):
 
     def plan(self, gemm: str, sizes: tuple[int, int], device: torch.device, out_dtype: torch.dtype) -> GroupedPlan:
         """How "fprop", "dgrad" or "wgrad" is computed; sizes: in and out features."""
-        host = self.splits.sizes is not None
-        known = (gemm, sizes, device, out_dtype, host)
+        host, equal = self.splits.sizes is not None, self.splits.equal > 0
+        known = (gemm, sizes, device, out_dtype, host, equal)
         if known not in self.plans:
             a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
-            facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes, "host_splits": host}
+            facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes}
+            facts |= {"host_splits": host, "equal_splits": equal}
             self.plans[known] = grouped_plan(a, b, device, gemm=gemm, **facts)
         return self.plans[known]
 

@@ -189,7 +189,7 @@ class GroupedLinear(LinearBase):
         return GroupedLinearFunction.apply(x, call, len(weights), *weights, *self.biases)
 
     def plan(self, gemm: str, a: Format, b: Format, device: torch.device, gemm_mode: str) -> GroupedPlan:
-        """How "fprop", "dgrad" or "wgrad" of these formats is computed where the host knows the splits."""
+        """How "fprop", "dgrad" or "wgrad" of these formats is computed for unequal splits that the host knows."""
         is_float32 = self.fuse_wgrad_accumulation or self.weights[0].dtype == torch.float32
         out_dtype = torch.float32 if gemm == "wgrad" and is_float32 else self.dtype
         sizes = (self.in_features, self.out_features)
