@@ -16,6 +16,7 @@ a scale for each expert's tensor, on sm_90; all else that is native is a loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -60,7 +61,7 @@ class GroupedPlan:
     kernel: Literal["torch.bmm", "torch._grouped_mm", "torch._scaled_grouped_mm"] | None
     """None: a loop over the experts."""
 
-    @property
+    @cached_property
     def grouped(self) -> bool:
         """Whether one kernel computes it for all experts."""
         return self.kernel is not None
