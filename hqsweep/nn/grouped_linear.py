@@ -40,7 +40,7 @@ class GroupedLinear(LinearBase):
     Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
     need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are waited for by
     that, by delayed scaling, by every loop over experts, and by gradients of biases; products by torch._grouped_mm do
-    not wait. Splits that are given to the host cost no wait, and a GPU is faster where all are equal (torch.bmm).
+    not wait. Splits that the host is given cost no wait, and where all are equal a GPU takes torch.bmm.
     single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
