@@ -16,7 +16,8 @@ rows, and 128 uneven ones, 8 of them without a row: multiples of 32, as native g
 
 linear: a step of GroupedLinear, 8 experts of 1024 tokens, 2048 -> 4096, beside torch._grouped_mm in bfloat16 in the
 same run, both enqueued before the device begins; `reached` torch's time as a share of ours, `reachable` the same of the
-floor (benchmarks/grouped_linear.py); `host_us` and `torch_host_us` what the host needs to enqueue a step.
+floor (benchmarks/grouped_linear.py), of which the products take `products_us`; `host_us` and `torch_host_us` what the
+host needs to enqueue a step.
 """
 
 import argparse
@@ -56,8 +57,8 @@ STEP_HEAD_START = 5e-3
 COUNTS = (8, 128, 1024, 100_000)
 COLUMNS = (
     "section", "case", "weights", "splits", "experts", "rows", "cols", "goal", "reached", "pass", "reachable", "us",
-    "copy_us", "bytes_floor_us", "floor_us", "gbs", "loop_us", "times_loop", "graph_us", "torch_us", "launch_us",
-    "host_us", "torch_host_us",
+    "copy_us", "bytes_floor_us", "floor_us", "gbs", "loop_us", "times_loop", "graph_us", "torch_us", "products_us",
+    "launch_us", "host_us", "torch_host_us",
 )  # fmt: skip
 
 

@@ -1,15 +1,20 @@
 """A step of GroupedLinear beside torch's own grouped products in bfloat16: the section `linear` of benchmarks.grouped.
 
-The floor is torch's time in the same run, and the bytes of all operands beside it at the speed of a device copy, by
-hand from the formats (gemm=exact multiplies bfloat16 operands):
+`reached` is the time of torch._grouped_mm as a share of ours, wanted 0.9 of mxfp8, whoever computes our products: for
+splits that the host knows, which are equal here, torch.bmm does. The floor is the time of the products alone, by that
+same function of torch on bfloat16 in the same run, and the bytes of all operands beside them at the speed of a device
+copy, by hand from the formats (gemm=exact multiplies bfloat16 operands):
   x    read; the rowwise operand written exact, the columnwise one as codes, which backward reads and writes exact
-  w    read and written exact in forward, and again in backward; nothing where it is kept (cache_weights)
+  w    each step: read and written exact in forward, and again in backward
+       once a step (cache_weights, where the optimizer has written the weights since): read once, written exact twice
+       kept (cache_weights, in later microbatches): nothing
   dy   read once, written exact in both directions
 and what takes a scale from the amax of a tensor reads that tensor once more.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +34,8 @@ RECIPES = {
 } | {"Composer-2": COMPOSER | {"grad_output": "mxfp8"}}
 WITH_GOAL = ("mxfp8",)
 EXACT_BYTES = 2
+Weights = Literal["each step", "once a step", "kept"]
+"""Without cache_weights in each of two passes; with it, and written since the step before; with it, never written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +43,23 @@ class StepCase:
     """What differs between the rows."""
 
     recipe: str
-    cached: bool
-    """Weights are quantized once, and used by every step."""
+    weights: Weights
+    """How often they are quantized."""
     on_device: bool
     """Splits are a tensor there."""
 
     @property
     def named(self) -> rows.Row:
-        splits, weights = "device" if self.on_device else "list", "kept" if self.cached else "each step"
-        return {"section": "linear", "case": self.recipe, "weights": weights, "splits": splits}
+        splits = "device" if self.on_device else "list"
+        return {"section": "linear", "case": self.recipe, "weights": self.weights, "splits": splits}
 
 
 def cases() -> Iterator[StepCase]:
     """Every recipe, and where weights and splits may be."""
     for recipe in RECIPES:
-        for cached in (False, True):
+        for weights in get_args(Weights):
             for on_device in (False, True):
-                yield StepCase(recipe=recipe, cached=cached, on_device=on_device)
+                yield StepCase(recipe=recipe, weights=weights, on_device=on_device)
 
 
 class GroupedStep:
@@ -71,6 +78,12 @@ class GroupedStep:
         self.x.grad = self.w.grad = None
         torch._grouped_mm(self.x, self.w.transpose(1, 2), offs=self.offsets).backward(self.dy)
 
+    def batched(self) -> None:
+        """Forward and backward of torch.bmm."""
+        self.x.grad = self.w.grad = None
+        x, dy = (matrix.unflatten(0, (len(self.sizes), -1)) for matrix in (self.x, self.dy))
+        torch.bmm(x, self.w.transpose(1, 2)).backward(dy)
+
     def ours(self, case: StepCase) -> Call:
         """The same of a GroupedLinear; gradients are made anew."""
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
@@ -80,7 +93,9 @@ class GroupedStep:
 
         def step() -> None:
             self.x.grad = module.weight.grad = None
-            with quantization(cache_weights=case.cached):
+            if case.weights == "once a step":
+                module.workspace.clear()
+            with quantization(cache_weights=case.weights != "each step"):
                 y = module(self.x, splits)
             y.backward(self.dy)
 
@@ -97,11 +112,12 @@ class GroupedStep:
             if isinstance(row, Identity) and isinstance(column, Identity):
                 continue
             read, exact = matrix.nbytes, matrix.numel() * EXACT_BYTES
+            once = read * max(_reads(row), _reads(column)) + 2 * exact
             if tensor == "weight":
-                total += 0 if case.cached else sum(read * _reads(f) + exact for f in (row, column))
+                twice = sum(read * _reads(f) + exact for f in (row, column))
+                total += {"each step": twice, "once a step": once, "kept": 0}[case.weights]
                 continue
-            total += read * max(_reads(row), _reads(column)) + 2 * exact
-            total += 2 * self._codes(column) if tensor == "input" else 0
+            total += once + (2 * self._codes(column) if tensor == "input" else 0)
         return total
 
     def _codes(self, format: Format) -> int:
@@ -114,10 +130,12 @@ class GroupedStep:
     def measure(self, case: StepCase, copy: Callable[[], Tensor], copied: int) -> rows.Row:
         """copy moves `copied` bytes."""
         step = self.ours(case)
-        time = self.clock.medians({"ours": step, "torch": self.plain, "copy": copy})
-        floor = time["torch"] + self.bytes_beside(case) / (copied / time["copy"])
+        time = self.clock.medians({"ours": step, "torch": self.plain, "bmm": self.batched, "copy": copy})
+        products = time["torch" if case.on_device else "bmm"]
+        floor = products + self.bytes_beside(case) / (copied / time["copy"])
         reached = time["torch"] / time["ours"]
         row = {"floor_us": floor * 1e6, "reachable": time["torch"] / floor, "reached": reached}
+        row |= {"products_us": products * 1e6}
         row |= {"us": time["ours"] * 1e6, "torch_us": time["torch"] * 1e6}
         if self.x.is_cuda:
             row |= {

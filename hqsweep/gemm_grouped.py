@@ -4,22 +4,26 @@
     dgrad  dx_e = dy_e @ w_e     mm_t(dy_e.row, w_e.col)     [m_e, K]    ragged rows
     wgrad  dw_e = dy_e.T @ x_e   mm_t(dy_e.col, x_e.col)     [N, K]      ragged contracted axis
 
-Three plans give them. `loop` is mm_t for each expert, and is the reference: its bytes are those of single linears.
-`torch._grouped_mm` is one kernel on exact bfloat16 operands, which accumulates in float32 and can store bfloat16 only:
-its result is rounded once more where factors follow, and where float32 is wanted. So wgrad into float32 is a loop for
-as long as the host knows the splits, and what needs a float32 operand is one always. Operands of a ragged contracted
-axis are given with that axis outermost, so that no split has to be aligned. `torch._scaled_grouped_mm` is the kernel of
-gemm=native for rows of E4M3 codes with a scale for each expert's tensor, on sm_90; all else that is native is a loop.
+Four plans give them. `loop` is mm_t for each expert, and is the reference: its bytes are those of single linears.
+`torch.bmm` is one kernel on exact bfloat16 operands where the host knows that all experts have equally many tokens, on
+any GPU: it accumulates in float32 and stores that, or its rounding to bfloat16, which factors then follow.
+`torch._grouped_mm` is one kernel for any splits, which can store bfloat16 only: its result is rounded once more where
+factors follow, and where float32 is wanted. So wgrad into float32 is a loop for as long as the host knows the splits,
+and what needs a float32 operand is one always. Operands of a ragged contracted axis are given with that axis outermost,
+so that no split has to be aligned. `torch._scaled_grouped_mm` is the kernel of gemm=native for rows of E4M3 codes with
+a scale for each expert's tensor, on sm_90; all else that is native is a loop.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Format, Fp8PerTensor
-from hqsweep.gemm import apply_factors, mm_t, plan
+from hqsweep.gemm import apply_factors, matrix_product, mm_t, plan
 from hqsweep.native import capability_of, gemm_plan, mm_t_native
 from hqsweep.ops.grouped import pack
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
@@ -53,17 +57,27 @@ class GroupedPlan:
     b: Format
     device: torch.device
     gemm_mode: str
-    grouped: bool
-    """By one kernel, torch._scaled_grouped_mm for gemm=native and else torch._grouped_mm; otherwise a loop."""
+    out_dtype: torch.dtype
+    kernel: Literal["torch.bmm", "torch._grouped_mm", "torch._scaled_grouped_mm"] | None
+    """None: a loop over the experts."""
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether one kernel computes it for all experts."""
+        return self.kernel is not None
 
     def __str__(self) -> str:
-        if self.grouped and self.gemm_mode == "native":
-            return "native: tensor cores of sm_90 through torch._scaled_grouped_mm, scales of experts as those of rows"
-        if not self.grouped:
+        if self.kernel is None:
             return f"{gemm_plan(self.gemm_mode, self.a, self.b, self.device)}, for each expert"
+        if self.kernel == "torch._scaled_grouped_mm":
+            return f"native: tensor cores of sm_90 through {self.kernel}, scales of experts as those of rows"
         factors = any(plan_of(format).amax_name for format in (self.a, self.b))
-        text = "exact: bf16 operands, torch._grouped_mm, float32 accumulation, stored in bfloat16"
-        return f"{text} before the factors of experts" if factors else text
+        stored, where = ", stored in bfloat16", ""
+        if self.kernel == "torch.bmm":
+            where = " over experts of equal size"
+            stored = stored if factors and self.out_dtype == torch.bfloat16 else ""
+        text = f"exact: bf16 operands, {self.kernel}{where}, float32 accumulation{stored}"
+        return f"{text} before the factors of experts" if stored and factors else text
 
 
 def grouped_plan(
@@ -75,39 +89,46 @@ def grouped_plan(
     out_dtype: torch.dtype = torch.bfloat16,
     sizes: tuple[int, int] = (2 * ALIGNMENT, 2 * ALIGNMENT),
     host_splits: bool = True,
+    equal_splits: bool = False,
     gemm: str = "fprop",
 ) -> GroupedPlan:
     """The plan for operands of these formats; out_dtype: of the products, float32 for wgrad into FP32 weights.
 
-    sizes: in and out features; host_splits: whether the host knows the splits; gemm: "fprop", "dgrad" or "wgrad".
+    sizes: in and out features; host_splits: whether the host knows the splits; equal_splits: whether it knows that they
+    are equal, and not 0; gemm: "fprop", "dgrad" or "wgrad".
     """
     device = torch.device(device)
-    facts = {"a": a, "b": b, "device": device, "gemm_mode": gemm_mode}
+    facts = {"a": a, "b": b, "device": device, "gemm_mode": gemm_mode, "out_dtype": out_dtype}
     if gemm_mode == "native":
         codes = gemm != "wgrad" and out_dtype == torch.bfloat16 and all(map(_is_e4m3_tensor, (a, b)))
-        fits = all(size % (2 * ALIGNMENT) == 0 for size in sizes)
-        return GroupedPlan(**facts, grouped=codes and fits and has_kernel(device, NATIVE_MAJORS))
-    fits = all(size % ALIGNMENT == 0 for size in sizes) and plan(a, b, device.type).operands == "bf16"
+        fits = codes and all(size % (2 * ALIGNMENT) == 0 for size in sizes)
+        kernel = "torch._scaled_grouped_mm" if fits and has_kernel(device, NATIVE_MAJORS) else None
+        return GroupedPlan(**facts, kernel=kernel)
+    if plan(a, b, device.type).operands != "bf16":
+        return GroupedPlan(**facts, kernel=None)
+    if equal_splits and has_kernel(device, None):
+        return GroupedPlan(**facts, kernel="torch.bmm")
     wide = out_dtype == torch.float32 and host_splits
-    return GroupedPlan(**facts, grouped=fits and not wide and has_kernel(device, GROUPED_MAJORS))
+    fits = not wide and all(size % ALIGNMENT == 0 for size in sizes)
+    return GroupedPlan(**facts, kernel="torch._grouped_mm" if fits and has_kernel(device, GROUPED_MAJORS) else None)
 
 
 def _is_e4m3_tensor(format: Format) -> bool:
     return isinstance(format, Fp8PerTensor) and format.element_name == "e4m3"
 
 
-def has_kernel(device: torch.device, majors: Sequence[int]) -> bool:
-    """Whether a GPU is of one of these compute capabilities."""
+def has_kernel(device: torch.device, majors: Sequence[int] | None) -> bool:
+    """Whether a device is a GPU of one of these compute capabilities; None: of any."""
     capability = capability_of(device)
-    return capability is not None and capability[0] in majors
+    return capability is not None and (majors is None or capability[0] in majors)
 
 
 def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Tensor:
     """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [sum of m_e, n] in out_dtype."""
-    if how.grouped and how.gemm_mode == "native":
+    if how.kernel == "torch._scaled_grouped_mm":
         return tokens_by_native_kernel(a, _packed(b))
     if how.grouped:
-        return tokens_by_kernel(_exact(a), _exact(b), out_dtype)
+        return tokens_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
     parts = [_single(x, w, how, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -115,10 +136,10 @@ def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype)
 def mm_t_weights(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
     """wgrad: a with members [n, m_e], b with members [k, m_e] -> for each expert [n, k] in out_dtype.
 
-    By torch._grouped_mm they are the parts of one tensor.
+    By one kernel they are the parts of one tensor.
     """
     if how.grouped:
-        return weights_by_kernel(_exact(a), _exact(b), out_dtype)
+        return weights_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
     return [_single(dy, x, how, out_dtype) for dy, x in zip(a.members, b.members, strict=True)]
 
 
@@ -132,14 +153,17 @@ def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPl
     return mm_t_native(a, b, out_dtype=out_dtype)
 
 
-def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
-    """mm_t_tokens by torch._grouped_mm, of bfloat16 matrices (on a CPU of float32 ones, too)."""
-    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.first_shape
-    w = b.matrix.view(experts, k, n) if b.by_rows else b.matrix.view(experts, n, k).transpose(1, 2)
-    y = torch._grouped_mm(a.matrix.view(splits.rows, k), w, offs=splits.ends(w.device))
+def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
+    """mm_t_tokens of bfloat16 matrices (on a CPU of float32 ones, too) by torch._grouped_mm, or of equal splits by
+    torch.bmm."""
+    splits, experts, k = a.layout.splits, b.layout.splits.count, b.layout.first_shape[1]
+    if equal:
+        y = matrix_product(a.stacked(), b.stacked(), _stored(out_dtype)).flatten(0, 1)
+    else:
+        y = torch._grouped_mm(a.matrix.view(splits.rows, k), b.stacked().mT, offs=splits.ends(b.matrix.device))
 
     def of_rows(factor: Tensor) -> Tensor:
-        sizes = splits.on(factor.device)
+        sizes = splits.equal if equal else splits.on(factor.device)
         return factor.view(experts, -1).repeat_interleave(sizes, dim=0, output_size=splits.rows)
 
     left = [] if a.factor is None else [(a.factor.view(-1, 1) if a.per_row else of_rows(a.factor), a.per_row)]
@@ -160,11 +184,19 @@ def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
     )  # fmt: skip
 
 
-def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
-    """mm_t_weights by torch._grouped_mm: [experts, n, k]."""
-    dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
+def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
+    """mm_t_weights by torch._grouped_mm, or of equal splits by torch.bmm: [experts, n, k]."""
+    if equal:
+        dw = matrix_product(a.stacked(), b.stacked(), _stored(out_dtype))
+    else:
+        dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
     factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
     return apply_factors(dw.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(dw)
+
+
+def _stored(out_dtype: torch.dtype) -> torch.dtype:
+    """What torch.bmm gives where out_dtype is wanted: float32 is rounded by nobody but the factors."""
+    return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
 
 
 def _exact(group: Group) -> GroupedExact:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hqsweep.formats import ExactOperand, RngKey, parse
-from hqsweep.gemm import mm_t, plan
+from hqsweep.gemm import matrix_product, mm_t, plan
 from hqsweep.jobs.inputs import draw
 from hqsweep.quant import HybridQuantizer
 
@@ -128,9 +128,48 @@ def test_gpu_large_gemms_round_the_same_accumulator(shape):
 def test_gpu_product_leaves_torchs_setting_alone():
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
-    a = ExactOperand(torch.ones(16, 16, device="cuda", dtype=torch.bfloat16))
-    assert mm_t(a, a, out_dtype=torch.bfloat16).eq(16).all()
-    assert matmul.allow_bf16_reduced_precision_reduction == before
+    for shape in ((16, 16), (3, 16, 16)):
+        a = torch.ones(shape, device="cuda", dtype=torch.bfloat16)
+        assert matrix_product(a, a, torch.bfloat16).eq(16).all()
+        assert matmul.allow_bf16_reduced_precision_reduction == before
+
+
+BATCHES = [((32, 48), (16, 48)), ((3, 32, 48), (3, 16, 48)), ((1, 5, 7), (1, 9, 7))]
+
+
+@pytest.mark.parametrize("shapes", BATCHES, ids=str)
+def test_products_of_traced_graphs_have_the_shapes_of_real_ones(shapes):
+    """The operators of a GPU on tensors without memory, turned operands included."""
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    with torch._subclasses.FakeTensorMode():
+        by_rows = [torch.empty(shape, **options) for shape in shapes]
+        turned = [torch.empty(*shape[:-2], shape[-1], shape[-2], **options).mT for shape in shapes]
+        made = [(t, matrix_product(*pair, t)) for t in (torch.bfloat16, torch.float32) for pair in (by_rows, turned)]
+    for out_dtype, fake in made:
+        real = matrix_product(*(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes), out_dtype)
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+        assert fake.device.type == "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", BATCHES, ids=str)
+def test_gpu_products_compile_in_one_graph(shapes):
+    torch.compiler.reset()
+    a, b = (draw("normal", *shape[-2:], i).expand(shape).cuda() for i, shape in enumerate(shapes))
+    compiled = torch.compile(lambda a, b: matrix_product(a * 2, b, torch.bfloat16), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b), matrix_product(a * 2, b, torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_several_products_are_those_of_each_pair(out_dtype, device):
+    """Of whole numbers, whose sums no order changes; matrices lie by rows or turned."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-9, 10, (3, rows, 80), generator=generator).bfloat16().to(device) for rows in (24, 40))
+    expected = torch.stack([matrix_product(x, y, out_dtype) for x, y in zip(a, b, strict=True)])
+    for x in (a, a.mT.contiguous().mT):
+        for y in (b, b.mT.contiguous().mT):
+            assert torch.equal(matrix_product(x, y, out_dtype), expected)
 
 
 @pytest.mark.gpu

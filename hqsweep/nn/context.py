@@ -51,8 +51,8 @@ def quantization(
     delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
 
     microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
-    cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation; it costs
-    2 bytes an element and direction.
+    cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation, and in
+    forward for backward, too, from one read; it costs 2 bytes an element and direction.
     """
     with _CONTEXT.entered(
         Context(seed=seed, step=step, probe=probe, microbatch=microbatch, cache_weights=cache_weights)

@@ -1,6 +1,6 @@
 """GroupedCall: a call of a grouped linear, whose tensors are quantized for all experts and multiplied for all."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -85,25 +85,26 @@ class GroupedCall(LinearCall):
         except UserError as error:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
 
-    def weight(self, weights: Weights | Group, direction: Direction, how: GroupedPlan) -> Group:
-        """The operands of one direction: those that are held, or ones made of the weights in self.dtype."""
+    def weight(self, weights: Weights | Group, direction: Direction, dgrad: GroupedPlan | None) -> Group:
+        """The operands of one direction: those that are held, or ones made of the weights in self.dtype. dgrad: how the
+        product that reads columns is computed, if it is or will be; see LinearCall.weight."""
         if not isinstance(weights, Sequence):
             return weights
         if isinstance(weights[0], HybridQuantizedTensor):
             held = [getattr(weight, direction) for weight in weights]
             return held[0] if isinstance(held[0], GroupedOperand) else Members(members=held)
+        by_rows = dgrad is not None and dgrad.grouped
 
-        def make() -> Group:
-            wanted = {d: self.product_takes if d == direction else None for d in DIRECTIONS}
-            matrix = _matrix(weights, self.dtype)
-            return getattr(
-                self._quantize("weight", matrix, self.weight_splits, **wanted, by_rows=how.grouped), direction
-            )
+        def make(directions: Collection[Direction]) -> HybridGroup:
+            wanted = dict.fromkeys(DIRECTIONS) | dict.fromkeys(directions, self.product_takes)
+            return self._quantize("weight", _matrix(weights, self.dtype), self.weight_splits, **wanted, by_rows=by_rows)
 
         if self.workspace is None:
-            return make()
-        options = (self.quantizers.weight, self.product_takes, self.key("weight"))
-        return self.workspace.take(weights, direction, *options, make)
+            return getattr(make([direction]), direction)
+        forms: dict[Direction, Hashable] = {direction: self.product_takes}
+        if dgrad is not None:
+            forms["columnwise"] = (self.product_takes, by_rows)
+        return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make)
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for weights that one of the GEMMs could not use."""
@@ -126,11 +127,12 @@ class GroupedCall(LinearCall):
 
     def plan(self, gemm: str, sizes: tuple[int, int], device: torch.device, out_dtype: torch.dtype) -> GroupedPlan:
         """How "fprop", "dgrad" or "wgrad" is computed; sizes: in and out features."""
-        host = self.splits.sizes is not None
-        known = (gemm, sizes, device, out_dtype, host)
+        host, equal = self.splits.sizes is not None, self.splits.equal > 0
+        known = (gemm, sizes, device, out_dtype, host, equal)
         if known not in self.plans:
             a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
-            facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes, "host_splits": host}
+            facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes}
+            facts |= {"host_splits": host, "equal_splits": equal}
             self.plans[known] = grouped_plan(a, b, device, gemm=gemm, **facts)
         return self.plans[known]
 

@@ -40,7 +40,8 @@ class GroupedLinear(LinearBase):
     Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
     need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are waited for by
     that, by delayed scaling, by every loop over experts, and by gradients of biases; products by torch._grouped_mm do
-    not wait. single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
+    not wait. Splits that the host is given cost no wait, and where all are equal a GPU takes torch.bmm.
+    single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
     negative, not one for each expert, or do not add up to the rows of x; for x of another width.
@@ -189,7 +190,7 @@ class GroupedLinear(LinearBase):
         return GroupedLinearFunction.apply(x, call, len(weights), *weights, *self.biases)
 
     def plan(self, gemm: str, a: Format, b: Format, device: torch.device, gemm_mode: str) -> GroupedPlan:
-        """How "fprop", "dgrad" or "wgrad" of these formats is computed where the host knows the splits."""
+        """How "fprop", "dgrad" or "wgrad" of these formats is computed for unequal splits that the host knows."""
         is_float32 = self.fuse_wgrad_accumulation or self.weights[0].dtype == torch.float32
         out_dtype = torch.float32 if gemm == "wgrad" and is_float32 else self.dtype
         sizes = (self.in_features, self.out_features)

@@ -26,8 +26,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         column = "codes" if needs_dw and not call.save_original else None
         x_made = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
         ctx.sizes = (x.shape[1], weights[0].shape[-2])
-        how = call.plan("fprop", ctx.sizes, x.device, call.dtype)
-        y = call.tokens(x_made.rowwise, call.weight(weights, "rowwise", how), how)
+        fprop = call.plan("fprop", ctx.sizes, x.device, call.dtype)
+        ctx.dgrad = call.plan("dgrad", ctx.sizes, x.device, call.dtype) if needs_dx else None
+        y = call.tokens(x_made.rowwise, call.weight(weights, "rowwise", ctx.dgrad), fprop)
         ctx.probed = _probe_forward(call, x, weights, y) if call.context.probe else None
         held, ctx.skeletons = flatten_weights(weights) if needs_dx else ([], [])
         kept = [x] if needs_dw and call.save_original else []
@@ -44,16 +45,15 @@ class GroupedLinearFunction(torch.autograd.Function):
         call, count = ctx.call, ctx.count
         tensors = ctx.saved_tensors
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
-        dy, dx, device = dy.to(call.dtype).contiguous(), None, dy.device
+        dy, dx = dy.to(call.dtype).contiguous(), None
         _probe_tensor(call, "grad_output", dy)
         needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs[:count])))
-        wgrad = call.plan("wgrad", ctx.sizes, device, ctx.dw_dtype)
+        wgrad = call.plan("wgrad", ctx.sizes, dy.device, ctx.dw_dtype)
         dy_made = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=wgrad.grouped)
         if needs_dx:
-            dgrad = call.plan("dgrad", ctx.sizes, device, call.dtype)
-            w_column = call.weight(unflatten_weights(held, ctx.skeletons), "columnwise", dgrad)
-            dx = call.tokens(dy_made.rowwise, w_column, dgrad)
+            w_column = call.weight(unflatten_weights(held, ctx.skeletons), "columnwise", ctx.dgrad)
+            dx = call.tokens(dy_made.rowwise, w_column, ctx.dgrad)
             if ctx.probed:
                 _probe_gemm(call, "dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
         dw: list[Gradient] = [None] * count

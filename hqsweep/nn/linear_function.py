@@ -1,5 +1,6 @@
 """The three GEMMs of a linear as one autograd function: y = x @ w.T + b, and from dy: dx = dy @ w, dw = dy.T @ x."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,12 +13,12 @@ from hqsweep.nn.parameter import (
     check_held,
     check_main_grad,
     flatten_weight,
+    held_operand,
     link_states,
     unflatten_weight,
-    weight_operand,
 )
 from hqsweep.nn.workspace import WeightWorkspace
-from hqsweep.quant import HybridQuantizedTensor, LinearQuantizers, Operand, flatten, unflatten
+from hqsweep.quant import HybridOperand, HybridQuantizedTensor, LinearQuantizers, Operand, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import Skeleton
 
@@ -39,17 +40,23 @@ class LinearCall(Call):
         if isinstance(weight, HybridQuantizedTensor) and weight.states:
             replace(weight.states, step=self.context.step, record=self.grad).use()
 
-    def weight(self, weight: Tensor | Operand, direction: Direction) -> Operand | ExactOperand:
-        """The operand of one direction, from the workspace when there is one."""
-        quantizer, key = self.quantizers.weight, self.key("weight")
+    def weight(
+        self, weight: Tensor | Operand, direction: Direction, *, needs_dx: bool = False
+    ) -> Operand | ExactOperand:
+        """The operand of one direction, from the workspace when there is one. needs_dx: dgrad will ask for the
+        columnwise one, which the workspace then makes from the same read of the weight."""
+        quantizer = self.quantizers.weight
+        held = held_operand(weight, direction, quantizer)
+        if held is not None:
+            return held
 
-        def make() -> Operand | ExactOperand:
-            states = None if isinstance(weight, Operand) else self.states_of("weight", weight)
-            return weight_operand(weight, direction, quantizer, self.dtype, key, self.product_takes, states)
+        def make(directions: Collection[Direction]) -> HybridOperand:
+            return self.quantize("weight", weight.to(self.dtype), **dict.fromkeys(directions, self.product_takes))
 
-        if self.workspace is None or isinstance(weight, Operand | HybridQuantizedTensor):
-            return make()
-        return self.workspace.take((weight,), direction, quantizer, self.product_takes, key, make)
+        if self.workspace is None:
+            return getattr(make([direction]), direction)
+        forms = dict.fromkeys([direction, "columnwise"] if needs_dx else [direction], self.product_takes)
+        return self.workspace.take([weight], forms, quantizer, self.key("weight"), make)
 
     def check_weight(self, weight: Tensor, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for a weight that one of the GEMMs could not use."""
@@ -93,7 +100,7 @@ class LinearFunction(torch.autograd.Function):
         call.use_held(weight)
         column = "codes" if needs_dw and not call.save_original else None
         x_made = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
-        y = call.product(x_made.rowwise, call.weight(weight, "rowwise"), call.dtype)
+        y = call.product(x_made.rowwise, call.weight(weight, "rowwise", needs_dx=needs_dx), call.dtype)
         ctx.probed = None
         if call.context.probe:
             call.probe_tensor("input", x)

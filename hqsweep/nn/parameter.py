@@ -1,6 +1,6 @@
 """Weights of GEMMs: high-precision values that are quantized at every use, or, under quantized_model_init, operands.
 
-Modules reach their weight through weight_operand and flatten_weight, which take either kind.
+Modules reach their weight through held_operand and flatten_weight, which take either kind.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.nn.context import current
 from hqsweep.nn.delayed import DelayedStates, slots_of
-from hqsweep.ops.request import Output
 from hqsweep.quant import (
     GroupedTensor,
     HybridQuantizedTensor,
@@ -85,26 +83,15 @@ def _weight_states(
     return slots_of(states, "weight", quantizer, device=device, step=None, record=False)
 
 
-def weight_operand(
-    weight: Tensor | Operand,
-    direction: Direction,
-    quantizer: HybridQuantizer,
-    dtype: torch.dtype,
-    key: RngKey,
-    output: Output,
-    states: SlotStates | None,
-) -> Operand | ExactOperand:
-    """The operand of one direction: the one that is held, or one made of weight.to(dtype), as `output` says.
+def held_operand(weight: Tensor | Operand, direction: Direction, quantizer: HybridQuantizer) -> Operand | None:
+    """The operand of one direction of a weight that is held quantized; None for one in high precision.
 
-    UserError, for the caller to say where, when the held one is of another quantizer, or is not there.
+    UserError, for the caller to say where, when it is of another quantizer, or is not there.
     """
-    if isinstance(weight, Operand):
-        return weight
     if isinstance(weight, HybridQuantizedTensor):
         check_held(weight, direction, quantizer)
         return getattr(weight, direction)
-    wanted = {d: output if d == direction else None for d in DIRECTIONS}
-    return getattr(quantizer.quantize(weight.to(dtype), **wanted, key=key, states=states), direction)
+    return weight if isinstance(weight, Operand) else None
 
 
 def link_states(weight: Tensor, states: DelayedStates | Sequence[DelayedStates]) -> None:

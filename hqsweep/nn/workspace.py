@@ -1,13 +1,13 @@
 """WeightWorkspace: operands of a weight that later calls use again, while nobody has written to the weight."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.request import Output
-from hqsweep.quant import HybridQuantizer
+from hqsweep.quant import HybridOperand, HybridQuantizer
+from hqsweep.quant.grouped_operand import HybridGroup
 from hqsweep.quant.hybrid import Direction
 
 
@@ -15,8 +15,8 @@ class WeightWorkspace:
     """One operand a direction, of a weight or of a group: 2 bytes an element each where it is exact in bfloat16.
 
     Used inside quantization(cache_weights=True). An operand is made anew when a weight's memory, its version counter,
-    the quantizer, its output or, for +sr, the key of the random bits is another one. Writing through weight.data
-    bypasses torch's version counter and so this check.
+    the quantizer, its form or, for +sr, the key of the random bits is another one. Writing through weight.data bypasses
+    torch's version counter and so this check.
     """
 
     def __init__(self) -> None:
@@ -25,22 +25,32 @@ class WeightWorkspace:
     def take(
         self,
         weights: Sequence[Tensor],
-        direction: Direction,
+        forms: Mapping[Direction, Hashable],
         quantizer: HybridQuantizer,
-        output: Output,
         key: RngKey,
-        make: Callable[[], Any],
+        make: Callable[[Collection[Direction]], HybridOperand | HybridGroup],
     ) -> Any:
-        """What make() gave when it was last called for the same bits in the same form."""
+        """The operand of the first direction in forms, as make gave it when it was last called for the same bits in the
+        same form.
+
+        When it has to be made, so are the other directions in forms that are not there: those that will be asked for
+        next, from the same read of the weights.
+        """
+        wanted = next(iter(forms))
         if quantizer.delayed or any(weight.is_inference() for weight in weights):
-            return make()  # weights are not all that it depends on, or they have no version counter
-        memory = tuple((w.data_ptr(), w._version) for w in weights)
-        identity = (memory, quantizer, output, key if quantizer.stochastic else None)
+            return getattr(make([wanted]), wanted)  # weights are not all it depends on, or have no version counter
+        bits = (tuple((w.data_ptr(), w._version) for w in weights), quantizer, key if quantizer.stochastic else None)
+        if not self._has(wanted, (bits, forms[wanted])):
+            missing = {d: (bits, form) for d, form in forms.items() if not self._has(d, (bits, form))}
+            for direction in missing:
+                self._made.pop(direction, None)  # its memory is free before the new one is made
+            made = make(list(missing))
+            self._made |= {d: (identity, getattr(made, d)) for d, identity in missing.items()}
+        return self._made[wanted][1]
+
+    def _has(self, direction: Direction, identity: Hashable) -> bool:
         found = self._made.get(direction)
-        if found is None or found[0] != identity:
-            self._made.pop(direction, None)  # its memory is free before the new one is made
-            found = self._made[direction] = (identity, make())
-        return found[1]
+        return found is not None and found[0] == identity
 
     def clear(self) -> None:
         self._made.clear()

@@ -127,6 +127,12 @@ class Splits:
         """(first row, end) of each expert; waits as `host` does."""
         return list(pairwise(accumulate(self.host, initial=0)))
 
+    @cached_property
+    def equal(self) -> int:
+        """The rows of each expert where the host knows that all have equally many; otherwise, and without rows, 0."""
+        sizes = self.sizes
+        return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else 0
+
     def padded(self, multiple: int) -> "Splits":
         """Every size rounded up to a multiple; self where that changes none. Waits as `host` does, but not for 1."""
         if multiple == 1 or self.divisor % multiple == 0:
@@ -257,6 +263,11 @@ class GroupedExact:
             tall = [(rows if self.per_row else 1, 1) for rows, _ in shapes]
             factors = self.layout.views(self.factor, tall)
         return [ExactOperand(m, f, self.divisor) for m, f in zip(matrices, factors, strict=True)]
+
+    def stacked(self) -> Tensor:
+        """[E, r, c] of members that all have the shape [r, c], as a view; waits as `members` does."""
+        count, (r, c) = self.layout.splits.count, self.layout.first_shape
+        return self.matrix.view(count, c, r).mT if self.by_rows else self.matrix.view(count, r, c)
 
     def rows(self) -> Tensor:
         """[rows, width]: what the members of a columnwise group are, transposed, one below the other."""

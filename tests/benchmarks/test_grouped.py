@@ -1,10 +1,13 @@
 """benchmarks/grouped.py: every case runs, its bytes are those that are written, and a wrong kernel is never timed."""
 
 import pytest
+import torch
 from host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
+from hqsweep.nn.grouped_call import GroupedCall
 from hqsweep.ops.grouped_layout import GroupedExact
+from hqsweep.quant.hybrid import DIRECTIONS
 
 SIZES = (0, 32, 64, 0, 16)
 
@@ -17,7 +20,8 @@ def grouped_step():
 def test_a_step_beside_torchs_products(case):
     step = grouped_step()
     row = step.measure(case, lambda: step.dy.clone(), 2 * step.dy.nbytes)
-    assert row["us"] > 0 and row["floor_us"] >= row["torch_us"] > 0
+    assert row["us"] > 0 and row["floor_us"] >= row["products_us"] > 0 and row["torch_us"] > 0
+    assert not case.on_device or row["products_us"] == row["torch_us"]
     assert ("pass" in row) == (case.recipe in grouped_linear.WITH_GOAL) == ("goal" in row)
     assert step.x.grad is not None
 
@@ -25,13 +29,43 @@ def test_a_step_beside_torchs_products(case):
 def test_the_floor_of_a_step_counts_every_operand():
     step, bytes_of = grouped_step(), {}
     for case in grouped_linear.cases():
-        bytes_of[case.recipe, case.cached] = step.bytes_beside(case)
+        bytes_of[case.recipe, case.weights] = step.bytes_beside(case)
     x, w, dy = (2 * t.numel() for t in (step.x, step.w, step.dy))  # exact operands have 2 bytes an element, too
     codes = 64 * 64 + 64 * 64 // 32
-    assert bytes_of["bf16", False] == 0
-    assert bytes_of["mxfp8", True] == 3 * x + 2 * codes + 3 * dy
-    assert bytes_of["mxfp8", False] == bytes_of["mxfp8", True] + 4 * w
-    assert bytes_of["nvfp4", False] - bytes_of["nvfp4", True] == 6 * w
+    assert bytes_of["bf16", "each step"] == 0
+    assert bytes_of["mxfp8", "kept"] == 3 * x + 2 * codes + 3 * dy
+    assert bytes_of["mxfp8", "each step"] == bytes_of["mxfp8", "kept"] + 4 * w
+    assert bytes_of["mxfp8", "once a step"] == bytes_of["mxfp8", "kept"] + 3 * w
+    assert bytes_of["nvfp4", "each step"] - bytes_of["nvfp4", "kept"] == 6 * w
+    assert bytes_of["nvfp4", "once a step"] - bytes_of["nvfp4", "kept"] == 4 * w
+
+
+@pytest.mark.parametrize(("weights", "calls"), [("each step", [1, 1]), ("once a step", [2]), ("kept", [])])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_weights_are_quantized_as_often_as_the_row_says(weights, calls, on_device, monkeypatch):
+    """In the second step; a call for both directions is one."""
+    made, real = [], GroupedCall._quantize
+
+    def spy(self, tensor, *arguments, **options):
+        if tensor == "weight":
+            made.append(sum(options[direction] is not None for direction in DIRECTIONS))
+        return real(self, tensor, *arguments, **options)
+
+    monkeypatch.setattr(GroupedCall, "_quantize", spy)
+    step = grouped_step().ours(grouped_linear.StepCase(recipe="mxfp8", weights=weights, on_device=on_device))
+    step()
+    made.clear()
+    step()
+    assert made == calls
+
+
+def test_both_ways_of_torch_are_the_same_products():
+    step, runs = grouped_step(), []
+    for call in (step.plain, step.batched):
+        call()
+        runs.append((step.x.grad, step.w.grad))
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-2 * float(theirs.abs().max()))
 
 
 @pytest.fixture

@@ -1,15 +1,18 @@
 """torch.compile around a grouped linear: graphs break where they must, and every byte stays."""
 
+import pytest
 import torch
-from experts import ROWS, SPLITS, K, N, gradients, held
+from experts import EXPERTS, ROWS, SPLITS, K, N, gradients, held
 
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import quantization
 
 
-def test_a_compiled_module_computes_the_same_bytes():
+@pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["loop", "batch"])
+def test_a_compiled_module_computes_the_same_bytes(splits, monkeypatch):
     """Also after it has been called without: what is known of its formats by then is no part of a trace."""
     runs = []
+    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: splits is not SPLITS)
     for compiled in (False, True):
         torch.compiler.reset()
         module = held("mxfp8")
@@ -17,7 +20,7 @@ def test_a_compiled_module_computes_the_same_bytes():
         x = draw("normal", ROWS, K).requires_grad_()
         for function, step in ((module, 1), (call, 2)):
             with quantization(seed=1, step=step):
-                y = function(x, list(SPLITS))
+                y = function(x, list(splits))
                 y.backward(draw("normal", ROWS, N, step))
         runs.append({"y": y.detach(), "x": x.grad} | gradients(module))
     eager, traced = runs

@@ -276,12 +276,13 @@ def test_splits_of_a_device_are_those_of_the_host(quantizers):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantizers", ["bf16", "fp8_current", "mxfp8", "nvfp4", SECTIONS[1]], ids=ids)
-def test_a_gpu_computes_what_a_cpu_does(quantizers):
+@pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["ragged", "equal"])
+def test_a_gpu_computes_what_a_cpu_does(quantizers, splits):
     """On the plan of the device, but for the order of sums and a rounding to bfloat16."""
     runs = []
     for device in ("cpu", "cuda"):
         module, x = grouped(quantizers, bias=True).to(device), draw("normal", ROWS, K).to(device).requires_grad_()
-        y = module(x, SPLITS)
+        y = module(x, splits)
         y.backward(draw("normal", ROWS, N, 1).to(device))
         runs.append([t.float().cpu() for t in (y.detach(), x.grad, *(p.grad for p in module.parameters()))])
     for ours, theirs in zip(*runs, strict=True):

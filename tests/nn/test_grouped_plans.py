@@ -16,20 +16,27 @@ from hqsweep.nn import GroupedLinear, autocast, quantization, quantized_model_in
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.ops.grouped_layout import Splits
 
+EQUAL = (ROWS // EXPERTS,) * EXPERTS
 EXACT_IN_BF16 = [f for f in FORMATS if f not in ("fp16", "fp32", "fp8_block+fp32_scale")]
 
 
 @pytest.fixture
 def used(monkeypatch):
-    """How often torch._grouped_mm was called, by number of axes of its second operand; plans are those of a GPU."""
-    seen, real = [], torch._grouped_mm
+    """How often torch._grouped_mm was called, by number of axes of its second operand, and "bmm"; plans are those of a
+    GPU."""
+    seen, real, real_bmm = [], torch._grouped_mm, torch.bmm
 
     def spy(a, b, **options):
         seen.append(b.dim())
         return real(a, b, **options)
 
+    def spy_bmm(a, b):
+        seen.append("bmm")
+        return real_bmm(a, b)
+
     monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
     monkeypatch.setattr(torch, "_grouped_mm", spy)
+    monkeypatch.setattr(torch, "bmm", spy_bmm)
     return seen
 
 
@@ -105,6 +112,60 @@ def test_main_grad_adds_up_what_the_kernel_gives(used, single):
     assert all(map(torch.equal, [weight.main_grad for weight in fused.weights], expected))
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("quantizers", EXACT_IN_BF16 + SECTIONS, ids=ids)
+def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
+    """Also gradients of float32 weights, and of main_grad. A device that alone knows the splits does not wait."""
+    with quantized_model_init(enabled=held), quantization(seed=1, step=0):
+        options = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": True}
+        module, other = (grouped(quantizers, **options) for _ in range(2))
+    ours = run(module, EQUAL)
+    assert used == ["bmm"] * 3
+    run(module, hidden(EQUAL))
+    assert used[3:] == [3, 3, 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+        assert_close(ours, run(other, EQUAL), 2**-7)
+    assert len(used) == 6
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_batch_keeps_float32_gradients_unrounded(used, single):
+    """Of whole numbers: to the byte those of the loop, with weights in float32 and with a main_grad in it."""
+    runs = []
+    for kernels in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors, on=kernels: on)
+            made = [grouped("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
+            for weight in made[1].to(torch.bfloat16).weights:
+                weight.main_grad = torch.ones(weight.shape)
+            for module in made:
+                generator = torch.Generator().manual_seed(0)
+                x, dy = (torch.randint(-99, 100, (ROWS, n), generator=generator).bfloat16() for n in (K, N))
+                module(x, EQUAL).backward(dy)
+            runs.append([grad for module in made for grad in gradients(module).values()])
+    assert used == ["bmm"] * 4
+    assert all(map(torch.equal, *runs)) and any((grad != grad.bfloat16()).any() for grad in runs[0])
+
+
+def test_plans_follow_the_splits_of_the_call(used):
+    """One expert is as large as itself; all without tokens are no batch."""
+    module = grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16)
+    kept = []
+    for splits, expected in ((EQUAL, ["bmm"] * 3), (SPLITS, [3, 3, 2]), (EQUAL, ["bmm"] * 3)):
+        used.clear()
+        kept.append(run(module, splits))
+        assert used == expected
+    assert all(torch.equal(kept[0][name], kept[2][name]) for name in kept[0])
+    used.clear()
+    assert module(torch.empty(0, K), [0] * EXPERTS).shape == (0, N) and "bmm" not in used
+    used.clear()
+    one = GroupedLinear(1, K, N, name="e", recipe=recipe_of("mxfp8"))
+    run(one, [ROWS])
+    assert used == ["bmm"] * 3
+
+
 def test_gradients_in_float32_are_a_loop_where_the_host_knows_the_splits(used):
     module = grouped("mxfp8", single_grouped_weight=True)
     run(module, SPLITS)
@@ -153,11 +214,12 @@ def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def calls_of_a_step(experts, quantizers):
+def calls_of_a_step(experts, quantizers, equal):
     """How often each Python function is called by a forward and backward that is not the first."""
     recipe = recipe_of(quantizers)
     module = GroupedLinear(experts, K, N, name="e", recipe=recipe, single_grouped_weight=True).to(torch.bfloat16)
-    x, dy, splits = draw("normal", 32 * experts, K).requires_grad_(), draw("normal", 32 * experts, N), [32] * experts
+    x, dy = draw("normal", 32 * experts, K).requires_grad_(), draw("normal", 32 * experts, N)
+    splits = [32] * experts if equal else [16, 48, *[32] * (experts - 2)]
     calls = Counter()
 
     def note(frame, event, _):
@@ -179,20 +241,22 @@ def calls_of_a_step(experts, quantizers):
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", "nvfp4+sr", *SECTIONS[:2]], ids=ids)
-def test_the_host_does_nothing_for_single_experts(used, quantizers):
-    calls_of_a_step(3, quantizers)  # plans of these formats are made, and found by equal ones
-    assert calls_of_a_step(2, quantizers) == calls_of_a_step(9, quantizers)
-    assert used == [3, 3, 2, 3, 3, 2] * 3
+@pytest.mark.parametrize("equal", [False, True])
+def test_the_host_does_nothing_for_single_experts(used, quantizers, equal):
+    calls_of_a_step(3, quantizers, equal)  # plans of these formats are made, and found by equal ones
+    assert calls_of_a_step(2, quantizers, equal) == calls_of_a_step(9, quantizers, equal)
+    assert used == (["bmm"] * 3 if equal else [3, 3, 2]) * 6
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
-def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, monkeypatch):
-    """Every operand is made where torch._grouped_mm takes it."""
+@pytest.mark.parametrize("splits", [SPLITS, EQUAL], ids=["ragged", "equal"])
+def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, splits, monkeypatch):
+    """Every operand is made where torch._grouped_mm and torch.bmm take it."""
     module = grouped(quantizers, single_grouped_weight=True).to(torch.bfloat16)
     monkeypatch.setattr(torch, "cat", lambda *_, **__: pytest.fail("operands are copied"))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **__: pytest.fail("operands are copied"))
-    run(module, SPLITS)
-    assert used == [3, 3, 2]
+    run(module, splits)
+    assert used == ([3, 3, 2] if splits == SPLITS else ["bmm"] * 3)
 
 
 def test_plans_follow_the_recipe_of_the_call(used):

@@ -34,6 +34,14 @@ def test_splits_know_spans_and_offsets():
     assert Splits.of(splits, 8) is splits and Splits.uniform(3, 4).spans[2] == (8, 12)
 
 
+def test_splits_of_one_size_are_known_to_be():
+    """On the host, and where there are rows at all."""
+    for sizes, expected in (((4, 4, 4), 4), ((7,), 7), ((4, 4, 3), 0), ((0, 0), 0), ((), 0), ((0, 8), 0)):
+        assert Splits.of(sizes, sum(sizes)).equal == expected
+    on_device = Splits(rows=8, count=2, sizes=None, device_sizes=torch.tensor([4, 4]))
+    assert on_device.equal == 0 and "host" not in vars(on_device)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"), [([9, -1], "m_splits has -1 for expert 1"), ([3, 6], "m_splits adds up to 9 rows, .* has 8")]
 )

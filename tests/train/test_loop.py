@@ -75,15 +75,15 @@ def test_weights_are_quantized_once_for_all_microbatches_and_for_all_batches_of_
     seen, real = [], HybridQuantizer.quantize
 
     def spy(self, x, **options):
-        seen.append((options["key"].step, options["key"].slot, options["rowwise"]))
+        seen.append((options["key"].step, options["key"].slot, options["rowwise"], options["columnwise"]))
         return real(self, x, **options)
 
     monkeypatch.setattr(HybridQuantizer, "quantize", spy)
     list(trainer(config(NVFP4, microbatches=2, steps=4)).steps())
     weights = [each for each in seen if each[1] == "layers.0.mlp.fc1/linear/weight"]
     assert weights == [
-        *((step, "layers.0.mlp.fc1/linear/weight", d) for step in range(1, 5) for d in ("exact", None)),
-        (5, "layers.0.mlp.fc1/linear/weight", "exact"),  # of the updated weight, for two batches
+        *((step, "layers.0.mlp.fc1/linear/weight", "exact", "exact") for step in range(1, 5)),
+        (5, "layers.0.mlp.fc1/linear/weight", "exact", None),  # of the updated weight, for two batches
     ]
 
 
