@@ -79,10 +79,10 @@ class GroupedStep:
         torch._grouped_mm(self.x, self.w.transpose(1, 2), offs=self.offsets).backward(self.dy)
 
     def batched(self) -> None:
-        """Forward and backward of torch.bmm."""
-        self.x.grad = self.w.grad = None
-        x, dy = (matrix.unflatten(0, (len(self.sizes), -1)) for matrix in (self.x, self.dy))
-        torch.bmm(x, self.w.transpose(1, 2)).backward(dy)
+        """The three products by torch.bmm."""
+        x, w = self.x.detach(), self.w.detach()
+        x, dy = (matrix.unflatten(0, (len(self.sizes), -1)) for matrix in (x, self.dy))
+        torch.bmm(x, w.mT), torch.bmm(dy, w), torch.bmm(dy.mT, x)
 
     def ours(self, case: StepCase) -> Call:
         """The same of a GroupedLinear; gradients are made anew."""
