@@ -1,6 +1,6 @@
-// MXFP8, E4M3 or E5M2 in blocks of 32 with scales rounded up, in the fewest instructions: two bf16 elements at a time
-// until the conversion, scales of two blocks at a time in integers, nothing compiled in that other formats want. A third
-// to a half of the instructions of cuda_lean.cuh, whose bytes it gives.
+// MXFP8, E4M3 or E5M2 in blocks of 32 with scales rounded up, in few instructions: two bf16 elements at a time until the
+// conversion, scales of two blocks at a time in integers, nothing compiled in that other formats want. It takes two thirds
+// of the instructions of cuda_lean.cuh (benchmarks/NOTES.md), whose bytes it gives.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -59,15 +59,18 @@ __device__ __forceinline__ void encode_mx_flat(const Direction& to, const Elemen
     }
   }
   __syncwarp();
-  if (!kExact || to.scales) store_flat_scales(staged, static_cast<uint8_t*>(to.scales) + first / 32, (size - first) / 32);
+  if (kExact && !to.scales) return;
+  store_flat_scales(staged, static_cast<uint8_t*>(to.scales) + first / 32, (size - first) / 32);
 }
 
 template <bool kExact>
-__global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, false>) quantize_mx_flat(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, false>)
+    quantize_mx_flat(const __grid_constant__ Job job) {
   extern __shared__ uint4 shared[];
   __shared__ uint4 staged[kThreads / 32][kFlatWarp / 32 / 16];
   const Source& x = job.source;
-  const int64_t size = x.rows * x.cols, first = static_cast<int64_t>(blockIdx.x) * kFlatBlock + warp_of_block() * kFlatWarp;
+  const int64_t size = x.rows * x.cols;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kFlatBlock + warp_of_block() * kFlatWarp;
   if (first >= size) return;
   uint4* units = shared + warp_of_block() * (kFlatWarp / 8);
   uint8_t* scales = reinterpret_cast<uint8_t*>(staged[warp_of_block()]);

@@ -102,7 +102,8 @@ bool lean_matrix(const Job& job) {
 
 void launch(const Job& job, cudaStream_t stream) {
   if (mx_flat(job)) return launch_mx_flat(job, stream);
-  if (lean_matrix(job)) return job.source.rows % kTile ? launch_lean<true>(job, stream) : launch_lean<false>(job, stream);
+  if (lean_matrix(job))
+    return job.source.rows % kTile ? launch_lean<true>(job, stream) : launch_lean<false>(job, stream);
   const bool sums = wants_sums(job);
   if (job.source.dtype == Dtype::bf16)
     return sums ? launch_tiles<Bf16, true>(job, stream) : launch_tiles<Bf16, false>(job, stream);
