@@ -78,11 +78,11 @@ class GroupedStep:
         self.x.grad = self.w.grad = None
         torch._grouped_mm(self.x, self.w.transpose(1, 2), offs=self.offsets).backward(self.dy)
 
-    def batched(self) -> None:
-        """The three products by torch.bmm."""
+    def batched(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three products by torch.bmm: y and dx [experts, tokens, ..], and dw."""
         x, w = self.x.detach(), self.w.detach()
         x, dy = (matrix.unflatten(0, (len(self.sizes), -1)) for matrix in (x, self.dy))
-        torch.bmm(x, w.mT), torch.bmm(dy, w), torch.bmm(dy.mT, x)
+        return torch.bmm(x, w.mT), torch.bmm(dy, w), torch.bmm(dy.mT, x)
 
     def ours(self, case: StepCase) -> Call:
         """The same of a GroupedLinear; gradients are made anew."""

@@ -5,7 +5,7 @@ matrices with float32 accumulation: in float32 on CPU; on CUDA in bfloat16 tenso
 bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hardware applies them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
@@ -59,43 +59,35 @@ def _fits_bf16(format: Format) -> bool:
 
 def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """mm_t of matrices alone: [m, k], [n, k] -> [m, n], or of e such pairs [e, m, k], [e, n, k] -> [e, m, n]."""
-    multiply, rounded = (torch.mm, "mm_t_rounded") if a.dim() == 2 else (torch.bmm, "bmm_t_rounded")
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16):
-        return multiply(a.float(), b.float().mT).to(out_dtype)
+        return _multiply(a.float(), b.float()).to(out_dtype)
     if out_dtype == torch.bfloat16:
-        return getattr(torch.ops.hqsweep, rounded)(a, b)
-    return multiply(a, b.mT, out_dtype=torch.float32).to(out_dtype)
+        return torch.ops.hqsweep.mm_t_rounded(a, b)
+    return _multiply(a, b, out_dtype=torch.float32).to(out_dtype)
 
 
-# bfloat16 operands of matrix_product -> bfloat16, the float32 accumulator rounded once. Operators, so that
+def _multiply(a: Tensor, b: Tensor, **options: torch.dtype) -> Tensor:
+    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b.mT, **options)
+
+
+# bfloat16 operands of matrix_product -> bfloat16, the float32 accumulator rounded once. An operator, so that
 # torch.compile does not look inside: the setting is global to torch.
 _LIBRARY = torch.library.Library("hqsweep", "FRAGMENT")
 _LIBRARY.define("mm_t_rounded(Tensor a, Tensor b) -> Tensor")
-_LIBRARY.define("bmm_t_rounded(Tensor a, Tensor b) -> Tensor")
 
 
 @torch.library.impl(_LIBRARY, "mm_t_rounded", "CUDA")
 def _mm_t_rounded(a: Tensor, b: Tensor) -> Tensor:
-    return _rounded_once(torch.mm, a, b)
-
-
-@torch.library.impl(_LIBRARY, "bmm_t_rounded", "CUDA")
-def _bmm_t_rounded(a: Tensor, b: Tensor) -> Tensor:
-    return _rounded_once(torch.bmm, a, b)
-
-
-def _rounded_once(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
     """By default cuBLAS may split k and add the parts in bfloat16; then the sum would be rounded several times."""
     allowed = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = False
     try:
-        return multiply(a, b.mT)
+        return _multiply(a, b)
     finally:
         matmul.allow_bf16_reduced_precision_reduction = allowed
 
 
 @torch.library.register_fake("hqsweep::mm_t_rounded")
-@torch.library.register_fake("hqsweep::bmm_t_rounded")
 def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[-2])
 

@@ -1,0 +1,96 @@
+// A tile of bf16 words in shared memory, as the encoders of whole tiles use it: on its way there and from there, and what
+// a thread takes and puts.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "cuda_tile.cuh"
+
+namespace hq {
+
+// A thread's words in shared memory: the two units of a segment of a row in each of four groups, 4 rows apart; or 16 rows
+// of one word in each of two groups, whose units lie next to each other.
+template <class Order>
+struct LeanWords {
+  uint32_t* first;
+  uint32_t* second;
+
+  __device__ __forceinline__ explicit LeanWords(uint32_t* tile) {
+    if constexpr (std::is_same_v<Order, RowOrder>) {
+      first = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2);
+      second = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2 + 4);
+    } else {
+      first = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(0) / 2);
+      second = tile + word_offset<Bf16>(ColumnOrder::col(0), ColumnOrder::row(2) / 2);
+    }
+  }
+  // Segment k of group h of a column: 16 values where its elements came from.
+  __device__ __forceinline__ void put(int h, int k, const uint32_t pairs[kSegment / 2]) const {
+    uint16_t* to = reinterpret_cast<uint16_t*>(h ? second : first) + k;
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      to[i * 2 * kRowWords<Bf16>] = static_cast<uint16_t>(i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2]);
+  }
+  // Both segments of group h of a column: 16 words of two values each.
+  __device__ __forceinline__ void put_pairs(int h, const uint32_t a[kSegment / 2], const uint32_t b[kSegment / 2]) const {
+    uint32_t* to = h ? second : first;
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i)
+      to[i * kRowWords<Bf16>] = permute(a[i / 2], b[i / 2], i % 2 ? 0x7632 : 0x5410);
+  }
+  __device__ __forceinline__ void get(int h, uint32_t words[kGroupWords<Order, Bf16>]) const {
+    if constexpr (std::is_same_v<Order, RowOrder>) {
+      const int step = h * 4 * kRowWords<Bf16>;
+      const uint4 front = *reinterpret_cast<const uint4*>(first + step);
+      const uint4 back = *reinterpret_cast<const uint4*>(second + step);
+      words[0] = front.x, words[1] = front.y, words[2] = front.z, words[3] = front.w;
+      words[4] = back.x, words[5] = back.y, words[6] = back.z, words[7] = back.w;
+    } else {
+      const uint32_t* from = h ? second : first;
+#pragma unroll
+      for (int i = 0; i < kSegment; ++i) words[i] = from[i * kRowWords<Bf16>];
+    }
+  }
+};
+
+// A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
+// read as rows. wait_tile() comes before that, and a barrier before columns.
+// kRagged: only `rows` rows are the expert's; the others are zeros.
+template <bool kRagged>
+__device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
+                                                uint32_t* tile) {
+  const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
+  const int row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
+  const char* from = static_cast<const char*>(source.data) + (r0 + row) * pitch + (c0 + unit * 8) * 2;
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(tile + word_offset<Bf16>(row, unit * 4)));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t target = to + i * 2 * kRowWords<Bf16> * 4;
+    if constexpr (kRagged) {
+      const bool inside = row + 2 * i < rows;  // nothing is read for 0 bytes; the address is still one of the tile's
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
+                   "l"(inside ? from + i * 2 * pitch : static_cast<const char*>(source.data)), "r"(inside ? 16 : 0));
+    } else {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from + i * 2 * pitch));
+    }
+  }
+}
+
+__device__ __forceinline__ void wait_tile() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+
+// `rows` rows of the tile to [.., pitch] at `to`, in lines of 256 bytes.
+__device__ __forceinline__ void store_tile(const uint32_t* tile, uint16_t* to, uint64_t pitch, uint32_t rows) {
+  const uint32_t row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
+  const uint32_t* from = tile + word_offset<Bf16>(row, unit * 4);
+  to += row * pitch + unit * 8;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (row + 2 * i < rows)
+      *reinterpret_cast<uint4*>(to + 2 * i * pitch) = *reinterpret_cast<const uint4*>(from + i * 2 * kRowWords<Bf16>);
+}
+
+}  // namespace hq
