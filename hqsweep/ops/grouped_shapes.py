@@ -18,6 +18,9 @@ from hqsweep.formats import WHOLE, Format
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.member_layout import MemberLayout, refuse_unlike
 
+WIDEST = 4096
+"""Columns of a folded matrix, at most: the kernels work in tiles, of which fewer rows would leave a part empty."""
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -82,11 +85,12 @@ class Shapes:
 
     def folded(self, format: Format) -> tuple[int, Splits] | None:
         """(width, splits) of a matrix on the same elements whose members have the same packed operands: those of a
-        format whose blocks lie within a row, and fill it, however long it is. None for any other."""
-        width = math.gcd(*(k for _, k in self.members))
+        format whose blocks lie within a row and fill it, so that no end of a row shows. None for any other."""
+        columns, width = math.gcd(*(k for _, k in self.members)), math.gcd(*self.sizes, WIDEST)
         for buffer in format.layout.values():
-            by_row = buffer.rows == 1 and buffer.cols != WHOLE and width % buffer.cols == 0
-            if not width or not (by_row or (buffer.rows, buffer.cols) == (WHOLE, WHOLE)):
+            if (buffer.rows, buffer.cols) == (WHOLE, WHOLE):
+                continue
+            if buffer.rows != 1 or buffer.cols == WHOLE or columns % buffer.cols or width % buffer.cols:
                 return None
         sizes = tuple(size // width for size in self.sizes)
         return width, Splits(rows=sum(sizes), count=self.count, sizes=sizes)
