@@ -251,7 +251,12 @@ def test_operations_of_torch(text):
     zeros = held.new_zeros(held.shape)
     assert zeros.metadata.shapes == held.metadata.shapes and not zeros.dequantize().any()
     assert torch.empty_like(held).buffers.keys() == held.buffers.keys()
-    assert group(text, "first").metadata.extent != group(text, "last").metadata.extent
+    shapes = SHAPES["both"][::-1]  # as many elements, of other members: values are copied, and no bytes
+    turned = GroupedTensor.quantize(tensors(shapes), held.quantizer, key=KEY)
+    assert turned.copy_(held) is turned
+    key = replace(KEY, step=6) if held.quantizer.stochastic else None
+    expected = GroupedTensor.quantize(held.dequantize(), held.quantizer, shapes=shapes, key=key)
+    assert_same_bytes(turned, expected)
 
 
 @some
