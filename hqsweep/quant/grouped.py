@@ -151,7 +151,7 @@ class GroupedTensor(HybridQuantizedTensor):
 
     def reused_for(self, shapes: MemberShapes) -> Self:
         """A group of these shapes in the first part of the memory of this one, whose rest is room to spare and is left
-        as it is; values are open until it is written. UserError where a buffer is too short."""
+        as it is; no states, and values are open until it is written. UserError where a buffer is too short."""
         meta = self.metadata
         facts = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions, "key": meta.key}
         wanted, buffers = type(self).empty(shapes, self.quantizer, device="meta", **facts), {}
