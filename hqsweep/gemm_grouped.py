@@ -27,6 +27,7 @@ from hqsweep.gemm import apply_factors, matrix_product, mm_t, plan
 from hqsweep.native import capability_of, gemm_plan, mm_t_native
 from hqsweep.ops.grouped import pack
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.grouped_shapes import ShapesLayout
 from hqsweep.ops.plan import plan_of
 from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.operand import Operand
@@ -124,11 +125,15 @@ def has_kernel(device: torch.device, majors: Sequence[int] | None) -> bool:
 
 
 def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Tensor:
-    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [sum of m_e, n] in out_dtype."""
+    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [sum of m_e, n] in out_dtype.
+
+    UserError, naming the member, for groups of members of unlike widths, and for a b of unlike shapes.
+    """
     if how.kernel == "torch._scaled_grouped_mm":
         return tokens_by_native_kernel(a, _packed(b))
     if how.grouped:
         return tokens_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
+    _check_members(a, b, one_shape=True)
     parts = [_single(x, w, how, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -136,11 +141,23 @@ def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype)
 def mm_t_weights(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
     """wgrad: a with members [n, m_e], b with members [k, m_e] -> for each expert [n, k] in out_dtype.
 
-    By one kernel they are the parts of one tensor.
+    By one kernel they are the parts of one tensor. UserError, naming the member, for members of unlike widths.
     """
     if how.grouped:
         return weights_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
+    _check_members(a, b, one_shape=False)
     return [_single(dy, x, how, out_dtype) for dy, x in zip(a.members, b.members, strict=True)]
+
+
+def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
+    """The errors of the loops; kernels meet them where they ask for splits and shapes."""
+    for group in (a, b):
+        if isinstance(group, Members):
+            continue
+        if isinstance(group.layout, ShapesLayout):
+            group.layout.refuse_product()
+        if one_shape and group is b:
+            _ = group.layout.one_shape
 
 
 def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPlan, out_dtype: torch.dtype) -> Tensor:
@@ -156,7 +173,7 @@ def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPl
 def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
     """mm_t_tokens of bfloat16 matrices (on a CPU of float32 ones, too) by torch._grouped_mm, or of equal splits by
     torch.bmm."""
-    splits, experts, k = a.layout.splits, b.layout.splits.count, b.layout.first_shape[1]
+    splits, experts, k = a.layout.splits, b.layout.splits.count, b.layout.one_shape[1]
     if equal:
         y = matrix_product(a.stacked(), b.stacked(), _stored(out_dtype)).flatten(0, 1)
     else:
@@ -173,7 +190,7 @@ def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *
 
 def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
     """mm_t_tokens of E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, in bfloat16."""
-    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.first_shape
+    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.one_shape
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
     sizes = splits.on(left.device)
     rows = a.buffers["s"].repeat_interleave(sizes, output_size=splits.rows)

@@ -11,6 +11,7 @@ from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey, Rng
 from hqsweep.ops import kernel_grouped
 from hqsweep.ops.dequantize import Backend, exact_operand_of
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.member_layout import MemberLayout
 from hqsweep.ops.plan import DTYPES, Plan, has_kernels, plan_of
 from hqsweep.ops.quantize import Made, quantize
 from hqsweep.ops.request import NOTHING_GIVEN, Output, Request, Source, request_of
@@ -114,7 +115,7 @@ def _with_identity(
     return GroupQuantized(*made)
 
 
-def held_exact(held: Tensor, format: Identity, layout: GroupLayout) -> GroupedExact:
+def held_exact(held: Tensor, format: Identity, layout: MemberLayout) -> GroupedExact:
     """What gemm=exact multiplies of the operands of an identity, which lie by rows in both directions."""
     held = held if format.name == "bf16" else held.float()
     by_rows = stored_by_rows(format, layout.columnwise)
@@ -203,13 +204,13 @@ def _steps(keys: Sequence[RngKey]) -> set[int]:
     return {keys.step} if isinstance(keys, RngKeys) else {key.step for key in keys}
 
 
-def exact_group(buffers: Buffers, format: Format, layout: GroupLayout) -> GroupedExact:
+def exact_group(buffers: Buffers, format: Format, layout: MemberLayout) -> GroupedExact:
     """Packed buffers -> what gemm=exact multiplies, by rows: exact_operand_of each member, to the byte, in one launch
-    where there is a kernel; nothing waits for splits then."""
+    where there is a kernel and members have one width; nothing waits for splits then."""
     p, first = plan_of(format), next(iter(buffers.values()))
     if isinstance(format, Identity):
         return held_exact(buffers["q"], format, layout)
-    if p.spec is None or not has_kernels(first.device.type):
+    if p.spec is None or not has_kernels(first.device.type) or not isinstance(layout, GroupLayout):
         members = member_buffers(buffers, format, layout)
         exact = [exact_operand_of(own, format, shape) for own, shape in zip(members, layout.shapes, strict=True)]
         return pack(exact, format, layout, by_rows=layout.columnwise)
@@ -223,7 +224,7 @@ def exact_group(buffers: Buffers, format: Format, layout: GroupLayout) -> Groupe
     )  # fmt: skip
 
 
-def member_buffers(buffers: Buffers, format: Format, layout: GroupLayout) -> list[dict[str, Tensor]]:
+def member_buffers(buffers: Buffers, format: Format, layout: MemberLayout) -> list[dict[str, Tensor]]:
     """Those of each expert, as views; waits as Splits.host does."""
     by_rows, views = stored_by_rows(format, layout.columnwise), {}
     for name in format.layout:
@@ -232,7 +233,7 @@ def member_buffers(buffers: Buffers, format: Format, layout: GroupLayout) -> lis
 
 
 def pack(
-    members: Sequence[Made | None], format: Format | None, layout: GroupLayout, *, by_rows: bool = False
+    members: Sequence[Made | None], format: Format | None, layout: MemberLayout, *, by_rows: bool = False
 ) -> GroupMade | None:
     """Results of one direction, in one memory; None for none. by_rows: exact columnwise ones as [m_e, width]."""
     if format is None or members[0] is None:
@@ -256,9 +257,4 @@ def _flat(tensors: list[Tensor], by_rows: bool) -> Tensor:
     """One after the other."""
     if len(tensors) == 1 and not by_rows:
         return tensors[0].reshape(-1)
-    flat, start = tensors[0].new_empty(sum(t.numel() for t in tensors)), 0
-    for t in tensors:
-        part = t.t() if by_rows else t
-        flat[start : start + t.numel()].view(part.shape).copy_(part)
-        start += t.numel()
-    return flat
+    return torch.cat([(t.t() if by_rows else t).reshape(-1) for t in tensors])

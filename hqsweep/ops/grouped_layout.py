@@ -20,6 +20,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.ops.kernel_grouped import split_offsets
+from hqsweep.ops.member_layout import MemberLayout, refuse_unlike
 from hqsweep.ops.plan import has_kernels
 
 INT64_MAX = 2**63 - 1
@@ -189,8 +190,8 @@ class Splits:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GroupLayout:
-    """Where the members of a group lie: expert e has the rows splits.spans[e] of a matrix [rows, width]."""
+class GroupLayout(MemberLayout):
+    """That of members of one width: expert e has the rows splits.spans[e] of a matrix [rows, width]."""
 
     splits: Splits
     width: int
@@ -203,30 +204,12 @@ class GroupLayout:
         return [(self.width, m) if self.columnwise else (m, self.width) for m in self.splits.host]
 
     @property
-    def first_shape(self) -> tuple[int, int]:
-        """Of the first member; waits as Splits.host does."""
-        rows = self.splits.host[0]
+    def one_shape(self) -> tuple[int, int]:
+        """Of all members; UserError, naming one that has another. Waits as Splits.host does."""
+        rows = self.splits.equal
+        if not rows and any(self.splits.host):
+            refuse_unlike(self.shapes, "this operand of a grouped product")
         return (self.width, rows) if self.columnwise else (rows, self.width)
-
-    def check(self, format: Format) -> None:
-        """UserError, naming the expert, for a member that the format cannot hold."""
-        for expert, shape in enumerate(self.shapes):
-            try:
-                format.check_shape(*shape)
-            except UserError as error:
-                raise UserError(f"expert {expert}: {error}") from None
-
-    def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
-        """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""
-        sizes = [math.prod(shape) for shape in shapes]
-        parts = flat[: sum(sizes)].split_with_sizes(sizes)
-        if by_rows:
-            return [part.view(shape[::-1]).t() for part, shape in zip(parts, shapes, strict=True)]
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def buffer_shapes(self, format: Format, name: str) -> list[tuple[int, int]]:
-        """Of one buffer of every member."""
-        return [format.layout[name].shape(*shape) for shape in self.shapes]
 
     def starts(self, format: Format, device: torch.device) -> dict[str, Tensor]:
         """Buffer -> int64 [E + 1] on the device: the first entry of each member in the packed buffer, and the end of
@@ -243,7 +226,7 @@ class GroupLayout:
 class GroupedExact:
     """What gemm=exact multiplies: the ExactOperand of every expert, packed."""
 
-    layout: GroupLayout
+    layout: MemberLayout
     matrix: Tensor
     """Flat, the members' matrices one after the other."""
     by_rows: bool
@@ -266,7 +249,7 @@ class GroupedExact:
 
     def stacked(self) -> Tensor:
         """[E, r, c] of members that all have the shape [r, c], as a view; waits as `members` does."""
-        count, (r, c) = self.layout.splits.count, self.layout.first_shape
+        count, (r, c) = self.layout.splits.count, self.layout.one_shape
         return self.matrix.view(count, c, r).mT if self.by_rows else self.matrix.view(count, r, c)
 
     def rows(self) -> Tensor:

@@ -3,81 +3,37 @@
 Every expert is quantized by itself, with scales, random bits and states of its own; members are views of the packed
 buffers, so that writing to one writes to the group. What holds for a HybridQuantizedTensor holds here, with the first
 axis counting experts: it can be cut between experts only, and one expert is a HybridQuantizedTensor [N, K].
+
+Members may also have any shapes [m_e, k_e]. The group is flat then, [sum of m_e * k_e], as a buffer in which they lie
+one after the other; it is written, copied and saved as a whole, and `members` are its parts.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey, RngKeys
-from hqsweep.ops.grouped_layout import GroupLayout, Splits
+from hqsweep.formats import RngKey
+from hqsweep.ops.grouped_shapes import Shapes
+from hqsweep.ops.member_layout import refuse_unlike
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.grouped_metadata import GroupMetadata
 from hqsweep.quant.grouped_operand import GroupedOperand, HybridGroup, quantize_group
 from hqsweep.quant.homogeneous import homogeneous
-from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 aten = torch.ops.aten
 AXES = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupMetadata(Metadata):
-    """That of a group; matrix is [E * N, K], and buffers are flat."""
-
-    experts: int
-    first: int = 0
-    """Which expert of the whole is the first one of this part."""
-
-    @property
-    def member(self) -> Metadata:
-        """That of one expert, without its key."""
-        facts = {name: getattr(self, name) for name in ("quantizer", "directions", "dtype", "source_dtype")}
-        return Metadata(matrix=(self.matrix[0] // self.experts, self.matrix[1]), **facts)
-
-    def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        dtype, shape = self.member.buffer(direction, name)
-        return dtype, (self.experts * math.prod(shape),)
-
-    def key_of(self, expert: int) -> RngKey | None:
-        """The stream of one expert."""
-        return self.key and self.key.under(str(self.first + expert))
-
-    def keys(self, key: RngKey | None) -> RngKeys | None:
-        """key_of every expert under this key of the group."""
-        if key is None:
-            return None
-        slots = tuple(key.under(str(self.first + expert)).slot for expert in range(self.experts))
-        return RngKeys(seed=key.seed, slots=slots, step=key.step)
-
-    def operand(self, buffers: Mapping[str, Tensor], direction: str) -> GroupedOperand | None:
-        if direction not in self.directions:
-            return None
-        own = {name: buffers[f"{d}_{name}"] for d, name in self.stored if d == direction}
-        own = own or {"q": buffers["rowwise_q"]}  # an identity, which both directions read
-        rows, cols = self.matrix
-        splits = Splits.uniform(self.experts, rows // self.experts)
-        layout = GroupLayout(splits=splits, width=cols, columnwise=direction == "columnwise")
-        return GroupedOperand(
-            format=getattr(self.quantizer, direction), layout=layout, dtype=self.source_dtype, buffers=own
-        )
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"experts": self.experts, "first": self.first}
-
-    @classmethod
-    def parse(cls, described: Mapping[str, Any]) -> "GroupMetadata":
-        plain = Metadata.parse(described)
-        return cls(**vars(plain), experts=described["experts"], first=described["first"])
+MemberShapes = Sequence[Sequence[int]]
 
 
 class GroupedTensor(HybridQuantizedTensor):
-    """The operands of `quantizer` for each expert of a tensor [E, N, K]; make it with quantize(), empty() or of().
+    """The operands of `quantizer` for each expert of a tensor [E, N, K], or for each of the members of a group of other
+    shapes; make it with quantize(), empty(), of() or packed().
 
     rowwise encodes each [N, K], columnwise its transpose. The key of random bits is that of the group, and "/e" is
     added to its slot for expert e, as a role with an expert has it.
@@ -94,26 +50,95 @@ class GroupedTensor(HybridQuantizedTensor):
         """Whether it is [experts, rows, columns]."""
         return len(shape) == AXES and shape[0] > 0
 
+    def in_kind(self, size: Sequence[int]) -> Sequence[Any] | None:
+        shapes = self.metadata.shapes
+        return shapes.members if shapes and tuple(size) == tuple(self.shape) else super().in_kind(size)
+
     @classmethod
-    def metadata_of(cls, shape: Sequence[int], **facts: Any) -> GroupMetadata:
+    def metadata_of(cls, shape: Sequence[int], *, shapes: Shapes | None = None, **facts: Any) -> GroupMetadata:
+        """That of a tensor [E, N, K], or of a flat one whose members have these shapes."""
+        if shapes is not None:
+            return GroupMetadata(matrix=(1, shapes.total), experts=shapes.count, shapes=shapes, **facts)
         if not cls.takes(shape):
             raise UserError(f"a grouped tensor is [experts, rows, columns], not of shape {tuple(shape)}")
         return GroupMetadata(matrix=(shape[0] * shape[1], shape[2]), experts=shape[0], **facts)
 
     @classmethod
+    def empty(cls, shape: Sequence[int] | MemberShapes, quantizer: HybridQuantizer, **options: Any) -> Self:
+        """As HybridQuantizedTensor.empty. shape: [E, N, K], or [m_e, k_e] of each member: where they differ the group
+        is flat, else it is [E, m, k]. UserError, naming the member, for a shape that a format cannot hold."""
+        if not (len(shape) and isinstance(shape[0], Sequence)):
+            return super().empty(shape, quantizer, **options)
+        shapes = Shapes.of(shape)
+        if shapes.equal:
+            return super().empty((shapes.count, *shapes.equal), quantizer, **options)
+        return super().empty((shapes.total,), quantizer, shapes=shapes, **options)
+
+    @classmethod
+    def quantize(
+        cls,
+        x: Tensor | Sequence[Tensor],
+        quantizer: HybridQuantizer,
+        *,
+        shapes: MemberShapes | None = None,
+        source_dtype: torch.dtype | None = None,
+        directions: Sequence[str] = DIRECTIONS,
+        key: RngKey | None = None,
+        states: Sequence[SlotStates | None] | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> Self:
+        """As HybridQuantizedTensor.quantize of x [E, N, K], of a tensor [m_e, k_e] for each member, or, with `shapes`,
+        of a flat buffer in which members of these shapes follow each other, and that may be longer. Of empty()'s shape.
+
+        Members of one width are quantized by one call, as experts are. Others take a call for each, unless their rows
+        alone are wanted, in blocks that divide the widths. UserError, naming the member, for one without two axes and
+        for tensors of more than one dtype or device.
+        """
+        if not isinstance(x, Tensor):
+            if shapes is not None:
+                raise UserError("quantize: shapes are for a flat buffer; a tensor for each member has its own")
+            shapes, x = Shapes.of([part.shape for part in x]).members, _joined(x)
+        elif shapes is not None:
+            x = _used(x, Shapes.of(shapes))
+        options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
+        made = cls.empty(x.shape if shapes is None else shapes, quantizer, **options)
+        keep = {"key": key, "states": states, "preserve": preserve_high_precision_init_val}
+        return made.begin_with(x.view(made.shape), **keep)
+
+    def quantize_(self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None) -> Self:
+        """As HybridQuantizedTensor.quantize_; x may also be a tensor for each member, of its shape."""
+        if not isinstance(x, Tensor):
+            got, own = [tuple(part.shape) for part in x], self.metadata.member_shapes
+            if got != own:
+                raise UserError(f"quantize_: got tensors of shapes {got} for members of shapes {own}")
+            x = _joined(x).view(self.shape)
+        return super().quantize_(x, key=key)
+
+    @classmethod
     def of(cls, members: Sequence[HybridQuantizedTensor]) -> Self:
         """A copy of the experts' tensors [N, K], to the byte; UserError where they differ in more than their values."""
         first = members[0]
+        for expert, member in enumerate(members):
+            if member.shape != first.shape:
+                raise UserError(
+                    f"grouped tensor: expert {expert} is {tuple(member.shape)}, and expert 0 {tuple(first.shape)}; one"
+                    " parameter [E, N, K] takes experts of one shape, and packed() takes any"
+                )
+        return cls.packed(members)
+
+    @classmethod
+    def packed(cls, members: Sequence[HybridQuantizedTensor]) -> Self:
+        """A copy of tensors [m_e, k_e] in one memory, to the byte; UserError where they differ in more than their
+        values and shapes. Of empty()'s shape."""
+        first = members[0]
         quantizer = homogeneous([member.quantizer for member in members], "grouped tensor: weight")
         for expert, member in enumerate(members):
-            if (member.shape, member.dtype, member.metadata.directions) != (
-                first.shape, first.dtype, first.metadata.directions,
-            ):  # fmt: skip
-                got, other = (f"{tuple(m.shape)} {m.dtype} {m.metadata.directions}" for m in (member, first))
+            if (member.dtype, member.metadata.directions) != (first.dtype, first.metadata.directions):
+                got, other = (f"{m.dtype} {m.metadata.directions}" for m in (member, first))
                 raise UserError(f"grouped tensor: expert {expert} is {got}, and expert 0 {other}")
         meta = first.metadata
         made = cls.empty(
-            (len(members), *first.shape), quantizer, dtype=first.dtype, source_dtype=meta.source_dtype,
+            [member.shape for member in members], quantizer, dtype=first.dtype, source_dtype=meta.source_dtype,
             device=first.device, directions=meta.directions,
             key=meta.key and replace(meta.key, slot=meta.key.slot.removesuffix("/0")),
         )  # fmt: skip
@@ -121,8 +146,23 @@ class GroupedTensor(HybridQuantizedTensor):
             own.write_(member)
         preserved = [member.high_precision_init_val for member in members]
         if all(value is not None for value in preserved):
-            made.high_precision_init_val = torch.stack(preserved)
+            made.high_precision_init_val = torch.cat([value.reshape(-1) for value in preserved]).view(made.shape)
         return made
+
+    def reused_for(self, shapes: MemberShapes) -> Self:
+        """A group of these shapes in the first part of the memory of this one, whose rest is room to spare and is left
+        as it is; no states, and values are open until it is written. UserError where a buffer is too short."""
+        meta = self.metadata
+        facts = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions, "key": meta.key}
+        wanted, buffers = type(self).empty(shapes, self.quantizer, device="meta", **facts), {}
+        for name, buffer in wanted.buffers.items():
+            held = self.buffers[name]
+            if buffer.numel() > held.numel():
+                raise UserError(
+                    f"members of these shapes take {buffer.numel()} entries of {name}, and the group has {held.numel()}"
+                )
+            buffers[name] = held[: buffer.numel()]
+        return type(self)(buffers, wanted.metadata, wanted.shape)
 
     @property
     def experts(self) -> int:
@@ -134,33 +174,67 @@ class GroupedTensor(HybridQuantizedTensor):
         """The tensor of each expert [N, K]: views, which share memory with the group, and its states."""
         meta = self.metadata
         operands = {d: getattr(self, d).members for d in meta.directions}
+        preserved = self.high_precision_init_val
+        if preserved is not None and meta.shapes:
+            preserved = meta.shapes.parts(preserved)
         made = []
         for expert in range(meta.experts):
             own = {f"{d}_{name}": operands[d][expert].buffers[name] for d, name in meta.stored}
-            if self.high_precision_init_val is not None:
-                own[INIT_VAL] = self.high_precision_init_val[expert]
-            facts = replace(meta.member, key=meta.key_of(expert))
+            if preserved is not None:
+                own[INIT_VAL] = preserved[expert]
+            facts = meta.member(expert)
             member = HybridQuantizedTensor(own, facts, facts.matrix)
             member.states = self.states and self.states[expert]
             made.append(member)
         return made
 
     def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> HybridGroup:
-        splits = Splits.uniform(self.experts, matrix.shape[0] // self.experts)
-        keys = self.metadata.keys(key)
+        meta = self.metadata
         states = self.states and [state and replace(state, record=True, held=True) for state in self.states]
-        return quantize_group(matrix, splits, self.quantizer, **wanted, keys=keys, states=states)
+        x = matrix.view(-1) if meta.shapes else matrix
+        return quantize_group(x, meta.splits, self.quantizer, **wanted, keys=meta.keys(key), states=states)
+
+    def check_view(self, shape: Sequence[int]) -> None:
+        """UserError for a flat group in any other shape."""
+        shapes = self.metadata.shapes
+        if shapes and tuple(shape) != (shapes.total,):
+            refuse_unlike(
+                shapes.members, f"a view {list(shape)} of a group", instead="; it is flat, or take its members"
+            )
 
     def values(self, dtype: torch.dtype) -> Tensor:
         if self.rowwise is not None:
             parts = [member.dequantize(dtype) for member in self.rowwise.members]
         else:
             parts = [member.dequantize(dtype).t() for member in self.columnwise.members]
+        if self.metadata.shapes:
+            return torch.cat([part.reshape(-1) for part in parts])
         return torch.stack(parts).view(self.shape)
+
+
+def _joined(members: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype and device as a flat one; UserError for others, naming the first."""
+    first = members[0]
+    for expert, member in enumerate(members):
+        if (member.dtype, member.device) != (first.dtype, first.device):
+            got, other = (f"{m.dtype} on {m.device}" for m in (member, first))
+            raise UserError(f"member {expert} of a group is {got}, and member 0 {other}")
+    return torch.cat([member.reshape(-1) for member in members])
+
+
+def _used(x: Tensor, shapes: Shapes) -> Tensor:
+    """The part of a buffer that members of these shapes take."""
+    if x.numel() < shapes.total:
+        raise UserError(f"a buffer of {x.numel()} elements for members of {shapes.total}")
+    return x.reshape(-1)[: shapes.total]
 
 
 def _experts(x: GroupedTensor, dim: int, operation: str) -> None:
     """UserError unless the axis is the one of experts."""
+    if x.metadata.shapes:
+        refuse_unlike(
+            x.metadata.member_shapes, f"{operation} of a group", instead="; take its members, or use dequantize()"
+        )
     if x.dim() != AXES or dim % x.dim() != 0:
         raise UserError(
             f"{operation} along axis {dim} of a grouped tensor of shape {tuple(x.shape)}; it can be cut along the first"

@@ -1,15 +1,18 @@
 """Operands of a group of experts: quantized each by itself, and held together in packed buffers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.grouped import GroupQuantized, exact_group, member_buffers, pack, quantize_grouped
-from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.grouped_layout import GroupedExact, Splits
+from hqsweep.ops.grouped_shapes import Shapes
+from hqsweep.ops.member_layout import MemberLayout
 from hqsweep.ops.request import Output
 from hqsweep.quant.delayed import SlotStates, grids_of
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
@@ -18,14 +21,14 @@ from hqsweep.quant.operand import Operand
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupedOperand:
-    """One direction of every expert's matrix. The columnwise member of X_e [m_e, width] has the shape [width, m_e]."""
+    """One direction of every expert's matrix. The columnwise member of X_e [m_e, k_e] has the shape [k_e, m_e]."""
 
     format: Format
-    layout: GroupLayout
+    layout: MemberLayout
     dtype: torch.dtype
     """Of the matrices that it was made from."""
     buffers: dict[str, Tensor]
-    """Flat: the members' buffers one after the other."""
+    """Flat: the members' buffers one after the other; there may be room behind them."""
 
     @cached_property
     def members(self) -> list[Operand]:
@@ -62,7 +65,7 @@ class GroupSkeleton:
     """A GroupedOperand without its tensors."""
 
     format: Format
-    layout: GroupLayout
+    layout: MemberLayout
     dtype: torch.dtype
 
 
@@ -80,7 +83,7 @@ def unflatten_group(tensors: Sequence[Tensor], skeleton: GroupSkeleton) -> Group
 
 def quantize_group(
     x: Tensor,
-    splits: Splits,
+    splits: Splits | Shapes,
     quantizer: HybridQuantizer,
     *,
     rowwise: Output | None = "codes",
@@ -92,11 +95,17 @@ def quantize_group(
     """[rows, width] -> operands of the directions asked for; member e is what quantizer.quantize makes of the rows of
     expert e, to the byte, under its own key and states. by_rows: see quantize_grouped.
 
+    With Shapes x is flat, contiguous, and may have room to spare. Members of one width are then quantized at once, as
+    with Splits; others by a call for each, unless their rows alone are wanted and Shapes.folded finds a matrix.
     A quantizer of another class with a quantize of its own is called for each expert. Raises as quantize does, naming
     the expert.
     """
+    if isinstance(splits, Shapes):
+        return _of_shapes(x, splits, quantizer, rowwise, columnwise, keys, states, by_rows)
     if has_own_quantize(quantizer):
-        return _one_by_one(x, splits, quantizer, rowwise, columnwise, keys, states, by_rows)
+        parts = [x[start:end] for start, end in splits.spans]
+        layouts = [splits.layout(x.shape[1], columnwise=direction == "columnwise") for direction in DIRECTIONS]
+        return _one_by_one(parts, layouts, quantizer, rowwise, columnwise, keys, states, by_rows)
     needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
     formats = {
         "rowwise": quantizer.rowwise if needs_row else None,
@@ -143,9 +152,9 @@ def has_own_quantize(quantizer: HybridQuantizer) -> bool:
     return type(quantizer).quantize is not HybridQuantizer.quantize
 
 
-def _one_by_one(
+def _of_shapes(
     x: Tensor,
-    splits: Splits,
+    shapes: Shapes,
     quantizer: HybridQuantizer,
     rowwise: Output | None,
     columnwise: Output | None,
@@ -153,17 +162,44 @@ def _one_by_one(
     states: Sequence[SlotStates | None] | None,
     by_rows: bool,
 ) -> HybridGroup:
-    nothing = [None] * splits.count
-    made = [
-        quantizer.quantize(x[start:end], rowwise=rowwise, columnwise=columnwise, key=key, states=own)
-        for (start, end), key, own in zip(splits.spans, keys or nothing, states or nothing, strict=True)
-    ]
-    layouts = {d: GroupLayout(splits=splits, width=x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS}
+    found = None if shapes.width is None else (shapes.width, shapes.splits)
+    if found is None and rowwise and not columnwise and not has_own_quantize(quantizer):
+        found = shapes.folded(quantizer.rowwise)
+    if found is not None:
+        width, splits = found
+        options = {"rowwise": rowwise, "columnwise": columnwise, "keys": keys, "states": states, "by_rows": by_rows}
+        made = quantize_group(x[: shapes.total].view(splits.rows, width), splits, quantizer, **options)
+        if width == shapes.width:
+            return made
+        return replace(made, rowwise=replace(made.rowwise, layout=shapes.layout(columnwise=False)))
+    layouts = [shapes.layout(columnwise=direction == "columnwise") for direction in DIRECTIONS]
+    return _one_by_one(shapes.parts(x), layouts, quantizer, rowwise, columnwise, keys, states, by_rows)
+
+
+def _one_by_one(
+    parts: Sequence[Tensor],
+    layouts: Sequence[MemberLayout],
+    quantizer: HybridQuantizer,
+    rowwise: Output | None,
+    columnwise: Output | None,
+    keys: Sequence[RngKey | None] | None,
+    states: Sequence[SlotStates | None] | None,
+    by_rows: bool,
+) -> HybridGroup:
+    made, nothing = [], [None] * len(parts)
+    for expert, (part, key, own) in enumerate(zip(parts, keys or nothing, states or nothing, strict=True)):
+        try:
+            made.append(quantizer.quantize(part, rowwise=rowwise, columnwise=columnwise, key=key, states=own))
+        except UserError as error:
+            raise UserError(f"expert {expert}: {error}") from None
     groups = {}
-    for direction, layout in layouts.items():
+    for direction, layout in zip(DIRECTIONS, layouts, strict=True):
         members, format = [getattr(each, direction) for each in made], getattr(quantizer, direction)
         plain = [member.buffers if isinstance(member, Operand) else member for member in members]
-        groups[direction] = _group(pack(plain, format, layout, by_rows=by_rows), format, splits, x, layout.columnwise)
+        packed = pack(plain, format, layout, by_rows=by_rows)
+        if isinstance(packed, dict):
+            packed = GroupedOperand(format=format, layout=layout, dtype=parts[0].dtype, buffers=packed)
+        groups[direction] = packed
     return HybridGroup(**groups)
 
 

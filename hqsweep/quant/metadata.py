@@ -32,6 +32,11 @@ class Metadata:
     """A part of a tensor that has entries in common with the rest, such as the scale of the tensor: not writable."""
 
     @property
+    def extent(self) -> tuple:
+        """What two tensors of one quantizer have in common where one can take the other's bytes."""
+        return (self.matrix,)
+
+    @property
     def is_stochastic(self) -> bool:
         """Whether a direction draws random bits."""
         return any(getattr(getattr(self.quantizer, direction), "sr", False) for direction in DIRECTIONS)
@@ -49,6 +54,10 @@ class Metadata:
         rows, cols = self.matrix
         return (rows, cols) if direction == "rowwise" else (cols, rows)
 
+    def check_shape(self, direction: str) -> None:
+        """UserError for a matrix that the format of the direction cannot hold."""
+        getattr(self.quantizer, direction).check_shape(*self.shape(direction))
+
     def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """dtype and shape of one buffer; UserError for a matrix that the format cannot hold."""
         format = getattr(self.quantizer, direction)
@@ -58,7 +67,7 @@ class Metadata:
         """Uninitialised buffers; UserError for a shape that a format cannot hold."""
         made = {}
         for direction in self.directions:
-            getattr(self.quantizer, direction).check_shape(*self.shape(direction))
+            self.check_shape(direction)
         for direction, name in self.stored:
             dtype, shape = self.buffer(direction, name)
             made[f"{direction}_{name}"] = torch.empty(shape, dtype=dtype, device=device)

@@ -76,6 +76,10 @@ class HybridQuantizedTensor(torch.Tensor):
             raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
         return cls.metadata_type(matrix=(torch.Size(shape[:-1]).numel(), shape[-1]), **facts)
 
+    def in_kind(self, size: Sequence[int]) -> Sequence[Any] | None:
+        """What `empty` takes for a tensor of this size held as self is; None where the class has none."""
+        return size if self.takes(size) else None
+
     @classmethod
     def empty(
         cls,
@@ -87,8 +91,10 @@ class HybridQuantizedTensor(torch.Tensor):
         device: torch.device | str = "cpu",
         directions: Sequence[str] = DIRECTIONS,
         key: RngKey | None = None,
+        **facts: Any,
     ) -> Self:
-        """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold."""
+        """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold. facts: those
+        that the metadata of a subclass has besides."""
         if not directions or not set(directions) <= set(DIRECTIONS):
             raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
         metadata = cls.metadata_of(
@@ -97,6 +103,7 @@ class HybridQuantizedTensor(torch.Tensor):
             directions=tuple(d for d in DIRECTIONS if d in directions),
             dtype=dtype,
             source_dtype=source_dtype or dtype,
+            **facts,
         )
         return cls(metadata.empty(device), replace(metadata, key=key if metadata.is_stochastic else None), shape)
 
@@ -122,11 +129,15 @@ class HybridQuantizedTensor(torch.Tensor):
         """
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
         made = cls.empty(x.shape, quantizer, **options)
-        made.states = states
-        made.quantize_(x, key=key)
-        if preserve_high_precision_init_val:
-            made.high_precision_init_val = x.detach().clone() if x.is_meta else x.detach().to("cpu", copy=True)
-        return made
+        return made.begin_with(x, key=key, states=states, preserve=preserve_high_precision_init_val)
+
+    def begin_with(self, x: Tensor, *, key: RngKey | None, states: Any, preserve: bool) -> Self:
+        """Give a tensor that is empty its values, and what `quantize` says that it keeps; returns self."""
+        self.states = states
+        self.quantize_(x, key=key)
+        if preserve:
+            self.high_precision_init_val = x.detach().clone() if x.is_meta else x.detach().to("cpu", copy=True)
+        return self
 
     def quantize_(self, x: Tensor, *, key: RngKey | None = None) -> Self:
         """Overwrite both directions with the quantized form of x, in the memory they have; returns self.
@@ -179,6 +190,9 @@ class HybridQuantizedTensor(torch.Tensor):
                 f"a slice of a tensor in {self.quantizer} shares its scale with the rest and cannot be written alone;"
                 " write the whole tensor"
             )
+
+    def check_view(self, shape: Sequence[int]) -> None:
+        """UserError for a logical shape, of as many elements, that the tensor cannot have."""
 
     @property
     def data(self) -> Self:

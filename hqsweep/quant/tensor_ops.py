@@ -3,7 +3,7 @@
 A part that the formats cannot hold raises UserError, because a write to its values would be lost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
 def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
     """The same operands under any logical shape of as many elements."""
     shape = torch.empty(x.shape, device="meta").view(size).shape
+    x.check_view(shape)
     buffers = x.buffers
     if INIT_VAL in buffers:
         buffers[INIT_VAL] = buffers[INIT_VAL].view(shape)
@@ -137,7 +138,7 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     quantized = isinstance(source, HybridQuantizedTensor)
     same = quantized and source.quantizer == x.quantizer
     same = same and set(x.metadata.directions) <= set(source.metadata.directions)
-    if not same or source.metadata.matrix != x.metadata.matrix:
+    if not same or source.metadata.extent != x.metadata.extent:
         return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
     x.check_writable()
     x.write_(source)
@@ -152,7 +153,7 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
 @implements(aten.empty_like.default)
 def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> HybridQuantizedTensor:
     """What Module.to_empty makes of a parameter on the meta device; an initial value is preserved there as here."""
-    made = _empty(x, x.shape, dtype, device)
+    made = _empty(x, x.in_kind(x.shape) or x.shape, dtype, device)
     if x.high_precision_init_val is not None:
         device = "meta" if made.is_meta else "cpu"
         made.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)
@@ -162,14 +163,15 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype."""
-    if not x.takes(size) or not (dtype or x.dtype).is_floating_point:
+    shape = x.in_kind(size)
+    if shape is None or not (dtype or x.dtype).is_floating_point:
         return torch.zeros(size, dtype=dtype or x.dtype, device=device or x.device)
-    made = _empty(x, size, dtype, device)
+    made = _empty(x, shape, dtype, device)
     made.quantize_(torch.zeros(size, dtype=made.dtype, device=made.device), key=RngKey(seed=0, slot="", step=0))
     return made.set_key(x.metadata.key)
 
 
-def _empty(x: HybridQuantizedTensor, size: list[int], dtype: Any, device: Any) -> HybridQuantizedTensor:
+def _empty(x: HybridQuantizedTensor, size: Sequence[Any], dtype: Any, device: Any) -> HybridQuantizedTensor:
     meta = x.metadata
     return type(x).empty(
         size,
