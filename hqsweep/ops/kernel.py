@@ -185,6 +185,13 @@ def find_amax(x: Tensor, *arguments) -> None:
     torch.ops.hqsweep.find_amax_.default(x, *arguments)
 
 
+def scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
+    """hqsweep::scale_product, directly where that is possible."""
+    if direct(product):
+        return _scale_product_on_cuda(product, factor, dtype, before)
+    return torch.ops.hqsweep.scale_product.default(product, factor, dtype, before)
+
+
 def on_its_device(function: Callable) -> Callable:
     """function(tensor or tensors, ...) with the tensor's device as the current one."""
 
@@ -200,13 +207,14 @@ def on_its_device(function: Callable) -> Callable:
 
 
 _quantize_on_cuda, _find_amax_on_cuda = on_its_device(_quantize), on_its_device(_find_amax)
+_scale_product_on_cuda = on_its_device(_scale_product)
 _library.impl("quantize", _quantize, "CPU")
 _library.impl("quantize", _quantize_on_cuda, "CUDA")
 for _name, _function in {"find_amax_": _find_amax, "dequantize": _dequantize}.items():
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, on_its_device(_function), "CUDA")
 register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
-_library.impl("scale_product", on_its_device(_scale_product), "CUDA")
+_library.impl("scale_product", _scale_product_on_cuda, "CUDA")
 register_fake(
     "hqsweep::scale_product",
     lambda product, factor, dtype, before=1.0: torch.empty_like(product, dtype=dtype),

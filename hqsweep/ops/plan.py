@@ -22,6 +22,11 @@ NO_KEY = [0, 0, 0]
 Allocation = tuple[tuple[int, int], torch.dtype]
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which takes its time to find that there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 @cache
 def extension():
     """The compiled module hqsweep._C, or None when it was not built."""
