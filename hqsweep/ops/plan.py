@@ -1,7 +1,7 @@
 """What the compiled extension needs to know about a format, worked out once: its Spec, and the buffers it fills."""
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -166,11 +166,3 @@ def _make(format: Format) -> Plan:
 def plan(text: str) -> Plan:
     """The plan of a format's text, as operators know it."""
     return plan_of(parse(text))
-
-
-@lru_cache(maxsize=SHAPES_KEPT)
-def allocations(
-    text: str, rows: int, cols: int, exact: bool, given: bool, on_gpu: bool, statistics: bool
-) -> list[Allocation]:
-    """Plan.allocations, remembered: a training repeats its shapes."""
-    return plan(text).allocations(rows, cols, exact, given, on_gpu, statistics)
