@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.grouped_call import GroupedCall, expert_weights, flatten_weights, unflatten_weights
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant.grouped_operand import flatten_group
 
 Gradient = Tensor | None
@@ -20,7 +21,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         needs_dx = ctx.needs_input_grad[0] and call.grad
-        needs_dw = any(ctx.needs_input_grad[3 : 3 + count]) and call.grad
+        needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
         call.check_weights(weights, needs_dx, needs_dw)
         call.use_held(weights)
         column = "codes" if needs_dw and not call.save_original else None
@@ -45,7 +46,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         call, count = ctx.call, ctx.count
         tensors = ctx.saved_tensors
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
-        dy, dx = dy.to(call.dtype).contiguous(), None
+        dy, dx = in_dtype(dy, call.dtype).contiguous(), None
         _probe_tensor(call, "grad_output", dy)
         needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs[:count])))
