@@ -89,15 +89,20 @@ def _add_biases(call: GroupedCall, y: Tensor, biases: Sequence[Tensor]) -> Tenso
     if splits.sizes is None:  # nothing has to wait for them
         rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
         return y.add_(rows.to(call.dtype).repeat_interleave(splits.on(y.device), dim=0, output_size=len(y)))
+    if splits.equal:
+        rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
+        y.view(splits.count, splits.equal, -1).add_(in_dtype(rows, call.dtype).unsqueeze(1))
+        return y
     for part, bias in zip(call.parts(y), rows, strict=True):
-        part.add_(bias.to(call.dtype))
+        part.add_(in_dtype(bias, call.dtype))
     return y
 
 
 def _bias_gradients(call: GroupedCall, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
     """Sums of the unquantized dy of each expert in float32."""
-    sums = [part.sum(dim=0, dtype=torch.float32).to(biases[0][0]) for part in call.parts(dy)]
-    return [torch.stack(sums)] if biases[0][1] == 2 else sums
+    dtype, axes = biases[0]
+    sums = [part.sum(dim=0, dtype=torch.float32) for part in call.parts(dy)]
+    return [in_dtype(torch.stack(sums), dtype)] if axes == 2 else [in_dtype(own, dtype) for own in sums]
 
 
 def _probe_forward(call: GroupedCall, x: Tensor, weights: Sequence[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:

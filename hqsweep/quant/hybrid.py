@@ -149,6 +149,8 @@ class HybridQuantizer:
         **options: Any,
     ) -> ops.Quantized:
         source = self.columnwise_source if formats["columnwise"] else "original"
+        if states is None and not self.stochastic:
+            return ops.quantize(x, **formats, columnwise_source=source, **options)
         keys = self.direction_keys(key)
         given = states.grids(formats) if states else {}
         given |= {f"{direction}_key": own for direction, own in keys.items()}
