@@ -139,9 +139,8 @@ class GroupedLinear(LinearBase):
     def quantization_alignment(self) -> int:
         """What the rows of each expert must be a multiple of in training, by the formats of this module alone."""
         quantizers = self.active_quantizers()
-        formats = (quantizers.input.columnwise, quantizers.grad_output.columnwise)
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
-        return math.lcm(native, *[format.column_multiple for format in formats])
+        return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
         if x.shape[-1] != self.in_features:

@@ -123,7 +123,9 @@ def _dequantize_grouped(buffers, format, columnwise, offsets, rows, cols, exact,
     if offsets.dtype != torch.int64 or offsets.device != first.device or not offsets.is_contiguous() or experts < 0:
         raise ValueError(f"offsets are {_told(offsets)}; they take int64 [experts + 1], contiguous, on {first.device}")
     p, addresses = plan(format), [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
-    for (name, _, _, wanted), tensor, count in zip(p.buffers, buffers, _least(p, rows, cols, columnwise), strict=True):
+    for (name, _, _, wanted), tensor, count in zip(
+        p.buffers, buffers, _least(format, rows, cols, columnwise), strict=True
+    ):
         if tensor.dtype != wanted or tensor.numel() < count or not tensor.is_contiguous():
             raise ValueError(f"buffer {name} is {_told(tensor)}; it takes {count} or more contiguous {wanted}")
     out = empty(first, (rows * cols,), (1,), dtype)
@@ -150,9 +152,11 @@ def _told(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _least(p: Plan, rows: int, cols: int, columnwise: bool) -> list[int]:
+@lru_cache(maxsize=SHAPES_KEPT)
+def _least(text: str, rows: int, cols: int, columnwise: bool) -> list[int]:
     """The fewest entries that each buffer can have for X [rows, cols]: those of one member with all rows, codes alone
     where there may be none."""
+    p = plan(text)
     shapes = p.format.shapes(*((cols, rows) if columnwise else (rows, cols)))
     return [math.prod(shapes[name]) if rows and cols else 0 for name in p.names]
 

@@ -90,6 +90,11 @@ class HybridQuantizer:
         """Whether the scale of a direction comes from the amaxes of earlier steps."""
         return any(isinstance(format, Fp8Delayed) for format in (self.rowwise, self.columnwise))
 
+    @cached_property
+    def row_multiple(self) -> int:
+        """What the rows of a tensor must be a multiple of, where its columnwise operand is made."""
+        return self.columnwise.column_multiple
+
     @property
     def may_save_original(self) -> bool:
         """Whether backward may keep the tensor and make the columnwise operand from it again.
