@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand, Format, Fp8Block, Identity
-from hqsweep.ops.plan import DTYPES, has_kernels
+from hqsweep.ops.kernel import direct, scale_product
+from hqsweep.ops.plan import DTYPES, has_kernels, in_dtype
 from hqsweep.quant.operand import Operand
 
 
@@ -59,37 +60,44 @@ def _fits_bf16(format: Format) -> bool:
 
 def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """mm_t of matrices alone: [m, k], [n, k] -> [m, n], or of e such pairs [e, m, k], [e, n, k] -> [e, m, n]."""
+    return plain_product(a, b.mT, out_dtype)
+
+
+def plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """matrix_product with the second matrices as they are multiplied: [k, n] or [e, k, n]."""
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16):
-        return _multiply(a.float(), b.float()).to(out_dtype)
+        return in_dtype(_multiply(a.float(), b.float()), out_dtype)
     if out_dtype == torch.bfloat16:
-        return torch.ops.hqsweep.mm_t_rounded(a, b)
-    return _multiply(a, b, out_dtype=torch.float32).to(out_dtype)
+        return (_mm_rounded if direct(a) else torch.ops.hqsweep.mm_rounded.default)(a, b)
+    return in_dtype(_multiply(a, b, out_dtype=torch.float32), out_dtype)
 
 
 def _multiply(a: Tensor, b: Tensor, **options: torch.dtype) -> Tensor:
-    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b.mT, **options)
+    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **options)
 
 
-# bfloat16 operands of matrix_product -> bfloat16, the float32 accumulator rounded once. An operator, so that
+# bfloat16 operands of plain_product -> bfloat16, the float32 accumulator rounded once. An operator, so that
 # torch.compile does not look inside: the setting is global to torch.
 _LIBRARY = torch.library.Library("hqsweep", "FRAGMENT")
-_LIBRARY.define("mm_t_rounded(Tensor a, Tensor b) -> Tensor")
+_LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 
-@torch.library.impl(_LIBRARY, "mm_t_rounded", "CUDA")
-def _mm_t_rounded(a: Tensor, b: Tensor) -> Tensor:
+@torch.library.impl(_LIBRARY, "mm_rounded", "CUDA")
+def _mm_rounded(a: Tensor, b: Tensor) -> Tensor:
     """By default cuBLAS may split k and add the parts in bfloat16; then the sum would be rounded several times."""
     allowed = matmul.allow_bf16_reduced_precision_reduction
+    if not allowed:
+        return _multiply(a, b)
     matmul.allow_bf16_reduced_precision_reduction = False
     try:
         return _multiply(a, b)
     finally:
-        matmul.allow_bf16_reduced_precision_reduction = allowed
+        matmul.allow_bf16_reduced_precision_reduction = True
 
 
-@torch.library.register_fake("hqsweep::mm_t_rounded")
+@torch.library.register_fake("hqsweep::mm_rounded")
 def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-2])
+    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
@@ -111,7 +119,7 @@ def apply_factors(
     tensors, per_row = [factor for factor, _ in factors], [rows for _, rows in factors]
     inverse = 1.0 / divisor  # torch rounds it to float32 before it multiplies
     if not factors and inverse == 1.0:
-        return product.to(out_dtype)
+        return in_dtype(product, out_dtype)
     if not any(per_row):
         return scaled(product, reduce(torch.mul, [*tensors, inverse]), out_dtype)
     if all(per_row) and len(tensors) == 2:
@@ -124,7 +132,7 @@ def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, b
     bfloat16, too. Else a float32 product is overwritten. product [m, n]; factor a number, or [1, 1], [m, 1] or [1, n].
     """
     if product.is_cuda and isinstance(factor, Tensor) and has_kernels("cuda") and out_dtype in DTYPES:
-        return torch.ops.hqsweep.scale_product(product, factor, out_dtype, before)
+        return scale_product(product, factor, out_dtype, before)
     product = product.float()
     product = product.mul_(before) if before != 1.0 else product
     if product.dtype == out_dtype:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Format, Fp8PerTensor
-from hqsweep.gemm import apply_factors, matrix_product, mm_t, plan
+from hqsweep.gemm import apply_factors, mm_t, plain_product, plan
 from hqsweep.native import capability_of, gemm_plan, mm_t_native
 from hqsweep.ops.grouped import pack
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.grouped_shapes import ShapesLayout
-from hqsweep.ops.plan import plan_of
+from hqsweep.ops.plan import in_dtype, plan_of
 from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.operand import Operand
 
@@ -173,19 +173,25 @@ def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPl
 def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
     """mm_t_tokens of bfloat16 matrices (on a CPU of float32 ones, too) by torch._grouped_mm, or of equal splits by
     torch.bmm."""
-    splits, experts, k = a.layout.splits, b.layout.splits.count, b.layout.one_shape[1]
+    splits, experts, per_row = a.layout.splits, b.layout.splits.count, a.per_row or b.per_row
     if equal:
-        y = matrix_product(a.stacked(), b.stacked(), _stored(out_dtype)).flatten(0, 1)
+        y = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
+        if not per_row:
+            return _by_experts(y, a, b, out_dtype).flatten(0, 1)
+        y = y.flatten(0, 1)
     else:
-        y = torch._grouped_mm(a.matrix.view(splits.rows, k), b.stacked().mT, offs=splits.ends(b.matrix.device))
+        y = torch._grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
 
     def of_rows(factor: Tensor) -> Tensor:
         sizes = splits.equal if equal else splits.on(factor.device)
         return factor.view(experts, -1).repeat_interleave(sizes, dim=0, output_size=splits.rows)
 
-    left = [] if a.factor is None else [(a.factor.view(-1, 1) if a.per_row else of_rows(a.factor), a.per_row)]
-    right = [] if b.factor is None else [(of_rows(b.factor), b.per_row)]
-    return apply_factors(y, left + right, a.divisor * b.divisor, out_dtype)
+    if not per_row and a.factor is not None and b.factor is not None:
+        factors = [(of_rows(a.factor * b.factor), False)]  # the product of both is what rows are multiplied by
+    else:
+        left = [] if a.factor is None else [(a.factor.view(-1, 1) if a.per_row else of_rows(a.factor), a.per_row)]
+        factors = left + ([] if b.factor is None else [(of_rows(b.factor), b.per_row)])
+    return apply_factors(y, factors, a.divisor * b.divisor, out_dtype)
 
 
 def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
@@ -204,11 +210,18 @@ def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
 def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
     """mm_t_weights by torch._grouped_mm, or of equal splits by torch.bmm: [experts, n, k]."""
     if equal:
-        dw = matrix_product(a.stacked(), b.stacked(), _stored(out_dtype))
+        dw = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
     else:
         dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
+    return _by_experts(dw, a, b, out_dtype)
+
+
+def _by_experts(product: Tensor, a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
+    """apply_factors to a product [experts, m, n] of sides that have at most one factor for each expert."""
     factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
-    return apply_factors(dw.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(dw)
+    if not factors and a.divisor == b.divisor == 1.0:
+        return in_dtype(product, out_dtype)
+    return apply_factors(product.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(product)
 
 
 def _stored(out_dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
+from hqsweep.formats.tracing import constant_result
 from hqsweep.gemm import mm_t
 from hqsweep.native import mm_t_native
 from hqsweep.nn.context import Context
@@ -16,6 +17,20 @@ from hqsweep.ops.request import Output
 from hqsweep.quant import HybridOperand, HybridQuantizer, Operand, QuantizerRole
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.sections import Section
+
+_NAMES: dict[tuple, str] = {}
+_KEPT_NAMES = 8192
+
+
+@constant_result
+def _kept_slot_name(*facts) -> str:
+    """slot_name, made once."""
+    found = _NAMES.get(facts)
+    if found is None:
+        if len(_NAMES) >= _KEPT_NAMES:
+            _NAMES.clear()
+        found = _NAMES[facts] = slot_name(*facts)
+    return found
 
 
 def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part: int) -> str:
@@ -44,7 +59,7 @@ class Call:
 
     def key(self, tensor: str) -> RngKey:
         """The stream of one slot in this step and microbatch; of a weight in this step."""
-        return self.context.key(slot_name(self.module_type, tensor, self.name, self.expert, self.part(tensor)))
+        return self.context.key(_kept_slot_name(self.module_type, tensor, self.name, self.expert, self.part(tensor)))
 
     def part(self, tensor: str) -> int:
         """Of the step's batch, for what differs among microbatches."""
@@ -60,8 +75,10 @@ class Call:
 
     def states_of(self, tensor: str, x: Tensor) -> SlotStates | None:
         """The states of one slot, on x's device."""
-        rest = {"device": x.device, "step": self.context.step, "record": self.grad}
-        return self.states.of(tensor, self.quantizer(tensor), **rest)
+        quantizer = self.quantizer(tensor)
+        if quantizer is None or not quantizer.delayed:
+            return None
+        return self.states.of(tensor, quantizer, device=x.device, step=self.context.step, record=self.grad)
 
     @property
     def product_takes(self) -> Output:
@@ -72,12 +89,13 @@ class Call:
         self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot."""
-        wanted = {"rowwise": rowwise, "columnwise": columnwise}
-        return self.quantizer(tensor).quantize(x, **wanted, key=self.key(tensor), states=self.states_of(tensor, x))
+        key, states = self.key(tensor), self.states_of(tensor, x)
+        return self.quantizer(tensor).quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
 
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
         """x in the values of the quantizer of a boundary slot; x itself without one."""
-        return rounded(x, self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
+        quantizer = self.quantizer(tensor)
+        return x if quantizer is None else rounded(x, quantizer, self.key(tensor), self.states_of(tensor, x))
 
     def product(self, a: Operand | ExactOperand, b: Operand | ExactOperand, out_dtype: torch.dtype) -> Tensor:
         """a [m, k], b [n, k] -> [m, n]. UserError, with the module's name, for what gemm=native has no product for."""

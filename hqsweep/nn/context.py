@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
-from hqsweep.nn.scoped import Scoped
+from hqsweep.nn.scoped import Entered, Scoped
 from hqsweep.quant import LinearQuantizers, Recipe
 from hqsweep.quant.schedule import AnyRecipe
 
@@ -43,10 +43,9 @@ def autocast_recipe() -> AnyRecipe | None:
     return _RECIPE.get()
 
 
-@contextmanager
 def quantization(
     *, seed: int = 0, step: int = 0, probe: Probe | None = None, microbatch: int = 0, cache_weights: bool = False
-) -> Iterator[None]:
+) -> Entered[Context]:
     """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
     delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
 
@@ -54,10 +53,9 @@ def quantization(
     cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation, and in
     forward for backward, too, from one read; it costs 2 bytes an element and direction.
     """
-    with _CONTEXT.entered(
+    return _CONTEXT.entered(
         Context(seed=seed, step=step, probe=probe, microbatch=microbatch, cache_weights=cache_weights)
-    ):
-        yield
+    )
 
 
 @contextmanager

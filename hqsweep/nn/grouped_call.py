@@ -17,6 +17,7 @@ from hqsweep.nn.delayed import DelayedStates, slots_of
 from hqsweep.nn.grouped_parameter import link_group_states
 from hqsweep.nn.linear_function import LinearCall
 from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.plan import in_dtype
 from hqsweep.ops.request import Output
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.grouped_operand import (
@@ -129,12 +130,13 @@ class GroupedCall(LinearCall):
         """How "fprop", "dgrad" or "wgrad" is computed; sizes: in and out features."""
         host, equal = self.splits.sizes is not None, self.splits.equal > 0
         known = (gemm, sizes, device, out_dtype, host, equal)
-        if known not in self.plans:
+        found = self.plans.get(known)
+        if found is None:
             a, b = (getattr(self.quantizer(tensor), direction) for tensor, direction in GEMMS[gemm])
             facts = {"gemm_mode": self.gemm, "out_dtype": out_dtype, "sizes": sizes}
             facts |= {"host_splits": host, "equal_splits": equal}
-            self.plans[known] = grouped_plan(a, b, device, gemm=gemm, **facts)
-        return self.plans[known]
+            found = self.plans[known] = grouped_plan(a, b, device, gemm=gemm, **facts)
+        return found
 
     def tokens(self, a: Group, b: Group, how: GroupedPlan) -> Tensor:
         """fprop and dgrad. UserError, with the module's name, for what gemm=native has no product for."""
@@ -210,7 +212,7 @@ def _slots(module_type: str, tensor: str, name: str, experts: int, part: int) ->
 def _matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
     """All weights, one below the other, in dtype."""
     if len(weights) == 1 and weights[0].dim() == 3:
-        return weights[0].to(dtype).flatten(0, 1)
+        return in_dtype(weights[0], dtype).flatten(0, 1)
     (rows, width), first = weights[0].shape, weights[0]
     made = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
     torch._foreach_copy_(made.split(rows), list(weights))

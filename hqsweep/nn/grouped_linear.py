@@ -14,8 +14,9 @@ from hqsweep.gemm_grouped import GroupedPlan, grouped_plan
 from hqsweep.nn.grouped_call import GroupedCall, expert_weights
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
-from hqsweep.nn.linear import LinearBase
+from hqsweep.nn.linear import LinearBase, as_rows
 from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant import HybridQuantizer, LinearQuantizers, QuantizerRole
 from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
@@ -138,14 +139,13 @@ class GroupedLinear(LinearBase):
     def quantization_alignment(self) -> int:
         """What the rows of each expert must be a multiple of in training, by the formats of this module alone."""
         quantizers = self.active_quantizers()
-        formats = (quantizers.input.columnwise, quantizers.grad_output.columnwise)
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
-        return math.lcm(native, *(format.column_multiple for format in formats))
+        return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
-        rows = x.reshape(-1, x.shape[-1]).to(self.dtype)
+        rows = in_dtype(as_rows(x), self.dtype)
         splits = self._splits_of(m_splits, len(rows))
         multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
         padded = splits.padded(multiple)
@@ -155,7 +155,7 @@ class GroupedLinear(LinearBase):
             parts = zip(rows.split(splits.host), splits.host, padded.host, strict=True)
             y = self._apply_experts(torch.cat([F.pad(part, (0, 0, 0, to - size)) for part, size, to in parts]), padded)
             y = torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
         """Those of the call before where a list repeats them: their offsets are on the device already."""

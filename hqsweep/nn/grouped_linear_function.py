@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.grouped_call import GroupedCall, expert_weights, flatten_weights, unflatten_weights
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant.grouped_operand import flatten_group
 
 Gradient = Tensor | None
@@ -20,7 +21,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, call: GroupedCall, count: int, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         needs_dx = ctx.needs_input_grad[0] and call.grad
-        needs_dw = any(ctx.needs_input_grad[3 : 3 + count]) and call.grad
+        needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
         call.check_weights(weights, needs_dx, needs_dw)
         call.use_held(weights)
         column = "codes" if needs_dw and not call.save_original else None
@@ -45,7 +46,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         call, count = ctx.call, ctx.count
         tensors = ctx.saved_tensors
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
-        dy, dx = dy.to(call.dtype).contiguous(), None
+        dy, dx = in_dtype(dy, call.dtype).contiguous(), None
         _probe_tensor(call, "grad_output", dy)
         needs_dx, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs[:count])))
@@ -88,15 +89,20 @@ def _add_biases(call: GroupedCall, y: Tensor, biases: Sequence[Tensor]) -> Tenso
     if splits.sizes is None:  # nothing has to wait for them
         rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
         return y.add_(rows.to(call.dtype).repeat_interleave(splits.on(y.device), dim=0, output_size=len(y)))
+    if splits.equal:
+        rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
+        y.view(splits.count, splits.equal, -1).add_(in_dtype(rows, call.dtype).unsqueeze(1))
+        return y
     for part, bias in zip(call.parts(y), rows, strict=True):
-        part.add_(bias.to(call.dtype))
+        part.add_(in_dtype(bias, call.dtype))
     return y
 
 
 def _bias_gradients(call: GroupedCall, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
     """Sums of the unquantized dy of each expert in float32."""
-    sums = [part.sum(dim=0, dtype=torch.float32).to(biases[0][0]) for part in call.parts(dy)]
-    return [torch.stack(sums)] if biases[0][1] == 2 else sums
+    dtype, axes = biases[0]
+    sums = [part.sum(dim=0, dtype=torch.float32) for part in call.parts(dy)]
+    return [in_dtype(torch.stack(sums), dtype)] if axes == 2 else [in_dtype(own, dtype) for own in sums]
 
 
 def _probe_forward(call: GroupedCall, x: Tensor, weights: Sequence[Tensor], y: Tensor) -> tuple[Tensor, list[Tensor]]:

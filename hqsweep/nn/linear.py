@@ -10,7 +10,13 @@ from hqsweep.nn.linear_function import LinearCall, LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant import LinearQuantizers, QuantizerRole
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., K] as a matrix; one that is there already costs autograd no node."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 class LinearBase(QuantizedModule):
@@ -41,11 +47,10 @@ class LinearBase(QuantizedModule):
         cache = facts["context"].cache_weights
         if not cache:
             self.workspace.clear()
-        return facts | {
-            "main_grad": self.fuse_wgrad_accumulation,
-            "save_original": self.save_original_input and facts["quantizers"].input.may_save_original,
-            "workspace": self.workspace if cache else None,
-        }
+        facts["main_grad"] = self.fuse_wgrad_accumulation
+        facts["save_original"] = self.save_original_input and facts["quantizers"].input.may_save_original
+        facts["workspace"] = self.workspace if cache else None
+        return facts
 
     def extra_repr(self) -> str:
         q = self.quantizers
@@ -99,6 +104,6 @@ class Linear(LinearBase):
 
     def forward(self, x: Tensor) -> Tensor:
         call = LinearCall(**self.linear_facts())
-        y = LinearFunction.apply(x.reshape(-1, x.shape[-1]).to(self.dtype), self.weight, self.bias, call)
+        y = LinearFunction.apply(in_dtype(as_rows(x), self.dtype), self.weight, self.bias, call)
         y = call.rounded("output", y)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -18,6 +18,7 @@ from hqsweep.nn.parameter import (
     unflatten_weight,
 )
 from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant import HybridOperand, HybridQuantizedTensor, LinearQuantizers, Operand, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import Skeleton
@@ -51,7 +52,9 @@ class LinearCall(Call):
             return held
 
         def make(directions: Collection[Direction]) -> HybridOperand:
-            return self.quantize("weight", weight.to(self.dtype), **dict.fromkeys(directions, self.product_takes))
+            return self.quantize(
+                "weight", in_dtype(weight, self.dtype), **dict.fromkeys(directions, self.product_takes)
+            )
 
         if self.workspace is None:
             return getattr(make([direction]), direction)
@@ -120,7 +123,7 @@ class LinearFunction(torch.autograd.Function):
         call, (x, w) = ctx.call, ctx.probed or (None, None)
         tensors = ctx.saved_tensors
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
-        dy, dx, dw, db = dy.to(call.dtype), None, None, None
+        dy, dx, dw, db = in_dtype(dy, call.dtype), None, None, None
         call.probe_tensor("grad_output", dy)
         row, column = (call.product_takes if needed else None for needed in ctx.needs_input_grad[:2])
         dy_made = call.quantize("grad_output", dy, rowwise=row, columnwise=column)

@@ -93,10 +93,17 @@ class QuantizedModule(nn.Module):
 
     def call_facts(self) -> dict[str, Any]:
         """The fields of a Call, as they are now."""
-        facts = {"module_type": self.module_type, "name": self.name, "dtype": self.dtype}
         recipe = autocast_recipe()
-        facts |= {"gemm": self.gemm if recipe is None else recipe.gemm, "quantizers": self.active_quantizers()}
-        return facts | {"context": current(), "states": self.states, "grad": torch.is_grad_enabled()}
+        return {
+            "module_type": self.module_type,
+            "name": self.name,
+            "dtype": self.dtype,
+            "gemm": self.gemm if recipe is None else recipe.gemm,
+            "quantizers": self.active_quantizers(),
+            "context": current(),
+            "states": self.states,
+            "grad": torch.is_grad_enabled(),
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None}

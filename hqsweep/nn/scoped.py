@@ -5,9 +5,8 @@ variables have their defaults there. A thread without a value of its own therefo
 in any thread; with one training in a process, that is the one of the thread that called backward.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from threading import Lock
 from typing import Generic, TypeVar
@@ -38,16 +37,36 @@ class Scoped(Generic[Value]):
             return own.value
         return entered[-1].value if entered else self.outside
 
-    @contextmanager
-    def entered(self, value: Value) -> Iterator[None]:
-        """What get() gives inside."""
+    def entered(self, value: Value) -> "Entered[Value]":
+        """A context, or a decorator; what get() gives inside."""
+        return Entered(self, value)
+
+    def enter(self, value: Value) -> tuple[_Entry[Value], Token]:
+        """What leave() takes."""
         entry = _Entry(value)
         token = self._own.set(entry)
         with self._lock:
             self._entered += (entry,)
-        try:
-            yield
-        finally:
-            self._own.reset(token)
-            with self._lock:
-                self._entered = tuple(e for e in self._entered if e is not entry)
+        return entry, token
+
+    def leave(self, entry: _Entry[Value], token: Token) -> None:
+        """As it was before enter()."""
+        self._own.reset(token)
+        with self._lock:
+            self._entered = tuple([e for e in self._entered if e is not entry])
+
+
+class Entered(ContextDecorator, Generic[Value]):
+    """One `with`, or one function whose calls are each one of their own."""
+
+    def __init__(self, scoped: Scoped[Value], value: Value) -> None:
+        self._scoped, self._value = scoped, value
+
+    def __enter__(self) -> None:
+        self._entry = self._scoped.enter(self._value)
+
+    def __exit__(self, *raised: object) -> None:
+        self._scoped.leave(*self._entry)
+
+    def _recreate_cm(self) -> "Entered[Value]":
+        return Entered(self._scoped, self._value)

@@ -1,6 +1,7 @@
 """Quantize the rows of many experts, each as a matrix of its own, into packed operands."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from hqsweep.ops import kernel_grouped
 from hqsweep.ops.dequantize import Backend, exact_operand_of
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.member_layout import MemberLayout
-from hqsweep.ops.plan import DTYPES, Plan, has_kernels, plan_of
+from hqsweep.ops.plan import DTYPES, SHAPES_KEPT, Plan, has_kernels, plan_of
 from hqsweep.ops.quantize import Made, quantize
 from hqsweep.ops.request import NOTHING_GIVEN, Output, Request, Source, request_of
 
@@ -64,9 +65,8 @@ def quantize_grouped(
         got = f"splits of {splits.rows} rows over {splits.count} experts"
         raise UserError(f"quantize_grouped: {got} for a matrix of shape {tuple(x.shape)}")
     keys, grids = (rowwise_keys, columnwise_keys), (rowwise_grids, columnwise_grids)
-    holds = isinstance(rowwise, Identity) or (isinstance(columnwise, Identity) and columnwise_source == "original")
-    if backend != "reference" and not holds:
-        request = request_of(rowwise, columnwise, columnwise_source, rowwise_output, columnwise_output)
+    request = request_of(rowwise, columnwise, columnwise_source, rowwise_output, columnwise_output)
+    if backend != "reference" and not request.holds:
         fused = _by_kernel(request, x, splits, keys, grids, by_rows)
         if fused is not None:
             return fused
@@ -74,7 +74,7 @@ def quantize_grouped(
     given |= {"rowwise_output": rowwise_output, "columnwise_output": columnwise_output}
     each = dict(zip(("rowwise_key", "columnwise_key", "rowwise_grid", "columnwise_grid"), (*keys, *grids), strict=True))
     each = {name: values for name, values in each.items() if values is not None}
-    if holds:
+    if request.holds:
         return _with_identity(x, splits, rowwise, columnwise, given, each, by_rows)
     made = []
     for expert, (start, end) in enumerate(splits.spans):
@@ -126,27 +126,25 @@ def _by_kernel(
     request: Request, x: Tensor, splits: Splits, keys: tuple[Keys, Keys], grids: tuple[Grids, Grids], by_rows: bool
 ) -> GroupQuantized | None:
     """By one call, or None: without a kernel for all of it, or for arguments that a call for each expert refuses."""
-    row, column = request.row, request.column
-    if (row is None and column is None) or not request.kernels or not has_kernels(x.device.type):
-        return None
-    if x.dim() != 2 or x.dtype not in DTYPES or not _fits(request, x, splits):
+    row, column, device = request.row, request.column, x.device
+    if not _suits(request, x.dtype, x.shape, device.type) or not _fits(request, splits):
         return None
     row_amax = column_amax = row_table = column_table = None
-    steps: set[int] = set()
+    step = 0
     if request.stochastic or request.delayed or grids != NOTHING_GIVEN:
         try:
             row_amax, column_amax = _amaxes(row, grids[0]), _amaxes(column, grids[1])
-            row_table, column_table = _table(row, keys[0], x.device), _table(column, keys[1], x.device)
+            row_table, column_table = _table(row, keys[0], device), _table(column, keys[1], device)
         except LookupError:
             return None
         drawn = [own for p, own in zip((row, column), keys, strict=True) if p and p.stochastic]
         steps = {step for own in drawn for step in _steps(own)}
         if len(steps) > 1:
             return None
+        step = next(iter(steps), 0)
     made = kernel_grouped.quantize_grouped(
-        x, splits.offsets(x.device), splits.sizes, request.row_text, request.column_text, request.dequantized,
-        request.row_exact, request.column_exact, row_table, column_table, *steps or (0,), row_amax, column_amax,
-        by_rows,
+        x, splits.offsets(device), splits.sizes, request.row_text, request.column_text, request.dequantized,
+        request.row_exact, request.column_exact, row_table, column_table, step, row_amax, column_amax, by_rows,
     )  # fmt: skip
     first = second = None
     if row is not None:
@@ -175,10 +173,23 @@ def _take(
     return result, made[count:]
 
 
-def _fits(request: Request, x: Tensor, splits: Splits) -> bool:
-    """Whether blocks go into the matrix, and into each expert's rows where the host knows them."""
-    down, across = request.multiples
-    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
+@lru_cache(maxsize=SHAPES_KEPT)
+def _suits(request: Request, dtype: torch.dtype, shape: torch.Size, device_type: str) -> bool:
+    """Whether there is a kernel for matrices of this shape, whose blocks go into their rows."""
+    wanted = request.kernels and (request.row is not None or request.column is not None)
+    return (
+        wanted
+        and has_kernels(device_type)
+        and dtype in DTYPES
+        and len(shape) == 2
+        and not shape[1] % request.multiples[1]
+    )
+
+
+def _fits(request: Request, splits: Splits) -> bool:
+    """Whether blocks go into each expert's rows, where the host knows them."""
+    down = request.multiples[0]
+    return down == 1 or splits.sizes is None or splits.divisor % down == 0
 
 
 def _amaxes(p: Plan | None, grids: Grids) -> Tensor | None:

@@ -142,7 +142,10 @@ class Splits:
         return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
 
     def on(self, device: torch.device) -> Tensor:
-        """The sizes as an int64 tensor there; nothing waits."""
+        """The sizes as an int64 tensor there; nothing waits. Made once."""
+        return self._once("_sizes", device, self._make_sizes)
+
+    def _make_sizes(self, device: torch.device) -> Tensor:
         if self.device_sizes is not None:
             return self.device_sizes.to(device, torch.int64)
         sizes = torch.tensor(self.sizes, dtype=torch.int64)
@@ -251,6 +254,11 @@ class GroupedExact:
         """[E, r, c] of members that all have the shape [r, c], as a view; waits as `members` does."""
         count, (r, c) = self.layout.splits.count, self.layout.one_shape
         return self.matrix.view(count, c, r).mT if self.by_rows else self.matrix.view(count, r, c)
+
+    def stacked_turned(self) -> Tensor:
+        """stacked().mT, [E, c, r]."""
+        count, (r, c) = self.layout.splits.count, self.layout.one_shape
+        return self.matrix.view(count, c, r) if self.by_rows else self.matrix.view(count, r, c).mT
 
     def rows(self) -> Tensor:
         """[rows, width]: what the members of a columnwise group are, transposed, one below the other."""

@@ -6,15 +6,16 @@ where a direction is not wanted. Work is enqueued on the current stream and noth
 the modules.
 """
 
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.formats import Format
-from hqsweep.ops.plan import DTYPES, NO_KEY, Allocation, Plan, allocations, extension, has_kernels, plan, plan_of
+from hqsweep.ops.plan import DTYPES, NO_KEY, SHAPES_KEPT, Plan, extension, has_kernels, plan, plan_of
 
 __all__ = ["extension", "supports"]
 
@@ -50,17 +51,15 @@ _library.define("scale_product(Tensor product, Tensor factor, ScalarType dtype, 
 # Arguments in the order of the schema.
 def _quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
               statistics):  # fmt: skip
-    rows, cols = x.shape
-    made, kept, row, column, rest = [], [], None, None, (x.is_cuda, statistics)
+    (rows, cols), on_gpu = x.shape, x.is_cuda
+    made, kept, row, column = [], [], None, None
     if rowwise:
-        mine = _empty(x, allocations(rowwise, rows, cols, row_exact, row_amax is not None, *rest))
-        row = direction(plan(rowwise), x, rows, mine, row_key, row_amax, row_exact, statistics, kept)
-        made += mine
+        side = _side(rowwise, rows, cols, row_exact, row_amax is not None, on_gpu, statistics)
+        row = direction(side, x, rows, made, kept, row_key, row_amax)
     if columnwise:
-        mine = _empty(x, allocations(columnwise, cols, rows, column_exact, column_amax is not None, *rest))
-        column = direction(plan(columnwise), x, cols, mine, column_key, column_amax, column_exact, statistics, kept)
-        made += mine
-    call = extension().quantize_cuda if x.is_cuda else extension().quantize_cpu
+        side = _side(columnwise, cols, rows, column_exact, column_amax is not None, on_gpu, statistics)
+        column = direction(side, x, cols, made, kept, column_key, column_amax)
+    call = extension().quantize_cuda if on_gpu else extension().quantize_cpu
     _run(x, call, x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
     return made
 
@@ -86,7 +85,7 @@ def _find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found
 
 def _dequantize(buffers, format, rows, cols, exact, dtype):
     first, addresses = buffers[0], [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
-    (out,) = _empty(first, [((rows, cols), dtype)])
+    out = empty(first, (rows, cols), (cols or 1, 1), dtype)
     call = extension().dequantize_cuda if first.is_cuda else extension().dequantize_cpu
     arguments = (plan(format).spec, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype])
     if first.is_cuda:
@@ -106,46 +105,74 @@ def _scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: 
     return out
 
 
-def _empty(x: Tensor, wanted: list[Allocation]) -> list[Tensor]:
-    """Outputs on x's device, which is the current one."""
-    make = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-    return [make(shape, (shape[1] or 1, 1), dtype) for shape, dtype in wanted]
+def empty(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """On x's device, which is the current one."""
+    return (_empty_strided_cuda if x.is_cuda else _empty_strided_cpu)(shape, stride, dtype)
 
 
-def flat_outputs(x: Tensor, wanted: list[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """The same with one axis."""
-    make = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-    return [make((count,), (1,), dtype) for count, dtype in wanted]
+class Side(NamedTuple):
+    """What is made in one direction of all matrices of one shape: outputs, and the addresses that they are."""
+
+    plan: Plan
+    outputs: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    """Shape, stride and dtype, in the order of the operator's."""
+    scratch: int
+    """How many of the last ones are no outputs, and needed until the call has run."""
+    places: list[tuple[int, int]]
+    """An output, and which of the extension's addresses it is."""
+    exact_dtype: int
 
 
-def direction(p: Plan, x: Tensor, rows: int, made: list[Tensor], key, amax: Tensor | None, exact: bool,
-              statistics: bool, kept: list[Tensor], matrices: int = 1, keys: Tensor | None = None,
-              turned: bool = False):  # fmt: skip
-    """The extension's Direction that fills the tensors `made`; `kept` holds what it needs beside them until it ran.
-    Of a group: `rows` of all `matrices` together, and a table of their keys. turned: exact values by rows of X."""
-    codes = scales = factor = matrix = matrix_dtype = found = given = sums = errors = 0
+_ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
+"""Arguments of the extension's Direction, from its fifth on."""
+
+
+def side(
+    p: Plan, outputs: Sequence[tuple], exact: bool, given: bool, statistics: bool = False, matrices: int = 1
+) -> Side:
+    """outputs: (shape, dtype) of what the operator gives; given: whether the amaxes of the matrices are."""
+    names = ["exact" if exact else "codes"]
     if exact:
-        matrix, matrix_dtype = made[0].data_ptr(), DTYPES[made[0].dtype]
-        if p.amax_name == "g" and amax is None:
-            factor = made[1].data_ptr()
-        elif p.amax_name == "s":
-            scales = made[1].data_ptr()
+        names += {"g": ["global"], "s": ["scales"]}.get(None if given and p.amax_name == "g" else p.amax_name, [])
     else:
-        codes, scales = made[0].data_ptr(), made[1].data_ptr()
-        if p.amax_name == "g" and amax is None:
-            factor = made[2].data_ptr()
-    if statistics:
-        sums, errors = made[-2].data_ptr(), made[-1].data_ptr()
+        names += ["scales", "global"][: len(outputs) - 1 - 2 * statistics]
+    names += ["sums", "row_errors"] * statistics
+    outputs, scratch = list(outputs), 0
+    if p.amax_name == "s" and not given:  # found apart from the scale, which takes its buffer in the end
+        outputs.append(((matrices,), torch.float32))
+        names.append("found")
+        scratch = 1
+    places = [(i, _ADDRESSES.index(name)) for i, name in enumerate(names)]
+    places += [(i, _ADDRESSES.index("found")) for i, name in enumerate(names) if name == "global"]
+    strided = [(tuple(shape), (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in outputs]
+    return Side(p, strided, scratch, places, DTYPES[outputs[0][1]] if exact else 0)
+
+
+@lru_cache(maxsize=SHAPES_KEPT)
+def _side(text: str, rows: int, cols: int, exact: bool, given: bool, on_gpu: bool, statistics: bool) -> Side:
+    """Of one matrix. Remembered: a training repeats its shapes."""
+    p = plan(text)
+    return side(p, p.allocations(rows, cols, exact, given, on_gpu, statistics), exact, given, statistics)
+
+
+def direction(side: Side, x: Tensor, rows: int, made: list[Tensor], kept: list[Tensor], key, amax: Tensor | None,
+              matrices: int = 1, keys: Tensor | None = None, turned: bool = False):  # fmt: skip
+    """The extension's Direction that fills new outputs, which join `made`; `kept` holds what it needs beside them until
+    it ran. Of a group: `rows` of all `matrices` together, and a table of their keys. turned: exact values by rows of
+    X."""
+    make = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
+    mine = [make(*wanted) for wanted in side.outputs]
+    addresses = [0, 0, 0, 0, 0, 0, side.exact_dtype, 0, 0]
+    for i, place in side.places:
+        addresses[place] = mine[i].data_ptr()
     if amax is not None:
-        p.check_amax("given amax", amax, rows, x, matrices)
-        given = amax.data_ptr()
-    elif p.amax_name == "s":  # found apart from the scale, which takes its buffer in the end
-        kept += _empty(x, [((matrices, 1), torch.float32)])
-        found = kept[-1].data_ptr()
-    else:
-        found = factor
-    addresses = (given, found, codes, scales, factor, matrix, matrix_dtype, sums, errors)
-    return extension().Direction(p.spec, *key, *addresses, 0 if keys is None else keys.data_ptr(), turned)
+        side.plan.check_amax("given amax", amax, rows, x, matrices)
+        addresses[0] = amax.data_ptr()
+    if side.scratch:
+        kept += mine[-side.scratch :]
+        del mine[-side.scratch :]
+    made += mine
+    return extension().Direction(side.plan.spec, *key, *addresses, 0 if keys is None else keys.data_ptr(), turned)
 
 
 def _finder(p: Plan, x: Tensor, rows: int, key, amax: Tensor | None, found: Tensor | None):
@@ -185,6 +212,13 @@ def find_amax(x: Tensor, *arguments) -> None:
     torch.ops.hqsweep.find_amax_.default(x, *arguments)
 
 
+def scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
+    """hqsweep::scale_product, directly where that is possible."""
+    if direct(product):
+        return _scale_product_on_cuda(product, factor, dtype, before)
+    return torch.ops.hqsweep.scale_product.default(product, factor, dtype, before)
+
+
 def on_its_device(function: Callable) -> Callable:
     """function(tensor or tensors, ...) with the tensor's device as the current one."""
 
@@ -200,13 +234,14 @@ def on_its_device(function: Callable) -> Callable:
 
 
 _quantize_on_cuda, _find_amax_on_cuda = on_its_device(_quantize), on_its_device(_find_amax)
+_scale_product_on_cuda = on_its_device(_scale_product)
 _library.impl("quantize", _quantize, "CPU")
 _library.impl("quantize", _quantize_on_cuda, "CUDA")
 for _name, _function in {"find_amax_": _find_amax, "dequantize": _dequantize}.items():
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, on_its_device(_function), "CUDA")
 register_fake("hqsweep::quantize", _quantize_fake, lib=_library)
-_library.impl("scale_product", on_its_device(_scale_product), "CUDA")
+_library.impl("scale_product", _scale_product_on_cuda, "CUDA")
 register_fake(
     "hqsweep::scale_product",
     lambda product, factor, dtype, before=1.0: torch.empty_like(product, dtype=dtype),

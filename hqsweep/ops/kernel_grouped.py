@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.formats import RngKey, RngKeys
-from hqsweep.ops.kernel import direct, direction, flat_outputs, on_its_device
+from hqsweep.ops.kernel import Side, direct, direction, empty, on_its_device, side
 from hqsweep.ops.plan import DTYPES, SHAPES_KEPT, Allocation, Plan, extension, plan
 
 KEPT_KEYS = 1024
@@ -35,12 +35,6 @@ _library.define(
     "bool exact, ScalarType dtype) -> Tensor"
 )
 _library.define("split_offsets(Tensor splits, int[] divisors, int[] strides, bool check) -> Tensor")
-
-
-@lru_cache(maxsize=SHAPES_KEPT)
-def _allocations(text: str, *shape_and_output) -> list[Allocation]:
-    """packed_allocations, remembered: a training repeats its shapes, if not its splits."""
-    return packed_allocations(plan(text), *shape_and_output)
 
 
 def packed_allocations(
@@ -70,41 +64,47 @@ def packed_allocations(
 # Arguments in the order of the schema.
 def _quantize_grouped(x, offsets, sizes, rowwise, columnwise, dequantized, row_exact, column_exact, row_keys,
                       column_keys, step, row_amax, column_amax, by_rows=False):  # fmt: skip
-    (rows, cols), experts = x.shape, offsets.numel() - 1
-    _check_offsets(x, offsets, sizes, (row_keys, column_keys))
-    made, kept, row, column = [], [], None, None
+    (rows, cols), experts, on_gpu = x.shape, offsets.numel() - 1, x.is_cuda
+    _check_offsets(x, offsets, experts)
+    made, kept, row, column, key = [], [], None, None, (0, 0, step)
     shape = (rows, cols, experts, None if sizes is None else tuple(sizes))
     if rowwise:
-        wanted = _allocations(rowwise, *shape, False, row_exact, row_amax is not None, x.is_cuda)
-        mine = flat_outputs(x, wanted)
-        given = (row_amax, row_exact, False, kept, experts, row_keys)
-        row, made = direction(plan(rowwise), x, rows, mine, [0, 0, step], *given), made + mine
+        side = _side(rowwise, *shape, False, row_exact, row_amax is not None, on_gpu)
+        _check_keys(x, row_keys, experts)
+        row = direction(side, x, rows, made, kept, key, row_amax, experts, row_keys)
     if columnwise:
-        wanted = _allocations(columnwise, *shape, True, column_exact, column_amax is not None, x.is_cuda)
-        mine = flat_outputs(x, wanted)
-        given = (column_amax, column_exact, False, kept, experts, column_keys)
-        column, made = direction(plan(columnwise), x, experts * cols, mine, [0, 0, step], *given, by_rows), made + mine
-    call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
-    if x.is_cuda:
-        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-        extension().quantize_grouped_cuda(*call, offsets.data_ptr(), experts, stream)
+        side = _side(columnwise, *shape, True, column_exact, column_amax is not None, on_gpu)
+        _check_keys(x, column_keys, experts)
+        column = direction(side, x, experts * cols, made, kept, key, column_amax, experts, column_keys, by_rows)
+    call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized, offsets.data_ptr())
+    if on_gpu:
+        extension().quantize_grouped_cuda(*call, experts, torch._C._cuda_getCurrentRawStream(x.get_device()))
     else:
-        extension().quantize_grouped_cpu(*call, offsets.data_ptr(), experts, torch.get_num_threads())
+        extension().quantize_grouped_cpu(*call, experts, torch.get_num_threads())
     return made
 
 
-def _check_offsets(x: Tensor, offsets: Tensor, sizes, keys) -> None:
-    experts = offsets.numel() - 1
-    if offsets.dtype != torch.int64 or offsets.device != x.device or not offsets.is_contiguous() or experts < 0:
-        raise ValueError(f"offsets are {_told(offsets)}; they take int64 [experts + 1], contiguous, on {x.device}")
-    if sizes is not None and (len(sizes) != experts or sum(sizes) != x.shape[0]):
+@lru_cache(maxsize=SHAPES_KEPT)
+def _side(
+    text: str, rows: int, cols: int, experts: int, sizes: tuple[int, ...] | None, columns: bool, exact: bool,
+    given: bool, on_gpu: bool,
+) -> Side:  # fmt: skip
+    """Of a group. Remembered: a training repeats its shapes, if not its splits."""
+    if sizes is not None and (len(sizes) != experts or sum(sizes) != rows):
         got = f"{len(sizes)} sizes of {sum(sizes)} rows"
-        raise ValueError(f"{got} for {experts} experts and a matrix of shape {tuple(x.shape)}")
-    for table in keys:
-        if table is not None and (
-            table.dtype != torch.int32 or table.shape != (experts, 2) or table.device != x.device
-        ):
-            raise ValueError(f"keys are {_told(table)}; they take int32 [{experts}, 2] on {x.device}")
+        raise ValueError(f"{got} for {experts} experts and a matrix of shape {(rows, cols)}")
+    wanted = packed_allocations(plan(text), rows, cols, experts, sizes, columns, exact, given, on_gpu)
+    return side(plan(text), [((count,), dtype) for count, dtype in wanted], exact, given, matrices=experts)
+
+
+def _check_offsets(x: Tensor, offsets: Tensor, experts: int) -> None:
+    if offsets.dtype is not torch.int64 or offsets.device != x.device or experts < 0 or not offsets.is_contiguous():
+        raise ValueError(f"offsets are {_told(offsets)}; they take int64 [experts + 1], contiguous, on {x.device}")
+
+
+def _check_keys(x: Tensor, table: Tensor | None, experts: int) -> None:
+    if table is not None and (table.dtype != torch.int32 or table.shape != (experts, 2) or table.device != x.device):
+        raise ValueError(f"keys are {_told(table)}; they take int32 [{experts}, 2] on {x.device}")
 
 
 def _quantize_grouped_fake(x, offsets, sizes, rowwise, columnwise, dequantized, row_exact, column_exact, row_keys,
@@ -123,10 +123,12 @@ def _dequantize_grouped(buffers, format, columnwise, offsets, rows, cols, exact,
     if offsets.dtype != torch.int64 or offsets.device != first.device or not offsets.is_contiguous() or experts < 0:
         raise ValueError(f"offsets are {_told(offsets)}; they take int64 [experts + 1], contiguous, on {first.device}")
     p, addresses = plan(format), [t.data_ptr() for t in buffers] + [0] * (3 - len(buffers))
-    for (name, _, _, wanted), tensor, count in zip(p.buffers, buffers, _least(p, rows, cols, columnwise), strict=True):
+    for (name, _, _, wanted), tensor, count in zip(
+        p.buffers, buffers, _least(format, rows, cols, columnwise), strict=True
+    ):
         if tensor.dtype != wanted or tensor.numel() < count or not tensor.is_contiguous():
             raise ValueError(f"buffer {name} is {_told(tensor)}; it takes {count} or more contiguous {wanted}")
-    (out,) = flat_outputs(first, [(rows * cols, dtype)])
+    out = empty(first, (rows * cols,), (1,), dtype)
     call = (
         p.spec,
         rows,
@@ -150,9 +152,11 @@ def _told(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
-def _least(p: Plan, rows: int, cols: int, columnwise: bool) -> list[int]:
+@lru_cache(maxsize=SHAPES_KEPT)
+def _least(text: str, rows: int, cols: int, columnwise: bool) -> list[int]:
     """The fewest entries that each buffer can have for X [rows, cols]: those of one member with all rows, codes alone
     where there may be none."""
+    p = plan(text)
     shapes = p.format.shapes(*((cols, rows) if columnwise else (rows, cols)))
     return [math.prod(shapes[name]) if rows and cols else 0 for name in p.names]
 

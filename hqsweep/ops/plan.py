@@ -1,7 +1,7 @@
 """What the compiled extension needs to know about a format, worked out once: its Spec, and the buffers it fills."""
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ SHAPES_KEPT = 4096
 NO_KEY = [0, 0, 0]
 """Philox key words and step where nothing is random."""
 Allocation = tuple[tuple[int, int], torch.dtype]
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which takes its time to find that there is nothing to do."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 @cache
@@ -161,11 +166,3 @@ def _make(format: Format) -> Plan:
 def plan(text: str) -> Plan:
     """The plan of a format's text, as operators know it."""
     return plan_of(parse(text))
-
-
-@lru_cache(maxsize=SHAPES_KEPT)
-def allocations(
-    text: str, rows: int, cols: int, exact: bool, given: bool, on_gpu: bool, statistics: bool
-) -> list[Allocation]:
-    """Plan.allocations, remembered: a training repeats its shapes."""
-    return plan(text).allocations(rows, cols, exact, given, on_gpu, statistics)

@@ -106,18 +106,19 @@ def quantize_group(
         parts = [x[start:end] for start, end in splits.spans]
         layouts = [splits.layout(x.shape[1], columnwise=direction == "columnwise") for direction in DIRECTIONS]
         return _one_by_one(parts, layouts, quantizer, rowwise, columnwise, keys, states, by_rows)
-    needs_row = rowwise is not None or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
-    formats = {
-        "rowwise": quantizer.rowwise if needs_row else None,
-        "columnwise": quantizer.columnwise if columnwise else None,
-    }
     source = quantizer.columnwise_source if columnwise else "original"
-    outputs = {"rowwise_output": rowwise or "codes", "columnwise_output": columnwise or "codes"}
+    row_format = quantizer.rowwise if rowwise or source == "rowwise_dequantized" else None
+    column_format = quantizer.columnwise if columnwise else None
+    row_output, column_output = rowwise or "codes", columnwise or "codes"
     if keys is None and states is None:
-        made = quantize_grouped(x, splits, **formats, columnwise_source=source, **outputs, by_rows=by_rows)
+        made = quantize_grouped(
+            x, splits, row_format, column_format, columnwise_source=source, rowwise_output=row_output,
+            columnwise_output=column_output, by_rows=by_rows,
+        )  # fmt: skip
         return _groups(made, quantizer, splits, x, rowwise)
     recorded = states is not None and all(states)
-    options = outputs | {"by_rows": by_rows}
+    formats = {"rowwise": row_format, "columnwise": column_format}
+    options = {"rowwise_output": row_output, "columnwise_output": column_output, "by_rows": by_rows}
     options |= {f"{d}_keys": own for d, own in _direction_keys(quantizer, keys).items()}
     if recorded:
         options |= {f"{d}_grids": own for d, own in grids_of(states, formats).items()}
@@ -143,8 +144,12 @@ def _direction_keys(
 def _groups(
     made: GroupQuantized, quantizer: HybridQuantizer, splits: Splits, x: Tensor, rowwise: Output | None
 ) -> HybridGroup:
-    row = _group(made.rowwise, quantizer.rowwise, splits, x, False) if rowwise else None
-    return HybridGroup(rowwise=row, columnwise=_group(made.columnwise, quantizer.columnwise, splits, x, True))
+    row, column = made.rowwise if rowwise else None, made.columnwise
+    if type(row) is dict:
+        row = _group(row, quantizer.rowwise, splits, x, False)
+    if type(column) is dict:
+        column = _group(column, quantizer.columnwise, splits, x, True)
+    return HybridGroup(rowwise=row, columnwise=column)
 
 
 def has_own_quantize(quantizer: HybridQuantizer) -> bool:

@@ -90,6 +90,11 @@ class HybridQuantizer:
         """Whether the scale of a direction comes from the amaxes of earlier steps."""
         return any(isinstance(format, Fp8Delayed) for format in (self.rowwise, self.columnwise))
 
+    @cached_property
+    def row_multiple(self) -> int:
+        """What the rows of a tensor must be a multiple of, where its columnwise operand is made."""
+        return self.columnwise.column_multiple
+
     @property
     def may_save_original(self) -> bool:
         """Whether backward may keep the tensor and make the columnwise operand from it again.
@@ -149,6 +154,8 @@ class HybridQuantizer:
         **options: Any,
     ) -> ops.Quantized:
         source = self.columnwise_source if formats["columnwise"] else "original"
+        if states is None and not self.stochastic:
+            return ops.quantize(x, **formats, columnwise_source=source, **options)
         keys = self.direction_keys(key)
         given = states.grids(formats) if states else {}
         given |= {f"{direction}_key": own for direction, own in keys.items()}
