@@ -159,10 +159,13 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
     for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
     uint32_t pairs[kSegment / 2];
     round_segment<Bf16>(scaled, nan, pairs);
+    uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
     if (may_turn && side.to.exact_turned)
       LeanWords<Order>(tile).put(q / 2, q % 2, pairs);
+    else if constexpr (kPart == Part::ragged)
+      store_lean<Order, kPart, kSegment / 2>(to, pairs, side);
     else
-      store_lean<Order, kPart, kSegment / 2>(static_cast<uint16_t*>(side.to.exact) + element, pairs, side);
+      store_sectors<Order::kNext>(to, pairs, true);
   }
   if (std::is_same_v<Order, RowOrder> && side.replace) {
 #pragma unroll

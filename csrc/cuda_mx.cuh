@@ -128,8 +128,8 @@ __device__ __forceinline__ void encode_mx_rows(const MxSide& side, const Element
     if (kExact && (replace || to.exact)) {
       uint32_t pairs[kSegment / 2];
       exact_pairs(codes, kWide, low_half(scales.exact), nan, pairs);
-      if (to.exact && inside) store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + element, pairs);
       if (replace) put_segment<Bf16>(tile, Order::row(h), Order::col(h), pairs);
+      if (to.exact) store_sectors<Order::kNext>(static_cast<uint16_t*>(to.exact) + element, pairs, inside);
     }
     element += 4 * static_cast<uint64_t>(side.cols);
     scale_at += 4 * side.scale_cols();
@@ -148,6 +148,14 @@ __device__ __forceinline__ void store_column(void* to, const uint32_t words[kCou
   } else {
     store_words<kCount>(to, words);
   }
+}
+
+template <Part kPart>
+__device__ __forceinline__ void store_values(uint16_t* to, uint32_t pairs[kSegment / 2], const MxSide& side) {
+  if constexpr (kPart == Part::ragged)
+    store_column<kPart, kSegment / 2>(to, pairs, side);
+  else
+    store_sectors<ColumnOrder::kNext>(to, pairs, true);
 }
 
 template <bool kWide, bool kExact, Part kPart>
@@ -201,8 +209,8 @@ __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const Elem
         source.put_pairs(h, a, b);
       } else {
         uint16_t* at = static_cast<uint16_t*>(to.exact) + element;
-        store_column<kPart, kSegment / 2>(at, a, side);
-        store_column<kPart, kSegment / 2>(at + side.cols, b, side);
+        store_values<kPart>(at, a, side);
+        store_values<kPart>(at + side.cols, b, side);
       }
     }
     element += 8 * static_cast<uint64_t>(side.cols);

@@ -50,12 +50,12 @@ __device__ __forceinline__ void encode_mx_flat(const Direction& to, const Elemen
     uint32_t codes[4];
     codes_of_row<kWide>(words, scales.encode, codes);
     const int64_t element = first + segment * kSegment;
-    if (element >= size) continue;
-    if (!kExact || to.codes) store_words<4>(to.codes + element, codes);
+    const bool inside = element < size;
+    if ((!kExact || to.codes) && inside) store_words<4>(to.codes + element, codes);
     if (kExact && to.exact) {
       uint32_t pairs[kSegment / 2];
       exact_pairs(codes, kWide, low_half(scales.exact), nan, pairs);
-      store_words<kSegment / 2>(static_cast<uint16_t*>(to.exact) + element, pairs);
+      store_sectors<RowOrder::kNext>(static_cast<uint16_t*>(to.exact) + element, pairs, inside);
     }
   }
   __syncwarp();

@@ -31,6 +31,22 @@ __device__ __forceinline__ void store_words(void* to, const uint32_t words[kCoun
   }
 }
 
+// 32 bytes of a lane, which the lane kNext above or below goes on with or begins: they trade halves, so that each store of
+// the warp is of whole sectors and not of one half of each. All lanes of the warp.
+template <int kNext>
+__device__ __forceinline__ void store_sectors(uint16_t* to, uint32_t pairs[kSegment / 2], bool inside) {
+  const bool second = lane_of_warp() / kNext % 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, second ? pairs[i] : pairs[4 + i], kNext);
+    (second ? pairs[i] : pairs[4 + i]) = other;
+  }
+  if (!inside) return;
+  to -= second ? kSegment / 2 : 0;
+  store_words<4>(to, pairs);
+  store_words<4>(to + kSegment, pairs + 4);
+}
+
 // The first `count` of the words' units of T, one by one.
 template <class T, int kCount>
 __device__ __forceinline__ void store_units(T* to, const uint32_t words[kCount], int count) {

@@ -17,6 +17,7 @@ __device__ __forceinline__ int lane_of_warp() { return threadIdx.x % 32; }
 
 // Rows of X: 8 neighbouring threads share a row, and a warp reads 4 rows at a time.
 struct RowOrder {
+  static constexpr int kNext = 1;  // lanes to the next segment of a line
   static __device__ int row(int q) { return warp_of_block() * 16 + q * 4 + lane_of_warp() / 8; }
   static __device__ int col(int) { return lane_of_warp() % 8 * kSegment; }
 
@@ -40,6 +41,7 @@ struct RowOrder {
 // Rows of X.T, which are columns of X: a thread takes 2 neighbouring columns, 16 rows at a time; 8 threads with the same
 // columns hold the operand's row over the whole tile, so that their stores join to lines of 128 bytes.
 struct ColumnOrder {
+  static constexpr int kNext = 4;
   static __device__ int row(int q) { return warp_of_block() * 16 + q / 2 * 8 + lane_of_warp() % 4 * 2 + q % 2; }
   static __device__ int col(int) { return lane_of_warp() / 4 * kSegment; }
 
