@@ -87,7 +87,7 @@ def _add_biases(call: GroupedCall, y: Tensor, biases: Sequence[Tensor]) -> Tenso
     rows, splits = biases[0] if biases[0].dim() == 2 else biases, call.splits
     if splits.sizes is None:  # nothing has to wait for them
         rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
-        return y.add_(rows.to(call.dtype).repeat_interleave(splits.on(y.device), dim=0, output_size=len(y)))
+        return y.add_(splits.spread(rows.to(call.dtype)))
     for part, bias in zip(call.parts(y), rows, strict=True):
         part.add_(bias.to(call.dtype))
     return y

@@ -234,29 +234,35 @@ def member_buffers(buffers: Buffers, format: Format, layout: GroupLayout) -> lis
 def pack(
     members: Sequence[Made | None], format: Format | None, layout: GroupLayout, *, by_rows: bool = False
 ) -> GroupMade | None:
-    """Results of one direction, in one memory; None for none. by_rows: exact columnwise ones as [m_e, width]."""
+    """Results of one direction, in one memory, zeros behind them where splits leave rows over; None for none. by_rows:
+    exact columnwise ones as [m_e, width]."""
     if format is None or members[0] is None:
         return None
     by_rows = by_rows and isinstance(members[0], ExactOperand) and layout.columnwise
     by_rows = by_rows or stored_by_rows(format, layout.columnwise)
     if not isinstance(members[0], ExactOperand):
-        return {name: _flat([member[name] for member in members], by_rows) for name in format.layout}
-    factors = [member.factor for member in members]
+        return {
+            name: _flat([member[name] for member in members], by_rows, layout.least(buffer))
+            for name, buffer in format.layout.items()
+        }
+    p, factors = plan_of(format), [member.factor for member in members]
     return GroupedExact(
         layout=layout,
-        matrix=_flat([member.matrix for member in members], by_rows),
+        matrix=_flat([member.matrix for member in members], by_rows, layout.splits.rows * layout.width),
         by_rows=by_rows,
-        factor=None if factors[0] is None else _flat(factors, False),
-        per_row=plan_of(format).row_scaled,
+        factor=None if factors[0] is None else _flat(factors, False, layout.least(format.layout[p.amax_name])),
+        per_row=p.row_scaled,
         divisor=members[0].divisor,
     )
 
 
-def _flat(tensors: list[Tensor], by_rows: bool) -> Tensor:
-    """One after the other."""
-    if len(tensors) == 1 and not by_rows:
+def _flat(tensors: list[Tensor], by_rows: bool, least: int) -> Tensor:
+    """One after the other, then zeros up to the least number of entries."""
+    count, start = sum(t.numel() for t in tensors), 0
+    if len(tensors) == 1 and not by_rows and count >= least:
         return tensors[0].reshape(-1)
-    flat, start = tensors[0].new_empty(sum(t.numel() for t in tensors)), 0
+    flat = tensors[0].new_empty(max(count, least))
+    flat[count:].zero_()
     for t in tensors:
         part = t.t() if by_rows else t
         flat[start : start + t.numel()].view(part.shape).copy_(part)
