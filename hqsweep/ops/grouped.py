@@ -128,7 +128,7 @@ def _by_kernel(
     row, column = request.row, request.column
     if (row is None and column is None) or not request.kernels or not has_kernels(x.device.type):
         return None
-    if x.dim() != 2 or x.dtype not in DTYPES or not _fits(request, x, splits):
+    if x.dim() != 2 or x.dtype not in DTYPES or not fits(request, x, splits):
         return None
     row_amax = column_amax = row_table = column_table = None
     steps: set[int] = set()
@@ -174,7 +174,7 @@ def _take(
     return result, made[count:]
 
 
-def _fits(request: Request, x: Tensor, splits: Splits) -> bool:
+def fits(request: Request, x: Tensor, splits: Splits) -> bool:
     """Whether blocks go into the matrix, and into each expert's rows where the host knows them."""
     down, across = request.multiples
     return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
@@ -259,12 +259,13 @@ def pack(
 def _flat(tensors: list[Tensor], by_rows: bool, least: int) -> Tensor:
     """One after the other, then zeros up to the least number of entries."""
     count, start = sum(t.numel() for t in tensors), 0
-    if len(tensors) == 1 and not by_rows and count >= least:
-        return tensors[0].reshape(-1)
+    if not by_rows:
+        alike = count >= least and len({t.shape[1:] for t in tensors}) == 1  # then strides cost no launch each
+        parts = tensors if alike else [*(t.reshape(-1) for t in tensors), tensors[0].new_zeros(max(least - count, 0))]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(-1)
     flat = tensors[0].new_empty(max(count, least))
     flat[count:].zero_()
     for t in tensors:
-        part = t.t() if by_rows else t
-        flat[start : start + t.numel()].view(part.shape).copy_(part)
+        flat[start : start + t.numel()].view(t.shape[::-1]).copy_(t.t())
         start += t.numel()
     return flat

@@ -11,7 +11,7 @@ from hqsweep.formats import Format, RngKey, RngKeys
 from hqsweep.ops.grouped import GroupQuantized, exact_group, member_buffers, pack, quantize_grouped
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.request import Output
-from hqsweep.quant.delayed import SlotStates, grids_of
+from hqsweep.quant.delayed import SlotStates, grids_of, note_group
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -114,10 +114,7 @@ def quantize_group(
         options |= {f"{d}_grids": own for d, own in grids_of(states, formats).items()}
     made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
     if recorded:
-        row_keys = options["rowwise_keys"] or [None] * splits.count
-        for (start, end), state, key in zip(splits.spans, states, row_keys, strict=True):
-            if end > start:
-                state.note(x[start:end], formats, source, key)
+        note_group(states, x, splits, formats, source, options["rowwise_keys"])
     return _groups(made, quantizer, splits, x, rowwise)
 
 
