@@ -202,11 +202,7 @@ def _stored(out_dtype: torch.dtype) -> torch.dtype:
 
 def _exact(group: Group) -> GroupedExact:
     """Exact matrices in one memory: decoded, and put together, where they are not there already."""
-    if isinstance(group, GroupedExact):
-        return group
-    if isinstance(group, GroupedOperand):
-        return group.operand()
-    return pack([member.operand() for member in group.members], group.members[0].format, _layout(group))
+    return group if isinstance(group, GroupedExact) else _packed(group).operand()
 
 
 def _packed(group: GroupedOperand | Members) -> GroupedOperand:

@@ -42,9 +42,12 @@ class GroupedLinear(LinearBase):
     Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
     need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are not waited for:
     it fills up by itself, in a copy that has room for any splits and is made even where these fit, for nobody can know
-    that without waiting. Delayed scaling, every loop over experts, and gradients of biases do wait for them; products
-    by torch._grouped_mm do not. Splits that the host is given cost no wait, and where all are equal a GPU takes
-    torch.bmm.
+    that without waiting. What does wait for them is a loop over experts: where the plan is one (products of float32
+    operands, gemm=native but for rows of E4M3 codes, sizes that are no multiples of 8, GPUs for which torch._grouped_mm
+    has no kernel), for quantizers with a quantize of their own, and under a probe. Gradients of weights pass through
+    bfloat16 then, also where weights or main_grad are float32, for torch._grouped_mm stores nothing else; gradients of
+    biases are sums row by row, another order of additions in float32. Splits that the host is given cost no wait, and
+    where all are equal a GPU takes torch.bmm.
     single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
