@@ -47,13 +47,13 @@ class PaddedSplits(Splits):
     def places(self) -> Tensor:
         """int64 [base.rows]: where each row of base stands."""
         moved = self.base.spread(self.starts[1, :-1] - self.starts[0, :-1])
-        return moved.add_(torch.arange(self.base.rows, device=moved.device))
+        return moved + torch.arange(self.base.rows, device=moved.device)
 
     @cached_property
     def _experts(self) -> Tensor:
         """int64 [rows]: whose each row is; the last one's where it is nobody's."""
         rows = torch.arange(self.rows, device=self.starts.device)
-        return torch.bucketize(rows, self.starts[1, 1:], right=True).clamp_(max=self.count - 1)
+        return torch.bucketize(rows, self.starts[1, 1:], right=True).clamp(max=self.count - 1)
 
     def spread(self, values: Tensor) -> Tensor:
         return values.index_select(0, self._experts)

@@ -110,9 +110,11 @@ def test_a_custom_quantizer_is_called_for_experts_that_are_filled_up(plan, forma
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantizers", ["nvfp4", "mxfp4", "fp8_delayed|nvfp4", SECTIONS[0]], ids=ids)
+@pytest.mark.parametrize(
+    "quantizers", ["mxfp8", "fp8_current", "fp8_delayed", "nvfp4", "mxfp4", "fp8_delayed|nvfp4", SECTIONS[0]], ids=ids
+)
 def test_a_graph_of_a_step_serves_other_splits(quantizers):
-    """Forward and backward, captured with the splits on the device; to the byte those that the host is given."""
+    """Forward and backward, biases included, captured with the splits on the device; the bytes of a step without it."""
     options = {"single_grouped_weight": True, "single_grouped_bias": True, "bias": True}
     module, other = (grouped(quantizers, **options).to(torch.bfloat16).cuda() for _ in range(2))
     x = draw("normal", TOKENS, K).cuda().requires_grad_()
