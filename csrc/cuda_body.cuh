@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_turned(const Job& job, const LeanCorner& a
   store_tile(tile, static_cast<uint16_t*>(job.column.exact) + at.first + at.r0 * cols + at.c0, cols, at.rows - at.r0);
 }
 
-// A tile of bf16 in the formats and with the outputs of cuda_lean.cuh.
+// A tile of bf16, on its way to shared memory, in the formats and with the outputs of cuda_lean.cuh.
 template <bool kSums, Part kPart>
 __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
   Nvfp4Scales(&scales)[2] = lean_space().scales;
@@ -112,7 +112,6 @@ __device__ __forceinline__ void run_lean_tile(const Job& job, const LeanTile& he
   const bool replace = job.has_column && job.dequantized;
   const bool row_tiled = job.has_row && tiled(job.row), column_tiled = job.has_column && tiled(job.column);
   const bool row_scales = job.has_row && nvfp4(job.row), column_scales = job.has_column && nvfp4(job.column);
-  load_tile_async<kPart == Part::ragged>(job.source, at.begin + at.r0, at.c0, at.rows - at.r0, tile);
   if (threadIdx.x < 128) {
     if (row_scales) fill_scales(here.row.amax, job.row.spec, scales[0], threadIdx.x);
   } else {

@@ -13,74 +13,79 @@ struct Member {
   int rows, r0;
 };
 
-constexpr int kPerLane = 4;  // experts
-
 __device__ __forceinline__ uint32_t up(int rows, int shift) {
   return static_cast<uint32_t>(rows + (1 << shift) - 1) >> shift;
 }
 
-// The expert whose rows contain tile `wanted`, counted in tiles of 128 rows that restart at each expert. A whole warp. It
-// goes through the experts 128 at a time, each lane with 4 neighbours. Offsets outside of X are moved into it, so that
-// nothing else is read for them.
-__device__ __forceinline__ void find_member(const Group& group, const Units& units, int64_t rows_of_x, uint32_t wanted,
-                                            Member& member) {
-  const int lane = threadIdx.x % 32;
-  uint32_t tiles = 0;
-  int64_t row_units = 0, column_units = 0;
-  for (int64_t first = 0; first < group.experts; first += 32 * kPerLane) {
-    int edges[kPerLane + 1];
+// Row `offset` of X, or the nearest one to it: nothing else is read for offsets outside of X.
+__device__ __forceinline__ int inside(int64_t offset, int rows_of_x) {
+  const auto low = static_cast<uint32_t>(offset), rows = static_cast<uint32_t>(rows_of_x);
+  const int high = static_cast<int>(offset >> 32);
+  return static_cast<int>(high == 0 ? min(low, rows) : (high < 0 ? 0u : rows));
+}
+
+// The expert whose rows contain tile `wanted`, counted in tiles of 128 rows that restart at each expert. A whole warp, of
+// which the lane that has the expert gets true and `member`. It goes through the experts 32 * kEach at a time, each lane
+// with kEach neighbours. A tile's loads wait for this, so instructions count.
+template <int kEach>
+__device__ __forceinline__ bool search(const Group& group, const Units& units, int rows_of_x, uint32_t wanted,
+                                       Member& member) {
+  const int lane = threadIdx.x % 32, experts = static_cast<int>(group.experts);
+  uint32_t tiles = 0, row_units = 0, column_units = 0;
+  for (int first = 0; first < experts; first += 32 * kEach) {
+    int edges[kEach + 1];
 #pragma unroll
-    for (int k = 0; k <= kPerLane; ++k) {
-      const int64_t at = min(first + lane * kPerLane + k, group.experts);
-      edges[k] = static_cast<int>(min(max(__ldg(group.offsets + at), int64_t{0}), rows_of_x));
-    }
-    uint32_t counts[kPerLane], mine = 0;
+    for (int k = 0; k <= kEach; ++k)
+      edges[k] = inside(__ldg(group.offsets + min(first + lane * kEach + k, experts)), rows_of_x);
+    uint32_t counts[kEach], mine = 0;
 #pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
+    for (int k = 0; k < kEach; ++k) {
       counts[k] = up(max(edges[k + 1] - edges[k], 0), 7);
       mine += counts[k];
     }
-    uint32_t below = mine;  // of this lane and those below, then of those below
+    uint32_t sum = mine;  // and those of the lanes below
+#pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, below, distance);
-      if (lane >= distance) below += other;
+      const uint32_t other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
     }
-    const uint32_t all = __shfl_sync(~0u, below, 31);
-    below += tiles - mine;
-    uint32_t sum = below, row_part = 0, column_part = 0, before = below;
-    int expert = kPerLane;  // of this lane: the first that `wanted` does not lie beyond
+    uint32_t at = tiles + sum - mine;
+    bool found = false;
 #pragma unroll
-    for (int k = kPerLane - 1; k >= 0; --k) {
-      uint32_t until = below;
-#pragma unroll
-      for (int j = 0; j <= k; ++j) until += counts[j];
-      if (until > wanted) expert = k;
-    }
-#pragma unroll
-    for (int k = 0; k < kPerLane; ++k) {
-      sum += counts[k];
-      if (k >= expert) continue;
+    for (int k = 0; k < kEach; ++k) {
       const int rows = max(edges[k + 1] - edges[k], 0);
-      before = sum;
-      row_part += up(rows, units.row_shift);
-      column_part += up(rows, units.column_shift);
+      const bool passed = at + counts[k] <= wanted;
+      if (!passed && at <= wanted) {
+        found = true;
+        member = {{first + lane * kEach + k, edges[k], at, 0, 0}, rows, static_cast<int>(wanted - at) * kTile};
+      }
+      row_units += passed ? up(rows, units.row_shift) : 0;
+      column_units += passed ? up(rows, units.column_shift) : 0;
+      at += counts[k];
     }
-    row_units += __reduce_add_sync(~0u, row_part);
-    column_units += __reduce_add_sync(~0u, column_part);
-    if (wanted < tiles + all) {
-      int begin = edges[0], end = edges[1];
-#pragma unroll
-      for (int k = 1; k < kPerLane; ++k)
-        if (k == expert) begin = edges[k], end = edges[k + 1];
-      if (expert < kPerLane && below <= wanted)
-        member = {{first + lane * kPerLane + expert, begin, before, row_units, column_units},
-                  end - begin,
-                  static_cast<int>(wanted - before) * kTile};
-      return;
+    if (__any_sync(~0u, found)) {
+      member.before.row_units = __reduce_add_sync(~0u, row_units);
+      member.before.column_units = __reduce_add_sync(~0u, column_units);
+      return found;
     }
-    tiles += all;
+    tiles += __shfl_sync(~0u, sum, 31);
   }
-  if (lane == 0) member.rows = 0;
+  member = {};
+  return lane == 0;
+}
+
+__device__ __forceinline__ bool search(const Group& group, const Units& units, int64_t rows_of_x, uint32_t wanted,
+                                       Member& member) {
+  const int rows = static_cast<int>(rows_of_x);
+  return group.experts <= 32 ? search<1>(group, units, rows, wanted, member)
+                             : search<4>(group, units, rows, wanted, member);
+}
+
+// The same for all threads, after a barrier: `member` is shared. The first warp.
+__device__ __forceinline__ void find_member(const Group& group, const Units& units, int64_t rows_of_x, uint32_t wanted,
+                                            Member& member) {
+  Member mine;
+  if (search(group, units, rows_of_x, wanted, mine)) member = mine;
 }
 
 }  // namespace hq

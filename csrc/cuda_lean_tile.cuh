@@ -55,7 +55,8 @@ struct LeanWords {
 };
 
 // A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
-// read as rows. wait_tile() comes before that, and a barrier before columns.
+// read as rows. wait_tile() or wait_rows() comes before that, and a barrier before columns. The tile begins at a multiple
+// of 128 bytes, so that a line takes two cycles to arrive and not three.
 // kRagged: only `rows` rows are the expert's; the others are zeros.
 template <bool kRagged>
 __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
@@ -74,11 +75,32 @@ __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r
     } else {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from + i * 2 * pitch));
     }
+    if (i % 2) asm volatile("cp.async.commit_group;");
   }
+}
+
+// `rows` rows, or as many as a tile has.
+__device__ __forceinline__ void load_rows_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
+                                                uint32_t* tile) {
+  if (rows < kTile)
+    load_tile_async<true>(source, r0, c0, rows, tile);
+  else
+    load_tile_async<false>(source, r0, c0, rows, tile);
 }
 
 __device__ __forceinline__ void wait_tile() {
   asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+
+// For group h of a thread's words of rows, and those before it.
+__device__ __forceinline__ void wait_rows(int h) {
+  switch (h) {
+    case 0: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+    case 1: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+    case 2: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+    default: asm volatile("cp.async.wait_group 0;" ::: "memory");
+  }
   __syncwarp();
 }
 

@@ -115,6 +115,7 @@ __device__ __forceinline__ void encode_mx_rows(const MxSide& side, const Element
   scale_at += side.first_scale + static_cast<uint64_t>(row0) * side.scale_cols() + col / 32;
 #pragma unroll 1
   for (int h = 0; h < kSegments; ++h) {
+    if (!kExact) wait_rows(h);
     uint32_t words[kWords<Bf16>];
     source.get(h, words);
     bool nan = false;
@@ -212,13 +213,13 @@ __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const Elem
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
-// A tile of bf16 in MXFP8. kExact: anything may be wanted that is decoded.
+// A tile of bf16, on its way to shared memory, in MXFP8. Rows are encoded as they arrive, four of a warp at a time.
+// kExact: anything may be wanted that is decoded.
 template <bool kExact, Part kPart>
 __device__ __forceinline__ void run_mx_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
   const LeanCorner& at = here.at;
   const uint32_t cols = static_cast<uint32_t>(job.source.cols);
-  load_tile_async<kPart == Part::ragged>(job.source, at.begin + at.r0, at.c0, at.rows - at.r0, tile);
-  wait_tile();
+  if (kExact) wait_tile();
   if (job.has_row) {
     const MxSide row{job.row, at.r0, at.c0, at.rows, cols, at.first, here.row.first_scale};
     const bool replace = job.has_column && job.dequantized;
@@ -226,6 +227,7 @@ __device__ __forceinline__ void run_mx_tile(const Job& job, const LeanTile& here
                        : encode_mx_rows<false, kExact, kPart>(row, job.row_facts, replace, tile);
   }
   if (!job.has_column) return;
+  wait_tile();
   __syncthreads();
   const MxSide column{job.column, at.c0, at.r0, cols, at.rows, at.first, here.column.first_scale};
   job.column_facts.e5m2 ? encode_mx_columns<true, kExact, kPart>(column, job.column_facts, tile)

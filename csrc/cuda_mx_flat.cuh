@@ -66,7 +66,7 @@ __device__ __forceinline__ void encode_mx_flat(const Direction& to, const Elemen
 template <bool kExact>
 __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, false>)
     quantize_mx_flat(const __grid_constant__ Job job) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   __shared__ uint4 staged[kThreads / 32][kFlatWarp / 32 / 16];
   const Source& x = job.source;
   const int64_t size = x.rows * x.cols;

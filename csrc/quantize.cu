@@ -26,7 +26,7 @@ __device__ __forceinline__ Corner corner_of(const Job& job) {
 template <class W, bool kSums>
 __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
     quantize_tiles(const __grid_constant__ Job job) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const Corner at = corner_of(job);
   const Frame row = frame_of(job, false, at, job.vector_row, job.row.key, Starts{});
   const Frame column = frame_of(job, true, at, job.vector_column, job.column.key, Starts{});
@@ -41,12 +41,21 @@ __device__ __forceinline__ LeanTile lean_tile_of(const Job& job) {
           {job.column.amax, job.column.key, 0}};
 }
 
+template <bool kRagged>
+__device__ __forceinline__ void load_matrix_tile(const Source& source, const LeanCorner& at, uint32_t* tile) {
+  if constexpr (kRagged)
+    load_rows_async(source, at.r0, at.c0, at.rows - at.r0, tile);
+  else
+    load_tile_async<false>(source, at.r0, at.c0, kTile, tile);
+}
+
 // kRagged: the last rows are no whole tiles, or columns no whole segments.
 template <bool kExact, bool kRagged>
 __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, kRagged>) quantize_mx(const __grid_constant__ Job job) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const LeanTile here = lean_tile_of(job);
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  load_matrix_tile<kRagged>(job.source, here.at, tile);
   if constexpr (kRagged)
     run_any_mx_tile<kExact>(job, here, tile);
   else
@@ -55,9 +64,10 @@ __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, kRagged>) quantize
 
 template <bool kSums, bool kRagged>
 __global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_lean(const __grid_constant__ Job job) {
-  extern __shared__ uint4 shared[];
+  extern __shared__ __align__(128) uint4 shared[];
   const LeanTile here = lean_tile_of(job);
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  load_matrix_tile<kRagged>(job.source, here.at, tile);
   if constexpr (kRagged)
     run_any_tile(job, here, tile);
   else

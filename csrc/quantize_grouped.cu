@@ -62,27 +62,32 @@ constexpr int kBlocks = kEncoder == Encoder::mx         ? kMxBlocks<false, true>
 template <class W, bool kSums, Encoder kEncoder>
 __global__ void __launch_bounds__(kThreads, kBlocks<W, kSums, kEncoder>)
     quantize_members(const __grid_constant__ GroupJob launch) {
-  extern __shared__ uint4 shared[];
-  __shared__ Member member;
+  extern __shared__ __align__(128) uint4 shared[];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   const Job& job = launch.job;
   const uint32_t index = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const uint32_t across = static_cast<uint32_t>((job.source.cols + kTile - 1) / kTile);
   const uint32_t down = index / across, c0 = (index - down * across) * kTile;
-  __shared__ LeanTile here;  // read where it is used, which takes no registers meanwhile
-  if (threadIdx.x < 32) {
-    find_member(launch.group, launch.units, job.source.rows, down, member);
-    __syncwarp();
-    if (kEncoder != Encoder::general && threadIdx.x == 0 && member.rows > 0) here = lean_tile_of(launch, member, c0);
+  if constexpr (kEncoder == Encoder::general) {
+    __shared__ Member member;
+    if (threadIdx.x < 32) find_member(launch.group, launch.units, job.source.rows, down, member);
+    __syncthreads();
+    if (member.rows) run_member<W, kSums>(launch, member, c0, tile);
+  } else {
+    __shared__ LeanTile here;  // read where it is used, which takes no registers meanwhile
+    if (threadIdx.x < 32) {
+      Member mine;
+      if (search(launch.group, launch.units, job.source.rows, down, mine)) here = lean_tile_of(launch, mine, c0);
+    }
+    __syncthreads();
+    const LeanCorner& at = here.at;
+    if (at.rows == 0) return;
+    load_rows_async(job.source, at.begin + at.r0, c0, at.rows - at.r0, tile);
+    if constexpr (kEncoder == Encoder::lean)
+      run_any_tile(job, here, tile);
+    else
+      run_any_mx_tile<kEncoder == Encoder::mx_exact>(job, here, tile);
   }
-  __syncthreads();
-  if (member.rows == 0) return;
-  if constexpr (kEncoder == Encoder::general)
-    run_member<W, kSums>(launch, member, c0, tile);
-  else if constexpr (kEncoder == Encoder::lean)
-    run_any_tile(job, here, tile);
-  else
-    run_any_mx_tile<kEncoder == Encoder::mx_exact>(job, here, tile);
 }
 
 // found[e] = max(found[e], amax of expert e's rows), where rows lie one after the other in units of 16 bytes. A thread
