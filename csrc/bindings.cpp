@@ -68,6 +68,13 @@ void bind_cpu(py::module_& m) {
     hq::quantize_grouped_cpu(call, group, threads, isa.c_str());
   }, HQ_GROUP_ARGS, "threads"_a = 1, "isa"_a = "",
      "quantize_cpu for each expert's rows of X, to packed arrays: one expert's after the other's.");
+  m.def("find_amax_grouped_cpu", [](HQ_GROUP_PARAMETERS, int threads, const std::string& isa) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, true);
+    const hq::Group group = make_group(rows, cols, offsets, experts);
+    check_cpu(threads, isa);
+    py::gil_scoped_release release;
+    hq::find_amax_grouped_cpu(call, group, threads, isa.c_str());
+  }, HQ_GROUP_ARGS, "threads"_a = 1, "isa"_a = "", "find_amax_cpu for each expert's rows of X; one amax an expert.");
   m.def("offsets_cpu", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                           const std::vector<int64_t>& strides, uintptr_t out) {
     hq::offsets_cpu(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out));
@@ -101,6 +108,10 @@ void bind_cuda(py::module_& m) {
     const hq::Call call = make_call(HQ_CALL_VALUES, true);
     hq::quantize_grouped_cuda(call, make_group(rows, cols, offsets, experts), stream);
   }, HQ_GROUP_ARGS, "stream"_a = 0, "quantize_grouped_cpu on the current GPU, where the offsets are.");
+  m.def("find_amax_grouped_cuda", [](HQ_GROUP_PARAMETERS, uintptr_t stream) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, true);
+    hq::find_amax_grouped_cuda(call, make_group(rows, cols, offsets, experts), stream);
+  }, HQ_GROUP_ARGS, "stream"_a = 0, "find_amax_grouped_cpu on the current GPU, where the offsets are.");
   m.def("offsets_cuda", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                            const std::vector<int64_t>& strides, uintptr_t out, uintptr_t overflow, uintptr_t stream) {
     hq::offsets_cuda(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out),

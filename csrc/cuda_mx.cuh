@@ -178,7 +178,8 @@ __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const Elem
     most = larger_or_nan<Bf16>(most, __shfl_xor_sync(~0u, most, 4)) & both(0x7FFF);
     MxScales scales;
     bool nan = false;
-    if (__any_sync(~0u, inside && !near_scales<kWide>(most, scales))) {
+    const bool far = !near_scales<kWide>(most, scales);  // computed for lanes outside, too, which read `scales` below
+    if (__any_sync(~0u, inside && far)) {
       const Largest found = largest<Bf16>(words, kSegment);
       const float low = Order::join_near(found.of[0], 32, Larger()), high = Order::join_near(found.of[1], 32, Larger());
       scales = far_scales(low, high, facts);

@@ -65,6 +65,11 @@ void find_amax_cpu(const Call& call, int threads, const char* isa) {
   HQ_CHOOSE(named(isa), find_amax(call, threads));
 }
 
+void find_amax_grouped_cpu(const Call& call, const Group& group, int threads, const char* isa) {
+  const Members members(call, group);
+  for (int64_t e = 0; e < members.count(); ++e) find_amax_cpu(members.calls()[e], threads, isa);
+}
+
 void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads) {
   threads = useful_threads(encoded.rows * encoded.cols, threads);
   HQ_CHOOSE(best_isa(), dequantize(encoded, decoding, out, out_dtype, threads));

@@ -111,6 +111,8 @@ void quantize_cpu(const Call& call, int threads, const char* isa);
 void find_amax_cpu(const Call& call, int threads, const char* isa);
 // One call for all experts; std::invalid_argument for offsets and numbers of rows that the formats cannot have.
 void quantize_grouped_cpu(const Call& call, const Group& group, int threads, const char* isa);
+// find_amax_cpu of every expert; raises as quantize_grouped_cpu.
+void find_amax_grouped_cpu(const Call& call, const Group& group, int threads, const char* isa);
 void dequantize_cpu(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads);
 // Raises as quantize_grouped_cpu does for offsets.
 void dequantize_grouped_cpu(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype, int threads);
@@ -128,6 +130,7 @@ void stochastic_e2m1_elements(const float* source, const uint8_t* random, uint8_
 void quantize_cuda(const Call& call, uintptr_t stream);
 void find_amax_cuda(const Call& call, uintptr_t stream);
 void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t stream);
+void find_amax_grouped_cuda(const Call& call, const Group& group, uintptr_t stream);
 void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype out_dtype, uintptr_t stream);
 void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, void* out, Dtype out_dtype,
                              uintptr_t stream);

@@ -186,4 +186,14 @@ void quantize_grouped_cuda(const Call& call, const Group& group, uintptr_t strea
   if (job.has_column) finish(job.column, group.experts, queue);
 }
 
+void find_amax_grouped_cuda(const Call& call, const Group& group, uintptr_t stream) {
+  const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
+  Job job = job_of(call.source, call.row, call.column, call.dequantized);
+  const Units units = units_of(call.row, call.column, call.source.cols);
+  if (job.has_row && job.row.found) find(job, false, group, units, queue);
+  if (!job.has_column || !job.column.found) return;
+  if (job.dequantized && !job.row.amax) job.row.amax = job.row.found;
+  find(job, true, group, units, queue);
+}
+
 }  // namespace hq

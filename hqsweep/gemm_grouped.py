@@ -125,7 +125,7 @@ def has_kernel(device: torch.device, majors: Sequence[int] | None) -> bool:
 
 
 def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Tensor:
-    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [sum of m_e, n] in out_dtype.
+    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [rows of a's splits, n] in out_dtype.
 
     UserError, naming the member, for groups of members of unlike widths, and for a b of unlike shapes.
     """
@@ -135,6 +135,9 @@ def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype)
         return tokens_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
     _check_members(a, b, one_shape=True)
     parts = [_single(x, w, how, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
+    left_over = a.layout.splits.rows - sum(map(len, parts))
+    if left_over:
+        parts.append(parts[0].new_zeros(left_over, parts[0].shape[1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -183,8 +186,7 @@ def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *
         y = torch._grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
 
     def of_rows(factor: Tensor) -> Tensor:
-        sizes = splits.equal if equal else splits.on(factor.device)
-        return factor.view(experts, -1).repeat_interleave(sizes, dim=0, output_size=splits.rows)
+        return splits.spread(factor.view(experts, -1))
 
     if not per_row and a.factor is not None and b.factor is not None:
         factors = [(of_rows(a.factor * b.factor), False)]  # the product of both is what rows are multiplied by
@@ -198,8 +200,7 @@ def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
     """mm_t_tokens of E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, in bfloat16."""
     splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.one_shape
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
-    sizes = splits.on(left.device)
-    rows = a.buffers["s"].repeat_interleave(sizes, output_size=splits.rows)
+    rows = splits.spread(a.buffers["s"])
     columns = b.buffers["s"].view(experts, 1).expand(experts, n).contiguous()
     return torch._scaled_grouped_mm(
         left.view(splits.rows, k), right.view(experts, n, k).transpose(1, 2), rows, columns,
@@ -231,11 +232,7 @@ def _stored(out_dtype: torch.dtype) -> torch.dtype:
 
 def _exact(group: Group) -> GroupedExact:
     """Exact matrices in one memory: decoded, and put together, where they are not there already."""
-    if isinstance(group, GroupedExact):
-        return group
-    if isinstance(group, GroupedOperand):
-        return group.operand()
-    return pack([member.operand() for member in group.members], group.members[0].format, _layout(group))
+    return group if isinstance(group, GroupedExact) else _packed(group).operand()
 
 
 def _packed(group: GroupedOperand | Members) -> GroupedOperand:

@@ -287,3 +287,10 @@ def test_native_products_of_a_gpu(gemm):
     if not plan.grouped:
         pytest.skip("torch._scaled_grouped_mm is for sm_90")
     close(mm_t_tokens(left, right, plan, out_dtype=torch.bfloat16).cpu(), expected, 2**-6)
+
+
+def test_torch_stores_bfloat16_only():
+    """Were float32 to be had of torch._grouped_mm, gradients of float32 weights would have to take it."""
+    a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch._grouped_mm(a, b, offs=torch.tensor([8, 16], dtype=torch.int32), out_dtype=torch.float32)

@@ -14,8 +14,10 @@ from hqsweep.gemm_grouped import GroupedPlan, grouped_plan
 from hqsweep.nn.grouped_call import GroupedCall, expert_weights
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
+from hqsweep.nn.grouped_rows import place_rows, take_rows
 from hqsweep.nn.linear import LinearBase, as_rows
 from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.grouped_padding import PaddedSplits
 from hqsweep.ops.plan import in_dtype
 from hqsweep.quant import HybridQuantizer, LinearQuantizers, QuantizerRole
 from hqsweep.quant.homogeneous import homogeneous
@@ -39,9 +41,14 @@ class GroupedLinear(LinearBase):
     quantized. Other options are those of Linear.
 
     Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
-    need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are waited for by
-    that, by delayed scaling, by every loop over experts, and by gradients of biases; products by torch._grouped_mm do
-    not wait. Splits that the host is given cost no wait, and where all are equal a GPU takes torch.bmm.
+    need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are not waited for:
+    it fills up by itself, in a copy that has room for any splits and is made even where these fit, for nobody can know
+    that without waiting. What does wait for them is a loop over experts: where the plan is one (products of float32
+    operands, gemm=native but for rows of E4M3 codes, sizes that are no multiples of 8, GPUs for which torch._grouped_mm
+    has no kernel), for quantizers with a quantize of their own, and under a probe. Gradients of weights pass through
+    bfloat16 then, also where weights or main_grad are float32, for torch._grouped_mm stores nothing else; gradients of
+    biases are sums row by row, another order of additions in float32. Splits that the host is given cost no wait, and
+    where all are equal a GPU takes torch.bmm.
     single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
@@ -148,7 +155,11 @@ class GroupedLinear(LinearBase):
         rows = in_dtype(as_rows(x), self.dtype)
         splits = self._splits_of(m_splits, len(rows))
         multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
-        padded = splits.padded(multiple)
+        if multiple > 1 and splits.sizes is None and len(rows):
+            filled = PaddedSplits.over(splits, multiple, rows.device)
+            y = self._apply_experts(place_rows(rows, filled.places, filled.rows), filled)
+            return take_rows(y, filled.places).view(*x.shape[:-1], y.shape[-1])
+        padded = splits if splits.sizes is None else splits.padded(multiple)
         if padded is splits:
             y = self._apply_experts(rows, splits)
         else:

@@ -77,10 +77,12 @@ def _delivered(
         return [made if isinstance(made, Tensor) else torch.stack(list(made))]
     if weights is None:
         return [dw if needed else None for dw, needed in zip(made, needs, strict=True)]
+    if is_single and isinstance(made, Tensor):
+        weights[0].main_grad.add_(made)
+        return [None]
     main_grads = weights[0].main_grad.unbind(0) if is_single else [weight.main_grad for weight in weights]
-    for main_grad, dw, needed in zip(main_grads, made, needs * len(made) if is_single else needs, strict=True):
-        if needed:
-            main_grad.add_(dw)
+    needed = [i for i in range(len(made)) if needs[0 if is_single else i]]
+    torch._foreach_add_([main_grads[i] for i in needed], [made[i] for i in needed])
     return [None] * len(needs)
 
 
@@ -88,7 +90,7 @@ def _add_biases(call: GroupedCall, y: Tensor, biases: Sequence[Tensor]) -> Tenso
     rows, splits = biases[0] if biases[0].dim() == 2 else biases, call.splits
     if splits.sizes is None:  # nothing has to wait for them
         rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
-        return y.add_(rows.to(call.dtype).repeat_interleave(splits.on(y.device), dim=0, output_size=len(y)))
+        return y.add_(splits.spread(in_dtype(rows, call.dtype)))
     if splits.equal:
         rows = rows if isinstance(rows, Tensor) else torch.stack(list(rows))
         y.view(splits.count, splits.equal, -1).add_(in_dtype(rows, call.dtype).unsqueeze(1))
@@ -99,8 +101,13 @@ def _add_biases(call: GroupedCall, y: Tensor, biases: Sequence[Tensor]) -> Tenso
 
 
 def _bias_gradients(call: GroupedCall, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """Sums of the unquantized dy of each expert in float32."""
-    dtype, axes = biases[0]
+    """Sums of the unquantized dy of each expert in float32. Of splits that only a device knows they are one sum a
+    column, row by row (torch's SegmentReduce.cu: a thread for each), and not the tree of Tensor.sum."""
+    (dtype, axes), splits = biases[0], call.splits
+    if splits.sizes is None:
+        offsets = splits.offsets(dy.device)  # unsafe: unchecked, for a check waits
+        sums = torch.segment_reduce(dy.float(), "sum", offsets=offsets, axis=0, unsafe=True).to(dtype)
+        return [sums] if axes == 2 else list(sums.unbind(0))
     sums = [part.sum(dim=0, dtype=torch.float32) for part in call.parts(dy)]
     return [in_dtype(torch.stack(sums), dtype)] if axes == 2 else [in_dtype(own, dtype) for own in sums]
 

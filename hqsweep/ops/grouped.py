@@ -127,7 +127,7 @@ def _by_kernel(
 ) -> GroupQuantized | None:
     """By one call, or None: without a kernel for all of it, or for arguments that a call for each expert refuses."""
     row, column, device = request.row, request.column, x.device
-    if not _suits(request, x.dtype, x.shape, device.type) or not _fits(request, splits):
+    if not _suits(request, x.dtype, x.shape, device.type) or not fits(request, x, splits):
         return None
     row_amax = column_amax = row_table = column_table = None
     step = 0
@@ -175,21 +175,15 @@ def _take(
 
 @lru_cache(maxsize=SHAPES_KEPT)
 def _suits(request: Request, dtype: torch.dtype, shape: torch.Size, device_type: str) -> bool:
-    """Whether there is a kernel for matrices of this shape, whose blocks go into their rows."""
+    """Whether there is a kernel for matrices of this shape."""
     wanted = request.kernels and (request.row is not None or request.column is not None)
-    return (
-        wanted
-        and has_kernels(device_type)
-        and dtype in DTYPES
-        and len(shape) == 2
-        and not shape[1] % request.multiples[1]
-    )
+    return wanted and has_kernels(device_type) and dtype in DTYPES and len(shape) == 2
 
 
-def _fits(request: Request, splits: Splits) -> bool:
-    """Whether blocks go into each expert's rows, where the host knows them."""
-    down = request.multiples[0]
-    return down == 1 or splits.sizes is None or splits.divisor % down == 0
+def fits(request: Request, x: Tensor, splits: Splits) -> bool:
+    """Whether blocks go into the matrix, and into each expert's rows where the host knows them."""
+    down, across = request.multiples
+    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
 
 
 def _amaxes(p: Plan | None, grids: Grids) -> Tensor | None:
@@ -246,26 +240,38 @@ def member_buffers(buffers: Buffers, format: Format, layout: MemberLayout) -> li
 def pack(
     members: Sequence[Made | None], format: Format | None, layout: MemberLayout, *, by_rows: bool = False
 ) -> GroupMade | None:
-    """Results of one direction, in one memory; None for none. by_rows: exact columnwise ones as [m_e, width]."""
+    """Results of one direction, in one memory, zeros behind them where splits leave rows over; None for none. by_rows:
+    exact columnwise ones as [m_e, width]."""
     if format is None or members[0] is None:
         return None
     by_rows = by_rows and isinstance(members[0], ExactOperand) and layout.columnwise
     by_rows = by_rows or stored_by_rows(format, layout.columnwise)
     if not isinstance(members[0], ExactOperand):
-        return {name: _flat([member[name] for member in members], by_rows) for name in format.layout}
-    factors = [member.factor for member in members]
+        return {
+            name: _flat([member[name] for member in members], by_rows, layout.least(buffer))
+            for name, buffer in format.layout.items()
+        }
+    p, factors = plan_of(format), [member.factor for member in members]
     return GroupedExact(
         layout=layout,
-        matrix=_flat([member.matrix for member in members], by_rows),
+        matrix=_flat([member.matrix for member in members], by_rows, layout.least(None)),
         by_rows=by_rows,
-        factor=None if factors[0] is None else _flat(factors, False),
-        per_row=plan_of(format).row_scaled,
+        factor=None if factors[0] is None else _flat(factors, False, layout.least(format.layout[p.amax_name])),
+        per_row=p.row_scaled,
         divisor=members[0].divisor,
     )
 
 
-def _flat(tensors: list[Tensor], by_rows: bool) -> Tensor:
-    """One after the other."""
-    if len(tensors) == 1 and not by_rows:
-        return tensors[0].reshape(-1)
-    return torch.cat([(t.t() if by_rows else t).reshape(-1) for t in tensors])
+def _flat(tensors: list[Tensor], by_rows: bool, least: int) -> Tensor:
+    """One after the other, then zeros up to the least number of entries."""
+    count, start = sum(t.numel() for t in tensors), 0
+    if not by_rows:
+        alike = count >= least and len({t.shape[1:] for t in tensors}) == 1  # then strides cost no launch each
+        parts = tensors if alike else [*(t.reshape(-1) for t in tensors), tensors[0].new_zeros(max(least - count, 0))]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(-1)
+    flat = tensors[0].new_empty(max(count, least))
+    flat[count:].zero_()
+    for t in tensors:
+        flat[start : start + t.numel()].view(t.shape[::-1]).copy_(t.t())
+        start += t.numel()
+    return flat

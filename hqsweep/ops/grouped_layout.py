@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.formats import WHOLE, Buffer, ExactOperand, Format
 from hqsweep.ops.kernel_grouped import split_offsets
 from hqsweep.ops.member_layout import MemberLayout, refuse_unlike
 from hqsweep.ops.plan import has_kernels
@@ -37,7 +37,7 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
         raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
     if isinstance(splits, Tensor) and (splits.device.type != "cpu" or has_kernels("cpu")):
         try:
-            return _offsets(splits, [1], [stride], check)[0]
+            return offsets_of(splits, [1], [stride], check)[0]
         except OverflowError:
             raise UserError(f"offsets of {len(splits)} splits times {stride} leave the range of int64") from None
     sizes = splits.tolist() if isinstance(splits, Tensor) else [int(size) for size in splits]
@@ -47,7 +47,7 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
     return torch.tensor(offsets, dtype=torch.int64)
 
 
-def _offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
+def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
     """split_offsets, or the same by torch where there is no kernel."""
     if has_kernels(splits.device.type):
         return split_offsets(splits, divisors, strides, check)
@@ -151,6 +151,11 @@ class Splits:
         sizes = torch.tensor(self.sizes, dtype=torch.int64)
         return sizes if device.type == "cpu" else sizes.pin_memory().to(device, non_blocking=True)
 
+    def spread(self, values: Tensor) -> Tensor:
+        """values [E, ...] -> [rows, ...]: for every row that of its expert, on their device; nothing waits."""
+        sizes = self.equal or self.on(values.device)
+        return values.repeat_interleave(sizes, dim=0, output_size=self.rows)
+
     def offsets(self, device: torch.device) -> Tensor:
         """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits. Made once."""
         return self._once("_offsets", device, self._make_offsets)
@@ -214,6 +219,12 @@ class GroupLayout(MemberLayout):
             refuse_unlike(self.shapes, "this operand of a grouped product")
         return (self.width, rows) if self.columnwise else (rows, self.width)
 
+    def least(self, buffer: Buffer | None) -> int:
+        rows, width = self.splits.rows, self.width
+        if buffer is None:
+            return rows * width
+        return math.prod(buffer.shape(*((width, rows) if self.columnwise else (rows, width))))
+
     def starts(self, format: Format, device: torch.device) -> dict[str, Tensor]:
         """Buffer -> int64 [E + 1] on the device: the first entry of each member in the packed buffer, and the end of
         the last. One launch for all buffers; nothing waits for splits that the device has."""
@@ -222,7 +233,7 @@ class GroupLayout(MemberLayout):
             ragged, other = (buffer.cols, buffer.rows) if self.columnwise else (buffer.rows, buffer.cols)
             divisors.append(ragged)
             strides.append(1 if other == WHOLE else -(-self.width // other))
-        return dict(zip(format.layout, _offsets(self.splits.on(device), divisors, strides), strict=True))
+        return dict(zip(format.layout, offsets_of(self.splits.on(device), divisors, strides), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -77,8 +77,8 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
 
 def _find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found):
     rows, cols = x.shape
-    row = _finder(plan(rowwise), x, rows, row_key, row_amax, row_found) if rowwise else None
-    column = _finder(plan(columnwise), x, cols, NO_KEY, None, column_found) if columnwise else None
+    row = finder(plan(rowwise), x, rows, row_key, row_amax, row_found) if rowwise else None
+    column = finder(plan(columnwise), x, cols, NO_KEY, None, column_found) if columnwise else None
     call = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
     _run(x, call, x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
 
@@ -175,11 +175,13 @@ def direction(side: Side, x: Tensor, rows: int, made: list[Tensor], kept: list[T
     return extension().Direction(side.plan.spec, *key, *addresses, 0 if keys is None else keys.data_ptr(), turned)
 
 
-def _finder(p: Plan, x: Tensor, rows: int, key, amax: Tensor | None, found: Tensor | None):
-    """The Direction that only finds a global amax."""
-    p.check_amax("given amax", amax, rows, x)
-    p.check_amax("found amax", found, rows, x)
-    return extension().Direction(p.spec, *key, *(0 if t is None else t.data_ptr() for t in (amax, found)))
+def finder(p: Plan, x: Tensor, rows: int, key, amax: Tensor | None, found: Tensor | None, matrices: int = 1,
+           keys: Tensor | None = None):  # fmt: skip
+    """The Direction that only finds a global amax, or those of a group as `direction` has one."""
+    p.check_amax("given amax", amax, rows, x, matrices)
+    p.check_amax("found amax", found, rows, x, matrices)
+    addresses = (0 if t is None else t.data_ptr() for t in (amax, found))
+    return extension().Direction(p.spec, *key, *addresses, keys=0 if keys is None else keys.data_ptr())
 
 
 def _run(x: Tensor, call: Callable, *arguments) -> None:

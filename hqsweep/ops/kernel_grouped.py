@@ -1,4 +1,5 @@
-"""The extension's grouped functions as torch operators: hqsweep::quantize_grouped, dequantize_grouped, split_offsets.
+"""The extension's grouped functions as torch operators: hqsweep::quantize_grouped, find_amax_grouped_,
+dequantize_grouped, split_offsets.
 
 One call quantizes the rows of all experts, whose offsets stay where they are: on CUDA nothing waits for them, and a
 graph serves any splits of as many rows. Outputs are packed buffers (ops.grouped_layout), exact where the host knows the
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from hqsweep.formats import RngKey, RngKeys
-from hqsweep.ops.kernel import Side, direct, direction, empty, on_its_device, side
-from hqsweep.ops.plan import DTYPES, SHAPES_KEPT, Allocation, Plan, extension, plan
+from hqsweep.ops.kernel import Side, direct, direction, empty, finder, on_its_device, side
+from hqsweep.ops.plan import DTYPES, NO_KEY, SHAPES_KEPT, Allocation, Plan, extension, plan
 
 KEPT_KEYS = 1024
 
@@ -29,6 +30,10 @@ _library.define(
     "quantize_grouped(Tensor x, Tensor offsets, SymInt[]? sizes, str rowwise, str columnwise, bool dequantized, "
     "bool rowwise_exact, bool columnwise_exact, Tensor? rowwise_keys, Tensor? columnwise_keys, int step, "
     "Tensor? rowwise_amax, Tensor? columnwise_amax, bool by_rows=False) -> Tensor[]"
+)
+_library.define(
+    "find_amax_grouped_(Tensor x, Tensor offsets, str rowwise, str columnwise, bool dequantized, Tensor? rowwise_keys, "
+    "int step, Tensor? rowwise_amax, Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found) -> ()"
 )
 _library.define(
     "dequantize_grouped(Tensor[] buffers, str format, bool columnwise, Tensor offsets, SymInt rows, SymInt cols, "
@@ -82,6 +87,21 @@ def _quantize_grouped(x, offsets, sizes, rowwise, columnwise, dequantized, row_e
     else:
         extension().quantize_grouped_cpu(*call, experts, torch.get_num_threads())
     return made
+
+
+def _find_amax_grouped(x, offsets, rowwise, columnwise, dequantized, row_keys, step, row_amax, row_found, column_found):
+    (rows, cols), experts, row, column = x.shape, offsets.numel() - 1, None, None
+    _check_offsets(x, offsets, experts)
+    _check_keys(x, row_keys, experts)
+    if rowwise:
+        row = finder(plan(rowwise), x, rows, [0, 0, step], row_amax, row_found, experts, row_keys)
+    if columnwise:
+        column = finder(plan(columnwise), x, experts * cols, NO_KEY, None, column_found, experts)
+    call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized, offsets.data_ptr())
+    if x.is_cuda:
+        extension().find_amax_grouped_cuda(*call, experts, torch._C._cuda_getCurrentRawStream(x.get_device()))
+    else:
+        extension().find_amax_grouped_cpu(*call, experts, torch.get_num_threads())
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
@@ -199,6 +219,13 @@ def quantize_grouped(x: Tensor, *arguments) -> list[Tensor]:
     return torch.ops.hqsweep.quantize_grouped.default(x, *arguments)
 
 
+def find_amax_grouped(x: Tensor, *arguments) -> None:
+    """hqsweep::find_amax_grouped_, directly where that is possible."""
+    if direct(x):
+        return (_find_amax_grouped if x.is_cpu else _find_amax_grouped_on_cuda)(x, *arguments)
+    torch.ops.hqsweep.find_amax_grouped_.default(x, *arguments)
+
+
 def dequantize_grouped(
     buffers: list[Tensor], format: str, columnwise: bool, offsets: Tensor, rows: int, cols: int, exact: bool,
     dtype: torch.dtype,
@@ -228,12 +255,16 @@ def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check
 _quantize_grouped_on_cuda, _split_offsets_on_cuda = on_its_device(_quantize_grouped), on_its_device(_split_offsets)
 _library.impl("quantize_grouped", _quantize_grouped, "CPU")
 _library.impl("quantize_grouped", _quantize_grouped_on_cuda, "CUDA")
+_find_amax_grouped_on_cuda = on_its_device(_find_amax_grouped)
+_library.impl("find_amax_grouped_", _find_amax_grouped, "CPU")
+_library.impl("find_amax_grouped_", _find_amax_grouped_on_cuda, "CUDA")
 _dequantize_grouped_on_cuda = on_its_device(_dequantize_grouped)
 _library.impl("dequantize_grouped", _dequantize_grouped, "CPU")
 _library.impl("dequantize_grouped", _dequantize_grouped_on_cuda, "CUDA")
 _library.impl("split_offsets", _split_offsets, "CPU")
 _library.impl("split_offsets", _split_offsets_on_cuda, "CUDA")
 register_fake("hqsweep::quantize_grouped", _quantize_grouped_fake, lib=_library)
+register_fake("hqsweep::find_amax_grouped_", lambda *_: None, lib=_library)
 register_fake(
     "hqsweep::dequantize_grouped",
     lambda buffers, format, columnwise, offsets, rows, cols, exact, dtype: buffers[0].new_empty(

@@ -7,7 +7,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Format
+from hqsweep.formats import Buffer, Format
 
 
 class MemberLayout:
@@ -40,6 +40,10 @@ class MemberLayout:
     def buffer_shapes(self, format: Format, name: str) -> list[tuple[int, int]]:
         """Of one buffer of every member."""
         return [format.layout[name].shape(*shape) for shape in self.shapes]
+
+    def least(self, buffer: Buffer | None) -> int:
+        """The fewest entries that a packed buffer can have (None: of elements), those of rows left over included."""
+        return 0
 
 
 def refuse_unlike(

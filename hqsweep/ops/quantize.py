@@ -115,7 +115,7 @@ def find_amax(
     )  # fmt: skip
     x = as_matrix(x)
     check_shape(request, x)
-    _check_amaxes(request, x, rowwise_amax, out_rowwise, out_columnwise)
+    check_amaxes(request, x, rowwise_amax, out_rowwise, out_columnwise)
     if not use_kernel(request, x, (None, None), backend):
         return _amax_by_reference(request, x, rowwise_key, rowwise_amax, (out_rowwise, out_columnwise))
     if out_rowwise is not None or out_columnwise is not None:
@@ -126,18 +126,28 @@ def find_amax(
         )  # fmt: skip
 
 
-def _check_amaxes(
-    request: Request, x: Tensor, given: Tensor | None, out_row: Tensor | None, out_column: Tensor | None
+def check_amaxes(
+    request: Request,
+    x: Tensor,
+    given: Tensor | None,
+    out_row: Tensor | None,
+    out_column: Tensor | None,
+    *,
+    matrices: int = 1,
 ) -> None:
-    """Where an amax is wanted there is a format that has one; where a row is decoded its amax is known."""
-    row = request.row
-    for name, p, out, rows in (("rowwise", row, out_row, 0), ("columnwise", request.column, out_column, 1)):
+    """Where an amax is wanted there is a format that has one; where a row is decoded its amax is known. matrices: of a
+    group, whose amaxes follow each other."""
+    row, (tall, wide) = request.row, x.shape
+    for name, p, out, rows in (
+        ("rowwise", row, out_row, tall),
+        ("columnwise", request.column, out_column, matrices * wide),
+    ):
         if out is not None and (p is None or p.amax_name is None):
             raise UserError(f"find_amax: {p.text if p else 'no format'} has no global amax to find for out_{name}")
         if p:
-            Plan.check_amax(p, f"out_{name}", out, x.shape[rows], x)
+            Plan.check_amax(p, f"out_{name}", out, rows, x, matrices)
     if row:
-        Plan.check_amax(row, "rowwise_amax", given, x.shape[0], x)
+        Plan.check_amax(row, "rowwise_amax", given, tall, x, matrices)
     if request.dequantized and row.amax_name and given is None and (out_row is None or row.delayed):
         where = "rowwise_amax" if row.delayed else "rowwise_amax or out_rowwise"
         raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")

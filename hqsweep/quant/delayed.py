@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed, RngKey
 from hqsweep.formats.delayed import end_step
+from hqsweep.ops.grouped_amax import find_amax_grouped
+from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.plan import plan_of
 from hqsweep.ops.quantize import find_amax
 
@@ -166,3 +168,37 @@ def grids_of(slots: Sequence[SlotStates], formats: Mapping[str, Format | None]) 
             begin(states, first.training_step(), format)
         made[direction] = [{"s": amax} for amax in amaxes_at(states, first.step, format)]
     return made
+
+
+def note_group(
+    slots: Sequence[SlotStates],
+    x: Tensor,
+    splits: Splits,
+    formats: Mapping[str, Format | None],
+    source: str,
+    keys: Sequence[RngKey | None] | None,
+) -> None:
+    """SlotStates.note of every expert, which has its own rows of x and its own entry of `keys`.
+
+    One search for all: both directions of the original have one amax, and histories take what was found together.
+    """
+    delayed = slots[0].delayed(formats)
+    if not (slots[0].record and delayed):
+        return
+    if source != "rowwise_dequantized" or "columnwise" not in delayed:
+        found = dict.fromkeys(delayed, x.new_zeros(len(slots), dtype=torch.float32))
+        direction, format = next(iter(delayed.items()))
+        find_amax_grouped(x.detach(), splits, format, out_rowwise=found[direction])
+    else:
+        found = {d: x.new_zeros(len(slots), dtype=torch.float32) for d in delayed}
+        outs = {f"out_{d}": amaxes for d, amaxes in found.items()}
+        options = {"columnwise_source": source, "rowwise_keys": keys}
+        row, name = formats["rowwise"], plan_of(formats["rowwise"]).amax_name
+        if "rowwise" in delayed:
+            options["rowwise_amaxes"] = torch.cat([slot.states["rowwise"].amax.view(-1) for slot in slots])
+        elif name:  # found once more, to decode by
+            count = len(x) if plan_of(row).row_scaled else len(slots)
+            outs["out_rowwise"] = x.new_zeros(count, dtype=torch.float32)
+        find_amax_grouped(x.detach(), splits, row, formats["columnwise"], **options, **outs)
+    histories = [slot.states[d].history[:1] for d in delayed for slot in slots]
+    torch._foreach_maximum_(histories, [amax for d in delayed for amax in found[d].split(1)])

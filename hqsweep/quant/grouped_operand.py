@@ -14,7 +14,7 @@ from hqsweep.ops.grouped_layout import GroupedExact, Splits
 from hqsweep.ops.grouped_shapes import Shapes
 from hqsweep.ops.member_layout import MemberLayout
 from hqsweep.ops.request import Output
-from hqsweep.quant.delayed import SlotStates, grids_of
+from hqsweep.quant.delayed import SlotStates, grids_of, note_group
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -124,10 +124,7 @@ def quantize_group(
         options |= {f"{d}_grids": own for d, own in grids_of(states, formats).items()}
     made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
     if recorded:
-        row_keys = options["rowwise_keys"] or [None] * splits.count
-        for (start, end), state, key in zip(splits.spans, states, row_keys, strict=True):
-            if end > start:
-                state.note(x[start:end], formats, source, key)
+        note_group(states, x, splits, formats, source, options["rowwise_keys"])
     return _groups(made, quantizer, splits, x, rowwise)
 
 

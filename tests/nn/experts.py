@@ -4,6 +4,7 @@ import torch
 
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import GroupedLinear, Linear, quantization, quantized_model_init
+from hqsweep.ops.grouped_layout import Splits
 from hqsweep.quant import LinearQuantizers, Recipe
 
 SPLITS = (48, 0, 16, 64)
@@ -19,6 +20,11 @@ SECTIONS = [
     {"input": "fp8_delayed|mxfp8", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"},
     {"input": "mxfp8|bf16", "weight": "nvfp4+sr|fp8_block+2d", "grad_output": "nvfp4+4over6|bf16"},
 ]  # fmt: skip
+
+
+def hidden(splits=SPLITS):
+    """Splits as a device has them."""
+    return Splits(rows=sum(splits), count=len(splits), sizes=None, device_sizes=torch.tensor(splits, dtype=torch.int32))
 
 
 class Expert(Linear):

@@ -265,7 +265,7 @@ def test_splits_of_a_device_are_those_of_the_host(quantizers):
         x = draw("normal", ROWS, K).cuda().requires_grad_()
         with quantization(seed=1, step=1):
             y = module(x, splits)
-        y.backward(draw("normal", ROWS, N, 1).cuda())
+        y.backward(torch.round(draw("normal", ROWS, N, 1) * 8).cuda())  # whole numbers: sums in any order are equal
         runs.append((y.detach(), x.grad, [w.grad for w in module.weights], [b.grad for b in module.biases]))
     for y, dx, dw, db in runs[1:]:
         assert torch.equal(y, runs[0][0]) and torch.equal(dx, runs[0][1])

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, ids, recipe_of
+from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, hidden, ids, recipe_of
 
 import hqsweep.quant.grouped_operand
 from hqsweep.errors import UserError
@@ -14,7 +14,6 @@ from hqsweep.gemm import mm_t
 from hqsweep.jobs.inputs import draw
 from hqsweep.nn import GroupedLinear, autocast, quantization, quantized_model_init
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
-from hqsweep.ops.grouped_layout import Splits
 
 EQUAL = (ROWS // EXPERTS,) * EXPERTS
 EXACT_IN_BF16 = [f for f in FORMATS if f not in ("fp16", "fp32", "fp8_block+fp32_scale")]
@@ -57,11 +56,6 @@ def native(monkeypatch):
     monkeypatch.setattr("hqsweep.gemm_grouped.mm_t_native", mm_t)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
     return seen
-
-
-def hidden(splits=SPLITS):
-    """Splits as a device has them."""
-    return Splits(rows=sum(splits), count=len(splits), sizes=None, device_sizes=torch.tensor(splits, dtype=torch.int32))
 
 
 def run(module, splits, step=1):

@@ -246,6 +246,9 @@ def test_the_operators_keep_the_rules_of_torch_library(sizes, exact):
     decoded = ([x.new_zeros(96 * 64, dtype=torch.uint8), x.new_zeros(64 * 4, dtype=torch.uint8)], "mxfp8", True)
     arguments = (*decoded, offsets, 96, 64, exact, torch.float32)
     torch.library.opcheck(torch.ops.hqsweep.dequantize_grouped.default, arguments, test_utils=utilities)
+    facts = ("fp8_delayed", "fp8_current", False, None, 0, None, torch.zeros(2), torch.zeros(2))
+    arguments = (torch.ones(48, 32), torch.tensor([0, 16, 48]), *facts)
+    torch.library.opcheck(torch.ops.hqsweep.find_amax_grouped_.default, arguments, test_utils=utilities)
     torch.library.opcheck(torch.ops.hqsweep.split_offsets.default, (torch.tensor([3, 4]), [1, 32], [5, 6], False))
 
 

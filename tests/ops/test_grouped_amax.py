@@ -1,0 +1,110 @@
+"""Amaxes of all experts found by one call are those that a call for each expert finds."""
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKeys, parse
+from hqsweep.jobs.inputs import draw
+from hqsweep.ops import grouped_amax
+from hqsweep.ops.grouped_amax import find_amax_grouped
+from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.plan import plan_of
+from hqsweep.ops.quantize import find_amax
+
+SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
+KEYS = RngKeys(seed=7, slots=tuple(map(str, range(8))), step=2**33 + 5)
+CASES = [
+    ("fp8_current", None, "original"), (None, "fp8_delayed", "original"), ("fp8_delayed", "fp8_current", "original"),
+    ("nvfp4+rht", "nvfp4+rht", "original"), ("nvfp4+row_scaled", "nvfp4+row_scaled", "original"),
+    ("fp8_delayed", "fp8_delayed+e5m2", "rowwise_dequantized"), ("nvfp4", "fp8_delayed", "rowwise_dequantized"),
+    ("nvfp4+row_scaled", "fp8_current", "rowwise_dequantized"), ("nvfp4+sr", "nvfp4", "rowwise_dequantized"),
+    ("mxfp8", "fp8_delayed", "rowwise_dequantized"), ("fp8_block", "fp8_delayed", "rowwise_dequantized"),
+    ("bf16", "fp8_delayed", "rowwise_dequantized"),
+]  # fmt: skip
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def sizes_of(case):
+    return SIXTEENS if "nvfp4" in str(case[1]) else ANY
+
+
+def arguments(case, sizes, width, device):
+    """Formats, and amaxes in which something stands already, some of it larger than what is there to be found."""
+    row, column, source = (case[0] and parse(case[0])), (case[1] and parse(case[1])), case[2]
+    experts, made = len(sizes), {}
+    generator = torch.Generator().manual_seed(0)
+    for name, format, lines in (("out_rowwise", row, sum(sizes)), ("out_columnwise", column, experts * width)):
+        if format and plan_of(format).amax_name:
+            count = lines if plan_of(format).row_scaled else experts
+            made[name] = (torch.rand(count, generator=generator) ** 8 * 1e3).to(device)
+    if source != "original" and plan_of(row).delayed:
+        made["rowwise_amaxes"] = torch.rand(experts, generator=generator).to(device) * 4
+    return (row, column), {"columnwise_source": source}, made
+
+
+def one_by_one(x, sizes, formats, given, made):
+    start, width = 0, x.shape[1]
+    for e, size in enumerate(sizes):
+        own = {}
+        for name, amaxes in made.items():
+            lines = (start, start + size) if name != "out_columnwise" else (e * width, (e + 1) * width)
+            part = amaxes[e : e + 1] if len(amaxes) == len(sizes) else amaxes[slice(*lines)]
+            own[name.replace("amaxes", "amax")] = part
+        if size:
+            find_amax(x[start : start + size], *formats, **given, rowwise_key=KEYS[e], **own)
+        start += size
+
+
+def hidden(sizes, device):
+    """Sizes that only the device knows."""
+    return Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=torch.tensor(sizes, device=device))
+
+
+@devices
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("auto", torch.bfloat16), ("auto", torch.float32), ("reference", torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
+def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, device, monkeypatch):
+    """From splits of the host and of a device, which is not asked; NaN is no amax, and infinity is."""
+    sizes, width = sizes_of(case), 144
+    x = draw("heavy", sum(sizes), width, dtype=dtype).to(device)
+    x[200, 3], x[250, 100] = float("nan"), float("inf")
+    for splits in (Splits.of(sizes, len(x)), hidden(sizes, device)):
+        formats, given, ours = arguments(case, sizes, width, device)
+        theirs = {name: amaxes.clone() for name, amaxes in ours.items()}
+        one_by_one(x, sizes, formats, given, theirs)
+        if backend == "auto":
+            monkeypatch.setattr(grouped_amax, "find_amax", lambda *_, **__: pytest.fail("a call for one expert"))
+        find_amax_grouped(x, splits, *formats, **given, rowwise_keys=KEYS, **ours, backend=backend)
+        monkeypatch.undo()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert splits.sizes or "host" not in vars(splits) or backend == "reference"
+
+
+@devices
+def test_rows_beyond_the_last_expert_are_not_read(device):
+    sizes, x, out = (16, 0, 32), torch.ones(64, 32, device=device), torch.zeros(3, device=device)
+    x[48:] = 9
+    given = torch.tensor(sizes, device=device)
+    find_amax_grouped(
+        x, Splits(rows=64, count=3, sizes=None, device_sizes=given), parse("fp8_delayed"), out_rowwise=out
+    )
+    assert out.tolist() == [1, 0, 1]
+
+
+def test_what_is_refused():
+    x, out, delayed = torch.ones(48, 32), torch.zeros(2), parse("fp8_delayed")
+    for splits, options, message in (
+        (Splits.of((16, 16), 32), {"out_rowwise": out}, r"splits of 32 rows for a matrix of shape \(48, 32\)"),
+        (Splits.of((48,), 48), {"out_rowwise": out}, "out_rowwise .* takes 1 contiguous float32"),
+        (Splits.of((16, 32), 48), {"out_columnwise": out}, "no format has no global amax to find for out_columnwise"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_amax_grouped(x, splits, delayed, **options)
+    formats = (parse("nvfp4+sr"), delayed)
+    options = {"columnwise_source": "rowwise_dequantized", "out_rowwise": torch.zeros(2), "out_columnwise": out}
+    with pytest.raises(ValueError, match="encode needs an RngKey"):
+        find_amax_grouped(x, Splits.of((16, 32), 48), *formats, **options)
+    find_amax_grouped(x, Splits.of((16, 32), 48), delayed)  # nothing asked for
