@@ -180,8 +180,8 @@ def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *
     if equal:
         y = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
         if not per_row:
-            return _by_experts(y, a, b, out_dtype).flatten(0, 1)
-        y = y.flatten(0, 1)
+            return _as_rows(_by_experts(y, a, b, out_dtype))
+        y = _as_rows(y)
     else:
         y = torch._grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
 
@@ -223,6 +223,13 @@ def _by_experts(product: Tensor, a: GroupedExact, b: GroupedExact, out_dtype: to
     if not factors and a.divisor == b.divisor == 1.0:
         return in_dtype(product, out_dtype)
     return apply_factors(product.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(product)
+
+
+def _as_rows(product: Tensor) -> Tensor:
+    """[experts, m, n] -> [experts * m, n] that autograd takes for no view: an output of a Function may be written in
+    place then, as torch.matmul's may."""
+    experts, m, n = product.shape
+    return torch.ops.aten._unsafe_view(product, (experts * m, n))
 
 
 def _stored(out_dtype: torch.dtype) -> torch.dtype:

@@ -208,6 +208,15 @@ def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("splits", [EQUAL, SPLITS])
+def test_an_output_may_be_written_in_place(used, quantizers, splits):
+    module, x = grouped(quantizers), draw("normal", ROWS, K).requires_grad_()
+    with quantization():
+        module(x, splits).add_(1.0).sum().backward()
+    assert used and x.grad.abs().sum() > 0
+
+
 def calls_of_a_step(experts, quantizers, equal):
     """How often each Python function is called by a forward and backward that is not the first."""
     recipe = recipe_of(quantizers)
