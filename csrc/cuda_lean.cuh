@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_lean(void* to, const uint32_t words[kCount
 
 // exact, or replace (rows only): what decoded values v are for. Turned exact values are put into the tile, which is
 // stored when it has all of them.
-template <class Order, Part kPart>
+template <class Order, Kind kKind, Part kPart>
 __device__ __forceinline__ void use_values(const LeanSide& side, const float v[kSegment], uint64_t element, int q,
                                            const BlockScale& scale, bool nan, uint32_t* tile) {
   constexpr bool may_turn = kPart != Part::matrix && std::is_same_v<Order, ColumnOrder>;
@@ -162,7 +162,7 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
     uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
     if (may_turn && side.to.exact_turned)
       LeanWords<Order>(tile).put(q / 2, q % 2, pairs);
-    else if constexpr (kPart == Part::ragged)
+    else if constexpr (kPart == Part::ragged || kFourBits<kKind>)  // four bits: instructions are what limits them
       store_lean<Order, kPart, kSegment / 2>(to, pairs, side);
     else
       store_sectors<Order::kNext>(to, pairs, true);
@@ -239,7 +239,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
         else
           decode_eight(codes, spec.element, side.facts, v);
         const int q = h * per_group + k;
-        if ((to.exact || side.replace) && stores) use_values<Order, kPart>(side, v, element, q, scale, nan, tile);
+        if ((to.exact || side.replace) && stores) use_values<Order, kKind, kPart>(side, v, element, q, scale, nan, tile);
         tally.template add<Order, four>(x, v, codes, scale, most, side.facts, q);
       }
       const uint32_t step = rows_of_x ? 4 : (k ? 7 : 1);  // to the row of the next segment
