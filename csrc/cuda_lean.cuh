@@ -162,7 +162,7 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
     uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
     if (may_turn && side.to.exact_turned)
       LeanWords<Order>(tile).put(q / 2, q % 2, pairs);
-    else if constexpr (kPart == Part::ragged || kFourBits<kKind>)  // four bits: instructions are what limits them
+    else if constexpr (kPart == Part::ragged || kKind != Kind::current)  // instructions are what limits the others
       store_lean<Order, kPart, kSegment / 2>(to, pairs, side);
     else
       store_sectors<Order::kNext>(to, pairs, true);
