@@ -32,13 +32,17 @@ def calls_of(module, *arguments, cached):
         y.backward(dy)
 
     step(), step()
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
+    counts = []
+    for _ in range(3):  # the least: what a collector of garbage calls meanwhile is no part of a step
+        seen.clear()
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        counts.append(len(seen))
     assert any("LinearFunction.backward" in name for name in seen)
-    return len(seen)
+    return min(counts)
 
 
 @pytest.mark.parametrize(("text", "cached", "bound"), [
