@@ -32,17 +32,14 @@ def calls_of(module, *arguments, cached):
         y.backward(dy)
 
     step(), step()
-    counts = []
-    for _ in range(3):  # the least: what a collector of garbage calls meanwhile is no part of a step
-        seen.clear()
-        sys.setprofile(note)
-        try:
-            step()
-        finally:
-            sys.setprofile(None)
-        counts.append(len(seen))
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
     assert any("LinearFunction.backward" in name for name in seen)
-    return min(counts)
+    # Of dataclasses: keys of a cache are compared where another test has put equal ones there.
+    return sum(not name.endswith("__eq__") for name in seen)
 
 
 @pytest.mark.parametrize(("text", "cached", "bound"), [
