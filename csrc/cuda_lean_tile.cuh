@@ -56,7 +56,7 @@ struct LeanWords {
 
 // A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
 // read as rows. wait_tile() or wait_rows() comes before that, and a barrier before columns. The tile begins at a multiple
-// of 128 bytes, so that a line takes two cycles to arrive and not three.
+// of 128 bytes, so that a line lies in two of shared memory and not in parts of three (benchmarks/NOTES.md has times).
 // kRagged: only `rows` rows are the expert's; the others are zeros.
 template <bool kRagged>
 __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
