@@ -51,7 +51,8 @@ gpu-install:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja
+	# Without isolation an editable install can build again later; then sources among the dependencies need setuptools and wheel.
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja setuptools wheel
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	@$(BIN)/python -c "from hqsweep import _C; print('hqsweep: CUDA kernels', \
 	  'compiled' if _C.build_info()['cuda'] else 'skipped, nvcc not found')"
