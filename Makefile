@@ -32,7 +32,7 @@ GPU_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR):$(PYTHONPA
 gpu-test: gpu-install  ## every test that needs a GPU, parity, and the quick form of the benchmark
 	$(GPU_RUN) -m pytest -q -m gpu -p no:cacheprovider \
 	  tests/csrc tests/formats tests/ops tests/quant tests/nn tests/train tests/jobs tests/benchmarks tests/fuzz \
-	  tests/test_gemm.py tests/test_gemm_grouped.py tests/test_native.py tests/test_optim.py
+	  tests/gemm/test_exact.py tests/gemm/test_grouped.py tests/gemm/test_native.py tests/test_optim.py
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force
 	$(GPU_RUN) -m benchmarks.quantize --device cuda --quick
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.timing import Call, Cuda
 from hqsweep.formats import ExactOperand
-from hqsweep.gemm import mm_t
+from hqsweep.gemm.exact import mm_t
 
 SECTIONS = ("scaled", "shapes", "grouped", "linear")
 COLUMNS = (

@@ -25,7 +25,7 @@ from hqsweep.formats import Format, Identity
 from hqsweep.nn import GroupedLinear, quantization
 from hqsweep.ops.kernel_grouped import packed_allocations
 from hqsweep.ops.plan import plan_of
-from hqsweep.quant import Recipe
+from hqsweep.recipe import Recipe
 
 GOAL = 0.9
 COMPOSER = {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized"}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks import rows
 from benchmarks.timing import Call, Cuda
 from hqsweep.nn import Linear
-from hqsweep.quant import LinearQuantizers
+from hqsweep.recipe import LinearQuantizers
 
 SECTIONS = ("time", "kernels")
 COLUMNS = (

@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 
 from benchmarks.rows import Row, Writer
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.report.gate import ALARM_LEVEL, decide
 from hqsweep.report.paired import LEVEL, holm, p_value
 from hqsweep.train import data

@@ -26,9 +26,9 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.linear import RECIPES
 from benchmarks.timing import Call, Cuda
-from hqsweep.config import ModelConfig
+from hqsweep.config.job import ModelConfig
 from hqsweep.nn.offload import ActivationOffload
-from hqsweep.quant import Recipe
+from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT, linear_shapes
 
 SECTIONS = ("step",)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import rows
-from hqsweep import launch
+from hqsweep.sweep import launch
 from hqsweep.sweep.files import encode_rows
 from hqsweep.sweep.store import RunDir, RunStore
 

@@ -15,8 +15,8 @@ import time
 
 import torch
 
-from hqsweep.config import parse
-from hqsweep.launch import plan
+from hqsweep.config.job import parse
+from hqsweep.sweep.launch import plan
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, pick_device
 

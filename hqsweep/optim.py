@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
-from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.quant.tensor import HybridQuantizedTensor
 
 MASTER = "master_param"
 OWN_MASTERS = (torch.float32, torch.float64)

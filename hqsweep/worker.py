@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.locks import RunBusy

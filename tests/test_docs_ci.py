@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hqsweep.cli import app
+from hqsweep.cli.main import app
 from hqsweep.sweep.compose import expand
 
 FOLDER = Path(__file__).parents[1] / "docs/ci"

@@ -6,10 +6,11 @@ from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantized_model_init
 from hqsweep.optim import FusedAdam, use_main_grads
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.recipe import LinearQuantizers
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TEXTS = ["bf16", "fp8_current", "fp8_block+2d", "mxfp8", "nvfp4", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8|nvfp4"]

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from hqsweep.cli import app
+from hqsweep.cli.main import app
 from hqsweep.formats import options, parse
-from hqsweep.quant import parse_recipe
+from hqsweep.recipe import parse_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text().replace("\\\n", " ")

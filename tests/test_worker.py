@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hqsweep import worker
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged

@@ -6,7 +6,7 @@ from typing import Any
 import typer
 
 from docs.generate.source import table
-from hqsweep import cli
+from hqsweep.cli import main as cli
 
 
 def page() -> str:

@@ -1,6 +1,6 @@
 """docs/reference/config.md: every key of the typed configs, the packaged sweeps and what each group offers.
 
-Types, limits and defaults come from the models; what a key means, from the comment beside it in hqsweep/conf.
+Types, limits and defaults come from the models; what a key means, from the comment beside it in conf.
 """
 
 import inspect
@@ -8,18 +8,18 @@ import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from docs.generate.source import table
-from hqsweep import conf
-from hqsweep.completion.candidates import groups, names
-from hqsweep.config import JOBS, Job
+from hqsweep.cli.candidates import groups, names
+from hqsweep.config.job import JOBS, Job
 
 HEADER = ("key", "type", "default", "what it is")
-CONF = Path(conf.__file__).parent
+CONF = files("hqsweep") / "conf"
 TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}
 LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _LINE = re.compile(r"( *)([\w]+):([^#]*)(?:# *(.*))?$")

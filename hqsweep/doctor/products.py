@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from hqsweep.formats import parse
-from hqsweep.gemm import plan
-from hqsweep.native import CUDA_KINDS, UNTRIED, fault, plan_text
-from hqsweep.quant.pairs import hardware_fault, mathematical_fault
+from hqsweep.gemm.exact import plan
+from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, plan_text
+from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 
 FORMATS = (
     "bf16", "fp16", "fp32", "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d",

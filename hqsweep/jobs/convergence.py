@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from hqsweep import native
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, Identity
+from hqsweep.gemm import native
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.module import QuantizedModule, quantized_modules
 from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.ops.fingerprint import fingerprint
-from hqsweep.quant.pairs import MODULE_GEMMS
-from hqsweep.quant.schedule import Stage
+from hqsweep.recipe.pairs import MODULE_GEMMS
+from hqsweep.recipe.schedule import Stage
 from hqsweep.train import data
 from hqsweep.train.loop import Step, Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
 
 if TYPE_CHECKING:
-    from hqsweep.config import ConvergenceConfig
+    from hqsweep.config.job import ConvergenceConfig
 
 
 def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:

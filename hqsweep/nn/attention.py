@@ -18,13 +18,14 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Identity
-from hqsweep.gemm import epilogue
+from hqsweep.gemm.exact import epilogue
 from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.ops.request import Output
-from hqsweep.quant import DpaQuantizers, HybridOperand, Operand, flatten, unflatten
-from hqsweep.quant.roles import TENSOR_TYPES
-from hqsweep.quant.validate import attention_faults
+from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
+from hqsweep.recipe.roles import TENSOR_TYPES
+from hqsweep.recipe.sections import DpaQuantizers
+from hqsweep.recipe.validate import attention_faults
 
 TENSORS = TENSOR_TYPES["dpa"]
 

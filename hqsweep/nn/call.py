@@ -7,16 +7,18 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, RngKey
-from hqsweep.formats.tracing import constant_result
-from hqsweep.gemm import mm_t
-from hqsweep.native import mm_t_native
+from hqsweep.gemm.exact import mm_t
+from hqsweep.gemm.native import mm_t_native
+from hqsweep.memo import constant_result
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.weight import rounded
 from hqsweep.ops.request import Output
-from hqsweep.quant import HybridOperand, HybridQuantizer, Operand, QuantizerRole
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.sections import Section
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.sections import Section
 
 _NAMES: dict[tuple, str] = {}
 _KEPT_NAMES = 8192

@@ -8,8 +8,9 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.scoped import Entered, Scoped
-from hqsweep.quant import LinearQuantizers, Recipe
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import LinearQuantizers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from hqsweep.formats import Fp8Delayed
-from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import DelayedState, SlotStates
-from hqsweep.quant.hybrid import DIRECTIONS
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 
 
 class DelayedStates(nn.ModuleDict):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKeys
-from hqsweep.formats.tracing import constant_result
-from hqsweep.gemm_grouped import Group, GroupedPlan, Members, grouped_plan, mm_t_tokens, mm_t_weights
+from hqsweep.gemm.grouped import Group, GroupedPlan, Members, grouped_plan, mm_t_tokens, mm_t_weights
+from hqsweep.memo import constant_result
 from hqsweep.nn.call import slot_name
 from hqsweep.nn.delayed import DelayedStates, slots_of
 from hqsweep.nn.grouped_parameter import link_group_states
@@ -19,7 +19,6 @@ from hqsweep.nn.linear_function import LinearCall
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.plan import in_dtype
 from hqsweep.ops.request import Output
-from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.grouped_operand import (
     GroupedOperand,
     GroupSkeleton,
@@ -31,7 +30,8 @@ from hqsweep.quant.grouped_operand import (
 )
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import flatten, unflatten
-from hqsweep.quant.pairs import GEMMS
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.pairs import GEMMS
 
 Weights = Sequence[Tensor]
 """One tensor for each expert [N, K], or one for all [E, N, K]."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
-from hqsweep.gemm_grouped import GroupedPlan, grouped_plan
+from hqsweep.gemm.grouped import GroupedPlan, grouped_plan
 from hqsweep.nn.grouped_call import GroupedCall, expert_weights
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
@@ -19,10 +19,11 @@ from hqsweep.nn.linear import LinearBase, as_rows
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.grouped_padding import PaddedSplits
 from hqsweep.ops.plan import in_dtype
-from hqsweep.quant import HybridQuantizer, LinearQuantizers, QuantizerRole
 from hqsweep.quant.homogeneous import homogeneous
-from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.recipe.sections import LinearQuantizers
 
 NATIVE_MULTIPLE = 16
 """Of the rows of every operand of tensor cores."""

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.parameter import gemm_weight, link_states
-from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer, QuantizerRole
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.roles import QuantizerRole
 
 
 class ExpertStates(nn.ModuleList):

@@ -7,7 +7,7 @@ from torch import Tensor
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import gemm_options
 from hqsweep.nn.norm import EPSILON, Norm
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.schedule import AnyRecipe
 
 
 class LayerNormLinear(Linear):

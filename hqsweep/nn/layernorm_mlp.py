@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import gemm_options
-from hqsweep.quant import QuantizerRole
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.schedule import AnyRecipe
 
 
 def gelu(x: Tensor) -> Tensor:

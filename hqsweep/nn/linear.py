@@ -11,7 +11,8 @@ from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.plan import in_dtype
-from hqsweep.quant import LinearQuantizers, QuantizerRole
+from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.sections import LinearQuantizers
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from hqsweep.nn.parameter import (
 )
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.plan import in_dtype
-from hqsweep.quant import HybridOperand, HybridQuantizedTensor, LinearQuantizers, Operand, flatten, unflatten
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import Skeleton
+from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, flatten, unflatten
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.sections import LinearQuantizers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from torch import nn
 
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
-from hqsweep.quant import HybridQuantizer, QuantizerRole
-from hqsweep.quant.roles import GRADIENTS, TENSOR_TYPES, module_roles
-from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.sections import MODULE_SECTIONS, Section, slots
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole, module_roles
+from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.recipe.sections import MODULE_SECTIONS, Section, slots
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""

@@ -14,7 +14,7 @@ from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.router import Router
 from hqsweep.ops.grouped_layout import Splits
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.schedule import AnyRecipe
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""

@@ -11,8 +11,8 @@ from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule, gemm_options
 from hqsweep.nn.recompute import recomputed
-from hqsweep.quant import QuantizerRole
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.schedule import AnyRecipe
 
 
 class MultiheadAttention(nn.Module):

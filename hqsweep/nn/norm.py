@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.module import section_of
 from hqsweep.nn.weight import QuantizedWeight
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.schedule import AnyRecipe
 
 EPSILON = 1e-5
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")

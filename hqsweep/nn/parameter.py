@@ -14,18 +14,12 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.nn.context import current
 from hqsweep.nn.delayed import DelayedStates, slots_of
-from hqsweep.quant import (
-    GroupedTensor,
-    HybridQuantizedTensor,
-    HybridQuantizer,
-    Operand,
-    QuantizerRole,
-    flatten,
-    unflatten,
-)
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import Skeleton
+from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
+from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.roles import QuantizerRole
 
 
 @dataclass(frozen=True)

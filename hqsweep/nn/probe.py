@@ -6,9 +6,9 @@ from torch import Tensor
 
 from hqsweep.formats import RngKey
 from hqsweep.ops.stats import finite_or_none, output_error
-from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.sections import LinearQuantizers
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.sections import LinearQuantizers
 
 SLOTS = LinearQuantizers.tensors()
 ERRORS = (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
 def memory_of(tensor: Tensor) -> int:

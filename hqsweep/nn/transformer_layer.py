@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention
-from hqsweep.quant.schedule import AnyRecipe
+from hqsweep.recipe.schedule import AnyRecipe
 
 
 class TransformerLayer(nn.Module):

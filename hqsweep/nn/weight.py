@@ -6,9 +6,9 @@ from torch import Tensor
 from hqsweep.formats import Identity, RngKey
 from hqsweep.nn.context import current
 from hqsweep.nn.module import QuantizedModule
-from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.sections import WeightQuantizers
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.sections import WeightQuantizers
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.quant import HybridOperand, HybridQuantizer
 from hqsweep.quant.grouped_operand import HybridGroup
-from hqsweep.quant.hybrid import Direction
+from hqsweep.quant.hybrid import Direction, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand
 
 
 class WeightWorkspace:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Delayed, Fp8PerTensor, parse
-from hqsweep.formats.tracing import constant_result
+from hqsweep.memo import constant_result
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of elements, by the extension's numbers."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, Identity, RngKey
-from hqsweep.formats.tracing import constant_result
+from hqsweep.memo import constant_result
 from hqsweep.ops.dequantize import BACKENDS, Backend
 from hqsweep.ops.plan import DTYPES, NO_KEY, Plan, has_kernels, plan_of
 

@@ -1,29 +1,32 @@
-"""Quantized operands, hybrid quantizers, roles and recipes."""
+"""Quantized operands and hybrid quantizers; the names of hqsweep.recipe may be taken from here, too."""
+
+from typing import Any
 
 from hqsweep.quant import tensor_ops  # noqa: F401 (registers its handlers)
-from hqsweep.quant.custom import CustomRecipe
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
-from hqsweep.quant.recipe import Recipe
-from hqsweep.quant.roles import QuantizerRole
-from hqsweep.quant.schedule import parse_recipe
-from hqsweep.quant.sections import DpaQuantizers, LinearQuantizers
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
+RECIPE_NAMES = ("CustomRecipe", "DpaQuantizers", "LinearQuantizers", "QuantizerRole", "Recipe", "parse_recipe")
+
 __all__ = [
-    "CustomRecipe",
-    "DpaQuantizers",
+    *RECIPE_NAMES,
     "GroupedTensor",
     "HybridOperand",
     "HybridQuantizedTensor",
     "HybridQuantizer",
     "IdentityQuantizer",
-    "LinearQuantizers",
     "Operand",
-    "QuantizerRole",
-    "Recipe",
     "flatten",
-    "parse_recipe",
     "unflatten",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Recipes are built on this package, so their names are looked up when they are asked for."""
+    if name not in RECIPE_NAMES:
+        raise AttributeError(f"module 'hqsweep.quant' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module("hqsweep.recipe"), name)

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from hqsweep.jobs.suggest import Suggestion
+from hqsweep.jobs.probe.suggest import Suggestion
 from hqsweep.report import html
 from hqsweep.report.heatmaps import colour_range, heatmap
 from hqsweep.report.text import TextTable, number

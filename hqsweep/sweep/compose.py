@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, se
 from hqsweep.sweep.null_arm import NULL_ARM, null_points
 from hqsweep.sweep.store import NOT_IN_ID
 
-PACKAGE = "pkg://hqsweep.conf"
+PACKAGED = files("hqsweep") / "conf"
+"""The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
 FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
 """A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
@@ -108,12 +110,12 @@ def load_recipe(name: str, config_dir: Path | None = None) -> Any:
 def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
     """Hydra's reader of folders and then the packaged configs; folders that are None or absent are skipped."""
     hydra.version.setbase("1.3")
-    Plugins.instance()  # registers the readers of pkg:// and file://
+    Plugins.instance()  # registers the reader of file://
     search = ConfigSearchPathImpl()
     for folder in folders:
         if folder is not None and folder.is_dir():
             search.append("user", f"file://{folder.resolve()}")
-    search.append("main", PACKAGE)
+    search.append("main", f"file://{PACKAGED}")
     search.append("hydra", "pkg://hydra.conf")
     search.append("schema", "structured://")
     return ConfigLoaderImpl(search)

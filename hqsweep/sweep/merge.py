@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.hybrid import FIELDS, HybridQuantizer
-from hqsweep.quant.roles import TENSOR_TYPES
+from hqsweep.recipe.roles import TENSOR_TYPES
 
 
 def set_number(config: dict[str, Any], key: str, value: int) -> bool:

@@ -20,7 +20,7 @@ from hqsweep.train.corpus import Corpus
 from hqsweep.train.markov import MarkovSource
 
 if TYPE_CHECKING:
-    from hqsweep.config import DataConfig
+    from hqsweep.config.job import DataConfig
 
 HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end

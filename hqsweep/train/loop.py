@@ -21,12 +21,12 @@ from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
 from hqsweep.optim import FusedAdam
-from hqsweep.quant.schedule import AnyRecipe, Stage, stages
+from hqsweep.recipe.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
 from hqsweep.train.model import GPT, Balance
 
 if TYPE_CHECKING:
-    from hqsweep.config import ConvergenceConfig, TrainConfig
+    from hqsweep.config.job import ConvergenceConfig, TrainConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -21,12 +21,12 @@ from hqsweep.nn.norm import Norm
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
-from hqsweep.quant.recipe import HEAD
-from hqsweep.quant.schedule import AnyRecipe
-from hqsweep.quant.validate import GemmModule, attention_module, grouped_linear_module, linear_module
+from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.recipe.sectioned import HEAD
+from hqsweep.recipe.validate import GemmModule, attention_module, grouped_linear_module, linear_module
 
 if TYPE_CHECKING:
-    from hqsweep.config import ModelConfig
+    from hqsweep.config.job import ModelConfig
 
 Recompute = Literal["none", "layer", "attention"]
 EMBEDDING_STD = 0.02

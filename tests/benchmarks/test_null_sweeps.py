@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import null_sweeps
 from benchmarks.rows import ROOT
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.train import data
 
 PUBLISHED = ROOT / "reports/benchmarks/null_sweeps.jsonl"

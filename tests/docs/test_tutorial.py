@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hqsweep.cli import app
+from hqsweep.cli.main import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = [

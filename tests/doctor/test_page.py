@@ -4,7 +4,7 @@ import json
 
 from typer.testing import CliRunner
 
-from hqsweep.cli import app
+from hqsweep.cli.main import app
 from hqsweep.doctor.products import FORMATS
 
 

@@ -8,7 +8,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.formats.delayed import end_step
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 
 INF, NAN = math.inf, math.nan
 

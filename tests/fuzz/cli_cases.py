@@ -1,4 +1,4 @@
-"""Random command lines and YAML files, most of them nearly right: what is drawn for test_cli.py.
+"""Random command lines and YAML files, most of them nearly right: what is drawn for cli/test_main.py.
 
 A Case holds plain text only, so its repr is the reproducer of a failure.
 """
@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hqsweep.config import JOBS
-from hqsweep.config_errors import leaves
+from hqsweep.config.errors import leaves
+from hqsweep.config.job import JOBS
 from hqsweep.formats import FORMATS, options
 from hqsweep.sweep.compose import known_confs, known_recipes
 

@@ -14,8 +14,8 @@ import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from hqsweep import launch
-from hqsweep.cli import app
+from hqsweep.cli.main import app
+from hqsweep.sweep import launch
 from hqsweep.sweep.store import RunStore
 
 CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from hqsweep.config import parse as parse_config
+from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.jobs import calibrate, calibrate_teacher
-from hqsweep.jobs.calibrate_sqnr import draw, sqnr_rows
-from hqsweep.jobs.densities import DENSITIES
+from hqsweep.jobs.calibrate import job as calibrate
+from hqsweep.jobs.calibrate import teacher as calibrate_teacher
+from hqsweep.jobs.calibrate.densities import DENSITIES
+from hqsweep.jobs.calibrate.sqnr import draw, sqnr_rows
+from hqsweep.jobs.calibrate.sqnr_tables import EMULATED, published_db
+from hqsweep.jobs.calibrate.sqnr_theory import theoretical_sqnr_db
 from hqsweep.jobs.sink import ListSink
-from hqsweep.jobs.sqnr_tables import EMULATED, published_db
-from hqsweep.jobs.sqnr_theory import theoretical_sqnr_db
-from hqsweep.quant import HybridQuantizer, LinearQuantizers
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import LinearQuantizers
 
 SHAPE = (512, 4096)
 

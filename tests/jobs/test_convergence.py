@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hqsweep import native
-from hqsweep.config import ConvergenceConfig, parse
+from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.errors import UserError
-from hqsweep.gemm import mm_t
+from hqsweep.gemm import native
+from hqsweep.gemm.exact import mm_t
 from hqsweep.jobs import convergence
-from hqsweep.jobs.probe import parse_quantizers, probe
+from hqsweep.jobs.probe.job import parse_quantizers, probe
+from hqsweep.jobs.probe.tensor_files import find_matrices
 from hqsweep.jobs.sink import ListSink
-from hqsweep.jobs.tensor_files import find_matrices
 from hqsweep.nn import GroupedLinear, call
-from hqsweep.quant import parse_recipe
+from hqsweep.recipe import parse_recipe
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 

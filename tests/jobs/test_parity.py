@@ -3,13 +3,16 @@
 import pytest
 import torch
 
-from hqsweep.config import parse
-from hqsweep.jobs import parity, parity_causality, parity_grouped
-from hqsweep.jobs.compare_bytes import row
+from hqsweep.config.job import parse
+from hqsweep.jobs.parity import causality as parity_causality
+from hqsweep.jobs.parity import grouped as parity_grouped
+from hqsweep.jobs.parity import job as parity
+from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import LayerNormMoE, grouped_call
 from hqsweep.ops import kernel
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers, parse_recipe
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.recipe import LinearQuantizers, parse_recipe
 from hqsweep.sweep.compose import load_recipe
 
 FORMATS = ["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+rht+sr", "nvfp4+row_scaled"]
@@ -147,7 +150,7 @@ def test_what_permutations_must_leave_follows_from_the_scales(tmp_path):
 
 def test_the_kernel_of_a_gpu_is_compared_with_the_loop(tmp_path, monkeypatch):
     """torch._grouped_mm runs on a CPU too, under the plans of a GPU."""
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     real = torch._grouped_mm
     for scale, status in ((1, "PASS"), (1.02, "FAIL")):
         monkeypatch.setattr(torch, "_grouped_mm", lambda *args, _=scale, **options: real(*args, **options) * _)

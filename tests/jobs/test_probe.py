@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from hqsweep.errors import UserError
-from hqsweep.jobs import tensor_files
-from hqsweep.jobs.inputs import draw
-from hqsweep.jobs.probe import parse_quantizers, probe
-from hqsweep.jobs.suggest import Choice, Suggestion, choose, recipe_of, suggest
-from hqsweep.jobs.tensor_files import find_matrices
-from hqsweep.quant import HybridQuantizer, parse_recipe
+from hqsweep.formats.inputs import draw
+from hqsweep.jobs.probe import tensor_files
+from hqsweep.jobs.probe.job import parse_quantizers, probe
+from hqsweep.jobs.probe.suggest import Choice, Suggestion, choose, recipe_of, suggest
+from hqsweep.jobs.probe.tensor_files import find_matrices
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import parse_recipe
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 import torch
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, Linear, quantization, quantized_model_init
 from hqsweep.ops.grouped_layout import Splits
-from hqsweep.quant import LinearQuantizers, Recipe
+from hqsweep.recipe import LinearQuantizers, Recipe
 
 SPLITS = (48, 0, 16, 64)
 EXPERTS, ROWS, K, N = len(SPLITS), sum(SPLITS), 48, 32

@@ -10,7 +10,8 @@ from hqsweep.errors import UserError
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.context import quantization
 from hqsweep.nn.probe import Probe
-from hqsweep.quant import DpaQuantizers, HybridQuantizer
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import DpaQuantizers
 
 SHAPE = (2, 3, 128, 32)  # batch, heads, positions, width
 RECIPES = {

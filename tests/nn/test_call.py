@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from hqsweep.errors import UserError
-from hqsweep.gemm import mm_t
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn import call as call_module
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.transformer_layer import TransformerLayer
-from hqsweep.quant import DpaQuantizers, LinearQuantizers, Operand, Recipe
+from hqsweep.quant import Operand
+from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 
 FP8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
 EXACT, NATIVE = (Recipe.from_config({"linear": FP8, "gemm": gemm}) for gemm in ("exact", "native"))

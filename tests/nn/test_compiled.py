@@ -4,7 +4,7 @@ import pytest
 import torch
 from experts import EXPERTS, ROWS, SPLITS, K, N, gradients, held
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import quantization
 
 
@@ -12,7 +12,7 @@ from hqsweep.nn import quantization
 def test_a_compiled_module_computes_the_same_bytes(splits, monkeypatch):
     """Also after it has been called without: what is known of its formats by then is no part of a trace."""
     runs = []
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: splits is not SPLITS)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: splits is not SPLITS)
     for compiled in (False, True):
         torch.compiler.reset()
         module = held("mxfp8")

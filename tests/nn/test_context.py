@@ -7,7 +7,7 @@ import torch
 
 from hqsweep.nn import Linear, autocast, quantization
 from hqsweep.nn.context import autocast_recipe, current
-from hqsweep.quant import LinearQuantizers, Recipe
+from hqsweep.recipe import LinearQuantizers, Recipe
 
 RECIPE = Recipe(linear=LinearQuantizers.parse("mxfp8", "test"))
 

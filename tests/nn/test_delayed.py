@@ -8,11 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.gemm import mm_t
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
-from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import DpaQuantizers, LinearQuantizers, QuantizerRole, Recipe
 
 DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
 HYBRID = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}

@@ -19,7 +19,7 @@ from experts import (
 )
 
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import quantization
 from hqsweep.optim import FusedAdam
 

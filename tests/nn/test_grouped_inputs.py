@@ -22,7 +22,7 @@ from experts import (
 
 import hqsweep.nn.grouped_linear
 from hqsweep.errors import UserError
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
 from hqsweep.ops.grouped_layout import Splits
 

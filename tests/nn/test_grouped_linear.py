@@ -18,7 +18,7 @@ from experts import (
 )
 
 import hqsweep.quant.grouped_operand
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import quantization
 from hqsweep.nn.recompute import recomputed
 

@@ -20,14 +20,15 @@ from experts import (
     train,
 )
 
-import hqsweep.gemm_grouped
+import hqsweep.gemm.grouped
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.gemm import mm_t
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
-from hqsweep.quant import CustomRecipe, HybridQuantizer, QuantizerRole
-from hqsweep.quant.roles import module_roles
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import CustomRecipe, QuantizerRole
+from hqsweep.recipe.roles import module_roles
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(monkeypatch)
         seen.append((str(a.format), str(b.format), a.shape[0]))
         return mm_t(a, b, out_dtype=out_dtype)
 
-    monkeypatch.setattr(hqsweep.gemm_grouped, "mm_t_native", product)
+    monkeypatch.setattr(hqsweep.gemm.grouped, "mm_t_native", product)
     fp8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
     module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(fp8, gemm="native"))
     assert module.quantization_alignment == 16
@@ -248,7 +249,7 @@ def test_plans_of_a_module_depend_on_what_its_weights_are():
         plan = module.plan(gemm, format, format, torch.device("cpu"), "exact")
         assert str(plan) == "exact: bf16 operands, float32 GEMM, for each expert"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm_grouped.capability_of", lambda device: (9, 0))
+        patch.setattr("hqsweep.gemm.grouped.capability_of", lambda device: (9, 0))
         device = torch.device("cuda")
         kernels = [module.plan(gemm, format, format, device, "exact").grouped for gemm in ("fprop", "dgrad", "wgrad")]
         assert kernels == [True, True, False]

@@ -5,9 +5,10 @@ import torch
 from experts import EXPERTS, SECTIONS, K, N, gradients, grouped, hidden, ids
 
 from hqsweep.formats import parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, quantization
-from hqsweep.quant import CustomRecipe, HybridQuantizer
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import CustomRecipe
 
 UNEVEN, TOKENS = (7, 0, 16, 33), 56
 ROWS_IN_BF16 = {"input": "bf16|nvfp4", "weight": "bf16", "grad_output": "bf16|nvfp4"}
@@ -18,7 +19,7 @@ KERNELS = ["nvfp4", "mxfp4", "nvfp4+row_scaled|nvfp4", "fp8_block|nvfp4", ROWS_I
 def plan(request, monkeypatch):
     """Products of a CPU, those of a GPU, and quantization by the reference."""
     if request.param == "kernels":
-        monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+        monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     if request.param == "reference":
         for module in ("grouped", "grouped_layout", "request", "dequantize"):
             monkeypatch.setattr(f"hqsweep.ops.{module}.has_kernels", lambda device: False)

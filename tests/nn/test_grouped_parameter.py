@@ -21,12 +21,13 @@ from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.saved import SavedBytes, saved_input_bytes
 from hqsweep.optim import FusedAdam
-from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, parse_recipe
+from hqsweep.quant import GroupedTensor, HybridQuantizedTensor
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
+from hqsweep.recipe import parse_recipe
 
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
 HELD = ["bf16", "fp8_current|mxfp8", "nvfp4+sr", "fp8_delayed", SECTIONS[1]]

@@ -10,8 +10,8 @@ from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, g
 
 import hqsweep.quant.grouped_operand
 from hqsweep.errors import UserError
-from hqsweep.gemm import mm_t
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import GroupedLinear, autocast, quantization, quantized_model_init
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 
@@ -33,7 +33,7 @@ def used(monkeypatch):
         seen.append("bmm")
         return real_bmm(a, b)
 
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     monkeypatch.setattr(torch, "_grouped_mm", spy)
     monkeypatch.setattr(torch, "bmm", spy_bmm)
     return seen
@@ -52,8 +52,8 @@ def native(monkeypatch):
         assert meta.shape == y.shape and meta.dtype == torch.bfloat16
         return y.to(torch.bfloat16)
 
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
-    monkeypatch.setattr("hqsweep.gemm_grouped.mm_t_native", mm_t)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm.grouped.mm_t_native", mm_t)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
     return seen
 
@@ -83,7 +83,7 @@ def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
     ours = run(module, hidden())
     assert used == [3, 3, 2]  # fprop, dgrad, and a wgrad without host splits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+        patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: False)
         assert_close(ours, run(module, SPLITS), 2**-7)
     assert len(used) == 3
 
@@ -119,7 +119,7 @@ def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
     run(module, hidden(EQUAL))
     assert used[3:] == [3, 3, 2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+        patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: False)
         assert_close(ours, run(other, EQUAL), 2**-7)
     assert len(used) == 6
 
@@ -130,7 +130,7 @@ def test_a_batch_keeps_float32_gradients_unrounded(used, single):
     runs = []
     for kernels in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors, on=kernels: on)
+            patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors, on=kernels: on)
             made = [grouped("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
             for weight in made[1].to(torch.bfloat16).weights:
                 weight.main_grad = torch.ones(weight.shape)
@@ -180,7 +180,7 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
                 for gemm in ("native", "exact")
             ]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: False)
+            patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: False)
             expected = run(made[1], SPLITS)
         native.clear()
         assert_close(run(made[0], SPLITS), expected, 2**-7)

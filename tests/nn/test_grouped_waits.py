@@ -8,7 +8,7 @@ import torch
 from experts import SECTIONS, K, N, gradients, hidden, ids, recipe_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, quantization, quantized_model_init
 
 BOTH_DELAYED = "fp8_delayed|fp8_delayed+e5m2@rowwise_dequantized"
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Plans are those of a GPU."""
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
 
 
 def made(experts, quantizers, *, single=False, main_grad=False, held=False):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from experts import EXPERTS, ROWS, K, N, grouped
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization
-from hqsweep.quant import LinearQuantizers
+from hqsweep.recipe import LinearQuantizers
 
 EQUAL = [ROWS // EXPERTS] * EXPERTS
 
@@ -48,7 +48,7 @@ def calls_of(module, *arguments, cached):
 @pytest.mark.parametrize("single", [False, True])
 def test_a_step_of_a_grouped_linear(text, cached, bound, single, monkeypatch):
     """By the plans of a GPU."""
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     module = grouped(text, single_grouped_weight=single).to(torch.bfloat16)
     assert calls_of(module, EQUAL, cached=cached) <= bound
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hqsweep.formats import parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, Probe, quantization, set_recipe
-from hqsweep.quant import LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.recipe import LinearQuantizers, QuantizerRole, Recipe
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 

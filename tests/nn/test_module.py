@@ -5,14 +5,14 @@ import pickle
 import pytest
 import torch
 
-from hqsweep.config import ModelConfig
+from hqsweep.config.job import ModelConfig
 from hqsweep.errors import UserError
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, autocast, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
-from hqsweep.quant import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
-from hqsweep.quant.recipe import HIGH_PRECISION
+from hqsweep.recipe import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.recipe.sectioned import HIGH_PRECISION
 from hqsweep.train.model import GPT, linear_shapes
 
 MODEL = ModelConfig(dim=32, layers=2, heads=2)

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormMoE, Probe, quantization
 from hqsweep.nn.layernorm_mlp import swiglu
 from hqsweep.nn.router import Router
-from hqsweep.quant import Recipe
+from hqsweep.recipe import Recipe
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hqsweep.nn.norm import EPSILON, Norm
-from hqsweep.quant import Recipe
+from hqsweep.recipe import Recipe
 
 BF16 = Recipe.from_config({"linear": "bf16"})
 

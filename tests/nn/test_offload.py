@@ -11,7 +11,8 @@ from hqsweep.formats import RngKey
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.offload import ActivationOffload, _Lane
-from hqsweep.quant import DpaQuantizers, HybridQuantizer, LinearQuantizers, flatten, unflatten
+from hqsweep.quant import HybridQuantizer, flatten, unflatten
+from hqsweep.recipe import DpaQuantizers, LinearQuantizers
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -16,11 +16,12 @@ from golden_cases import golden_buffers as buffers_of
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Identity, parse
-from hqsweep.gemm import mm_t
-from hqsweep.jobs.inputs import draw
-from hqsweep.native import mm_t_native
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.exact import mm_t
+from hqsweep.gemm.native import mm_t_native
 from hqsweep.nn import Linear, call
-from hqsweep.quant import HybridQuantizer, LinearQuantizers, Operand
+from hqsweep.quant import HybridQuantizer, Operand
+from hqsweep.recipe import LinearQuantizers
 
 READS = {
     ("input", "rowwise"): ("fprop", 0), ("weight", "rowwise"): ("fprop", 1),

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, Probe, quantization, quantized_model_init
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, LinearQuantizers, Operand
+from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand
+from hqsweep.recipe import LinearQuantizers
 
 RECIPES = {
     "bf16": "bf16",

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
-from hqsweep.quant import DpaQuantizers, LinearQuantizers, Recipe
+from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.train.loop import build_model
 
 FORMATS = {

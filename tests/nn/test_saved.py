@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, TransformerLayer, quantized_model_init
 from hqsweep.nn.saved import SavedBytes, saved_input_bytes
-from hqsweep.quant import LinearQuantizers, Recipe
+from hqsweep.recipe import LinearQuantizers, Recipe
 
 BYTES = {  # (quantizers, save_original_input) -> bytes an element of x [32, 64]
     ("mxfp8", False): 1 + 1 / 32,

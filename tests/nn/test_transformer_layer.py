@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hqsweep.nn import LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer, autocast, set_recipe
 from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.norm import EPSILON
-from hqsweep.quant import Recipe
+from hqsweep.recipe import Recipe
 
 FP32 = Recipe.from_config({"linear": "fp32", "dpa": "fp32"})
 MXFP8 = Recipe.from_config({"linear": "mxfp8"})

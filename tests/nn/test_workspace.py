@@ -7,12 +7,13 @@ import torch
 from experts import EXPERTS, ROWS, SPLITS, K, N, grouped
 
 from hqsweep.formats import RngKey, RngKeys
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, set_recipe
 from hqsweep.nn.grouped_call import GroupedCall
 from hqsweep.ops.grouped_layout import Splits
-from hqsweep.quant import HybridQuantizer, LinearQuantizers, Recipe
+from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.grouped_operand import quantize_group
+from hqsweep.recipe import LinearQuantizers, Recipe
 
 BOTH = ["rowwise", "columnwise"]
 SR = {"input": "nvfp4", "weight": "nvfp4+sr", "grad_output": "nvfp4"}
@@ -100,7 +101,7 @@ def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
 @pytest.mark.parametrize("text", FORMATS)
 def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels, splits, monkeypatch):
     """One call a step; columns lie by rows where one kernel computes dgrad, with the bytes of a call for columns."""
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: kernels)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: kernels)
     calls, real = [], GroupedCall._quantize
 
     def spy(self, tensor, x, splits, **options):
@@ -136,7 +137,7 @@ def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels
 
 def test_columns_are_made_anew_where_a_product_takes_another_form(monkeypatch):
     """By a GPU whose only kernel is that for equal experts, so that bits never depend on the call before."""
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: majors is None)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: majors is None)
     module, forms = grouped("mxfp8"), []
     with quantization(cache_weights=True):
         for splits in (SPLITS, (ROWS // EXPERTS,) * EXPERTS):

@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.jobs.inputs import DISTRIBUTIONS, draw
+from hqsweep.formats.inputs import DISTRIBUTIONS, draw
 from hqsweep.ops.quantize import dequantize, find_amax, quantize
 
 PAIRS = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops import grouped, kernel_grouped
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.grouped import quantize_grouped

@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKeys, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops import grouped_amax
 from hqsweep.ops.grouped_amax import find_amax_grouped
 from hqsweep.ops.grouped_layout import Splits

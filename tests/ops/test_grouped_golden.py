@@ -13,7 +13,7 @@ from golden_cases import (
     golden_buffers,
 )
 
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops.grouped import member_buffers, quantize_grouped
 from hqsweep.ops.grouped_layout import Splits
 

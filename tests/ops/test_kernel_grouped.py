@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops import grouped
 from hqsweep.ops.grouped import quantize_grouped
 from hqsweep.ops.grouped_layout import Splits

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import DISTRIBUTIONS, draw
+from hqsweep.formats.inputs import DISTRIBUTIONS, draw
 from hqsweep.ops import kernel
 from hqsweep.ops.quantize import encode, exact_operand
 

@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops.quantize import dequantize, exact_operand_of, find_amax, quantize
 
 KEY = RngKey(seed=7, slot="test", step=5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops.quantize import quantize
 from hqsweep.ops.stats import finite_or_none, output_error, tensor_error
 

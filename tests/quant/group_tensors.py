@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 
 KEY = RngKey(seed=3, slot="experts/grouped_linear/weight", step=5)

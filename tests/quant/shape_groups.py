@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops.quantize import quantize
 from hqsweep.quant import GroupedTensor, HybridQuantizer
 from hqsweep.quant.delayed import DelayedState, SlotStates

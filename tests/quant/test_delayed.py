@@ -7,7 +7,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import DelayedState, SlotStates, begin, grids_of
 

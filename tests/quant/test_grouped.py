@@ -10,7 +10,7 @@ from group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_o
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import load_safetensors, save_safetensors

@@ -7,7 +7,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops.grouped_layout import GroupLayout, Splits
 from hqsweep.ops.kernel_grouped import packed_allocations
 from hqsweep.ops.plan import plan_of

@@ -12,8 +12,8 @@ from shape_groups import KEY, SHAPES, group, tensors
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.gemm_grouped import grouped_plan, mm_t_tokens, mm_t_weights
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.grouped import grouped_plan, mm_t_tokens, mm_t_weights
 from hqsweep.ops.grouped_shapes import Shapes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
@@ -143,7 +143,7 @@ def test_memory_is_used_again_for_other_shapes(text):
 
 def test_no_product_takes_members_of_unlike_widths(monkeypatch):
     """On the loop and by a kernel, of codes and of exact operands; nor weights of unlike shapes."""
-    monkeypatch.setattr("hqsweep.gemm_grouped.has_kernel", lambda device, majors: True)
+    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     w, x, uneven = (group(name=name) for name in ("both", "uniform", "first"))
     for equal in (False, True):
         how = grouped_plan(w.quantizer.rowwise, w.quantizer.rowwise, "cpu", equal_splits=equal)

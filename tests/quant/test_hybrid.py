@@ -7,7 +7,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.ops.stats import tensor_error
 from hqsweep.quant import HybridQuantizer, flatten, unflatten
 

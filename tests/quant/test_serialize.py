@@ -13,7 +13,7 @@ from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import flatten_state, load_safetensors, save_safetensors
 

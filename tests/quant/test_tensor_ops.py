@@ -6,7 +6,7 @@ from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.jobs.inputs import draw
+from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 KEY = RngKey(seed=3, slot="w", step=5)

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from hqsweep.jobs.calibration_row import Expectation, calibration_row
+from hqsweep.jobs.calibrate.row import Expectation, calibration_row
 from hqsweep.report.calibrate import tables
 
 

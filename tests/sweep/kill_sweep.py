@@ -30,7 +30,7 @@ TABLES = ("metrics", "stats")
 
 def make_sweep(root: Path, seeds: Sequence[int] = (0, 1)) -> list[RunDir]:
     """Three recipes for each seed, six runs of about two seconds each, with a checkpoint every fifth of their steps."""
-    from hqsweep.config import parse  # imports torch, which the parent does without
+    from hqsweep.config.job import parse  # imports torch, which the parent does without
 
     points = []
     for recipe in ("bf16", "mxfp8", "nvfp4"):

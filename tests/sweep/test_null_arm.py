@@ -3,8 +3,8 @@
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.launch import plan
 from hqsweep.sweep.compose import expand
+from hqsweep.sweep.launch import plan
 
 ARMS = ["bf16", "mxfp8", "null"]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
 from hqsweep.ops import fingerprint

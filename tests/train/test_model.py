@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hqsweep.config import ModelConfig
+from hqsweep.config.job import ModelConfig
 from hqsweep.nn.multihead_attention import rotate
-from hqsweep.quant import Recipe
+from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT, ffn_width, linear_shapes
 
 

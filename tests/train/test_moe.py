@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hqsweep.config import ModelConfig, parse
+from hqsweep.config.job import ModelConfig, parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
-from hqsweep.launch import plan
 from hqsweep.nn import GroupedLinear
 from hqsweep.quant import GroupedTensor
+from hqsweep.sweep.launch import plan
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, build_model, load_checkpoint, make_optimizer, save_checkpoint
 from hqsweep.train.model import expert_width, gemm_modules, grouped_shapes, linear_shapes

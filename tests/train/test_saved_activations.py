@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hqsweep.config import parse
+from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn.offload import ActivationOffload

@@ -1,0 +1,210 @@
+"""The command line: parse, call one function, print. Heavy imports stay inside the commands, so that --help is instant.
+
+Results go to stdout, progress and errors to stderr. Exit codes: 0 good; 1 a regression or a mismatch; 2 wrong
+usage or config; 3 a run failed or is missing; 4 no usable baseline.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hqsweep.cli import completion as cli_completion
+from hqsweep.cli import gate as cli_gate
+from hqsweep.cli import probe as cli_probe
+from hqsweep.cli import recipe as cli_recipe
+from hqsweep.cli import status as cli_status
+from hqsweep.cli.output import (
+    GRID_COLUMNS,
+    RESULT_COLUMNS,
+    AsJson,
+    Junit,
+    OneSentence,
+    Runs,
+    RunsDir,
+    print_result,
+    rows_table,
+)
+from hqsweep.errors import UserError
+
+MISMATCH, RUN_FAILED = 1, 3
+
+
+app = typer.Typer(
+    cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing rich for it would double the time of --help
+)  # fmt: skip
+app.add_typer(cli_recipe.app, name="recipe")
+app.add_typer(cli_status.app)
+app.add_typer(cli_gate.app, name="baseline")
+app.command()(cli_gate.gate)
+app.command()(cli_probe.probe)
+
+
+def main() -> None:
+    """The console script."""
+    cli_completion.register()
+    app(prog_name="hqsweep")
+
+
+@app.callback(invoke_without_command=True)
+def hqsweep(
+    context: typer.Context, install: cli_completion.Install = None, show_script: cli_completion.Show = None
+) -> None:
+    """Which low-precision training recipe can I trust? Sweeps, bit-exact quantizers, paired statistics."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
+        ),
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and start nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
+    config_dir: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
+    ] = None,
+    junit_file: Junit = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time (engine.workers).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a sweep: all of its grid that is not finished.
+
+    KEY=V1,V2 and KEY=range(1,4) span the grid; recipe=NAME1,NAME2 takes whole recipes, and
+    'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats.
+    """
+    from rich.console import Console
+
+    from hqsweep.report import junit
+    from hqsweep.report.checks import verdicts
+    from hqsweep.sweep import launch
+    from hqsweep.sweep.progress import open_display
+
+    plan = launch.plan(words, config_dir=config_dir, workers=workers)
+    if dry_run:
+        print_result(as_json, plan.rows(), rows_table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
+        return
+    runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
+    results = [launch.result(run) for run in runs]
+    if plan.first.engine.slurm.detach:
+        print_result(as_json, results)
+        return
+    rows = {table: [row for run in runs for row in run.rows(table)] for table in launch.CHECKED}
+    checked = [row for part in rows.values() for row in part]
+    if junit_file:
+        junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
+    failed = any(result["state"] != "finished" for result in results)
+    tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not checked else []
+    print_result(as_json, results, *verdicts(rows), *tables)
+    _hint(as_json, results, plan.first.sweep)
+    if failed:
+        raise typer.Exit(RUN_FAILED)
+    raise typer.Exit(MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0)
+
+
+@app.command()
+def compare(
+    runs: Runs,
+    baseline: Annotated[str, typer.Option(help="Arm, or recipe, that the others are measured against.")] = "bf16",
+    out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
+    window: Annotated[
+        float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
+    ] = 0.1,
+    target_gap: Annotated[
+        float | None, typer.Option(help="Tell the seeds needed to resolve this many nats; default: each arm's own gap.")
+    ] = None,
+    band: Annotated[
+        float | None, typer.Option(help="Exit 1 when an arm ends farther than this many nats from the baseline.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare the recipes of any runs and write a report.
+
+    A table here; HTML, Markdown, CSV and Parquet in the report folder.
+    """
+    from hqsweep.report.check import check
+    from hqsweep.report.compare import compare, write
+    from hqsweep.report.tables import rich_table
+    from hqsweep.sweep.store import RunStore
+    from hqsweep.track.mirror import mirror_report
+
+    found = RunStore(runs_dir).resolve(runs)
+    comparison = compare(found, baseline, window, target_gap)
+    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in found))))
+    mirror_report(found, page.parent)
+    good, line = check(comparison, band) if band is not None else (True, "")
+    facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
+    print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    raise typer.Exit(0 if good else MISMATCH)
+
+
+@app.command()
+def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+    """List the sweeps."""
+    from hqsweep.report.listing import list_sweeps
+    from hqsweep.sweep.store import RunStore
+
+    page, facts = list_sweeps(RunStore(runs_dir))
+    print_result(as_json, facts, page)
+
+
+@app.command()
+def show(
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
+    ],
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Show one run.
+
+    Status, loss, largest quantization errors, manifest, config.
+    """
+    from hqsweep.report.listing import show_run
+    from hqsweep.sweep.store import RunStore
+
+    found = RunStore(runs_dir).resolve([run])
+    if len(found) > 1:
+        raise UserError(f"'{run}' means {len(found)} runs; name one of {', '.join(each.name for each in found)}")
+    page, facts = show_run(found[0])
+    print_result(as_json, facts, page)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can run natively, exactly or not at all, and why."""
+    from hqsweep.doctor.page import doctor
+
+    page, facts = doctor()
+    print_result(as_json, facts, page)
+
+
+@app.command()
+def version(as_json: AsJson = False) -> None:
+    """Print versions, for the report of a fault."""
+    from hqsweep.track.machine import facts
+
+    known = {key: value for key, value in facts().items() if key in ("versions", "platform", "isa", "kernel_build")}
+    print_result(as_json, known, *(f"{key}: {value}" for key, value in known.items()))
+
+
+def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
+    """What to type next, on stderr beside JSON: the log of the first failed run, else the comparison."""
+    failed = [result for result in results if result["state"] != "finished"]
+    arms = [result["arm"] for result in results]
+    if failed:
+        line = f"{len(failed)} of {len(results)} runs did not finish; see {failed[0]['path']}/log.txt, then run again"
+    elif len(set(arms)) > 1:
+        line = f"next: hqsweep compare {sweep} --baseline {shlex.quote('bf16' if 'bf16' in arms else arms[0])}"
+    else:
+        line = f"next: hqsweep show {results[0]['run']}"
+    typer.echo(line, err=as_json)

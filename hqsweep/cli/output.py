@@ -1,0 +1,90 @@
+"""What commands share: their arguments, how wrong input ends, and how results are printed."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hqsweep.cli import completion as cli_completion
+from hqsweep.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FILE_WIDTH = 200
+
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUNS...",
+        help="Sweeps, runs, beginnings of runs, or folders.",
+        autocompletion=cli_completion.run_or_sweep,
+    ),
+]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+class OneSentence(TyperGroup):
+    """Wrong input ends in one line on stderr and exit code 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except UserError as error:
+            code = _refuse(str(error))
+        except OSError as error:  # of a file or folder that was named: missing, not writable, no folder, full
+            code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except typer.TyperException as error:
+            code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _refuse(message: str) -> int:
+    typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
+    return 2
+
+
+def print_result(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
+    """The facts as JSON, or what is shown to a person. JSON has no NaN and no infinity: both are null there."""
+    if as_json:
+        plain = json.loads(json.dumps(facts, default=str), parse_constant=lambda name: None)
+        typer.echo(json.dumps(plain, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no edge to break lines at
+        console = Console(width=FILE_WIDTH)
+    for each in shown:
+        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
+
+
+GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
+RESULT_COLUMNS = {
+    "arm": "arm", "seed": "seed", "state": "state", "val_loss": "val loss", "tokens_per_s": "tokens/s",
+    "seconds": "seconds", "reason": "reason",
+}  # fmt: skip
+SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
+
+
+def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+    """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
+    from hqsweep.report.text import TextTable, number, text, to_rich
+
+    def cell(key: str, value: Any) -> str:
+        if key in SPECS:
+            return number(value, SPECS[key])
+        return " ".join(value) if isinstance(value, list) else text(value)
+
+    cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
+    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key == "seed")
+    table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
+    return to_rich(table.without("reason") if all(row.get("reason") is None for row in rows) else table, heading)

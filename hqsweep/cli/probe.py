@@ -1,0 +1,84 @@
+"""`hqsweep probe`: error statistics of the tensors of a safetensors file, and the recipe that they suggest."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hqsweep.cli.output import AsJson, print_result
+from hqsweep.errors import UserError
+
+if TYPE_CHECKING:
+    from hqsweep.jobs.probe.tensor_files import Matrix
+    from hqsweep.quant.hybrid import HybridQuantizer
+
+
+def probe(
+    path: Annotated[Path, typer.Argument(metavar="FILE_OR_FOLDER", help="safetensors: a checkpoint, or activations.")],
+    formats: Annotated[str, typer.Option(metavar="F1,F2,...", help="Formats, also as ROW|COL.")] = "mxfp8,nvfp4",
+    bits: Annotated[
+        float | None, typer.Option(min=1, help="Suggest the recipe of least error with this mean of bits an element.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the suggested recipe there.")] = None,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all rows as CSV.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with a heatmap.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which layers can take nvfp4? Errors of every tensor of a file.
+
+    Every matrix is quantized in every format and in both directions. Files may be larger than memory.
+    """
+    from hqsweep.jobs.probe.job import parse_quantizers
+    from hqsweep.jobs.probe.suggest import recipe_of, suggest
+    from hqsweep.jobs.probe.tensor_files import find_matrices
+    from hqsweep.report import probe as report
+    from hqsweep.report.text import to_rich
+
+    if out and bits is None:
+        raise UserError("--out: there is no recipe without a budget; give --bits, such as --bits 6")
+    for option, file in (("--out", out), ("--csv", csv), ("--html", html)):
+        if file and not file.parent.is_dir():
+            raise UserError(f"{option} {file}: its folder does not exist; give a file in a folder that does")
+    if out and out.suffix != ".yaml":
+        raise UserError(f"--out {out}: a recipe's file must end in .yaml, or recipe=PATH does not take it")
+    quantizers = parse_quantizers(formats.split(","))
+    matrices, skipped = find_matrices(path)
+    rows = _rows(matrices, quantizers)
+    facts: dict[str, Any] = {"rows": rows, "skipped": dict(skipped), "recipe": None}
+    promise = text = None
+    if bits is not None:
+        suggestion = suggest(rows, bits)
+        promise = report.summary(suggestion, bits)
+        recipe = recipe_of(suggestion, out.stem if out else "suggested")
+        text = report.recipe_text(recipe, f"Suggested by hqsweep probe for {path.name}: {promise}")
+        facts |= {"recipe": recipe, "bits": suggestion.bits, "predicted_sqnr_db": suggestion.sqnr_db}
+    if out and text:
+        out.write_text(text, encoding="utf-8")
+    if csv:
+        report.write_csv(rows, csv)
+    if html:
+        report.write_html(rows, html, f"probe of {path.name}", text, promise)
+    shown = report.worst_rows(rows)
+    table = to_rich(report.probe_table(shown), "SQNR in dB: rowwise columnwise (lower 5th percentile of rows)")
+    hidden = len(matrices) - len({row["tensor"] for row in shown})
+    lines = [f"{hidden} more tensors with less error: --csv has all"] if hidden else []
+    lines += [f"{len(skipped)} tensors are no matrices of floating-point numbers"] if skipped else []
+    lines += [f"wrote {file}" for file in (out, csv, html) if file]
+    print_result(as_json, facts, table, *lines, *([text.rstrip()] if text else []))
+
+
+def _rows(matrices: "list[Matrix]", quantizers: "dict[str, HybridQuantizer]") -> list[dict[str, Any]]:
+    """All rows, with a bar on stderr that counts elements."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hqsweep.jobs.probe.job import probe
+
+    rows: list[dict[str, Any]] = []
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("probe", total=sum(matrix.rows * matrix.cols for matrix in matrices))
+        for matrix in matrices:
+            bar.update(task, description=matrix.name)
+            rows += probe(matrix, quantizers)
+            bar.advance(task, matrix.rows * matrix.cols)
+    return rows

@@ -1,0 +1,139 @@
+"""`hqsweep recipe`: list, show, compare and export recipes. NAME is a recipe of the package or of ./conf, or a file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hqsweep.cli import completion as cli_completion
+from hqsweep.cli.output import AsJson, OneSentence, print_result
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from hqsweep.recipe.schedule import AnyRecipe
+
+app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare and export recipes.")
+
+_COMPLETED = {"autocompletion": cli_completion.recipe_name}
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="A packaged recipe, one of ./conf, or PATH.yaml.", **_COMPLETED)
+]
+ConfigDir = Annotated[
+    Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
+]
+SLOT_COLUMNS = {
+    "slot": "slot", "rowwise": "rowwise", "rowwise_reads": "read by", "columnwise": "columnwise",
+    "columnwise_reads": "read by", "columnwise_source": "columnwise from",
+}  # fmt: skip
+DIFF_COLUMNS = {"slot": "slot", "field": "what", "a": "A", "b": "B"}
+LIST_COLUMNS = {"name": "name", "input": "input", "weight": "weight", "grad_output": "grad_output"}
+
+
+@app.command()
+def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+    """List the recipes that recipe= takes, with the quantizers of their linears."""
+    from hqsweep.recipe.listing import slots
+    from hqsweep.sweep.compose import known_recipes
+
+    rows = []
+    for name in known_recipes(config_dir):
+        linear = [slot for slot in slots(_load(name, config_dir)) if slot.part == "linear" and slot.stage == 0]
+        rows.append({"name": name} | {slot.tensor: str(slot.quantizer) for slot in linear})
+    print_result(as_json, rows, _table(f"{len(rows)} recipes", rows, LIST_COLUMNS))
+
+
+@app.command()
+def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+    """Show what a recipe does to each tensor, in both directions.
+
+    Which GEMM reads it, overrides and schedule included.
+    """
+    from hqsweep.recipe.listing import slots
+    from hqsweep.recipe.schedule import recipe_config
+
+    recipe = _load(name, config_dir)
+    config, rows = recipe_config(recipe), [slot.row() for slot in slots(recipe)]
+    notes = [f"gemm: {recipe.gemm}"]
+    notes += [f"overrides[{i}] is for {o}" for i, o in enumerate(getattr(recipe, "overrides", ()))]
+    notes += [f"schedule[{i}] comes {_when(change.at)}" for i, change in enumerate(recipe.schedule)]
+    notes += [f"{key}: {config[key]}" for key in ("qfactory", "fp8_dpa") if key in config]
+    print_result(as_json, {"name": name, "recipe": config, "slots": rows}, _table(name, rows, SLOT_COLUMNS), *notes)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A recipe, as NAME of show.", **_COMPLETED)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", **_COMPLETED)],
+    config_dir: ConfigDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say where two recipes differ: slots by value, overrides, schedule, GEMM mode.
+
+    Names are labels and do not count.
+    """
+    from hqsweep.recipe.listing import diff as differences
+
+    rows = differences(_load(a, config_dir), _load(b, config_dir))
+    shown = _table(f"{a} against {b}", rows, DIFF_COLUMNS | {"a": a, "b": b}) if rows else f"{a} and {b} are equal"
+    print_result(as_json, rows, shown)
+
+
+@app.command()
+def export(
+    name: Name,
+    to: Annotated[Literal["transformer-engine", "json"], typer.Option(help="What is written.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there, not to stdout.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the model, for overrides that count them.")
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Write a recipe as a Python module for TransformerEngine, or as JSON."""
+    import json
+
+    from hqsweep.compat.export import to_transformer_engine
+    from hqsweep.errors import UserError
+    from hqsweep.recipe.schedule import recipe_config
+
+    recipe = _load(name, config_dir)
+    if to == "json":
+        text = json.dumps({"name": Path(name).stem} | recipe_config(recipe), indent=2)
+    else:
+        text = to_transformer_engine(recipe, Path(name).stem, layers).rstrip()
+    if out is None:
+        typer.echo(text)
+        return
+    try:
+        out.write_text(text + "\n")
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; give a file in a folder that exists") from None
+    typer.echo(f"wrote {out}", err=True)
+
+
+def _load(name: str, config_dir: Path | None) -> "AnyRecipe":
+    from hqsweep.errors import UserError
+    from hqsweep.recipe.schedule import parse_recipe
+    from hqsweep.sweep.compose import load_recipe
+
+    try:
+        given = load_recipe(name, config_dir)
+        if not isinstance(given, dict):
+            raise UserError("its YAML gives no mapping as recipe; write name and linear at the top, without '@package'")
+        return parse_recipe(given)
+    except UserError as error:
+        raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
+
+
+def _when(at: float) -> str:
+    return f"after {at} updates" if at >= 1 else f"after {100 * at:g} % of the updates"
+
+
+def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+    from hqsweep.report.text import TextTable, text, to_rich
+
+    def cell(value: Any) -> str:
+        return " ".join(value) or "-" if isinstance(value, list) else text(value)
+
+    cells = tuple(tuple(cell(row[key]) for key in columns) for row in rows)
+    return to_rich(TextTable(header=tuple(columns.values()), rows=cells), heading)

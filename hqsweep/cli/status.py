@@ -1,0 +1,83 @@
+"""Commands for runs that are there already: hqsweep status, hqsweep cancel, hqsweep sync."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table
+
+RUN_FAILED = 3
+STATUS_COLUMNS = {
+    "run": "run", "state": "state", "step": "step", "loss": "loss", "tokens_per_s": "tokens/s", "seconds": "seconds",
+    "job": "Slurm job", "reason": "reason",
+}  # fmt: skip
+
+app = typer.Typer()
+
+
+@app.command()
+def status(
+    runs: Runs,
+    follow: Annotated[bool, typer.Option("--follow", help="Show them until none runs or waits in a queue.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Say what runs do now, Slurm's included.
+
+    Exit code 3 when one of them has failed or was interrupted.
+    """
+    from rich.console import Console
+
+    from hqsweep.sweep import follow as observer
+    from hqsweep.sweep.progress import open_display
+    from hqsweep.sweep.store import RunStore
+
+    found = RunStore(runs_dir).resolve(runs)
+    if follow:
+        observer.follow(found, open_display(Console(stderr=True)))
+    rows = observer.status_rows(found)
+    heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
+    print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
+    raise typer.Exit(RUN_FAILED if any(row["state"] in ("failed", "interrupted") for row in rows) else 0)
+
+
+@app.command()
+def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+    """Take back runs that wait or run.
+
+    What they have put out stays, and the same `hqsweep run` goes on from there.
+    """
+    from hqsweep.sweep import follow as observer
+    from hqsweep.sweep.store import RunStore
+
+    taken = [run.name for run in observer.cancel(RunStore(runs_dir).resolve(runs))]
+    print_result(as_json, taken, *(f"cancelled: {name}" for name in taken or ["none waits or runs"]))
+
+
+@app.command()
+def sync(
+    runs: Runs,
+    mode: Annotated[
+        Literal["auto", "offline", "online"], typer.Option(help="auto: online for who is logged in to W&B.")
+    ] = "auto",
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Make the W&B mirror of runs again from their rows.
+
+    Offline, the folders that `wandb sync` uploads are printed.
+    """
+    from importlib.util import find_spec
+
+    from hqsweep.errors import UserError
+    from hqsweep.sweep.store import RunStore
+
+    if find_spec("wandb") is None:
+        raise UserError("sync needs the package wandb; pip install wandb")
+    from hqsweep.track.sync import sync as replay
+
+    folders = {run.name: [str(folder) for folder in replay(run, mode)] for run in RunStore(runs_dir).resolve(runs)}
+    print_result(
+        as_json, folders, *(" ".join([f"{name}:", *(at or ["on the server"])]) for name, at in folders.items())
+    )

@@ -1,0 +1,62 @@
+"""TransformerEngine's names, so that a quantizer factory written for it runs here with other imports and nothing else.
+
+    from transformer_engine.common.recipe import CustomRecipe            from hqsweep.compat import CustomRecipe
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import ...  ->   from hqsweep.compat import ...
+
+Names and arguments are those of TransformerEngine d0067d0 (custom_recipes/, tensor/, quantization.py). What the calls
+return are this package's frozen quantizers. Three kinds of arguments say nothing here: `rowwise` and `columnwise` (the
+GEMM decides which directions are made), `device`, and `internal`. An option that would change a number and is not there
+is an error.
+
+`hqsweep recipe export NAME --to transformer-engine` is the way back.
+"""
+
+from hqsweep.compat.grouped_linear import GroupedLinear
+from hqsweep.compat.quantizers import (
+    DelayedScalingRequest,
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Format,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    current_scaling_factory,
+    delayed_scaling_factory,
+    float8_block_scaling_factory,
+    high_precision_factory,
+    mxfp8_factory,
+    nvfp4_factory,
+    quantizer_factory,
+    te_device_type,
+)
+from hqsweep.nn.context import autocast
+from hqsweep.quant import GroupedTensor
+from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.roles import QuantizerRole
+
+__all__ = [
+    "CustomRecipe",
+    "DType",
+    "DelayedScalingRequest",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Format",
+    "GroupedLinear",
+    "GroupedTensor",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "QuantizerRole",
+    "autocast",
+    "current_scaling_factory",
+    "delayed_scaling_factory",
+    "float8_block_scaling_factory",
+    "high_precision_factory",
+    "mxfp8_factory",
+    "nvfp4_factory",
+    "quantizer_factory",
+    "te_device_type",
+]

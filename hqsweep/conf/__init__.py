@@ -1,1 +1,0 @@
-"""Packaged configuration: named sweeps here, groups in the folders. Hydra finds YAML only beside an __init__.py."""

@@ -1,0 +1,1 @@
+"""The typed config: the one place where YAML becomes objects."""

@@ -1,0 +1,71 @@
+"""Sections of the config for the jobs that check arithmetic: parity to the byte, calibrate against theory."""
+
+import itertools
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from hqsweep.config.types import Count, Device, Section
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats.inputs import DISTRIBUTIONS, check_format
+from hqsweep.jobs.calibrate import sqnr as calibrate_sqnr
+from hqsweep.jobs.parity.job import CHECKS
+from hqsweep.recipe.sections import LinearQuantizers
+
+Shape = Annotated[list[Count], Field(min_length=2, max_length=2)]
+"""[rows, columns]."""
+Names = Annotated[list[str], Field(min_length=1)]
+
+
+class ParitySection(Section):
+    """What is compared to the byte, and by which checks."""
+
+    formats: Names
+    distributions: Names
+    shapes: Annotated[list[Shape], Field(min_length=1)]
+    checks: Names
+    device: Device = "auto"
+
+    @model_validator(mode="after")
+    def _known(self) -> "ParitySection":
+        for key, known in (("distributions", DISTRIBUTIONS), ("checks", CHECKS)):
+            for name in getattr(self, key):
+                _check_known(f"parity.{key}", name, known)
+        for text, shape in itertools.product(self.formats, self.shapes):
+            check_format(text, shape, "parity")
+        return self
+
+
+class CalibrateSection(Section):
+    """Formats and distributions of the SQNR tables, whose matrices have `shape`; students are linear sections of a
+    recipe by name, each trained for `steps`."""
+
+    formats: Names
+    distributions: Names
+    shape: Shape
+    students: dict[str, Any]
+    steps: Count = 1500
+    device: Device = "auto"
+
+    @field_validator("students")
+    @classmethod
+    def _sections(cls, given: dict[str, Any]) -> dict[str, dict[str, str]]:
+        """In canonical text; they read each other's scales within a step only, so no delayed scaling."""
+        made = {name: LinearQuantizers.parse(value, f"calibrate.students.{name}") for name, value in given.items()}
+        for name, section in made.items():
+            if any(q.delayed for q in (section.input, section.weight, section.grad_output)):
+                raise UserError(f"calibrate.students.{name}: fp8_delayed has no error of its own; give fp8_current")
+        return {name: section.texts() for name, section in made.items()}
+
+    @model_validator(mode="after")
+    def _known(self) -> "CalibrateSection":
+        for name in self.distributions:
+            _check_known("calibrate.distributions", name, calibrate_sqnr.DISTRIBUTIONS)
+        for text in self.formats:
+            check_format(text, self.shape, "calibrate")
+        return self
+
+
+def _check_known(where: str, name: str, known: dict[str, Any]) -> None:
+    if name not in known:
+        raise UserError(f"{where}: got '{name}'{nearest(name, known)}; known are {', '.join(known)}")

@@ -1,0 +1,87 @@
+"""The sections that cannot change a number: how runs are executed, and who mirrors them."""
+
+import shlex
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from hqsweep.config.types import Count, Index, Positive, Section
+from hqsweep.errors import UserError
+
+
+class TrackConfig(Section):
+    """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
+    for who is logged in, else offline."""
+
+    kind: Literal["none", "wandb"] = "none"
+    mode: Literal["offline", "online", "auto"] = "auto"
+    project: str = "hqsweep"
+    entity: str | None = None
+    init_timeout_s: Positive = 15
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _installed(cls, kind: Any) -> Any:
+        installed = find_spec("wandb") is not None
+        if kind == "wandb" and not installed:
+            raise UserError("track.kind: 'wandb' needs the package wandb; pip install wandb, or set track=none")
+        return ("wandb" if installed else "none") if kind == "auto" else kind
+
+
+class SlurmConfig(Section):
+    """What sbatch is asked for, for each run; None leaves it to the partition. `options` are further words of sbatch's
+    command line. A job is told `signal_s` seconds before its time is over, and goes back to the queue."""
+
+    partition: str | None = None
+    gres: str | None = None
+    mem_gb: Positive | None = None
+    time_min: Count | None = None
+    signal_s: Count = 60
+    options: str | None = None
+    detach: bool = False
+
+    @model_validator(mode="after")
+    def _in_time(self) -> "SlurmConfig":
+        if self.time_min is not None and self.time_min * 60 <= self.signal_s:
+            raise UserError(
+                f"engine.slurm.signal_s: {self.signal_s} s before the end of {self.time_min} min is before the start;"
+                " lower it, or raise engine.slurm.time_min"
+            )
+        return self
+
+    @field_validator("options")
+    @classmethod
+    def _long(cls, options: str | None) -> str | None:
+        short = next((word for word in shlex.split(options or "") if not word.startswith("--")), None)
+        if short is not None:
+            raise UserError(
+                f"engine.slurm.options: '{short}' is no --NAME or --NAME=VALUE; write '--account=lab --requeue'"
+            )
+        return options
+
+
+class EngineConfig(Section):
+    """How runs are executed: `workers` at a time with `threads` CPU threads each.
+
+    local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: None workers is
+    as many as there is room for; None threads is 1. A run may take timeout_s seconds an attempt; after a failed one
+    there are `retries` more, the first after backoff_s seconds, each further one after twice as long.
+    """
+
+    kind: Literal["local", "slurm"] = "local"
+    workers: Count | None = None
+    runs_per_gpu: Count | None = None
+    threads: Count | None = None
+    timeout_s: Positive | None = None
+    retries: Index = 0
+    backoff_s: Positive = 1.0
+    slurm: SlurmConfig = SlurmConfig()
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> "EngineConfig":
+        if self.kind == "local" and self.slurm != SlurmConfig():
+            raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
+        if self.kind == "slurm" and self.runs_per_gpu is not None:
+            raise UserError("engine.runs_per_gpu: is for engine=local; a run on Slurm has what engine.slurm.gres asks")
+        return self

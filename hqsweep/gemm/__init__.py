@@ -1,0 +1,1 @@
+"""The products of quantized operands: exact, native, and over experts."""

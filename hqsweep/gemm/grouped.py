@@ -1,0 +1,257 @@
+"""The three GEMMs of a grouped linear, over all experts e with the rows x_e [m_e, K] and the weights w_e [N, K].
+
+    fprop  y_e  = x_e @ w_e.T    mm_t(x_e.row, w_e.row)      [m_e, N]    ragged rows
+    dgrad  dx_e = dy_e @ w_e     mm_t(dy_e.row, w_e.col)     [m_e, K]    ragged rows
+    wgrad  dw_e = dy_e.T @ x_e   mm_t(dy_e.col, x_e.col)     [N, K]      ragged contracted axis
+
+Four plans give them. `loop` is mm_t for each expert, and is the reference: its bytes are those of single linears.
+`torch.bmm` is one kernel on exact bfloat16 operands where the host knows that all experts have equally many tokens, on
+any GPU: it accumulates in float32 and stores that, or its rounding to bfloat16, which factors then follow.
+`torch._grouped_mm` is one kernel for any splits, which can store bfloat16 only: its result is rounded once more where
+factors follow, and where float32 is wanted. So wgrad into float32 is a loop for as long as the host knows the splits,
+and what needs a float32 operand is one always. Operands of a ragged contracted axis are given with that axis outermost,
+so that no split has to be aligned. `torch._scaled_grouped_mm` is the kernel of gemm=native for rows of E4M3 codes with
+a scale for each expert's tensor, on sm_90; all else that is native is a loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import ExactOperand, Format, Fp8PerTensor
+from hqsweep.gemm.exact import apply_factors, mm_t, plain_product, plan
+from hqsweep.gemm.native import capability_of, gemm_plan, mm_t_native
+from hqsweep.ops.grouped import pack
+from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
+from hqsweep.ops.grouped_shapes import ShapesLayout
+from hqsweep.ops.plan import in_dtype, plan_of
+from hqsweep.quant.grouped_operand import GroupedOperand
+from hqsweep.quant.operand import Operand
+
+GROUPED_MAJORS = (9, 10)
+"""Compute capabilities for which torch._grouped_mm has a kernel; elsewhere it is a loop that waits for the splits."""
+NATIVE_MAJORS = (9,)
+"""Those for which torch._scaled_grouped_mm takes E4M3 codes with scales of rows."""
+ALIGNMENT = 8
+"""Both take strides of multiples of 16 bytes: so many bfloat16 elements, and twice as many codes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Members:
+    """Operands of experts that lie each in memory of its own."""
+
+    members: Sequence[Operand | ExactOperand]
+
+
+Group = GroupedOperand | GroupedExact | Members
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedPlan:
+    """How a GEMM over experts is computed."""
+
+    a: Format
+    b: Format
+    device: torch.device
+    gemm_mode: str
+    out_dtype: torch.dtype
+    kernel: Literal["torch.bmm", "torch._grouped_mm", "torch._scaled_grouped_mm"] | None
+    """None: a loop over the experts."""
+
+    @cached_property
+    def grouped(self) -> bool:
+        """Whether one kernel computes it for all experts."""
+        return self.kernel is not None
+
+    def __str__(self) -> str:
+        if self.kernel is None:
+            return f"{gemm_plan(self.gemm_mode, self.a, self.b, self.device)}, for each expert"
+        if self.kernel == "torch._scaled_grouped_mm":
+            return f"native: tensor cores of sm_90 through {self.kernel}, scales of experts as those of rows"
+        factors = any(plan_of(format).amax_name for format in (self.a, self.b))
+        stored, where = ", stored in bfloat16", ""
+        if self.kernel == "torch.bmm":
+            where = " over experts of equal size"
+            stored = stored if factors and self.out_dtype == torch.bfloat16 else ""
+        text = f"exact: bf16 operands, {self.kernel}{where}, float32 accumulation{stored}"
+        return f"{text} before the factors of experts" if stored and factors else text
+
+
+def grouped_plan(
+    a: Format,
+    b: Format,
+    device: torch.device | str,
+    *,
+    gemm_mode: str = "exact",
+    out_dtype: torch.dtype = torch.bfloat16,
+    sizes: tuple[int, int] = (2 * ALIGNMENT, 2 * ALIGNMENT),
+    host_splits: bool = True,
+    equal_splits: bool = False,
+    gemm: str = "fprop",
+) -> GroupedPlan:
+    """The plan for operands of these formats; out_dtype: of the products, float32 for wgrad into FP32 weights.
+
+    sizes: in and out features; host_splits: whether the host knows the splits; equal_splits: whether it knows that they
+    are equal, and not 0; gemm: "fprop", "dgrad" or "wgrad".
+    """
+    device = torch.device(device)
+    facts = {"a": a, "b": b, "device": device, "gemm_mode": gemm_mode, "out_dtype": out_dtype}
+    if gemm_mode == "native":
+        codes = gemm != "wgrad" and out_dtype == torch.bfloat16 and all(map(_is_e4m3_tensor, (a, b)))
+        fits = codes and all(size % (2 * ALIGNMENT) == 0 for size in sizes)
+        kernel = "torch._scaled_grouped_mm" if fits and has_kernel(device, NATIVE_MAJORS) else None
+        return GroupedPlan(**facts, kernel=kernel)
+    if plan(a, b, device.type).operands != "bf16":
+        return GroupedPlan(**facts, kernel=None)
+    if equal_splits and has_kernel(device, None):
+        return GroupedPlan(**facts, kernel="torch.bmm")
+    wide = out_dtype == torch.float32 and host_splits
+    fits = not wide and all(size % ALIGNMENT == 0 for size in sizes)
+    return GroupedPlan(**facts, kernel="torch._grouped_mm" if fits and has_kernel(device, GROUPED_MAJORS) else None)
+
+
+def _is_e4m3_tensor(format: Format) -> bool:
+    return isinstance(format, Fp8PerTensor) and format.element_name == "e4m3"
+
+
+def has_kernel(device: torch.device, majors: Sequence[int] | None) -> bool:
+    """Whether a device is a GPU of one of these compute capabilities; None: of any."""
+    capability = capability_of(device)
+    return capability is not None and (majors is None or capability[0] in majors)
+
+
+def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Tensor:
+    """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [rows of a's splits, n] in out_dtype.
+
+    UserError, naming the member, for groups of members of unlike widths, and for a b of unlike shapes.
+    """
+    if how.kernel == "torch._scaled_grouped_mm":
+        return tokens_by_native_kernel(a, _packed(b))
+    if how.grouped:
+        return tokens_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
+    _check_members(a, b, one_shape=True)
+    parts = [_single(x, w, how, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
+    left_over = a.layout.splits.rows - sum(map(len, parts))
+    if left_over:
+        parts.append(parts[0].new_zeros(left_over, parts[0].shape[1]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def mm_t_weights(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
+    """wgrad: a with members [n, m_e], b with members [k, m_e] -> for each expert [n, k] in out_dtype.
+
+    By one kernel they are the parts of one tensor. UserError, naming the member, for members of unlike widths.
+    """
+    if how.grouped:
+        return weights_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
+    _check_members(a, b, one_shape=False)
+    return [_single(dy, x, how, out_dtype) for dy, x in zip(a.members, b.members, strict=True)]
+
+
+def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
+    """The errors of the loops; kernels meet them where they ask for splits and shapes."""
+    for group in (a, b):
+        if isinstance(group, Members):
+            continue
+        if isinstance(group.layout, ShapesLayout):
+            group.layout.refuse_product()
+        if one_shape and group is b:
+            _ = group.layout.one_shape
+
+
+def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPlan, out_dtype: torch.dtype) -> Tensor:
+    """The product of one expert; without tokens there is none to ask the tensor cores for."""
+    if how.gemm_mode != "native":
+        return mm_t(a, b, out_dtype=out_dtype)
+    (m, k), (n, _) = a.shape, b.shape
+    if m * n * k == 0:
+        return torch.zeros(m, n, dtype=out_dtype, device=next(iter(a.buffers.values())).device)
+    return mm_t_native(a, b, out_dtype=out_dtype)
+
+
+def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
+    """mm_t_tokens of bfloat16 matrices (on a CPU of float32 ones, too) by torch._grouped_mm, or of equal splits by
+    torch.bmm."""
+    splits, experts, per_row = a.layout.splits, b.layout.splits.count, a.per_row or b.per_row
+    if equal:
+        y = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
+        if not per_row:
+            return _as_rows(_by_experts(y, a, b, out_dtype))
+        y = _as_rows(y)
+    else:
+        y = torch._grouped_mm(a.rows(), b.stacked_turned(), offs=splits.ends(b.matrix.device))
+
+    def of_rows(factor: Tensor) -> Tensor:
+        return splits.spread(factor.view(experts, -1))
+
+    if not per_row and a.factor is not None and b.factor is not None:
+        factors = [(of_rows(a.factor * b.factor), False)]  # the product of both is what rows are multiplied by
+    else:
+        left = [] if a.factor is None else [(a.factor.view(-1, 1) if a.per_row else of_rows(a.factor), a.per_row)]
+        factors = left + ([] if b.factor is None else [(of_rows(b.factor), b.per_row)])
+    return apply_factors(y, factors, a.divisor * b.divisor, out_dtype)
+
+
+def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
+    """mm_t_tokens of E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, in bfloat16."""
+    splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.one_shape
+    left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
+    rows = splits.spread(a.buffers["s"])
+    columns = b.buffers["s"].view(experts, 1).expand(experts, n).contiguous()
+    return torch._scaled_grouped_mm(
+        left.view(splits.rows, k), right.view(experts, n, k).transpose(1, 2), rows, columns,
+        offs=splits.ends(left.device), out_dtype=torch.bfloat16, use_fast_accum=False,
+    )  # fmt: skip
+
+
+def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
+    """mm_t_weights by torch._grouped_mm, or of equal splits by torch.bmm: [experts, n, k]."""
+    if equal:
+        dw = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
+    else:
+        dw = torch._grouped_mm(a.rows().t(), b.rows(), offs=a.layout.splits.ends(a.matrix.device))
+    return _by_experts(dw, a, b, out_dtype)
+
+
+def _by_experts(product: Tensor, a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
+    """apply_factors to a product [experts, m, n] of sides that have at most one factor for each expert."""
+    factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
+    if not factors and a.divisor == b.divisor == 1.0:
+        return in_dtype(product, out_dtype)
+    return apply_factors(product.flatten(1), factors, a.divisor * b.divisor, out_dtype).view_as(product)
+
+
+def _as_rows(product: Tensor) -> Tensor:
+    """[experts, m, n] -> [experts * m, n] that autograd takes for no view: an output of a Function may be written in
+    place then, as torch.matmul's may."""
+    experts, m, n = product.shape
+    return torch.ops.aten._unsafe_view(product, (experts * m, n))
+
+
+def _stored(out_dtype: torch.dtype) -> torch.dtype:
+    """What torch.bmm gives where out_dtype is wanted: float32 is rounded by nobody but the factors."""
+    return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+
+
+def _exact(group: Group) -> GroupedExact:
+    """Exact matrices in one memory: decoded, and put together, where they are not there already."""
+    return group if isinstance(group, GroupedExact) else _packed(group).operand()
+
+
+def _packed(group: GroupedOperand | Members) -> GroupedOperand:
+    """Codes in one memory."""
+    if isinstance(group, GroupedOperand):
+        return group
+    first, layout = group.members[0], _layout(group)
+    buffers = pack([member.buffers for member in group.members], first.format, layout)
+    return GroupedOperand(format=first.format, layout=layout, dtype=first.dtype, buffers=buffers)
+
+
+def _layout(group: Members) -> GroupLayout:
+    """Of equal members, as they are."""
+    rows, width = group.members[0].shape
+    return GroupLayout(splits=Splits.uniform(len(group.members), rows), width=width, columnwise=False)

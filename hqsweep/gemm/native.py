@@ -1,0 +1,181 @@
+"""gemm=native: products on the machine's own tensor cores, from codes and scales, through torch._scaled_mm.
+
+What runs is a table by compute capability, and what is not in it is refused before anything runs: nothing falls back
+to gemm=exact. sm_90 was measured (benchmarks/gemm.py); sm_100 follows the documented layouts and has not been run.
+
+    sm_89          per-tensor FP8 with per-tensor FP8
+    sm_90          the same, and block FP8: 1x128 with 1x128 or 128x128
+    sm_100, sm_103 per-tensor FP8, MXFP8 and NVFP4, each with its own kind
+    all            two equal high-precision dtypes
+E5M2 never meets E5M2.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import (
+    FORMATS,
+    MX,
+    NVFP4,
+    ExactOperand,
+    Format,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    Fp8PerTensor,
+    Identity,
+)
+from hqsweep.gemm.exact import epilogue, mm_t, plan
+from hqsweep.ops.swizzle import swizzle
+from hqsweep.quant.operand import Operand
+from hqsweep.recipe.pairs import same_scaling
+
+CUDA_KINDS: dict[int, tuple[type[Format], ...]] = {
+    8: (Fp8PerTensor,),
+    9: (Fp8PerTensor, Fp8Block),
+    10: (Fp8PerTensor, MX, NVFP4),
+}
+"""Major compute capability -> formats with a native product; of 8 only 8.9."""
+UNTRIED = (10,)
+"""Majors for which the product was built from documents and has not been run."""
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device; None for a CPU."""
+    device = torch.device(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def plan_text(capability: tuple[int, int]) -> str:
+    """What a manifest says of a product that fault() lets pass."""
+    tried = "" if capability[0] not in UNTRIED else ", not yet run on such hardware"
+    return f"native: tensor cores of sm_{capability[0]}{capability[1]} through torch._scaled_mm{tried}"
+
+
+def gemm_plan(gemm_mode: str, a: Format, b: Format, device: torch.device | str) -> str:
+    """What a manifest says of the product of two formats; high precision has one plan in every mode."""
+    if gemm_mode == "native" and not isinstance(a, Identity):
+        return plan_text(capability_of(device))
+    return str(plan(a, b, torch.device(device).type))
+
+
+def device_fault(capability: tuple[int, int] | None) -> str | None:
+    """Why a device (None: a CPU) has no tensor cores for low precision, or None."""
+    if capability is None or capability < (8, 9):
+        return "gemm=native needs a GPU of compute capability 8.9 or later"
+    return None
+
+
+def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | None:
+    """Why the tensor cores of a device do not multiply the two, or None."""
+    if isinstance(a, Identity) or isinstance(b, Identity):
+        return None if a == b else "a GEMM takes one high-precision dtype"
+    if missing := device_fault(capability):
+        return missing
+    kinds = CUDA_KINDS.get(capability[0], ())
+    for format in (a, b):
+        if not isinstance(format, kinds) or (isinstance(format, MX) and format.name != "mxfp8"):
+            names = ", ".join(sorted(_names(kinds))) or "none"
+            return f"sm_{capability[0]}{capability[1]} has no product for {format}; it has: {names}"
+    if not same_scaling(a, b):
+        return "their scaling modes differ"
+    if isinstance(a, Fp8Block) and a.two_d and b.two_d:
+        return "128x128 tiles on both sides have no product"
+    if getattr(a, "element_name", "") == getattr(b, "element_name", "") == "e5m2":
+        return "E5M2 does not meet E5M2"
+    return None
+
+
+def _names(kinds: tuple[type[Format], ...]) -> list[str]:
+    return [name for name, (cls, _) in FORMATS.items() if issubclass(cls, kinds) and (cls is not MX or name == "mxfp8")]
+
+
+def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
+    """Why [m, k] x [n, k] does not fit the tensor cores' alignment, or None."""
+    if isinstance(a, Identity):
+        return None
+    rows = {"rows of the first operand": m} if isinstance(a, Fp8Block) else {}
+    sizes = rows | {"rows of the second operand": n, "the contracted axis": k}
+    uneven = [f"{name} ({size})" for name, size in sizes.items() if size % 16]
+    if uneven:
+        return f"tensor cores take multiples of 16, which {' and '.join(uneven)} is not"
+    if isinstance(a, Fp8Block) and (a.two_d or b.two_d) and k % 512:  # rows of tiles lie a multiple of 16 bytes apart
+        return f"tensor cores take 128x128 tiles where the contracted axis is a multiple of 512; it has {k}"
+    return None
+
+
+def refusal(capability: tuple[int, int] | None, a: Format, b: Format, m: int, n: int, k: int) -> str | None:
+    """Why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+    return fault(a, b, capability) or shape_fault(a, b, m, n, k)
+
+
+def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
+    """a [m, k], b [n, k] -> [m, n] in out_dtype. UserError with the refusal, where there is one.
+
+    The product of codes and scales accumulates in the tensor core's own precision (no fast accumulation); NVFP4's
+    global factors are applied to the float32 product as gemm=exact does.
+    """
+    capability = capability_of(next(iter(a.buffers.values())).device)
+    (m, k), (n, _) = a.shape, b.shape
+    refused = refusal(capability, a.format, b.format, m, n, k)
+    if refused:
+        raise UserError(f"{a.format} x {b.format}: {refused}")
+    if isinstance(a.format, Identity):
+        return mm_t(a, b, out_dtype=out_dtype)
+    (left, left_scale), (right, right_scale) = map(_operand, (a, b))
+    if right_scale.dim() == 2:
+        right_scale = right_scale.t()
+    factors = isinstance(a.format, NVFP4)
+    product = torch._scaled_mm(
+        left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype
+    )
+    if not factors:
+        return product
+    return epilogue(product, _factor(a), _factor(b), out_dtype)
+
+
+def _operand(operand: Operand) -> tuple[Tensor, Tensor]:
+    """Codes and decode scales as torch._scaled_mm takes them for a row-major operand."""
+    return _ARRANGED[type(operand.format)](operand)
+
+
+def _float8(operand: Operand) -> Tensor:
+    return operand.buffers["q"].view(FLOAT8[operand.format.element_name])
+
+
+def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
+    return _float8(operand), operand.buffers["s"].view(())
+
+
+def _block(operand: Operand) -> tuple[Tensor, Tensor]:
+    scales = operand.buffers["s"]
+    return _float8(operand), scales if operand.format.two_d else scales.t().contiguous().t()  # rows run fastest
+
+
+def _mx(operand: Operand) -> tuple[Tensor, Tensor]:
+    return _float8(operand), swizzle(_row_scales(operand)).view(torch.float8_e8m0fnu)
+
+
+def _nvfp4(operand: Operand) -> tuple[Tensor, Tensor]:
+    return operand.buffers["q"].view(torch.float4_e2m1fn_x2), swizzle(_row_scales(operand)).view(torch.float8_e4m3fn)
+
+
+def _row_scales(operand: Operand) -> Tensor:
+    """uint8 [rows, blocks]: the scales of tiles of several rows repeated."""
+    height = operand.format.tile[0]
+    return operand.buffers["s"].repeat_interleave(height, dim=0)[: operand.shape[0]]
+
+
+def _factor(operand: Operand) -> ExactOperand:
+    """Epilogue factor and divisor of NVFP4, without a matrix."""
+    none = operand.buffers["g"].new_empty(0)
+    return ExactOperand(none, operand.buffers["g"], 6.0 * operand.format.scale_max)
+
+
+_ARRANGED: dict[type[Format], Callable[[Operand], tuple[Tensor, Tensor]]] = {
+    Fp8Current: _per_tensor, Fp8Delayed: _per_tensor, Fp8Block: _block, MX: _mx, NVFP4: _nvfp4,
+}  # fmt: skip

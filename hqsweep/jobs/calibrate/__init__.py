@@ -1,0 +1,1 @@
+"""The calibrate job: measured errors against theory."""

@@ -1,0 +1,40 @@
+"""calibrate: do quantizers and autograd do what theory says?
+
+sqnr        error of every format on matrices of known distributions: theory, published values, an independent emulation
+row median  the same for the median SQNR of a row, where rows have scales of their own
+gemm        error of the three products of a Linear, predicted from the errors of their operands
+teacher     the loss floor of a quantized student of a linear teacher, predicted from the errors of x and w
+
+Parity proves that implementations agree; here all of them would be found wrong together.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hqsweep.jobs.calibrate.sqnr import sqnr_rows
+from hqsweep.jobs.calibrate.teacher import gemm_rows, teacher_row
+from hqsweep.jobs.sink import Sink
+from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.train.loop import pick_device
+
+if TYPE_CHECKING:
+    from hqsweep.config.job import CalibrateConfig
+
+
+def run(config: "CalibrateConfig", sink: Sink, workspace: Path) -> None:
+    """All distributions, then all students; a miss is a row, not an exception."""
+    section, seed = config.calibrate, config.seed
+    device = pick_device(section.device)
+    sink.rewind(-1)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    sink.manifest(device=name, kernel_digest=fingerprint(device))
+    count = len(section.distributions) + len(section.students)
+    for i, distribution in enumerate(section.distributions, start=1):
+        sink.calibrate(list(sqnr_rows(section.formats, distribution, tuple(section.shape), seed, device)))
+        sink.progress(i, count, None, None)
+    for i, (name, quantizers) in enumerate(section.students.items(), start=len(section.distributions) + 1):
+        sink.calibrate([*gemm_rows(name, quantizers, seed, device)])
+        sink.calibrate([teacher_row(name, quantizers, section.steps, seed, device)])
+        sink.progress(i, count, None, None)

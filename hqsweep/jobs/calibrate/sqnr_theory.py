@@ -1,0 +1,139 @@
+"""The SQNR that a format must have on independent draws of a density, by integration instead of by quantizing.
+
+A block of B elements with largest magnitude a gets the scale s(a). The largest element is a itself and the others have
+the density cut off at a, so
+
+    MSE(a) = ((a - Q(a))^2 + (B - 1) * integral from 0 to a of (x - Q(x))^2 f(x) dx / M_0(a)) / B
+
+and SQNR = 10 log10(E[x^2] / E[MSE(a)]), with a distributed as M_0^B. Between the midpoints of its neighbours a code of
+value v contributes M_2 - 2 v M_1 + v^2 M_0; stochastic rounding between q- and q+ contributes (x - q-)(q+ - x). Grids
+of elements and rules of scales are written down here again, from their specifications, in numpy float64.
+"""
+
+import math
+from functools import cache
+
+import numpy as np
+
+from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity
+from hqsweep.jobs.calibrate.densities import DENSITIES, Array, Density
+
+ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0), "e2m3": (3, 0, 7.5), "e3m2": (2, -2, 28.0),
+            "e2m1": (1, 0, 6.0), "bf16": (7, -24, 2.0**16), "fp16": (10, -14, 65504.0)}  # fmt: skip
+"""Mantissa bits, exponent of the smallest normal value, largest value: OCP OFP8 and MX v1.0, IEEE 754 binary16."""
+TAIL = np.append(np.linspace(1, 0.004, 1024), np.geomspace(0.004, 1e-8, 513)[1:])
+"""Shares of blocks with a larger a, between which MSE(a) is taken: by ratios in the tail, where heavy densities err."""
+
+
+def theoretical_sqnr_db(format: Format, distribution: str, rows: int, cols: int) -> float | None:
+    """dB for a matrix [rows, cols]; None for a density or a format without a closed form (4over6 chooses by block;
+    the Hadamard transform keeps the normal density only; fp32 has no error to speak of)."""
+    density = DENSITIES.get(distribution)
+    if density is None or str(format) == "fp32" or getattr(format, "four_over_six", False):
+        return None
+    if getattr(format, "rht", False) and distribution != "normal":
+        return None
+    size = _block(format, rows, cols)
+    tail = np.array([0.5]) if isinstance(format, Identity) else np.sqrt(TAIL[1:] * TAIL[:-1])  # one scale for all
+    weights = np.ones(1) if isinstance(format, Identity) else -np.diff(TAIL)
+    amax = largest(density, size, 1 - tail)
+    mse = _mean_squared_error(format, density, _scales(format, density, amax, rows, cols), amax, size)
+    return 10 * math.log10(density.power * weights.sum() / (mse @ weights))
+
+
+def largest(density: Density, count: int, share: Array) -> Array:
+    """Quantiles of the largest of `count` draws: M_0(a)^count = share, by the tail 1 - share^(1 / count)."""
+    return density.quantile(-np.expm1(np.log(share) / count))
+
+
+def _block(format: Format, rows: int, cols: int) -> int:
+    """Elements that share a scale."""
+    down, across = (0, 0) if isinstance(format, Identity) else format.tile
+    return (down or rows) * (across or cols)
+
+
+def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int) -> Array:
+    """s of value = code * s, for blocks with this largest magnitude."""
+    match format:
+        case Identity():
+            return np.ones_like(amax)
+        case NVFP4():
+            count = cols if format.row_scaled else rows * cols
+            top = np.maximum(largest(density, count, np.array([0.5])), amax) / (6 * 448)
+            return _round(amax / (6 * top), _grid("e4m3")) * top
+        case MX():
+            return _mx_scale(format, amax)
+        case Fp8Current() | Fp8Block():
+            scale = amax / format.element.max
+            return np.exp2(np.ceil(np.log2(scale))) if format.pow2 else scale
+    raise TypeError(f"no closed form of the scales of {format}")
+
+
+def _mx_scale(format: MX, amax: Array) -> Array:
+    """Up: the smallest power of two that saturates nothing; floor, even: OCP MX v1.0 section 6.3, torchao's EVEN."""
+    mantissa, _, top = ELEMENTS[format.element_name]
+    if format.scale_rounding == "up":
+        return np.exp2(np.ceil(np.log2(amax / top)))
+    if format.scale_rounding == "even":
+        step = np.exp2(np.floor(np.log2(amax)) - mantissa)
+        amax = np.floor(amax / step + 0.5) * step
+    return np.exp2(np.floor(np.log2(amax)) - math.floor(math.log2(top)))
+
+
+@cache
+def _grid(element: str) -> Array:
+    """All values >= 0 of an element type, ascending."""
+    mantissa, low, top = ELEMENTS[element]
+    below = np.arange(2**mantissa) * 2.0 ** (low - mantissa)
+    binades = np.arange(low, math.floor(math.log2(top)) + 1)
+    normal = (1 + np.arange(2**mantissa) / 2**mantissa)[None, :] * np.exp2(binades)[:, None]
+    grid = np.concatenate([below, normal.ravel()])
+    return grid[grid <= top]
+
+
+def _round(x: Array, grid: Array) -> Array:
+    """The value closest to x >= 0; ties have no weight here."""
+    return grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]
+
+
+def _mean_squared_error(format: Format, density: Density, scale: Array, amax: Array, size: int) -> Array:
+    """MSE(a) for blocks of `size` elements with these scales and largest magnitudes."""
+    grid = _grid(_element(format))
+    values = scale[:, None] * grid
+    if getattr(format, "sr", False):
+        error, last = _stochastic(density, values, amax), _stochastic_error(amax / scale, grid) * scale**2
+    else:
+        error, last = _rounded(density, values, amax), (amax - scale * _round(amax / scale, grid)) ** 2
+    return (last + (size - 1) * error / density.moments(amax)[0]) / size
+
+
+def _element(format: Format) -> str:
+    if isinstance(format, Identity):
+        return format.name
+    return "e2m1" if isinstance(format, NVFP4) else format.element_name
+
+
+def _rounded(density: Density, values: Array, amax: Array) -> Array:
+    """Integral of (x - Q(x))^2 f up to amax: each value takes what lies between the midpoints to its neighbours."""
+    edges = np.pad((values[:, 1:] + values[:, :-1]) / 2, ((0, 0), (1, 0)))
+    m0, m1, m2 = _cells(density, np.append(edges, amax[:, None], axis=1), amax)
+    return (m2 - 2 * values * m1 + values**2 * m0).sum(axis=1)
+
+
+def _stochastic(density: Density, values: Array, amax: Array) -> Array:
+    """Integral of (x - q-)(q+ - x) f up to the top value, and of (x - top)^2 f from there to amax."""
+    m0, m1, m2 = _cells(density, np.append(values, amax[:, None], axis=1), amax)
+    low, high, top = values[:, :-1], values[:, 1:], values[:, -1]
+    between = ((low + high) * m1[:, :-1] - low * high * m0[:, :-1] - m2[:, :-1]).sum(axis=1)
+    return between + m2[:, -1] - 2 * top * m1[:, -1] + top**2 * m0[:, -1]
+
+
+def _stochastic_error(x: Array, grid: Array) -> Array:
+    """(x - q-)(q+ - x), or (x - top)^2 above the top."""
+    place = np.clip(np.searchsorted(grid, x) - 1, 0, len(grid) - 2)
+    return np.where(x > grid[-1], (x - grid[-1]) ** 2, (x - grid[place]) * (grid[place + 1] - x))
+
+
+def _cells(density: Density, edges: Array, amax: Array) -> list[Array]:
+    """Partial moments between neighbouring edges, of which none lies beyond amax."""
+    return [np.diff(moment, axis=1) for moment in density.moments(np.minimum(edges, amax[:, None]))]

@@ -1,0 +1,1 @@
+"""The parity job: kernels against references, to the byte."""

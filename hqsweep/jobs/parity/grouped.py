@@ -1,0 +1,283 @@
+"""Check `grouped` of the parity job: what a grouped linear and the router of a mixture of experts must be, to the byte.
+
+list of Linears    y, dx, dw and db of every expert are those of a Linear of its own: each format in all slots, all
+                   ordered pairs with both columnwise sources, and the recipes below, over uneven splits of which some
+                   are zero; under delayed scaling at the second step, whose scales come from the first
+permuted experts   other numbers for the experts give the same results under these numbers. Not asked of stochastic
+                   rounding, whose bits belong to the number
+permuted tokens    another order of the tokens of each expert: y and dx follow it where no rowwise scale stands for a
+                   tile of several rows, and dw is the same but for the order of its sums where no columnwise scale
+                   stands for a block of tokens. (A scale of the whole expert is the same in every order.) Otherwise
+                   blocks are made of other tokens, and nothing must hold
+moved blocks       another order of whole blocks of tokens of each expert: y and dx follow it, and dw is the same but
+                   for the order of its sums, in every format
+router             routing under a recipe is that without quantization
+torch._grouped_mm  where a GPU has it: its results against the loop's, for splits of the device and bfloat16 stored
+
+On a GPU the first three run on modules of float32, which the loop computes there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.formats import NVFP4, Format, Fp8Delayed, parse
+from hqsweep.formats.inputs import draw
+from hqsweep.gemm.grouped import grouped_plan
+from hqsweep.jobs.parity.compare_bytes import named_pairs, row
+from hqsweep.jobs.parity.training import Check, Rows
+from hqsweep.nn import GroupedLinear, LayerNormMoE, Linear, quantization
+from hqsweep.nn.router import Routing
+from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.request import SOURCES
+from hqsweep.ops.stats import output_error
+from hqsweep.quant.hybrid import DIRECTIONS, without_rht
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import LinearQuantizers
+
+if TYPE_CHECKING:
+    from hqsweep.config.job import ParityConfig
+
+K, N = 48, 32
+SPLITS = (48, 0, 16, 80)
+LONG_SPLITS = (288, 0, 32, 272)
+"""Two experts have two whole blocks of 128 tokens, and a part of one."""
+EXPERTS = len(SPLITS)
+BASE_FORMATS = ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+RECIPES = {
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": {
+        "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
+        "grad_output": "mxfp8",
+    },
+    "nvfp4_row_scaled_fwd_mxfp8_bwd_original": {
+        "input": "nvfp4+row_scaled|mxfp8", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8",
+    },
+    "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    "fp8_delayed": {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"},
+}  # fmt: skip
+"""What no one format in all slots, and no pair, is."""
+HIGH = LinearQuantizers.parse("bf16", "parity")
+ORDER_OF_SUMS = 1e-4
+"""Relative L2 of float32 sums of some hundred products in another order is below."""
+STORED = 2.0**-7
+"""Relative L2 of results that torch._grouped_mm has rounded to bfloat16, twice where factors follow."""
+Results = dict[str, Tensor]
+
+
+def everywhere(format: Format) -> LinearQuantizers:
+    """A format in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
+    Hadamard transform rowwise and on weights."""
+    column = replace(format, row_scaled=False) if isinstance(format, NVFP4) else format
+    quantizers = {t: f"{without_rht(format)}|{column}" for t in ("input", "grad_output")}
+    return LinearQuantizers.parse(quantizers | {"weight": f"{without_rht(format)}|{without_rht(column)}"}, "parity")
+
+
+def grouped_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Each format, every pair of base formats, and RECIPES."""
+    recipes = {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
+    sections = {text: everywhere(parse(text)) for text in config.parity.formats}
+    for a, b, source in product(BASE_FORMATS, BASE_FORMATS, SOURCES):
+        pair = f"{a}|{b}@{source}"
+        quantizers = {"input": pair, "weight": pair, "grad_output": b}
+        sections[f"{a}|{b}" if source == "original" else pair] = LinearQuantizers.parse(quantizers, "parity")
+    for subject, quantizers in (sections | recipes).items():
+        problem = _Problem(quantizers, SPLITS, device, config.seed)
+        yield row("grouped", subject, "list of Linears", named_pairs(problem.by_linears(), problem.run()))
+    for subject, quantizers in ({text: sections[text] for text in config.parity.formats} | recipes).items():
+        yield from _permutation_rows(subject, quantizers, device, config.seed)
+    for text in config.parity.formats:
+        yield _router_row(text, sections[text], device, config.seed)
+    yield from kernel_rows(config, device)
+
+
+def kernel_rows(config: "ParityConfig", device: torch.device) -> Rows:
+    """torch._grouped_mm for each format that a device has it for."""
+    for text in config.parity.formats:
+        quantizers = everywhere(parse(text))
+        if _has_kernel(quantizers, device):
+            yield _kernel_row(text, quantizers, device, config.seed)
+
+
+class _Expert(Linear):
+    """The Linear that one expert would be: it draws the random bits of that expert."""
+
+    module_type = "grouped_linear"
+    expert = 0
+
+    def call_facts(self) -> dict[str, Any]:
+        return super().call_facts() | {"expert": self.expert}
+
+
+class _Problem:
+    """Weights, biases, tokens and gradients of a grouped linear, of another size for each expert: their largest values,
+    and so their scales, differ."""
+
+    def __init__(self, quantizers: LinearQuantizers, splits: Sequence[int], device: torch.device, seed: int) -> None:
+        self.quantizers, self.splits, self.device = quantizers, tuple(splits), device
+        self.dtype = torch.float32 if device.type == "cuda" else torch.bfloat16
+        shapes = {"x": (sum(splits), K), "dy": (sum(splits), N), "w": (EXPERTS * N, K), "b": (EXPERTS, N)}
+        made = {name: draw("heavy", *shape, seed + i).clamp(-50, 50) for i, (name, shape) in enumerate(shapes.items())}
+        size = 0.7 ** torch.arange(EXPERTS)
+        rows = size.repeat_interleave(torch.tensor(self.splits))[:, None]
+        self.x, self.dy = ((made[name].float() * rows).to(device, self.dtype) for name in ("x", "dy"))
+        self.w = (made["w"].view(EXPERTS, N, K).float() * size[:, None, None]).to(device)
+        self.b = made["b"].float().to(device)
+
+    def run(self, splits: Splits | None = None) -> Results:
+        """By a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
+        recipe = Recipe(linear=HIGH, grouped_linear=self.quantizers)
+        single = {"single_grouped_weight": True, "single_grouped_bias": True}
+        module = GroupedLinear(EXPERTS, K, N, name="m", recipe=recipe, bias=True, dtype=self.dtype, **single)
+        module = module.to(self.device)
+        _write(module, self.w, self.b)
+        return self._stepped(module, self.x, self.dy, list(self.splits) if splits is None else splits)
+
+    def by_linears(self) -> Results:
+        """By a Linear for each expert."""
+        parts = zip(range(EXPERTS), self.parts(self.x), self.parts(self.dy), strict=True)
+        made = [self._by_linear(*part) for part in parts]
+        tokens = {name: torch.cat([results[name] for results in made]) for name in ("y", "dx")}
+        return tokens | {name: torch.stack([results[name] for results in made]) for name in ("dw", "db")}
+
+    def _by_linear(self, expert: int, x: Tensor, dy: Tensor) -> Results:
+        linear = _Expert(K, N, name="m", quantizers=self.quantizers, bias=True, dtype=self.dtype).to(self.device)
+        linear.expert = expert
+        _write(linear, self.w[expert], self.b[expert])
+        return self._stepped(linear, x, dy)
+
+    def _stepped(self, module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int] | Splits) -> Results:
+        """Of the first step, or of the second one where scales come from the step before."""
+        for step in range(1, 2 + any(isinstance(format, Fp8Delayed) for format in _formats(self.quantizers))):
+            module.zero_grad()
+            x = x.detach().clone().requires_grad_()
+            with quantization(step=step):
+                y = module(x, *splits)
+                y.backward(dy)
+        return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad}
+
+    def parts(self, tokens: Tensor) -> Sequence[Tensor]:
+        """The rows of each expert."""
+        return tokens.split(self.splits)
+
+    def in_dtype(self, dtype: torch.dtype) -> "_Problem":
+        """The same on a module of another dtype."""
+        self.dtype, self.x, self.dy = dtype, self.x.to(dtype), self.dy.to(dtype)
+        return self
+
+    def with_experts(self, numbers: Sequence[int]) -> "_Problem":
+        """The same with expert numbers[i] as number i."""
+        other = _Problem(self.quantizers, [self.splits[n] for n in numbers], self.device, 0)
+        other.x, other.dy = (torch.cat([self.parts(t)[n] for n in numbers]) for t in (self.x, self.dy))
+        other.w, other.b = self.w[list(numbers)], self.b[list(numbers)]
+        return other
+
+    def with_tokens(self, order: Tensor) -> "_Problem":
+        """The same with rows in another order."""
+        other = _Problem(self.quantizers, self.splits, self.device, 0)
+        other.x, other.dy, other.w, other.b = self.x[order], self.dy[order], self.w, self.b
+        return other
+
+
+def _formats(quantizers: LinearQuantizers) -> list[Format]:
+    return [
+        getattr(getattr(quantizers, tensor), direction) for tensor in quantizers.tensors() for direction in DIRECTIONS
+    ]
+
+
+def _write(module: nn.Module, weight: Tensor, bias: Tensor) -> None:
+    with torch.no_grad():
+        module.weight.copy_(weight)
+        module.bias.copy_(bias)
+
+
+def _permutation_rows(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> Iterator[dict]:
+    if any(getattr(format, "sr", False) for format in _formats(quantizers)):
+        return
+    problem = _Problem(quantizers, LONG_SPLITS, device, seed)
+    expected, numbers = problem.run(), (2, 3, 0, 1)
+    moved = problem.with_experts(numbers).run()
+    tokens = {name: torch.cat([problem.parts(expected[name])[n] for n in numbers]) for name in ("y", "dx")}
+    weights = {name: expected[name][list(numbers)] for name in ("dw", "db")}
+    yield row("grouped", subject, "permuted experts", named_pairs(tokens | weights, moved))
+    yield from _token_rows(subject, "permuted tokens", problem, expected, 1)
+    formats = [getattr(q, d) for q in (quantizers.input, quantizers.grad_output) for d in DIRECTIONS]
+    block = max(max(buffer.rows, buffer.cols) for format in formats for buffer in format.layout.values())
+    if block > 1:
+        yield from _token_rows(subject, "moved blocks", problem, expected, block)
+
+
+def _token_rows(subject: str, case: str, problem: _Problem, expected: Results, block: int) -> Iterator[dict]:
+    """The order of runs of `block` tokens drawn anew: what must follow it."""
+    starts = (sum(problem.splits[:expert]) for expert in range(EXPERTS))
+    order = torch.cat([start + _shuffled(size, block) for start, size in zip(starts, problem.splits, strict=True)])
+    order = order.to(problem.device)
+    moved, quantizers = problem.with_tokens(order).run(), problem.quantizers
+    followed = {name: expected[name][order] for name in ("y", "dx")}
+    rowwise, columnwise = (
+        max(getattr(buffer, along) for q in (quantizers.input, quantizers.grad_output)
+            for buffer in getattr(q, direction).layout.values())
+        for direction, along in (("rowwise", "rows"), ("columnwise", "cols"))
+    )  # fmt: skip
+    if rowwise <= block:
+        yield row("grouped", subject, f"{case}: y and dx", named_pairs(followed, moved))
+    if columnwise <= block:
+        errors = {"dw": output_error(expected["dw"].float(), moved["dw"].float())["rel_l2"]}
+        yield _near_row(subject, f"{case}: dw", errors, ORDER_OF_SUMS, expected["dw"].numel())
+
+
+def _shuffled(size: int, block: int) -> Tensor:
+    """int64 [size]: whole blocks in another order, then what is left."""
+    count = size // block
+    blocks = torch.arange(count * block).view(count, block).flip(0)
+    if block == 1:
+        blocks = blocks[torch.randperm(count, generator=torch.Generator().manual_seed(size))]
+    return torch.cat([blocks.flatten(), torch.arange(count * block, size)])
+
+
+def _near_row(subject: str, case: str, errors: dict[str, float], bound: float, total: int) -> dict[str, object]:
+    """PASS where every relative L2 error is below the bound."""
+    text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    status = "PASS" if all(error < bound for error in errors.values()) else "FAIL"
+    note = f"relative L2: {text}; below {bound:.1e}"
+    return row("grouped", subject, case, {}) | {"status": status, "total": total, "note": note}
+
+
+def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> dict[str, object]:
+    """weights, choices and balance of a mixture whose experts, and their neighbours, are quantized."""
+    made: list[Results] = []
+
+    def keep(router: nn.Module, given: tuple[Tensor], routing: Routing) -> None:
+        made.append({name: getattr(routing, name) for name in ("weights", "chosen", "balance", "tokens")})
+
+    for section in (HIGH, quantizers):
+        moe = LayerNormMoE(K, N, experts=EXPERTS, top_k=2, name="m", recipe=Recipe(linear=section)).to(device)
+        with torch.no_grad():
+            moe.router.weight.copy_(draw("normal", EXPERTS, K, seed))
+            moe.router.register_forward_hook(keep)
+            moe(draw("normal", 64, K, seed + 1).to(device))
+    return row("grouped", subject, "router", named_pairs(*made))
+
+
+def _has_kernel(quantizers: LinearQuantizers, device: torch.device) -> bool:
+    """Whether wgrad is one kernel, as it is nowhere without the others."""
+    a, b = quantizers.grad_output.columnwise, quantizers.input.columnwise
+    options = {"gemm": "wgrad", "out_dtype": torch.float32, "sizes": (K, N), "host_splits": False}
+    return grouped_plan(a, b, device, **options).grouped
+
+
+def _kernel_row(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> dict[str, object]:
+    """Results for splits of the device against the loop's, by their relative L2."""
+    problem = _Problem(quantizers, SPLITS, device, seed).in_dtype(torch.float32)
+    expected, sizes = problem.run(), torch.tensor(SPLITS, device=device)
+    unknown = Splits(rows=sum(SPLITS), count=EXPERTS, sizes=None, device_sizes=sizes)
+    moved = problem.in_dtype(torch.bfloat16).run(unknown)
+    errors = {name: output_error(expected[name].float(), moved[name].float())["rel_l2"] for name in ("y", "dx", "dw")}
+    total = sum(expected[name].numel() for name in errors)
+    return _near_row(subject, "torch._grouped_mm", errors, STORED, total)
+
+
+GROUPED_CHECKS: dict[str, Check] = {"grouped": grouped_check}

@@ -1,0 +1,135 @@
+"""Checks of the parity job that train a small GPT: two ways to the same bytes, in every weight, moment and loss
+of every step.
+
+repeat     the same training twice
+resume     training interrupted by a checkpoint against uninterrupted training
+weights    training with quantized weights and FP32 masters against training that quantizes FP32 weights at every use;
+           then the same interrupted by a checkpoint, with the codes
+recompute  training that computes layers, or the cores of attention, again in backward against training that keeps all
+offload    training whose activations wait in CPU memory against training that keeps them where they are
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hqsweep.jobs.parity.compare_bytes import named_pairs, row
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.train import data
+from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from hqsweep.config.job import ParityConfig
+
+Rows = Iterator[dict[str, object]]
+Check = Callable[["ParityConfig", torch.device], Rows]
+RECIPES = {
+    "bf16": "bf16",
+    "mxfp8": "mxfp8",
+    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
+    "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    "nvfp4 fwd, mxfp8 bwd": "nvfp4|mxfp8@rowwise_dequantized",
+    "fp8_delayed": {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"},
+    "fp8_delayed hybrid": {
+        "input": "fp8_delayed+history4|fp8_current",
+        "weight": "fp8_current|fp8_delayed+most_recent+history1@rowwise_dequantized",
+        "grad_output": "mxfp8+e5m2|fp8_delayed+e5m2",
+    },
+}
+
+
+def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Two trainings from the same config."""
+    for name in RECIPES:
+        first, second = (_trained(config, name, device) for _ in range(2))
+        yield row("repeat", name, "small GPT", named_pairs(first, second))
+
+
+def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Half the steps, a checkpoint on disk, a new process state, the other half; against all steps at once."""
+    for name in RECIPES:
+        whole, resumed = _trained(config, name, device), _resumed(config, name, device)
+        yield row("resume", name, "small GPT", named_pairs({step: whole[step] for step in resumed}, resumed))
+
+
+def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Both kinds of weights from the same config; then held ones with and without an interruption."""
+    for name in RECIPES:
+        made = _trained(config, name, device)
+        plain = {k: v for k, v in made.items() if ".states.weight_" not in k}  # where held ones are a write ahead
+        held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
+        yield row("weights", name, "small GPT", named_pairs(plain, held))
+        yield row("weights", name, "small GPT, resumed", named_pairs({step: held[step] for step in resumed}, resumed))
+
+
+def recompute_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Both parts that can be computed again."""
+    for name in RECIPES:
+        plain = _trained(config, name, device)
+        for part in ("layer", "attention"):
+            again = _trained(config, name, device, recompute=part)
+            yield row("recompute", name, f"small GPT, {part}", named_pairs(plain, again))
+
+
+def offload_check(config: "ParityConfig", device: torch.device) -> Rows:
+    """Alone, and with layers that are computed again, of which the inputs wait."""
+    for name in RECIPES:
+        plain = _trained(config, name, device)
+        for case, options in (("small GPT", {}), ("small GPT, layers recomputed", {"recompute": "layer"})):
+            away = _trained(config, name, device, offload=True, **options)
+            yield row("offload", name, case, named_pairs(plain, away))
+
+
+def _trained(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
+    """options: those of config.training."""
+    return _finish(_trainer(config, recipe, device, **options))
+
+
+def _resumed(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
+    first = _trainer(config, recipe, device, **options)
+    for done in first.steps():
+        if 2 * done.step >= first.config.train.steps:
+            break
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(first, Path(folder))
+        second = _trainer(config, recipe, device, **options)
+        load_checkpoint(second, Path(folder))
+    return _finish(second)
+
+
+def _trainer(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> Trainer:
+    training = config.training(recipe, RECIPES[recipe], **options)
+    return Trainer(training, data.load(training.data), training.recipe.build(), device)
+
+
+def _finish(trainer: Trainer) -> dict[str, Tensor]:
+    """Every step that is left: the state of the model and the optimizer after it, and the losses that it logs."""
+    made: dict[str, Tensor] = {}
+    for done in trainer.steps():
+        losses = {name: torch.tensor(value, dtype=torch.float64) for name, value in done.metrics.items()}
+        made |= {f"step {done.step} {name}": tensor for name, tensor in (losses | _state(trainer)).items()}
+    return made
+
+
+def _state(trainer: Trainer) -> dict[str, Tensor]:
+    """The FP32 value and the moments of every parameter, the codes of quantized ones, and all buffers."""
+    made = dict(trainer.model.named_buffers())
+    for name, p in trainer.model.named_parameters():
+        state = trainer.optimizer.state[p]
+        made |= {name: trainer.optimizer.master_param(p)} | {f"{name}.{m}": state[m] for m in ("exp_avg", "exp_avg_sq")}
+        if isinstance(p, HybridQuantizedTensor):
+            made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in made.items()}
+
+
+TRAINING_CHECKS: dict[str, Check] = {
+    "repeat": repeat_check,
+    "resume": resume_check,
+    "weights": weights_check,
+    "recompute": recompute_check,
+    "offload": offload_check,
+}

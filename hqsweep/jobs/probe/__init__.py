@@ -1,0 +1,1 @@
+"""The probe job: formats tried on captured tensors."""

@@ -1,0 +1,66 @@
+"""Which tensors can take which format? Error statistics of every matrix of a file, in both directions.
+
+No job of a sweep: there is nothing to train, and the rows are of a file that somebody else made. They have the columns
+of stats.jsonl, and beside them the shape, the bits of the format, and a note where a format cannot hold the matrix.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.jobs.probe.tensor_files import Matrix
+from hqsweep.nn.probe import ERRORS
+from hqsweep.ops.stats import finite_or_none
+from hqsweep.ops.stream import DIRECTIONS, stream_statistics
+from hqsweep.quant.hybrid import HybridQuantizer
+
+Row = dict[str, Any]
+
+
+def parse_quantizers(texts: Sequence[str]) -> dict[str, HybridQuantizer]:
+    """Text -> quantizer, each once: a format for both directions ("mxfp8"), or one for each ("nvfp4|mxfp8").
+
+    Raises:
+        UserError: an unknown format, or one whose error hangs on more than the matrix.
+    """
+    quantizers = {}
+    for text in filter(None, (text.strip() for text in texts)):
+        quantizer = HybridQuantizer.parse(text)
+        if quantizer.delayed:
+            raise UserError(f"--formats: '{text}' takes its scale from earlier steps of a training; give fp8_current")
+        if quantizer.columnwise_source != "original":
+            raise UserError(f"--formats: '{text}': both directions are measured from the file; leave out the '@' part")
+        quantizers[str(quantizer)] = quantizer
+    if not quantizers:
+        raise UserError("--formats: nothing given; give formats such as mxfp8,nvfp4")
+    return quantizers
+
+
+def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Row]:
+    """Two rows for each quantizer: the statistics of ops.stats, or None for all of them and a note."""
+    finite = all(bool(x.isfinite().all()) for x in matrix.chunks())
+    for text, quantizer in quantizers.items():
+        statistics = {direction: dict.fromkeys(ERRORS) for direction in DIRECTIONS}
+        note = _fault(matrix, quantizer) if finite else "has NaN or infinite values"
+        if note is None:
+            key = RngKey(seed=0, slot=matrix.name, step=0)
+            made = stream_statistics(matrix.chunks, quantizer.rowwise, quantizer.columnwise, key)
+            statistics = {direction: finite_or_none(row) for direction, row in made.items()}
+        for direction, shape in zip(DIRECTIONS, ((matrix.rows, matrix.cols), (matrix.cols, matrix.rows)), strict=True):
+            format = getattr(quantizer, direction)
+            yield {
+                "tensor": matrix.name, "file": matrix.file.name, "shape": list(matrix.shape), "dtype": matrix.dtype,
+                "quantizer": text, "direction": direction, "format": str(format),
+                "bits": format.bits_per_element(*shape), **statistics[direction], "note": note,
+            }  # fmt: skip
+
+
+def _fault(matrix: Matrix, quantizer: HybridQuantizer) -> str | None:
+    """Why the matrix does not fit the blocks of the formats, or None."""
+    try:
+        quantizer.rowwise.check_shape(matrix.rows, matrix.cols)
+        quantizer.columnwise.check_shape(matrix.cols, matrix.rows)
+    except UserError as error:
+        return str(error)
+    return None

@@ -1,0 +1,118 @@
+"""CustomRecipe: a recipe as a Python function, for what the sections of a declarative one cannot say."""
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.roles import GEMM_MODULE_TYPES, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sectioned import HIGH_PRECISION, Change
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomRecipe:
+    """qfactory(role) gives the quantizer of a slot; it is called once for each slot of a model.
+
+    It returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role) gives one.
+    It is asked for linears (the head is the one named "head") and grouped linears, and for attention with fp8_dpa;
+    all else stays in high precision. Two are equal when their factory is the same function, so a factory must depend
+    on the role alone: one that changed its mind is taken anew by set_recipe only.
+    """
+
+    qfactory: Callable[[QuantizerRole], Any]
+    fp8_dpa: bool = False
+    """Whether attention is quantized (TransformerEngine's name; the format is what the factory says)."""
+    gemm: str = "exact"
+    schedule: tuple[Change, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """module.name of the factory, by which it is found again.
+
+        Raises UserError for a function that cannot be found by name, such as a lambda.
+        """
+        module, name = getattr(self.qfactory, "__module__", None), getattr(self.qfactory, "__qualname__", "")
+        if getattr(sys.modules.get(module), name, None) is not self.qfactory:
+            raise UserError(
+                f"recipe.qfactory: {name or self.qfactory!r} cannot be found by its name in {module}, so that it can"
+                " neither be pickled nor written to a config; define it at the top of a module"
+            )
+        return f"{module}.{name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            pickle.dumps(self.qfactory)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            raise UserError(
+                f"recipe.qfactory: {self.qfactory!r} cannot be pickled; define it at the top of a module"
+            ) from None
+        return _rebuild, (self.qfactory, self.fp8_dpa, self.gemm, self.schedule)
+
+    def to_config(self) -> dict[str, Any]:
+        """Path of the factory and the other fields; no schedule."""
+        return {"qfactory": self.path, "fp8_dpa": self.fp8_dpa, "gemm": self.gemm}
+
+    def for_layers(self, layers: Sequence[int]) -> "CustomRecipe":
+        """The recipe itself: a factory knows a layer by the name of its role."""
+        return self
+
+    def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
+        """The quantizer of each role; None roles (boundary slots without a reader) are left out.
+
+        Raises:
+            UserError: the factory failed, or returned something else.
+            ValueError: the role is of no module.
+        """
+        return {role: self.quantizer(role) for role in dict.fromkeys(roles) if role is not None}
+
+    def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
+        """The quantizer of one slot; raises as resolve does."""
+        if role.tensor_type not in TENSOR_TYPES.get(role.module_type, ()):
+            raise ValueError(f"no slot {role}; module types and their tensors: {TENSOR_TYPES}")
+        if role.module_type not in GEMM_MODULE_TYPES:
+            return HIGH_PRECISION[role.module_type]
+        if role.module_type == "dpa" and not self.fp8_dpa:
+            return getattr(HIGH_PRECISION["dpa"], role.tensor_type)
+        where = f"recipe.qfactory: {getattr(self.qfactory, '__qualname__', self.qfactory)}({role})"
+        try:
+            made = self.qfactory(role)
+            made = made.quantizer(role) if hasattr(made, "quantizer") else made
+            if isinstance(made, HybridQuantizer | str):
+                return HybridQuantizer.parse(made)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        except Exception as error:
+            raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{where} returned {made!r}; it must return a HybridQuantizer, its text, or a request for one")
+
+
+def find_factory(path: str, where: str) -> Callable[[QuantizerRole], Any]:
+    """The function at "package.module.name"; the working directory is searched as well. `where` starts the error."""
+    module_name, _, name = path.rpartition(".")
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"{where}: '{path}' cannot be imported ({error}); it takes package.module.function, from the installed"
+            " packages or the working directory"
+        ) from None
+    except Exception as error:
+        raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(here)
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        raise UserError(f"{where}: {module_name} has no function '{name}'{nearest(name, known)}")
+    return found
+
+
+def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:
+    return CustomRecipe(qfactory=qfactory, fp8_dpa=fp8_dpa, gemm=gemm, schedule=schedule)

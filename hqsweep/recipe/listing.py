@@ -1,0 +1,102 @@
+"""What a recipe says, slot by slot, as rows; and where two recipes differ."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hqsweep.quant.hybrid import DIRECTIONS, FIELDS, HybridQuantizer
+from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS
+from hqsweep.recipe.roles import GEMM_MODULE_TYPES, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.recipe.sectioned import HEAD, SECTIONS, Recipe
+
+PARTS = (*SECTIONS, HEAD, "embedding", "norm")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of a part of a recipe, and its quantizer; `stage` is 0 before the first change of a schedule."""
+
+    part: str
+    tensor: str
+    quantizer: HybridQuantizer
+    stage: int = 0
+
+    @property
+    def name(self) -> str:
+        """As in a config, "linear.input"; with the stage before it from the first change on."""
+        return (f"schedule[{self.stage - 1}]." if self.stage else "") + f"{self.part}.{self.tensor}"
+
+    def row(self) -> dict[str, Any]:
+        """Keys slot, rowwise, columnwise, columnwise_source, and for both directions the GEMMs that read it."""
+        module_type = self.part.rpartition(".")[2]
+        gemms = {} if module_type in ("embedding", "norm") else MODULE_GEMMS.get(module_type, GEMMS)
+        reads = {
+            f"{direction}_reads": [gemm for gemm, operands in gemms.items() if (self.tensor, direction) in operands]
+            for direction in DIRECTIONS
+        }
+        return {"slot": self.name, **{name: str(getattr(self.quantizer, name)) for name in FIELDS}, **reads}
+
+
+def slots(recipe: AnyRecipe) -> Iterator[Slot]:
+    """Every slot of a recipe, its overrides and its schedule; a Python factory is asked with modules without names."""
+    yield from _one(recipe, 0)
+    for stage, change in enumerate(recipe.schedule, start=1):
+        yield from _one(change.recipe, stage)
+
+
+def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
+    """Where two recipes differ by value: rows {slot, field, a, b}, None for what one has not; [] when they are equal.
+
+    Besides the slots, rows for gemm, for the factory, for fp8_dpa, and for what overrides and changes are for.
+    """
+    rows = []
+    left, right = ({slot.name: slot.quantizer for slot in slots(recipe)} for recipe in (a, b))
+    for name in dict.fromkeys([*left, *right]):
+        one, other = left.get(name), right.get(name)
+        for field in FIELDS:
+            values = [None if q is None else str(getattr(q, field)) for q in (one, other)]
+            if values[0] != values[1]:
+                rows.append({"slot": name, "field": field, "a": values[0], "b": values[1]})
+    facts = [_facts(recipe) for recipe in (a, b)]
+    for name in dict.fromkeys([*facts[0], *facts[1]]):
+        values = [fact.get(name) for fact in facts]
+        if values[0] != values[1]:
+            rows.append({"slot": name, "field": None, "a": values[0], "b": values[1]})
+    return rows
+
+
+def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:
+    if isinstance(recipe, CustomRecipe):
+        for part in GEMM_MODULE_TYPES:
+            roles = {tensor: QuantizerRole(part, tensor, "") for tensor in TENSOR_TYPES[part]}
+            made = recipe.resolve(roles.values())
+            yield from (Slot(part, tensor, made[role], stage) for tensor, role in roles.items())
+        return
+    for part in PARTS:
+        section = getattr(recipe, part)
+        if isinstance(section, HybridQuantizer):
+            yield Slot(part, "weight", section, stage)
+        else:
+            yield from (Slot(part, tensor, getattr(section, tensor), stage) for tensor in section.tensors())
+    for index, override in enumerate(recipe.overrides):
+        for part in SECTIONS:
+            if section := getattr(override, part):
+                where = f"overrides[{index}].{part}"
+                yield from (Slot(where, tensor, getattr(section, tensor), stage) for tensor in section.tensors())
+
+
+def _facts(recipe: AnyRecipe) -> dict[str, Any]:
+    """What is no quantizer."""
+    facts: dict[str, Any] = {}
+    for stage, each in enumerate((recipe, *(change.recipe for change in recipe.schedule))):
+        where = f"schedule[{stage - 1}]." if stage else ""
+        if stage:
+            facts[f"{where}at"] = recipe.schedule[stage - 1].at
+        facts[f"{where}gemm"] = each.gemm
+        if isinstance(each, Recipe):
+            facts |= {f"{where}overrides[{i}]": str(override) for i, override in enumerate(each.overrides)}
+        else:
+            facts |= {f"{where}qfactory": each.path, f"{where}fp8_dpa": each.fp8_dpa}
+    return facts

@@ -1,0 +1,158 @@
+"""From a `recipe` config to a recipe with its schedule, and from a schedule to the steps at which recipes change.
+
+    schedule:
+      - {at: 1000, linear: mxfp8}     # after 1000 updates; any section of a recipe
+      - {at: 0.82, fprop: bf16}       # for the last 18 % of the updates; both operands of fprop, dgrad or wgrad
+      - {at: 0.95, qfactory: my.module.factory}
+
+Each change starts from the recipe before it, so it says only what is new.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats import Format, parse
+from hqsweep.recipe.custom import CustomRecipe, find_factory
+from hqsweep.recipe.pairs import GEMMS
+from hqsweep.recipe.sectioned import KEYS, SECTIONS, Change, Override, Recipe, parse_gemm
+from hqsweep.recipe.sections import Faults, LinearQuantizers
+
+AnyRecipe = Recipe | CustomRecipe
+CUSTOM_KEYS = ("name", "qfactory", "fp8_dpa", "gemm")
+CHANGE_KEYS = ("at", *GEMMS, *(key for key in KEYS if key != "name"), "qfactory", "fp8_dpa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A recipe without a schedule, and the first step (from 1) that it is for."""
+
+    first_step: int
+    recipe: AnyRecipe
+
+
+def parse_recipe(config: Mapping[str, Any]) -> AnyRecipe:
+    """The recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule of both.
+
+    Keys whose value is None count as left out. Raises UserError with the key path of every fault.
+    """
+    given = {key: value for key, value in config.items() if value is not None}
+    entries = given.pop("schedule", [])
+    recipe = before = _parse_one(given, "recipe")
+    if not isinstance(entries, list | tuple):
+        raise UserError(
+            f"recipe.schedule is {entries!r}; it takes a list of changes such as [{{at: 0.82, fprop: bf16}}]"
+        )
+    faults, changes = Faults(), []
+    for index, entry in enumerate(entries):
+        change = faults.take(_parse_change, entry, before, f"recipe.schedule[{index}]")
+        if change is not None:
+            changes.append(change)
+            before = change.recipe
+    faults.raise_any()
+    return replace(recipe, schedule=tuple(changes))
+
+
+def recipe_config(recipe: AnyRecipe) -> dict[str, Any]:
+    """Canonical text of a recipe and its schedule, every change in full; parse_recipe reads it."""
+    changes = [{"at": change.at} | change.recipe.to_config() for change in recipe.schedule]
+    return recipe.to_config() | {"schedule": changes}
+
+
+def stages(recipe: AnyRecipe, steps: int) -> list[Stage]:
+    """Which recipe each of `steps` training steps runs on, in order.
+
+    Raises:
+        UserError: a change comes before the first or after the last update, or not after the change before it.
+    """
+    found, faults = [Stage(first_step=1, recipe=replace(recipe, schedule=()))], Faults()
+    for index, change in enumerate(recipe.schedule):
+        done = change.at if change.at >= 1 else round(change.at * steps)
+        where = f"recipe.schedule[{index}].at: {change.at} is after {done} of {steps} updates"
+        if not 0 < done < steps:
+            faults.texts.append(f"{where}; a change comes after at least one update and before the last")
+        elif done < found[-1].first_step:
+            before = found[-1].first_step - 1
+            faults.texts.append(f"{where}, but the change before it after {before}; give them in order")
+        found.append(Stage(first_step=done + 1, recipe=change.recipe))
+    faults.raise_any()
+    return found
+
+
+def _parse_one(given: Mapping[str, Any], where: str) -> AnyRecipe:
+    if not given.keys() & {"qfactory", "_target_"}:
+        return Recipe.from_config(given, where)
+    given = {("qfactory" if key == "_target_" else key): value for key, value in given.items()}
+    unknown = [key for key in given if key not in CUSTOM_KEYS]
+    if unknown:
+        raise UserError(
+            f"{where}: unknown key '{unknown[0]}' beside qfactory{nearest(unknown[0], CUSTOM_KEYS)}; it takes"
+            f" {', '.join(CUSTOM_KEYS)} and schedule, the rest is what the factory says"
+        )
+    fp8_dpa = given.get("fp8_dpa", False)
+    if not isinstance(fp8_dpa, bool):
+        raise UserError(f"{where}.fp8_dpa: got {fp8_dpa!r}; it must be true or false")
+    factory = find_factory(str(given["qfactory"]), f"{where}.qfactory")
+    return CustomRecipe(qfactory=factory, fp8_dpa=fp8_dpa, gemm=parse_gemm(given.get("gemm", "exact"), where))
+
+
+def _parse_change(entry: object, before: AnyRecipe, where: str) -> Change:
+    given = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
+    given = {("qfactory" if key == "_target_" else key): value for key, value in given.items()}
+    unknown = [key for key in given if key not in CHANGE_KEYS]
+    if unknown or len(given) < 2 or "at" not in given:
+        hint = nearest(unknown[0], CHANGE_KEYS) if unknown else ""
+        raise UserError(f"{where} is {entry!r}; it takes at, and at least one of {', '.join(CHANGE_KEYS[1:])}{hint}")
+    at = given.pop("at")
+    fraction = isinstance(at, float) and 0 < at < 1
+    if not (fraction or (type(at) is int and at >= 1)):
+        raise UserError(
+            f"{where}.at: got {at!r}; it takes a number of updates (1 or more), or a fraction between 0 and 1"
+        )
+    return Change(at=at, recipe=_changed(given, before, where))
+
+
+def _changed(given: dict[str, Any], before: AnyRecipe, where: str) -> AnyRecipe:
+    gemms = {key: given.pop(key) for key in GEMMS if key in given}
+    if "qfactory" in given or isinstance(before, CustomRecipe):
+        if gemms or ("qfactory" not in given and "linear" not in given):
+            raise UserError(f"{where}: {', '.join(gemms) or 'a part of a recipe'} cannot change a Python qfactory; give"
+                            " another qfactory, or a linear section and what else the recipe has")  # fmt: skip
+        inherited = {"gemm": before.gemm} | (
+            {"fp8_dpa": getattr(before, "fp8_dpa", False)} if "qfactory" in given else {}
+        )
+        return _parse_one(inherited | given, where)
+    if isinstance(given.get("linear"), Mapping) and "rowwise" not in given["linear"]:
+        given["linear"] = before.linear.texts() | dict(given["linear"])
+    inherited = before.to_config()
+    if "linear" in given and before.grouped_linear == before.linear:
+        inherited.pop("grouped_linear", None)  # follows linear, as it did
+    recipe = Recipe.from_config(inherited | given, where)
+    faults = Faults()
+    formats = {gemm: faults.take(_parse_format, text, f"{where}.{gemm}") for gemm, text in gemms.items()}
+    faults.raise_any()
+    return _with_gemms(recipe, formats)
+
+
+def _parse_format(text: object, where: str) -> Format:
+    try:
+        return parse(str(text))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _with_gemms(recipe: Recipe, formats: Mapping[str, Format]) -> Recipe:
+    """The recipe with these formats for both operands of the GEMMs of every linear, the head and overrides included."""
+
+    def of(section: LinearQuantizers | None) -> LinearQuantizers | None:
+        for gemm, format in formats.items():
+            for tensor, direction in GEMMS[gemm] if section else ():
+                section = replace(section, **{tensor: replace(getattr(section, tensor), **{direction: format})})
+        return section
+
+    def override(o: Override) -> Override:
+        return replace(o, linear=of(o.linear), grouped_linear=of(o.grouped_linear))
+
+    sections = {key: of(getattr(recipe, key)) for key in (*(k for k in SECTIONS if k != "dpa"), "head")}
+    return replace(recipe, **sections, overrides=tuple(map(override, recipe.overrides)))

@@ -1,0 +1,191 @@
+"""Recipe: a quantizer for every slot of a model, as a frozen value that is checked before anything runs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
+from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sections import DpaQuantizers, Faults, LinearQuantizers, Section, parse_quantizer
+from hqsweep.recipe.select import Layers, layers_of
+
+if TYPE_CHECKING:
+    from hqsweep.recipe.schedule import AnyRecipe
+
+GEMM_MODES = ("exact", "strict", "native")
+HEAD = "head"
+"""Name of the output projection; it takes the recipe's `head` section instead of `linear`."""
+SECTIONS = {"linear": LinearQuantizers, "grouped_linear": LinearQuantizers, "dpa": DpaQuantizers}
+KEYS = ("name", "linear", "grouped_linear", "dpa", "head", "embedding", "norm", "overrides", "gemm")
+HIGH_PRECISION = {
+    "head": LinearQuantizers.parse("bf16", "recipe.head"),
+    "dpa": DpaQuantizers.parse("bf16", "recipe.dpa"),
+    "embedding": IdentityQuantizer("fp32"),
+    "norm": IdentityQuantizer("fp32"),
+}
+"""What a recipe takes where it says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Other quantizers for the modules that match both the glob and the layers; what is None stays as it was."""
+
+    name: str = "*"
+    layers: Layers | None = None
+    linear: LinearQuantizers | None = None
+    grouped_linear: LinearQuantizers | None = None
+    dpa: DpaQuantizers | None = None
+
+    @classmethod
+    def parse(cls, value: object, where: str) -> "Override":
+        """From {name and/or layers, linear and/or grouped_linear and/or dpa}; grouped_linear defaults to linear."""
+        takes = f"it takes name (a glob), layers, or both, and at least one of {', '.join(SECTIONS)}"
+        given = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
+        unknown = [key for key in given if key not in ("name", "layers", *SECTIONS)]
+        if unknown or not given.keys() & {"name", "layers"} or not given.keys() & SECTIONS.keys():
+            hint = nearest(unknown[0], ("name", "layers", *SECTIONS)) if unknown else ""
+            raise UserError(f"{where} is {value!r}; {takes}{hint}")
+        faults = Faults()
+        sections = {k: faults.take(s.parse, given[k], f"{where}.{k}") for k, s in SECTIONS.items() if k in given}
+        if "layers" in given:
+            sections["layers"] = faults.take(Layers.parse, given["layers"], f"{where}.layers")
+        faults.raise_any()
+        return cls(name=str(given.get("name", "*")), **{"grouped_linear": sections.get("linear"), **sections})
+
+    def to_config(self) -> dict[str, Any]:
+        """What parse takes, every section that is given."""
+        layers = {} if self.layers is None else {"layers": self.layers.to_config()}
+        given = {key: section for key in SECTIONS if (section := getattr(self, key)) is not None}
+        return {"name": self.name, **layers} | {key: section.texts() for key, section in given.items()}
+
+    def matches(self, role: QuantizerRole, layers: Sequence[int]) -> bool:
+        """Whether it is for that role's module in a model with these layers."""
+        chosen = self.layers is None or role.layer in self.layers.of(layers)
+        return chosen and fnmatchcase(role.name, self.name)
+
+    def __str__(self) -> str:
+        layers = f"layers {self.layers}" if self.layers else ""
+        return " and ".join(part for part in (f"'{self.name}'" if self.name != "*" else "", layers) if part) or "'*'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Another recipe from some point of the training on."""
+
+    at: int | float
+    """How many updates are done before it: a number, or, below 1, a fraction of all."""
+    recipe: "AnyRecipe"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Equal fields mean the same arithmetic (the name is a label and does not count)."""
+
+    linear: LinearQuantizers
+    grouped_linear: LinearQuantizers | None = None
+    """None, which becomes the same as `linear`, or its own."""
+    dpa: DpaQuantizers = HIGH_PRECISION["dpa"]
+    head: LinearQuantizers = HIGH_PRECISION["head"]
+    embedding: HybridQuantizer = HIGH_PRECISION["embedding"]
+    norm: HybridQuantizer = HIGH_PRECISION["norm"]
+    overrides: tuple[Override, ...] = ()
+    """Applied in order to linears (the head included), grouped linears and attention; the last match wins."""
+    gemm: str = "exact"
+    """exact: any two formats may meet, emulated on exact operands. strict: the same for pairs that hardware takes only.
+    native: those pairs on the tensor cores of the machine, or not at all."""
+    schedule: tuple[Change, ...] = ()
+    """Later recipes of a training, in order. What is said above is the recipe until the first of them."""
+
+    def __post_init__(self) -> None:
+        if self.grouped_linear is None:
+            object.__setattr__(self, "grouped_linear", self.linear)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, object], where: str = "recipe") -> "Recipe":
+        """From the sections of a `recipe` config, without a schedule; UserError with the key path of every fault."""
+        unknown = [key for key in config if key not in KEYS]
+        if unknown:
+            raise UserError(
+                f"{where}: unknown key '{unknown[0]}'{nearest(unknown[0], KEYS)}; it takes {', '.join(KEYS)}"
+            )
+        if config.get("linear") is None:
+            raise UserError(f"{where}: 'linear' is missing; it takes {{input, weight, grad_output}} or one quantizer")
+        faults, given = Faults(), {key: value for key, value in config.items() if value is not None}
+        parsed: dict[str, Any] = {"linear": faults.take(LinearQuantizers.parse, given["linear"], f"{where}.linear")}
+        defaults = HIGH_PRECISION | {"grouped_linear": parsed["linear"]}
+        for key, section in (*SECTIONS.items(), ("head", LinearQuantizers)):
+            if key in given and key != "linear":
+                parsed[key] = faults.take(section.parse, given[key], f"{where}.{key}", defaults[key])
+        for key in ("embedding", "norm"):
+            if key in given:
+                parsed[key] = faults.take(parse_quantizer, given[key], f"{where}.{key}")
+        overrides = enumerate(given.get("overrides") or ())
+        parsed["overrides"] = tuple([faults.take(Override.parse, o, f"{where}.overrides[{i}]") for i, o in overrides])
+        parsed["gemm"] = faults.take(parse_gemm, given.get("gemm", "exact"), where)
+        faults.raise_any()
+        return cls(**parsed)
+
+    def to_config(self) -> dict[str, Any]:
+        """The sections in canonical text: equal recipes have equal ones, and from_config reads them. No schedule."""
+        sections = {key: getattr(self, key).texts() for key in (*SECTIONS, "head")}
+        return sections | {
+            "embedding": str(self.embedding),
+            "norm": str(self.norm),
+            "overrides": [override.to_config() for override in self.overrides],
+            "gemm": self.gemm,
+        }
+
+    def for_layers(self, layers: Sequence[int]) -> "Recipe":
+        """The same for a model with these layers: overrides that count layers have their indices instead."""
+        overrides = [
+            replace(o, layers=Layers(indices=tuple(sorted(o.layers.of(layers))))) if o.layers else o
+            for o in self.overrides
+        ]
+        return replace(self, overrides=tuple(overrides))
+
+    def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
+        """The quantizer of each role of a model; None roles (boundary slots without a reader) are left out.
+
+        Layers are counted over these roles. ValueError for a role that no module has.
+        """
+        roles = list(dict.fromkeys(role for role in roles if role is not None))
+        layers = layers_of(roles)
+        return {role: self._quantizer(role, layers) for role in roles}
+
+    def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
+        """The quantizer of one slot.
+
+        Raises:
+            ValueError: the role is of no module.
+            UserError: an override counts layers, so that the whole model must be known.
+        """
+        relative = [override for override in self.overrides if override.layers and override.layers.relative]
+        if relative:
+            raise UserError(
+                f"recipe.overrides: {relative[0]} counts the layers of a model, and one module alone has none;"
+                " give the recipe to the whole model by set_recipe, or name the layers by index"
+            )
+        return self.resolve([role])[role]
+
+    def _quantizer(self, role: QuantizerRole, layers: Sequence[int]) -> HybridQuantizer:
+        if role.tensor_type not in TENSOR_TYPES.get(role.module_type, ()):
+            raise ValueError(f"no slot {role}; module types and their tensors: {TENSOR_TYPES}")
+        if role.module_type not in SECTIONS:
+            return self.embedding if role.module_type == "embedding" else self.norm
+        is_head = role.module_type == "linear" and role.name == HEAD
+        section: Section = self.head if is_head else getattr(self, role.module_type)
+        for override in self.overrides:
+            other = getattr(override, role.module_type)
+            if other is not None and override.matches(role, layers):
+                section = other
+        return getattr(section, role.tensor_type)
+
+
+def parse_gemm(value: object, where: str = "recipe") -> str:
+    """A mode of GEMMs; `where` starts the error."""
+    mode = str(value)
+    if mode not in GEMM_MODES:
+        raise UserError(f"{where}.gemm is '{mode}'{nearest(mode, GEMM_MODES)}; allowed: {', '.join(GEMM_MODES)}")
+    return mode

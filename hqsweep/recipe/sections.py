@@ -1,0 +1,139 @@
+"""Sections of a recipe: one quantizer for each tensor of a kind of module.
+
+Text of a section is a mapping from tensors to quantizers, or one quantizer for all of them. Every fault of a section is
+told, each with the key path of the slot.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.roles import TENSOR_TYPES
+
+
+class Faults:
+    """Collects what is wrong, so that all of it is told at once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def take(self, make: Callable[..., Any], *given: Any) -> Any:
+        """make(*given), or None and one more fault."""
+        try:
+            return make(*given)
+        except UserError as error:
+            self.texts.append(str(error))
+            return None
+
+    def raise_any(self) -> None:
+        """UserError with all faults in one sentence, when there are any."""
+        if self.texts:
+            raise UserError("; ".join(dict.fromkeys(self.texts)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of the sections; a subclass has one field for each tensor of its module type, named as the tensor."""
+
+    @classmethod
+    def tensors(cls) -> tuple[str, ...]:
+        """Names of the slots that a section gives."""
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls, value: object, where: str, default: "Self | None" = None) -> Self:
+        """From {tensor: quantizer}, or one quantizer for all; `where` starts every error.
+
+        Tensors that are left out are those of `default`; without one they are faults.
+        """
+        tensors = cls.tensors()
+        if isinstance(value, Mapping) and "rowwise" not in value:
+            given = value
+        elif value is None:
+            given = {}
+        else:
+            return cls(**dict.fromkeys(tensors, parse_quantizer(value, where)))
+        faults = Faults()
+        takes = f"it takes {', '.join(tensors)}"
+        faults.texts += [f"{where}: unknown key '{k}'{nearest(k, tensors)}; {takes}" for k in given if k not in tensors]
+        missing = [t for t in tensors if given.get(t) is None]
+        if default is None and not faults.texts:
+            faults.texts += [f"{where}: '{tensor}' is missing; {takes}" for tensor in missing]
+        parsed = {t: faults.take(parse_quantizer, given[t], f"{where}.{t}") for t in tensors if t not in missing}
+        faults.raise_any()
+        return cls(**{t: parsed.get(t) or getattr(default, t) for t in tensors})
+
+    def texts(self) -> dict[str, str]:
+        """Tensor -> text of its quantizer: what parse takes."""
+        return {tensor: str(getattr(self, tensor)) for tensor in self.tensors()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearQuantizers(Section):
+    """The slots of a linear or grouped linear module.
+
+    A recipe gives the first three. output and grad_input are the boundary slots: None, unless the module is told who
+    reads its output, or the gradient that it returns (`output_quantizer_role`, `grad_input_quantizer_role`).
+    """
+
+    input: HybridQuantizer
+    weight: HybridQuantizer
+    grad_output: HybridQuantizer
+    output: HybridQuantizer | None = None
+    grad_input: HybridQuantizer | None = None
+
+    @classmethod
+    def tensors(cls) -> tuple[str, ...]:
+        return TENSOR_TYPES["linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpaQuantizers(Section):
+    """The slots of dot-product attention: queries, keys and values; softmax output; gradients of output and softmax.
+
+    output and grad_input are boundary slots, as those of linears are.
+    """
+
+    qkv: HybridQuantizer
+    s: HybridQuantizer
+    do: HybridQuantizer
+    dp: HybridQuantizer
+    output: HybridQuantizer | None = None
+    grad_input: HybridQuantizer | None = None
+
+    @classmethod
+    def tensors(cls) -> tuple[str, ...]:
+        return TENSOR_TYPES["dpa"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightQuantizers(Section):
+    """The slot of a module whose weight is no GEMM operand: an embedding table, the gain of a norm."""
+
+    weight: HybridQuantizer
+
+    @classmethod
+    def tensors(cls) -> tuple[str, ...]:
+        return TENSOR_TYPES["norm"]
+
+
+MODULE_SECTIONS: dict[str, type[Section]] = {
+    "linear": LinearQuantizers, "grouped_linear": LinearQuantizers, "dpa": DpaQuantizers,
+    "embedding": WeightQuantizers, "norm": WeightQuantizers,
+}  # fmt: skip
+"""Module type -> its section."""
+
+
+def slots(quantizers: Section) -> dict[str, HybridQuantizer | None]:
+    """Slot -> quantizer, boundary slots included."""
+    return {field.name: getattr(quantizers, field.name) for field in fields(quantizers)}
+
+
+def parse_quantizer(value: object, where: str) -> HybridQuantizer:
+    """HybridQuantizer.parse; `where` starts the error."""
+    try:
+        return HybridQuantizer.parse(value)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

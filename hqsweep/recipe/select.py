@@ -1,0 +1,72 @@
+"""Which modules an override is for: a glob on names, and a choice of layers by index or from either end."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from hqsweep.errors import UserError
+from hqsweep.recipe.roles import QuantizerRole
+
+_ENDS = re.compile(r"(first|last)\(\s*([0-9.]+)\s*\)")
+_TAKES = (
+    "it takes an index, a list of indices (negative ones count from the end), first(N) or last(N), N being a number of"
+    " layers or a fraction below 1"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Indices, or the first or last `count` layers; a fraction is rounded up, so that it is at least one layer."""
+
+    end: Literal["first", "last"] | None = None
+    count: Fraction = Fraction(0)
+    indices: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, value: object, where: str) -> "Layers":
+        """From 11, [0, -1], "first(2)", "last(0.15)"; `where` starts the error."""
+        indices = [value] if isinstance(value, int) else value
+        if isinstance(indices, list | tuple) and indices and all(type(i) is int for i in indices):
+            return cls(indices=tuple(sorted(set(indices))))
+        found = _ENDS.fullmatch(value.strip()) if isinstance(value, str) else None
+        count = _count(found[2]) if found else None
+        if count is None:
+            raise UserError(f"{where}: got {value!r}; {_TAKES}")
+        return cls(end=found[1], count=count)
+
+    def to_config(self) -> str | list[int]:
+        """What parse takes."""
+        return str(self) if self.end else list(self.indices)
+
+    def __str__(self) -> str:
+        count = int(self.count) if self.count.denominator == 1 else float(self.count)
+        return f"{self.end}({count})" if self.end else ", ".join(map(str, self.indices))
+
+    @property
+    def relative(self) -> bool:
+        """Whether the choice depends on how many layers there are."""
+        return self.end is not None or any(i < 0 for i in self.indices)
+
+    def of(self, layers: Sequence[int]) -> set[int]:
+        """The chosen ones of the layers that a model has, given in order."""
+        if self.end is None:
+            return {i if i >= 0 else layers[i] for i in self.indices if i >= 0 or -i <= len(layers)} & set(layers)
+        count = int(self.count) if self.count >= 1 else math.ceil(self.count * len(layers))
+        return set(layers[:count] if self.end == "first" else layers[max(0, len(layers) - count) :])
+
+
+def layers_of(roles: Sequence[QuantizerRole]) -> list[int]:
+    """Indices of the layers in which the roles' modules are, in order."""
+    return sorted({role.layer for role in roles if role.layer is not None})
+
+
+def _count(text: str) -> Fraction | None:
+    """More than 0, and whole when it is 1 or more; None for anything else."""
+    try:
+        count = Fraction(text)
+    except ValueError:
+        return None
+    return count if 0 < count < 1 or (count >= 1 and count.denominator == 1) else None

@@ -1,0 +1,175 @@
+"""Checks a recipe against the modules of a model before one of them is built: every GEMM of every module."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from hqsweep.errors import UserError, nearest
+from hqsweep.formats import Format, Identity
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
+from hqsweep.recipe.roles import QuantizerRole, module_roles
+from hqsweep.recipe.schedule import AnyRecipe, stages
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.select import layers_of
+
+DeviceFault = Callable[[Format, Format, int, int, int], str | None]
+"""(a, b, m, n, k) -> why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
+NATIVE_MODULES = ("linear", "grouped_linear")
+"""Module types whose products gemm=native has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmModule:
+    """A module with matrix products."""
+
+    module_type: str
+    name: str
+    shapes: Mapping[str, tuple[int, int, int]]
+    """GEMM -> (m, n, k) of mm_t, k being the contracted axis."""
+    context: int | None = None
+    """Of attention, the number of tokens, which its other GEMMs contract."""
+
+    @property
+    def roles(self) -> list[QuantizerRole]:
+        return module_roles(self.module_type, self.name)
+
+
+def linear_module(name: str, in_features: int, out_features: int, tokens: int) -> GemmModule:
+    """A linear; tokens: rows of its input in a training step."""
+    shapes = {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }
+    return GemmModule(module_type="linear", name=name, shapes=shapes)
+
+
+def grouped_linear_module(name: str, in_features: int, out_features: int) -> GemmModule:
+    """A grouped linear. How many tokens an expert gets is not known before it runs, so that axis counts as 0, which
+    fits every block; what does not is filled up with zeros (GroupedLinear.quantization_alignment)."""
+    shapes = linear_module(name, in_features, out_features, 0).shapes
+    return GemmModule(module_type="grouped_linear", name=name, shapes=shapes)
+
+
+def attention_module(name: str, head_dim: int, context: int) -> GemmModule:
+    """Dot-product attention over `context` tokens."""
+    shapes = dict.fromkeys(("qk", "ds"), (context, context, head_dim))
+    return GemmModule(module_type="dpa", name=name, shapes=shapes, context=context)
+
+
+def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) -> Iterator[str]:
+    """Why attention over `context` tokens cannot take a quantizer: tensor -> quantizer of its four slots.
+
+    Matrices of all heads are folded into rows, so that blocks along tokens must end with each matrix.
+    """
+    for tensor, quantizer in quantizers.items():
+        if getattr(quantizer.rowwise, "row_scaled", False):
+            yield f"{tensor} {quantizer.rowwise}: attention takes one global amax a tensor"
+        for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
+            tile = getattr(format, "tile", (1, 1))
+            along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
+            if along > 1 and context % along:
+                takes = f"its blocks take a multiple of {along}"
+                yield f"{tensor} {direction} {format}: the context has {context} positions; {takes}"
+
+
+def validate(
+    recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule], device_fault: DeviceFault | None = None
+) -> None:
+    """Check every GEMM of a model on every stage of the recipe; each slot is resolved once a stage.
+
+    device_fault is asked under gemm=native; None where the device is not known yet.
+
+    Raises:
+        UserError: all faults in one sentence: GEMMs whose operands cannot meet or do not fit their blocks, with the
+            module, the slots, directions and formats of both; overrides without a module. Of a later stage only what
+            is new.
+    """
+    first_step: dict[str, int] = {}
+    for stage in stages(recipe, steps):
+        for text in _stage_faults(stage.recipe, modules, device_fault):
+            first_step.setdefault(text, stage.first_step)
+    if first_step:
+        texts = [text + (f" (from step {step} on)" if step > 1 else "") for text, step in first_step.items()]
+        raise UserError("recipe: " + "; ".join(texts))
+
+
+def _stage_faults(recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None) -> Iterator[str]:
+    if isinstance(recipe, Recipe):
+        yield from _unread(recipe, modules)
+    quantizers = recipe.resolve(role for module in modules for role in module.roles)
+    faults = [
+        (module.name, text)
+        for module in modules
+        for text in _gemm_faults(module, quantizers, recipe.gemm, device_fault)
+    ]
+    count = Counter(text for _, text in faults)
+    first = {text: name for name, text in reversed(faults)}
+    for text, times in count.items():
+        yield f"{first[text]} {text}" + (f" (and in {times - 1} more)" if times > 1 else "")
+
+
+def _gemm_faults(
+    module: GemmModule,
+    quantizers: Mapping[QuantizerRole, HybridQuantizer],
+    gemm_mode: str,
+    device_fault: DeviceFault | None,
+) -> Iterator[str]:
+    if module.context is not None:
+        yield from attention_faults({role.tensor_type: quantizers[role] for role in module.roles}, module.context)
+    for gemm, operands in MODULE_GEMMS[module.module_type].items():
+        shape = module.shapes.get(gemm, (0, 0, 0))
+        formats = [
+            getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
+            for tensor, direction in operands
+        ]
+        spelled = [f"{t} {d} {f}" for (t, d), f in zip(operands, formats, strict=True)]
+        misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if shape[2] % f.column_multiple}
+        if misfits:
+            takers = " and ".join(f"{s} takes a multiple of {m}" for s, m in misfits.items())
+            yield f"{gemm}: the contracted axis has {shape[2]} element{'s' * (shape[2] != 1)}, but {takers}"
+        fault, mode = mathematical_fault(*formats), ""
+        if not fault and gemm_mode != "exact":
+            fault, mode = hardware_fault(*formats), f" under gemm={gemm_mode}"
+        if not fault and gemm_mode == "native":
+            fault = _native_fault(module.module_type, *formats)
+            fault = fault or (device_fault(*formats, *shape) if device_fault else None)
+        if fault:
+            yield f"{gemm}: {spelled[0]} cannot meet {spelled[1]}{mode}: {fault}"
+
+
+def _native_fault(module_type: str, a: Format, b: Format) -> str | None:
+    if module_type in NATIVE_MODULES or (isinstance(a, Identity) and isinstance(b, Identity)):
+        return None
+    return f"only the products of linears are built; leave {module_type} in high precision, or set gemm=exact"
+
+
+def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
+    """What the recipe says and no module would follow, so that nobody takes high precision for something else."""
+    names = [module.name for module in modules]
+    roles = [role for module in modules for role in module.roles]
+    layers = layers_of(roles)
+    for index, override in enumerate(recipe.overrides):
+        where = f"overrides[{index}] ({override})"
+        if not any(getattr(override, role.module_type) and override.matches(role, layers) for role in roles):
+            named = any(fnmatchcase(name, override.name) for name in names)
+            hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
+            hint = hint or f"{nearest(override.name, names)}; the model has {names[0]} to {names[-1]}"
+            yield f"{where} matches no module{hint}"
+
+
+def check_held_weights(recipe: AnyRecipe, steps: int, modules: Sequence[GemmModule]) -> None:
+    """UserError where a schedule would change the format of the weight, held quantized, of one of the modules."""
+    roles = [role for module in modules for role in module.roles if role.tensor_type == "weight"]
+    first, *later = stages(recipe, steps)
+    held = first.recipe.resolve(roles)
+    for stage in later:
+        for role, quantizer in stage.recipe.resolve(roles).items():
+            if quantizer != held[role]:
+                raise UserError(
+                    f"recipe.schedule: from step {stage.first_step} on {role} is {quantizer}, but"
+                    f" model.quantized_weights holds it in {held[role]}; leave weights as they are, or set"
+                    " model.quantized_weights=false"
+                )

@@ -1,0 +1,137 @@
+"""What `hqsweep run` does: words to a checked plan, the plan to run folders, the folders to results.
+
+A plan exists only when every point of the grid is valid, so nothing starts that would stop at its third recipe.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hqsweep.config.job import Config, ConvergenceConfig, parse
+from hqsweep.errors import UserError
+from hqsweep.jobs.convergence import check_native
+from hqsweep.sweep.compose import GridPoint, expand, known_confs
+from hqsweep.sweep.local import run_local
+from hqsweep.sweep.progress import Display
+from hqsweep.sweep.slurm import run_slurm
+from hqsweep.sweep.store import RunDir, RunStore, run_name
+from hqsweep.train.loop import pick_device
+
+CHECKED = ("parity", "calibrate")
+"""Tables whose rows have a status: PASS, FAIL or SKIP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked grid; the points' configs are canonical, with every leaf, and `configs` the same as objects."""
+
+    conf: str
+    words: tuple[str, ...]
+    points: tuple[GridPoint, ...]
+    configs: tuple[Config, ...]
+
+    @property
+    def first(self) -> Config:
+        """It speaks for what cannot be swept."""
+        return self.configs[0]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Per run: run (its folder's name), arm, seed, changed, config."""
+        return [
+            {"run": run_name(p.config), "arm": p.arm, "seed": p.config["seed"], "changed": list(p.changed),
+             "config": p.config}
+            for p in self.points
+        ]  # fmt: skip
+
+
+def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> Plan:
+    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers.
+
+    Raises:
+        UserError: whatever is wrong in any point of the grid.
+    """
+    conf, overrides = split_conf(words, config_dir)
+    if workers is not None:
+        overrides = [*overrides, f"engine.workers={workers}"]
+    points = expand(conf, overrides, config_dir)
+    configs = _parse_all(points)
+    typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(points, configs, strict=True)]
+    return Plan(conf=conf, words=tuple(overrides), points=tuple(typed), configs=tuple(configs))
+
+
+def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
+    """(NAME, overrides) of words among which there must be one conf=NAME."""
+    confs = [word.removeprefix("conf=") for word in words if word.startswith("conf=")]
+    rest = [word for word in words if not word.startswith("conf=")]
+    known = known_confs(config_dir)
+    if not confs:
+        meant = next((word for word in rest if word in known), "")
+        hint = f" (did you mean 'conf={meant}'?)" if meant else ""
+        raise UserError(f"conf=NAME is missing{hint}; known are {', '.join(known)}, or give conf=PATH.yaml")
+    if len(confs) > 1 or "," in confs[0] or not confs[0]:
+        given = " ".join(f"conf={conf}" for conf in confs)
+        raise UserError(f"{given}: a sweep has one conf; give one name, and sweep keys within it")
+    return confs[0], rest
+
+
+def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
+    """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
+    folders in grid order."""
+    first = plan.first
+    engine = first.engine
+    if engine.kind == "local":
+        for config in plan.configs:
+            _check_device(config)
+    runs = RunStore(Path(first.runs_dir)).create(
+        sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
+    )
+    common = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"display": display, "force": force}
+    if engine.kind == "slurm":
+        run_slurm(runs, slurm=engine.slurm.model_dump(), **common)
+    else:
+        for run in runs:
+            run.job_path.unlink(missing_ok=True)
+        run_local(runs, runs_per_gpu=engine.runs_per_gpu, **common)
+    return runs
+
+
+def _check_device(config: Config) -> None:
+    """UserError when this machine, on which the run will be, has no GPU that it needs, or not the tensor cores."""
+    section = "train" if isinstance(config, ConvergenceConfig) else config.job
+    wanted = getattr(config, section).device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"{section}.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
+    if isinstance(config, ConvergenceConfig):
+        check_native(config, pick_device(wanted), config.data.vocab_estimate)
+
+
+def result(run: RunDir) -> dict[str, Any]:
+    """One run in short: run, arm, seed, state, val_loss (nats, last one or None), tokens_per_s, seconds, reason, path,
+    and for a parity or calibrate run how many rows PASS, FAIL and SKIP."""
+    status, manifest = run.status(), run.manifest()
+    losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
+    return {
+        "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "state": status["state"],
+        "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
+        "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
+        **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED},
+    }  # fmt: skip
+
+
+def _parse_all(points: Sequence[GridPoint]) -> list[Config]:
+    """Typed configs; a fault of some points only is told with the first of these."""
+    configs, faults = [], {}
+    for point in points:
+        try:
+            configs.append(parse(point.config))
+        except UserError as error:
+            faults.setdefault(str(error), point.changed)
+    if not faults:
+        return configs
+    message, changed = next(iter(faults.items()))
+    where = f" (in the run with {' '.join(changed)})" if changed and configs else ""
+    raise UserError(message + where)

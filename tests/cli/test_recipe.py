@@ -1,0 +1,110 @@
+"""`hqsweep recipe`: list, show, diff, export, and one sentence for what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hqsweep.cli.main import app
+from hqsweep.recipe import parse_recipe
+
+MINE = """\
+defaults: [mxfp8, _self_]
+name: mine
+overrides: [{layers: last(0.15), linear: bf16}]
+schedule: [{at: 0.82, fprop: bf16}]
+"""
+
+
+def recipe(*words: str) -> Result:
+    return CliRunner().invoke(app, ["recipe", *words])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "conf/recipe/mine.yaml": MINE,
+        "conf/sweep.yaml": "defaults: [convergence, {override recipe: mine}, _self_]\n",
+        "alone.yaml": "name: alone\nlinear: {input: nvfp4|mxfp8, weight: mxfp8, grad_output: mxfp8}\n",
+        "wrong.yaml": "name: wrong\nlinear: mxpf8\n",
+        "other/recipe/moved.yaml": "# @package _global_\nlinear: mxfp8\n",
+        "python.yaml": "name: python\n_target_: my_factories.mine\n",
+        "my_factories.py": "def mine(role):\n    return 'nvfp4' if role.tensor_type == 'input' else 'mxfp8'\n",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_ls_lists_packaged_and_own_recipes():
+    rows = {row["name"]: row for row in json.loads(recipe("ls", "--json").stdout)}
+    assert rows["nvfp4"]["weight"] == "nvfp4+2d" and rows["mine"]["input"] == "mxfp8"
+    assert "nvfp4+rht+sr" in recipe("ls").stdout
+
+
+@pytest.mark.parametrize("name", ["mine", "conf/recipe/mine.yaml", "conf/sweep.yaml"])
+def test_show_tells_every_slot_overrides_and_schedule(name: str):
+    shown = json.loads(recipe("show", name, "--json").stdout)
+    assert shown["recipe"]["overrides"][0]["layers"] == "last(0.15)"
+    assert {row["slot"]: row["rowwise"] for row in shown["slots"]}["schedule[0].linear.input"] == "bf16"
+    assert parse_recipe(shown["recipe"]) == parse_recipe(json.loads(recipe("export", name, "--to", "json").stdout))
+    table = recipe("show", name).stdout
+    for part in ("linear.weight", "gemm: exact", "overrides[0] is for layers last(0.15)", "after 82 % of the updates"):
+        assert part in table
+
+
+def test_show_of_a_factory_asks_it():
+    shown = json.loads(recipe("show", "python.yaml", "--json").stdout)
+    assert {row["slot"]: row["columnwise"] for row in shown["slots"]}["linear.input"] == "nvfp4"
+    assert "qfactory: my_factories.mine" in recipe("show", "python.yaml").stdout
+
+
+def test_diff_names_what_differs():
+    rows = json.loads(recipe("diff", "mxfp8", "alone.yaml", "--json").stdout)
+    assert [row["slot"] for row in rows] == ["linear.input", "grouped_linear.input"]
+    assert {key: rows[0][key] for key in ("field", "a", "b")} == {"field": "rowwise", "a": "mxfp8", "b": "nvfp4"}
+    assert "linear.input" in recipe("diff", "mxfp8", "alone.yaml").stdout
+    equal = recipe("diff", "high_precision", "bf16")
+    assert (equal.exit_code, equal.stdout) == (0, "high_precision and bf16 are equal\n")
+
+
+def test_export_writes_a_module(folder: Path):
+    printed = recipe("export", "nvfp4", "--to", "transformer-engine")
+    assert printed.exit_code == 0 and printed.stdout.count("def qfactory(role):") == 1
+    written = recipe("export", "nvfp4", "--to", "transformer-engine", "--out", "nvfp4.py")
+    assert (written.stdout, Path("nvfp4.py").read_text()) == ("", printed.stdout)
+    compile(printed.stdout, "nvfp4.py", "exec")
+    assert "SCHEDULE = [(0, recipe), (0.82, recipe_1)]" in recipe(
+        "export", "mine", "--to", "transformer-engine", "--layers", "12"
+    ).stdout  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("show nvpf4", ["'nvpf4'", "did you mean 'nvfp4'?"]),
+        ("show", ["NAME"]),
+        ("show lost.yaml", ["'lost.yaml'", "no such .yaml file"]),
+        ("show some/where", ["'some/where'"]),
+        ("show wrong.yaml", ["'wrong.yaml'", "recipe.linear", "mxpf8", "did you mean 'mxfp8'?"]),
+        ("show other/recipe/moved.yaml", ["moved.yaml'", "no mapping as recipe", "@package"]),
+        ("diff mxfp8", ["B"]),
+        ("diff mxfp8 mxfp9", ["'mxfp9'", "did you mean 'mxfp8'?"]),
+        ("export mxfp8", ["--to"]),
+        ("export mxfp8 --to torchao", ["torchao", "transformer-engine"]),
+        ("export mxfp4 --to transformer-engine", ["recipe.linear.input: TransformerEngine has no mxfp4"]),
+        ("export mine --to transformer-engine", ["last(0.15)", "--layers N"]),
+        ("export python.yaml --to transformer-engine", ["Python factory already, my_factories.mine"]),
+        ("export mxfp8 --to json --out no/where.json", ["--out no/where.json", "folder that exists"]),
+        ("shwo mxfp8", ["shwo"]),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_2(words: str, parts: list[str]):
+    result = recipe(*words.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("hqsweep: ") and result.stderr.count("\n") == 1
+    for part in parts:
+        assert part in result.stderr

@@ -1,0 +1,132 @@
+"""Factories written against TransformerEngine run here by changing imports, and each is the recipe of its name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hqsweep import compat
+from hqsweep.compat import CustomRecipe, DelayedScalingRequest, DType, Float8CurrentScalingQuantizer, NVFP4Quantizer
+from hqsweep.errors import UserError
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import Linear
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import LinearQuantizers, QuantizerRole, parse_recipe
+from hqsweep.recipe.roles import module_roles
+from hqsweep.sweep.compose import load_recipe
+
+TWINS = {"high_precision": "bf16"}
+"""Factory -> the recipe whose name it has not."""
+NAMES = [
+    "high_precision", "current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "high_precision_fwd_mxfp8_bwd",
+    "mxfp8_fwd_nvfp4_bwd", "nvfp4_1d_weight", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_mxfp8_bwd",
+    "nvfp4_row_scaled_fwd_high_precision_bwd", "delayed_scaling", "nvfp4_linear_fp8_dpa",
+]  # fmt: skip
+ROLES = [
+    *module_roles("linear", "layers.0.attn.qkv"),
+    *module_roles("grouped_linear", "layers.0.mlp.experts"),
+    *module_roles("dpa", "layers.0.attn.dpa"),
+]
+
+
+def with_our_imports(source: str) -> dict:
+    """Run a module of TransformerEngine's API with its imports replaced, and nothing else."""
+    source, count = re.subn(r"^from transformer_engine[\w.]* import", "from hqsweep.compat import", source, flags=re.M)
+    assert count and "import transformer_engine" not in source
+    names = {"__name__": "replaced"}
+    exec(compile(source, "replaced.py", "exec"), names)
+    return names
+
+
+THEIRS = with_our_imports((Path(__file__).parent / "compat/te_factories.py").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_factory_is_the_recipe_of_its_name(name):
+    recipe = parse_recipe(load_recipe(name))
+    custom = CustomRecipe(qfactory=THEIRS[name], fp8_dpa=name == "nvfp4_linear_fp8_dpa")
+    assert custom.resolve(ROLES) == recipe.resolve(ROLES)
+
+
+def test_no_factory_is_left_out():
+    written = {n for n, f in THEIRS.items() if getattr(f, "__module__", "") == "replaced" and callable(f)}
+    assert written - {"tensor_of_linear", "plain_nvfp4"} == set(NAMES) and len(NAMES) == 13
+
+
+@pytest.mark.parametrize(
+    "name", ["high_precision", "delayed_scaling", "current_scaling", "float8_block_scaling", "mxfp8", "nvfp4"]
+)
+def test_the_base_factories_are_here_to_build_on(name):
+    ours = getattr(compat, f"{name}_factory")
+    assert CustomRecipe(qfactory=ours).resolve(ROLES) == CustomRecipe(qfactory=THEIRS[name]).resolve(ROLES)
+    assert name == "delayed_scaling" or HybridQuantizer.parse(ours(None))
+
+
+def test_delayed_scaling_asks_for_the_format_by_slot():
+    request, attention = THEIRS["delayed_scaling"](None), QuantizerRole("dpa", "dp", "attn")
+    texts = [request.text(QuantizerRole("linear", t, "fc")) for t in ("input", "weight", "grad_output")]
+    assert texts == ["fp8_delayed", "fp8_delayed", "fp8_delayed+e5m2"]
+    assert request == compat.delayed_scaling_factory(None)
+    assert THEIRS["nvfp4_linear_fp8_dpa"](attention).text(attention) == "fp8_delayed+e5m2+most_recent+history1"
+
+
+def test_a_linear_under_autocast_with_their_factory_is_ours_to_the_bit():
+    results = []
+    for theirs in (True, False):
+        text = {"input": "mxfp8|nvfp4+rht", "weight": "mxfp8|nvfp4@rowwise_dequantized", "grad_output": "nvfp4+rht+sr"}
+        torch.manual_seed(0)
+        module = Linear(64, 96, name="fc", quantizers=LinearQuantizers.parse("bf16" if theirs else text, "test"))
+        x = draw("heavy", 32, 64).clamp(-100, 100).requires_grad_()
+        if theirs:
+            with compat.autocast(enabled=True, recipe=CustomRecipe(qfactory=THEIRS["mxfp8_fwd_nvfp4_bwd"])):
+                y = module(x)
+        else:
+            y = module(x)
+        y.backward(draw("normal", 32, 96, 1))
+        results.append((y.detach(), x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=False),
+         "nvfp4+rht+nosign"),
+        (lambda: NVFP4Quantizer(with_random_sign_mask=False), "nvfp4"),
+        (lambda: Float8CurrentScalingQuantizer(DType.kFloat8E5M2, force_pow_2_scales=True, amax_epsilon=0.5),
+         "fp8_current+e5m2+pow2+eps0.5"),
+        (lambda: compat.Float8BlockQuantizer(DType.kFloat8E4M3, force_pow_2_scales=False), "fp8_block+2d+fp32_scale"),
+        (lambda: compat.MXFP8Quantizer(DType.kFloat8E5M2), "mxfp8+e5m2"),
+        (lambda: compat.IdentityQuantizer(dtype=torch.float32), "fp32"),
+    ],
+)  # fmt: skip
+def test_every_option_reaches_the_format(make, text):
+    assert make() == HybridQuantizer.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NVFP4Quantizer(with_rht=True), "with_rht=True and with_post_rht_amax=False differ"),
+        (lambda: NVFP4Quantizer(fp4_dtype=DType.kFloat8E4M3), "fp4_dtype is DType.kFloat8E4M3; it takes"),
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True), "NVFP4Quantizer: nvfp4_use_4over6=True has no counterpart"),
+        (lambda: NVFP4Quantizer(with_amax_reduction=True), "with_amax_reduction=True has no counterpart"),
+        (lambda: compat.MXFP8Quantizer(DType.kFloat4E2M1), "MXFP8Quantizer: fp8_dtype is DType.kFloat4E2M1; it takes"),
+        (lambda: compat.Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=3), "block_scaling_dim is 3"),
+        (lambda: compat.IdentityQuantizer(dtype=torch.float64), "dtype is torch.float64; it takes"),
+        (lambda: DelayedScalingRequest(margin=2).text(QuantizerRole()), "DelayedScalingRequest: margin=2 has no"),
+        (lambda: DelayedScalingRequest(amax_compute_algo="mean").text(QuantizerRole()), "is 'mean'; it takes 'max' or"),
+        (lambda: compat.HybridQuantizer(rowwise_quantizer=DelayedScalingRequest(), columnwise_quantizer=None),
+         "rowwise_quantizer is DelayedScalingRequest"),
+    ],
+)  # fmt: skip
+def test_what_would_change_a_number_and_is_not_here_is_refused(make, message):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_row_scaled_nvfp4_alone_has_no_columnwise_operand():
+    custom = CustomRecipe(qfactory=lambda role: NVFP4Quantizer(row_scaled_nvfp4=True))
+    with pytest.raises(UserError, match=r"fc/linear/input.*nvfp4\+row_scaled is for rowwise operands only"):
+        custom.quantizer(QuantizerRole("linear", "input", "fc"))
