@@ -1,6 +1,6 @@
 """`python -m hqsweep` is the command `hqsweep`."""
 
-from hqsweep.cli import main
+from hqsweep.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -39,7 +39,7 @@ def with_our_imports(source: str) -> dict:
     return names
 
 
-THEIRS = with_our_imports((Path(__file__).parent / "compat/te_factories.py").read_text())
+THEIRS = with_our_imports((Path(__file__).parent / "te_factories.py").read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)
