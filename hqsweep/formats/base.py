@@ -60,6 +60,54 @@ class Format:
     NUMBERED: ClassVar[Mapping[str, str]] = {}
     """Option that a number follows, such as "eps" in "eps16.0" -> the field that takes the number."""
 
+    high_precision: ClassVar[bool] = False
+    """Whether the matrix is held as values, without codes and scales."""
+    scaling: ClassVar[str | None] = None
+    """How a tensor core scales the codes: "tensor", "block", "mx" or "nvfp4"; None in high precision."""
+    amax_name: ClassVar[str | None] = None
+    """The entry of a grid that is an amax of the whole matrix (or of a row): the only one that kernels take."""
+    delayed: ClassVar[bool] = False
+    """Whether that amax comes from earlier steps and must be given."""
+    element_name: str
+    """Type of one element: a name of ELEMENTS, or a high-precision dtype."""
+    tile: tuple[int, int] = (1, 1)
+    """Rows and columns of the matrix that share a scale; WHOLE covers the axis."""
+    two_d = False
+    """Whether a tile has more than one row and the scales of X.T are those of X, transposed."""
+    rht = False
+    """Whether a random Hadamard transform along the contracted axis comes first; for columnwise operands only."""
+    rht_signed = True
+    """Whether that transform has signs."""
+    row_scaled = False
+    """Whether each row has an amax of its own; for rowwise operands only."""
+    four_over_six = False
+    """Whether each block chooses between two scales."""
+    stochastic = False
+    """Whether rounding draws random bits, so that encode needs a key."""
+    fits_bf16: bool = True
+    """Whether bfloat16 holds the matrix of operand()."""
+    divisor: float = 1.0
+    """The divisor of operand()."""
+
+    @property
+    def rowwise_form(self) -> "Format":
+        """The format without what only columnwise operands take (rht)."""
+        return self
+
+    @property
+    def columnwise_form(self) -> "Format":
+        """The format without what only rowwise operands take (row_scaled)."""
+        return self
+
+    @property
+    def kernel_fields(self) -> dict[str, object] | None:
+        """Keyword arguments of the compiled extension's Spec beside the tile; None for a format without a kernel."""
+        return None
+
+    def exact_dtype(self, on_gpu: bool) -> torch.dtype:
+        """dtype of the matrix that gemm=exact multiplies: float32 on a CPU; on a GPU bfloat16 where it fits."""
+        return torch.bfloat16 if on_gpu and self.fits_bf16 else torch.float32
+
     def __str__(self) -> str:
         """The canonical text: name and options in the order of OPTIONS, then of NUMBERED; parse() reads it back."""
         default = {f.name: f.default for f in fields(self)}

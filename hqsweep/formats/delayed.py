@@ -23,6 +23,7 @@ class Fp8Delayed(Fp8PerTensor):
     """As fp8_current, but under the amax of a grid, {"s": float32 [1, 1]}: values beyond it saturate."""
 
     name = "fp8_delayed"
+    delayed = True
     OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "most_recent": {"most_recent": True}}
     NUMBERED: ClassVar = {"history": "history"}
 

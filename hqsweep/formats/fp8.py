@@ -37,11 +37,11 @@ def fp8_scale(amax: Tensor, *, fp8_max: float, epsilon: float, pow2: bool, inf_v
 
 @dataclass(frozen=True, kw_only=True)
 class _ScaledFp8(Format):
-    """What all scalings share: codes q (uint8) and float32 scale_inv s over tiles."""
+    """The part common to all scalings: codes q (uint8) and float32 scale_inv s over tiles."""
 
     element_name: str = "e4m3"
     """The element of the codes."""
-    pow2 = False  # a field of those formats that offer it, as the next
+    pow2 = False  # subclasses that offer it override it as a field; so too amax_epsilon
     amax_epsilon = 0.0
 
     def __post_init__(self) -> None:
@@ -57,8 +57,13 @@ class _ScaledFp8(Format):
         return 8
 
     @property
-    def tile(self) -> tuple[int, int]:
-        raise NotImplementedError
+    def kernel_fields(self) -> dict[str, object]:
+        return {
+            "family": "current" if self.amax_name else "block",
+            "element": self.element_name,
+            "pow2": self.pow2,
+            "amax_epsilon": self.amax_epsilon,
+        }
 
     def _inf_value(self, dtype: torch.dtype) -> float:
         raise NotImplementedError
@@ -96,9 +101,9 @@ class _ScaledFp8(Format):
 class Fp8PerTensor(_ScaledFp8):
     """One scale for the tensor. operand(): matrix = codes (always exact), factor = scale_inv."""
 
-    @property
-    def tile(self) -> tuple[int, int]:
-        return WHOLE, WHOLE
+    scaling = "tensor"
+    amax_name = "s"
+    tile = (WHOLE, WHOLE)
 
     def _inf_value(self, dtype: torch.dtype) -> float:
         return FLT_MAX
@@ -131,6 +136,7 @@ class Fp8Block(_ScaledFp8):
     """
 
     name = "fp8_block"
+    scaling = "block"
     OPTIONS: ClassVar = {
         "e5m2": {"element_name": "e5m2"},
         "2d": {"two_d": True},
@@ -150,9 +156,13 @@ class Fp8Block(_ScaledFp8):
     def tile(self) -> tuple[int, int]:
         return (128, 128) if self.two_d else (1, 128)
 
+    @property
+    def fits_bf16(self) -> bool:
+        return self.pow2
+
     def _inf_value(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).max
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         matrix = self.decode(buffers, shape)
-        return ExactOperand(matrix.bfloat16() if self.pow2 else matrix)
+        return ExactOperand(matrix.bfloat16() if self.fits_bf16 else matrix)

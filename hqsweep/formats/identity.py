@@ -21,10 +21,19 @@ class Identity(Format):
     """
 
     name: str = "bf16"
+    high_precision = True
 
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.name]
+
+    @property
+    def element_name(self) -> str:
+        return self.name
+
+    @property
+    def fits_bf16(self) -> bool:
+        return self.name == "bf16"
 
     @cached_property
     def layout(self) -> dict[str, Buffer]:
@@ -43,4 +52,4 @@ class Identity(Format):
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         """The held values themselves: bfloat16, or float32 for fp16 and fp32 (neither fits in bfloat16)."""
         held = buffers["q"]
-        return ExactOperand(held if self.name == "bf16" else held.float())
+        return ExactOperand(held if self.fits_bf16 else held.float())

@@ -46,6 +46,8 @@ class MX(Format):
         "even": {"scale_rounding": "even"},
     }
 
+    scaling = "mx"
+
     name: str = "mxfp8"
     element_name: str = "e4m3"
     """The element of the codes."""
@@ -65,6 +67,14 @@ class MX(Format):
     @property
     def tile(self) -> tuple[int, int]:
         return (32, 32) if self.two_d else (1, 32)
+
+    @property
+    def kernel_fields(self) -> dict[str, object]:
+        return {
+            "family": "mx",
+            "element": self.element_name,
+            "scale_rounding": self.scale_rounding,
+        }
 
     @property
     def packed(self) -> bool:

@@ -6,7 +6,7 @@ Arithmetic and its order are TransformerEngine's (common/cast/nvfp4/* at d0067d0
   code = E2M1(fl(x * s));   value = code * sf * A / m
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -35,10 +35,13 @@ class NVFP4(Format):
     """NVFP4 with its options; columns must be a multiple of 16.
 
     operand(): code * sf in bfloat16, exact for every code and scale (at most 6 significant bits between 2^-10 and
-    2688); factor = A, divisor = 6 * scale_max, applied to the float32 accumulator.
+    2688); factor = A and divisor = 6 * scale_max are applied to the float32 accumulator.
     """
 
     name = "nvfp4"
+    scaling = "nvfp4"
+    amax_name = "g"
+    element_name = "e2m1"
     OPTIONS: ClassVar = {
         "2d": {"two_d": True},
         "rht": {"rht": True},
@@ -97,6 +100,36 @@ class NVFP4(Format):
     def tile(self) -> tuple[int, int]:
         return (BLOCK, BLOCK) if self.two_d else (1, BLOCK)
 
+    @property
+    def stochastic(self) -> bool:
+        return self.sr
+
+    @property
+    def divisor(self) -> float:
+        return 6.0 * self.scale_max
+
+    @property
+    def rowwise_form(self) -> "NVFP4":
+        return replace(self, rht=False, rht_signed=True)
+
+    @property
+    def columnwise_form(self) -> "NVFP4":
+        return replace(self, row_scaled=False)
+
+    @property
+    def kernel_fields(self) -> dict[str, object]:
+        return {
+            "family": "nvfp4",
+            "element": self.element_name,
+            "four_over_six": self.error_mode if self.four_over_six else "none",
+            "fast_error": self.fast_error,
+            "row_scaled": self.row_scaled,
+            "rht": self.rht,
+            "rht_sign": self.rht_signed,
+            "sr": self.sr,
+            "e4m3_max": self.scale_max,
+        }
+
     @cached_property
     def layout(self) -> dict[str, Buffer]:
         return {
@@ -129,7 +162,7 @@ class NVFP4(Format):
 
     def global_scale(self, amax: Tensor) -> Tensor:
         """S_enc of each global amax, float32, same shape."""
-        scale = divide(6.0 * self.scale_max, amax).clamp(max=FLT_MAX)
+        scale = divide(self.divisor, amax).clamp(max=FLT_MAX)
         return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
     def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
@@ -138,7 +171,7 @@ class NVFP4(Format):
 
     def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
         matrix = E2M1.decode(self.codes(buffers)) * expand_tiles(self.scales(buffers), shape, *self.tile)
-        return ExactOperand(matrix.bfloat16(), buffers["g"], 6.0 * self.scale_max)
+        return ExactOperand(matrix.bfloat16(), buffers["g"], self.divisor)
 
     def scales(self, buffers: Buffers) -> Tensor:
         return E4M3.decode(buffers["s"])
@@ -146,7 +179,7 @@ class NVFP4(Format):
     def value_scales(self, buffers: Buffers) -> Tensor:
         """fl(fl(sf * A) * fl(1 / m)) of every block."""
         amax = buffers["g"]
-        return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / (6.0 * self.scale_max))
+        return self.scales(buffers) * amax * torch.full_like(amax, 1.0 / self.divisor)
 
     def basis(self, x: Tensor) -> Tensor:
         return self._transform(x).float()

@@ -48,7 +48,7 @@ def _candidate(x: Tensor, scales: Tensor, amax: Tensor, encode_scale: Tensor, fo
     if format.fast_error:
         difference = (values * sf).half().float() - x * encode_scale
     else:
-        difference = values * sf * amax / torch.full_like(amax, 6.0 * format.scale_max) - x
+        difference = values * sf * amax / torch.full_like(amax, format.divisor) - x
     error = difference.abs() if format.error_mode == "mae" else difference * difference
     return codes, _sum_tiles(error, format.two_d)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Delayed, Fp8PerTensor, parse
+from hqsweep.formats import Format, parse
 from hqsweep.memo import constant_result
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -52,21 +52,8 @@ def has_kernels(device_type: str) -> bool:
 
 def spec_fields(format: Format) -> dict[str, object] | None:
     """Keyword arguments of _C.Spec for a format, or None for one without a kernel (Identity)."""
-    match format:
-        case Fp8PerTensor() | Fp8Block():
-            family = "current" if isinstance(format, Fp8PerTensor) else "block"
-            given = {"family": family, "element": format.element_name, "pow2": format.pow2}
-            given |= {"amax_epsilon": format.amax_epsilon}
-        case MX():
-            given = {"family": "mx", "element": format.element_name, "scale_rounding": format.scale_rounding}
-        case NVFP4():
-            given = {"family": "nvfp4", "element": "e2m1", "fast_error": format.fast_error}
-            given |= {"four_over_six": format.error_mode if format.four_over_six else "none"}
-            given |= {"row_scaled": format.row_scaled, "rht": format.rht, "rht_sign": format.rht_signed}
-            given |= {"sr": format.sr, "e4m3_max": format.scale_max}
-        case _:
-            return None
-    return given | {"tile_rows": format.tile[0], "tile_cols": format.tile[1]}
+    fields = format.kernel_fields
+    return fields and fields | {"tile_rows": format.tile[0], "tile_cols": format.tile[1]}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,10 +85,8 @@ class Plan:
     """Of the exact operand."""
 
     def exact_dtype(self, on_gpu: bool) -> torch.dtype:
-        """dtype of the matrix that gemm=exact multiplies: float32 on CPU; on CUDA bfloat16, rounded to nearest even,
-        and float32 only for the format whose product needs it (fp8_block+fp32_scale)."""
-        needs_fp32 = isinstance(self.format, Fp8Block) and not self.format.pow2
-        return torch.bfloat16 if on_gpu and not needs_fp32 else torch.float32
+        """dtype of the matrix that gemm=exact multiplies."""
+        return self.format.exact_dtype(on_gpu)
 
     def allocations(
         self, rows: int, cols: int, exact: bool, given: bool, on_gpu: bool, statistics: bool
@@ -153,12 +138,12 @@ def _make(format: Format) -> Plan:
         spec=extension().Spec(**fields) if fields and extension() else None,
         names=tuple(format.layout),
         buffers=tuple((name, b.rows, b.cols, b.dtype) for name, b in format.layout.items()),
-        amax_name="s" if isinstance(format, Fp8PerTensor) else "g" if isinstance(format, NVFP4) else None,
-        delayed=isinstance(format, Fp8Delayed),
+        amax_name=format.amax_name,
+        delayed=format.delayed,
         multiple=format.column_multiple,
-        row_scaled=getattr(format, "row_scaled", False),
-        stochastic=getattr(format, "sr", False),
-        divisor=6.0 * format.scale_max if isinstance(format, NVFP4) else 1.0,
+        row_scaled=format.row_scaled,
+        stochastic=format.stochastic,
+        divisor=format.divisor,
     )
 
 

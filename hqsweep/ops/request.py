@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import Buffers, Format, Identity, RngKey
+from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.memo import constant_result
 from hqsweep.ops.dequantize import BACKENDS, Backend
 from hqsweep.ops.plan import DTYPES, NO_KEY, Plan, has_kernels, plan_of
@@ -76,7 +76,9 @@ def _checked(rowwise, columnwise, source, row_output, column_output) -> Request:
         stochastic=any(p.stochastic for p in (row, column) if p),
         delayed=any(p.delayed for p in (row, column) if p),
         kernels=all(p.spec is not None for p in (row, column) if p),
-        holds=isinstance(rowwise, Identity) or (isinstance(columnwise, Identity) and not dequantized),
+        holds=bool(
+            (rowwise and rowwise.high_precision) or (columnwise and columnwise.high_precision and not dequantized)
+        ),
     )
 
 

@@ -46,7 +46,7 @@ def _global_amaxes(
     names = {
         direction: plan_of(format).amax_name
         for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True)
-        if not getattr(format, "row_scaled", False)
+        if not format.row_scaled
     }
     amaxes = {direction: torch.zeros(1, 1) for direction, name in names.items() if name}
     if amaxes:
