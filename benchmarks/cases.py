@@ -4,7 +4,7 @@ the two floors that say what to expect: bytes at the speed of a copy, and instru
 from dataclasses import dataclass
 from itertools import product
 
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, parse
+from hqsweep.formats import Format, parse
 
 EIGHT_BITS = ("mxfp8", "mxfp8+e5m2", "fp8_block", "fp8_current")
 HOST_LIMIT_US = 30.0
@@ -38,7 +38,7 @@ class Case:
     @property
     def passes(self) -> int:
         """How often the input has to be read."""
-        needs_amax = any(isinstance(f, NVFP4 | Fp8Current) for f in self.formats)
+        needs_amax = any(f.amax_name and not f.delayed for f in self.formats)
         return 2 if needs_amax and not self.given else 1
 
 
@@ -108,13 +108,13 @@ TRANSPOSE = 0.8
 
 def encode_instructions(format: Format, output: str) -> float:
     """Instructions an element: amax, product, conversion, packing, store; an estimate from the inner loops."""
-    amax = 0.0 if isinstance(format, Fp8Current) else 0.5
-    per_block = {Fp8Current: 0.0, Fp8Block: 25 / 128, MX: 15 / 32, NVFP4: 40 / 16}[type(format)]
+    amax = 0.0 if format.scaling == "tensor" else 0.5
+    per_block = {"tensor": 0.0, "block": 25 / 128, "mx": 15 / 32, "nvfp4": 40 / 16}[format.scaling]
     convert = 1.75  # product, half a conversion instruction, packing
-    if isinstance(format, NVFP4) or format.element_bits == 4:
+    if format.element_bits == 4:
         convert = 6.0  # product, three roundings, their minimum, shift into place, signs
-        convert += 12.0 if getattr(format, "sr", False) else 0.0  # Philox for 16, step, sum
-        amax += 6.5 if getattr(format, "rht", False) else 0.0  # 16 x 4 additions, signs, rounding to bf16
+        convert += 12.0 if format.stochastic else 0.0  # Philox for 16, step, sum
+        amax += 6.5 if format.rht else 0.0  # 16 x 4 additions, signs, rounding to bf16
     elif format.element_bits == 6:
         convert += 4.0
     decode = 2.5 if output == "exact" else 0.0

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import rows
 from benchmarks.timing import Call, host_seconds
-from hqsweep.formats import Format, Identity
+from hqsweep.formats import Format
 from hqsweep.nn import GroupedLinear, quantization
 from hqsweep.ops.kernel_grouped import packed_allocations
 from hqsweep.ops.plan import plan_of
@@ -109,7 +109,7 @@ class GroupedStep:
         for tensor, matrix in (("input", self.x), ("weight", self.w), ("grad_output", self.dy)):
             quantizer = getattr(quantizers, tensor)
             row, column = quantizer.rowwise, quantizer.columnwise
-            if isinstance(row, Identity) and isinstance(column, Identity):
+            if row.high_precision and column.high_precision:
                 continue
             read, exact = matrix.nbytes, matrix.numel() * EXACT_BYTES
             once = read * max(_reads(row), _reads(column)) + 2 * exact

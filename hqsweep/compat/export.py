@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed, Identity
-from hqsweep.quant.hybrid import HybridQuantizer, without_rht
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import GRADIENTS
 from hqsweep.recipe.schedule import AnyRecipe
@@ -167,9 +167,9 @@ def _alternatives(names: Sequence[str]) -> str:
 def _call(quantizer: HybridQuantizer, tensor: str) -> str:
     """The expression that makes the quantizer of a tensor."""
     row, column, source = quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source
-    if isinstance(row, Fp8Delayed):
+    if row.delayed:
         return _request(row, tensor)
-    if row == without_rht(column) and source == "original":
+    if row == column.rowwise_form and source == "original":
         return _quantizer_call(column)
     return (
         f"HybridQuantizer(rowwise_quantizer={_quantizer_call(row)}, columnwise_quantizer="

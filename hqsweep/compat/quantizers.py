@@ -11,7 +11,6 @@ from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Fp8Block, Fp8Current, Identity, parse
 from hqsweep.formats import Format as _Format
 from hqsweep.quant.hybrid import HybridQuantizer as _Quantizer
-from hqsweep.quant.hybrid import without_rht
 from hqsweep.recipe.roles import GRADIENTS, QuantizerRole
 
 
@@ -227,7 +226,7 @@ def _is(role: QuantizerRole | None, tensor_type: str) -> bool:
 
 
 def _both(format: _Format) -> _Quantizer:
-    return _Quantizer(without_rht(format), format)
+    return _Quantizer(format.rowwise_form, format)
 
 
 def _element(where: str, dtype: DType) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import matmul
 
-from hqsweep.formats import ExactOperand, Format, Fp8Block, Identity
+from hqsweep.formats import ExactOperand, Format
 from hqsweep.ops.kernel import direct, scale_product
 from hqsweep.ops.plan import DTYPES, has_kernels, in_dtype
 from hqsweep.quant.operand import Operand
@@ -32,7 +32,7 @@ class Plan:
 
 def plan(a: Format, b: Format, device_type: str) -> Plan:
     """The plan that mm_t follows for operands of these formats."""
-    operands = "bf16" if all(map(_fits_bf16, (a, b))) else "fp32"
+    operands = "bf16" if all(format.fits_bf16 for format in (a, b)) else "fp32"
     if device_type == "cpu":
         return Plan(operands=operands, compute="float32 GEMM")
     if operands == "fp32":
@@ -50,12 +50,6 @@ def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: tor
     if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
         return matrix_product(a.matrix, b.matrix, out_dtype)
     return epilogue(matrix_product(a.matrix, b.matrix, torch.float32), a, b, out_dtype)
-
-
-def _fits_bf16(format: Format) -> bool:
-    if isinstance(format, Identity):
-        return format.name == "bf16"
-    return not isinstance(format, Fp8Block) or format.pow2
 
 
 def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hqsweep.formats import ExactOperand, Format, Fp8PerTensor
+from hqsweep.formats import ExactOperand, Format
 from hqsweep.gemm.exact import apply_factors, mm_t, plain_product, plan
 from hqsweep.gemm.native import capability_of, gemm_plan, mm_t_native
 from hqsweep.ops.grouped import pack
@@ -115,7 +115,7 @@ def grouped_plan(
 
 
 def _is_e4m3_tensor(format: Format) -> bool:
-    return isinstance(format, Fp8PerTensor) and format.element_name == "e4m3"
+    return format.scaling == "tensor" and format.element_name == "e4m3"
 
 
 def has_kernel(device: torch.device, majors: Sequence[int] | None) -> bool:

@@ -16,29 +16,14 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import (
-    FORMATS,
-    MX,
-    NVFP4,
-    ExactOperand,
-    Format,
-    Fp8Block,
-    Fp8Current,
-    Fp8Delayed,
-    Fp8PerTensor,
-    Identity,
-)
+from hqsweep.formats import FORMATS, ExactOperand, Format, parse
 from hqsweep.gemm.exact import epilogue, mm_t, plan
 from hqsweep.ops.swizzle import swizzle
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
 
-CUDA_KINDS: dict[int, tuple[type[Format], ...]] = {
-    8: (Fp8PerTensor,),
-    9: (Fp8PerTensor, Fp8Block),
-    10: (Fp8PerTensor, MX, NVFP4),
-}
-"""Major compute capability -> formats with a native product; of 8 only 8.9."""
+CUDA_KINDS: dict[int, tuple[str, ...]] = {8: ("tensor",), 9: ("tensor", "block"), 10: ("tensor", "mx", "nvfp4")}
+"""Major compute capability -> scalings with a native product (of 8, 8.9 alone); of MX mxfp8 alone."""
 UNTRIED = (10,)
 """Majors for which the product was built from documents and has not been run."""
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -58,7 +43,7 @@ def plan_text(capability: tuple[int, int]) -> str:
 
 def gemm_plan(gemm_mode: str, a: Format, b: Format, device: torch.device | str) -> str:
     """What a manifest says of the product of two formats; high precision has one plan in every mode."""
-    if gemm_mode == "native" and not isinstance(a, Identity):
+    if gemm_mode == "native" and not a.high_precision:
         return plan_text(capability_of(device))
     return str(plan(a, b, torch.device(device).type))
 
@@ -72,38 +57,42 @@ def device_fault(capability: tuple[int, int] | None) -> str | None:
 
 def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | None:
     """Why the tensor cores of a device do not multiply the two, or None."""
-    if isinstance(a, Identity) or isinstance(b, Identity):
+    if a.high_precision or b.high_precision:
         return None if a == b else "a GEMM takes one high-precision dtype"
     if missing := device_fault(capability):
         return missing
     kinds = CUDA_KINDS.get(capability[0], ())
     for format in (a, b):
-        if not isinstance(format, kinds) or (isinstance(format, MX) and format.name != "mxfp8"):
+        if not _has_product(format, kinds):
             names = ", ".join(sorted(_names(kinds))) or "none"
             return f"sm_{capability[0]}{capability[1]} has no product for {format}; it has: {names}"
     if not same_scaling(a, b):
         return "their scaling modes differ"
-    if isinstance(a, Fp8Block) and a.two_d and b.two_d:
+    if a.scaling == "block" and a.two_d and b.two_d:
         return "128x128 tiles on both sides have no product"
-    if getattr(a, "element_name", "") == getattr(b, "element_name", "") == "e5m2":
+    if a.element_name == b.element_name == "e5m2":
         return "E5M2 does not meet E5M2"
     return None
 
 
-def _names(kinds: tuple[type[Format], ...]) -> list[str]:
-    return [name for name, (cls, _) in FORMATS.items() if issubclass(cls, kinds) and (cls is not MX or name == "mxfp8")]
+def _has_product(format: Format, kinds: tuple[str, ...]) -> bool:
+    return format.scaling in kinds and (format.scaling != "mx" or format.name == "mxfp8")
+
+
+def _names(kinds: tuple[str, ...]) -> list[str]:
+    return [name for name in FORMATS if _has_product(parse(name), kinds)]
 
 
 def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
     """Why [m, k] x [n, k] does not fit the tensor cores' alignment, or None."""
-    if isinstance(a, Identity):
+    if a.high_precision:
         return None
-    rows = {"rows of the first operand": m} if isinstance(a, Fp8Block) else {}
+    rows = {"rows of the first operand": m} if a.scaling == "block" else {}
     sizes = rows | {"rows of the second operand": n, "the contracted axis": k}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if size % 16]
     if uneven:
         return f"tensor cores take multiples of 16, which {' and '.join(uneven)} is not"
-    if isinstance(a, Fp8Block) and (a.two_d or b.two_d) and k % 512:  # rows of tiles lie a multiple of 16 bytes apart
+    if a.scaling == "block" and (a.two_d or b.two_d) and k % 512:  # rows of tiles lie a multiple of 16 bytes apart
         return f"tensor cores take 128x128 tiles where the contracted axis is a multiple of 512; it has {k}"
     return None
 
@@ -124,12 +113,12 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     refused = refusal(capability, a.format, b.format, m, n, k)
     if refused:
         raise UserError(f"{a.format} x {b.format}: {refused}")
-    if isinstance(a.format, Identity):
+    if a.format.high_precision:
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))
     if right_scale.dim() == 2:
         right_scale = right_scale.t()
-    factors = isinstance(a.format, NVFP4)
+    factors = a.format.scaling == "nvfp4"
     product = torch._scaled_mm(
         left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype
     )
@@ -140,7 +129,7 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
 
 def _operand(operand: Operand) -> tuple[Tensor, Tensor]:
     """Codes and decode scales as torch._scaled_mm takes them for a row-major operand."""
-    return _ARRANGED[type(operand.format)](operand)
+    return _ARRANGED[operand.format.scaling](operand)
 
 
 def _float8(operand: Operand) -> Tensor:
@@ -173,9 +162,12 @@ def _row_scales(operand: Operand) -> Tensor:
 def _factor(operand: Operand) -> ExactOperand:
     """Epilogue factor and divisor of NVFP4, without a matrix."""
     none = operand.buffers["g"].new_empty(0)
-    return ExactOperand(none, operand.buffers["g"], 6.0 * operand.format.scale_max)
+    return ExactOperand(none, operand.buffers["g"], operand.format.divisor)
 
 
-_ARRANGED: dict[type[Format], Callable[[Operand], tuple[Tensor, Tensor]]] = {
-    Fp8Current: _per_tensor, Fp8Delayed: _per_tensor, Fp8Block: _block, MX: _mx, NVFP4: _nvfp4,
-}  # fmt: skip
+_ARRANGED: dict[str, Callable[[Operand], tuple[Tensor, Tensor]]] = {
+    "tensor": _per_tensor,
+    "block": _block,
+    "mx": _mx,
+    "nvfp4": _nvfp4,
+}

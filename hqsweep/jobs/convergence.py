@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Format, Identity
+from hqsweep.formats import Format
 from hqsweep.gemm import native
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.grouped_linear import GroupedLinear
@@ -159,7 +159,7 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
             gemm: [getattr(quantizers[tensor], direction) for tensor, direction in operands]
             for gemm, operands in MODULE_GEMMS[module.module_type].items()
         }
-        low = any(not isinstance(format, Identity) for pair in pairs.values() for format in pair)
+        low = any(not format.high_precision for pair in pairs.values() for format in pair)
         if low or module.module_type != "dpa":
             plans[module.name] = {
                 gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **facts)}" for gemm, (a, b) in pairs.items()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand, Identity
+from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import epilogue
 from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
@@ -167,4 +167,4 @@ class DotProductAttention(QuantizedModule):
 
 def _is_high_precision(quantizers: DpaQuantizers) -> bool:
     formats = {f for x in TENSORS for q in [getattr(quantizers, x)] for f in (q.rowwise, q.columnwise)}
-    return len(formats) == 1 and isinstance(formats.pop(), Identity)
+    return len(formats) == 1 and formats.pop().high_precision

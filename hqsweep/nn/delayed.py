@@ -37,7 +37,7 @@ class DelayedStates(nn.ModuleDict):
         """Give up the states that these quantizers, by slot, have no use for."""
         formats = {f"{slot}_{d}": getattr(q, d) for slot, q in quantizers.items() if q for d in DIRECTIONS}
         for name in list(self):
-            if not (isinstance(formats.get(name), Fp8Delayed) and _fits(self[name], formats[name].history)):
+            if not (name in formats and formats[name].delayed and _fits(self[name], formats[name].history)):
                 del self[name]
 
     def state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
@@ -77,7 +77,7 @@ def slots_of(
 ) -> list[SlotStates]:
     """DelayedStates.of for each of several owners, such as experts, and a quantizer that is delayed."""
     formats = {direction: getattr(quantizer, direction) for direction in DIRECTIONS}
-    delayed = [(d, f"{slot}_{d}", f) for d, f in formats.items() if isinstance(f, Fp8Delayed)]
+    delayed = [(d, f"{slot}_{d}", f) for d, f in formats.items() if f.delayed]
     each = [{direction: own.state(name, f, device) for direction, name, f in delayed} for own in owners]
     return [SlotStates(states=states, step=step, record=record) for states in each]
 

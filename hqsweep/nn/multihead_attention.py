@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hqsweep.formats import Identity
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
@@ -74,7 +73,7 @@ class MultiheadAttention(nn.Module):
             self._wire(self.dpa, "grad_input", self.qkv, "grad_output")
 
     def _wire(self, writer: QuantizedModule, slot: str, reader: QuantizedModule, tensor: str) -> None:
-        low = not isinstance(getattr(reader.active_quantizers(), tensor).rowwise, Identity)
+        low = not getattr(reader.active_quantizers(), tensor).rowwise.high_precision
         role = QuantizerRole(reader.module_type, tensor, reader.name) if low else None
         setattr(writer, writer.BOUNDARIES[slot], role)
         quantizer = getattr(reader.quantizers, tensor) if low else None

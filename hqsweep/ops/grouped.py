@@ -32,7 +32,7 @@ class GroupQuantized(NamedTuple):
 def stored_by_rows(format: Format, columnwise: bool) -> bool:
     """Whether members lie in memory as their rows [m, width], and columnwise ones are read transposed: an identity
     holds the matrix that it is given, and so both directions of it in one memory."""
-    return columnwise and isinstance(format, Identity)
+    return columnwise and format.high_precision
 
 
 def quantize_grouped(
@@ -103,7 +103,7 @@ def _with_identity(
         source = x.to(rowwise.dtype).to(x.dtype)
     made = []
     for name, format, matrix in (("rowwise", rowwise, x), ("columnwise", columnwise, source)):
-        if not isinstance(format, Identity):
+        if not (format and format.high_precision):
             own = {f"{n}s": values for n, values in each.items() if n.startswith(name)}
             own |= {f"{name}_output": given[f"{name}_output"], "backend": given["backend"], "by_rows": by_rows}
             alone = quantize_grouped(matrix, splits, **{"rowwise": None, name: format}, **own) if format else None
@@ -213,7 +213,7 @@ def exact_group(buffers: Buffers, format: Format, layout: MemberLayout) -> Group
     """Packed buffers -> what gemm=exact multiplies, by rows: exact_operand_of each member, to the byte, in one launch
     where there is a kernel and members have one width; nothing waits for splits then."""
     p, first = plan_of(format), next(iter(buffers.values()))
-    if isinstance(format, Identity):
+    if format.high_precision:
         return held_exact(buffers["q"], format, layout)
     if p.spec is None or not has_kernels(first.device.type) or not isinstance(layout, GroupLayout):
         members = member_buffers(buffers, format, layout)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Format, Identity
+from hqsweep.formats import Format
 from hqsweep.ops import kernel_grouped
 from hqsweep.ops.dequantize import Backend
 from hqsweep.ops.grouped import Keys, fits
@@ -34,7 +34,7 @@ def find_amax_grouped(
     One call of the kernel for all experts, which does not wait for splits that only the device knows; where there is
     none, a call for each expert, which does.
     """
-    if isinstance(rowwise, Identity) and columnwise_source == "rowwise_dequantized":
+    if rowwise and rowwise.high_precision and columnwise_source == "rowwise_dequantized":
         x, rowwise, columnwise_source = x.to(rowwise.dtype).to(x.dtype), None, "original"
     x = as_matrix(x)
     if splits.rows != len(x):

@@ -151,7 +151,7 @@ class SlotStates:
 
     def delayed(self, formats: Mapping[str, Format | None]) -> dict[str, Fp8Delayed]:
         """Those of the formats that have a state."""
-        return {d: f for d, f in formats.items() if isinstance(f, Fp8Delayed) and d in self.states}
+        return {d: f for d, f in formats.items() if f and f.delayed and d in self.states}
 
 
 def grids_of(slots: Sequence[SlotStates], formats: Mapping[str, Format | None]) -> dict[str, list[Buffers]]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Format, Identity
+from hqsweep.formats import Format
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 
 
@@ -38,7 +38,7 @@ def _difference(first: HybridQuantizer, other: HybridQuantizer) -> str | None:
 
 
 def _format_difference(first: Format, other: Format) -> str | None:
-    if isinstance(first, Identity) != isinstance(other, Identity):
+    if first.high_precision != other.high_precision:
         return "high precision"
     if type(first) is not type(other):
         return "the family"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Delayed, Identity, RngKey, RngKeys, parse
+from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.ops import quantize as ops
 from hqsweep.ops.request import SOURCES, Output
 from hqsweep.ops.stats import gather
@@ -39,9 +39,9 @@ class HybridQuantizer:
         if self.columnwise_source not in SOURCES:
             hint = nearest(self.columnwise_source, SOURCES)
             raise UserError(f"columnwise_source is '{self.columnwise_source}'{hint}; allowed: {', '.join(SOURCES)}")
-        if getattr(self.rowwise, "rht", False):
+        if self.rowwise.rht:
             raise UserError(f"rowwise format {self.rowwise}: +rht acts on columnwise operands only; drop it here")
-        if getattr(self.columnwise, "row_scaled", False):
+        if self.columnwise.row_scaled:
             raise UserError(
                 f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
             )
@@ -60,7 +60,7 @@ class HybridQuantizer:
         if bar:
             return cls(parse(row), parse(column), source or "original")
         both = parse(row)
-        return cls(without_rht(both), both, source or "original")
+        return cls(both.rowwise_form, both, source or "original")
 
     @classmethod
     def _from_mapping(cls, value: Mapping[str, str]) -> "HybridQuantizer":
@@ -76,19 +76,19 @@ class HybridQuantizer:
 
     def __str__(self) -> str:
         formats = f"{self.rowwise}|{self.columnwise}"
-        if self.rowwise == without_rht(self.columnwise):
+        if self.rowwise == self.columnwise.rowwise_form:
             formats = str(self.columnwise)
         return formats if self.columnwise_source == "original" else f"{formats}@{self.columnwise_source}"
 
     @cached_property
     def stochastic(self) -> bool:
         """Whether a direction draws random bits."""
-        return any(getattr(format, "sr", False) for format in (self.rowwise, self.columnwise))
+        return any(format.stochastic for format in (self.rowwise, self.columnwise))
 
     @cached_property
     def delayed(self) -> bool:
         """Whether the scale of a direction comes from the amaxes of earlier steps."""
-        return any(isinstance(format, Fp8Delayed) for format in (self.rowwise, self.columnwise))
+        return any(format.delayed for format in (self.rowwise, self.columnwise))
 
     @cached_property
     def row_multiple(self) -> int:
@@ -166,7 +166,7 @@ class HybridQuantizer:
 
     def direction_keys(self, key: RngKey | RngKeys | None) -> dict[str, Any]:
         """Direction -> its stream of the slot, or of all slots, where its format draws bits; else None."""
-        draws = {d: key is not None and getattr(getattr(self, d), "sr", False) for d in DIRECTIONS}
+        draws = {d: key is not None and getattr(self, d).stochastic for d in DIRECTIONS}
         return {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
 
 
@@ -181,8 +181,3 @@ def _operand(
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
     """High precision in both directions: "bf16", "fp16" or "fp32"."""
     return HybridQuantizer(Identity(name=name), Identity(name=name))
-
-
-def without_rht(format: Format) -> Format:
-    """The format less the Hadamard transform, which rowwise operands do not take."""
-    return replace(format, rht=False, rht_signed=True) if isinstance(format, NVFP4) else format

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Identity, RngKey
+from hqsweep.formats import RngKey
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -39,13 +39,13 @@ class Metadata:
     @property
     def is_stochastic(self) -> bool:
         """Whether a direction draws random bits."""
-        return any(getattr(getattr(self.quantizer, direction), "sr", False) for direction in DIRECTIONS)
+        return any(getattr(self.quantizer, direction).stochastic for direction in DIRECTIONS)
 
     @property
     def stored(self) -> list[tuple[str, str]]:
         """(direction, buffer) of each buffer held. One matrix serves both directions of an identity."""
         q = self.quantizer
-        one = isinstance(q.rowwise, Identity) and q.rowwise == q.columnwise
+        one = q.rowwise.high_precision and q.rowwise == q.columnwise
         held = self.directions[:1] if one else self.directions
         return [(direction, name) for direction in held for name in getattr(q, direction).layout]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Identity, RngKey
+from hqsweep.formats import RngKey
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
@@ -171,7 +171,7 @@ class HybridQuantizedTensor(torch.Tensor):
         if self.rowwise is None:
             return self.columnwise.dequantize(dtype).t().contiguous().view(self.shape)
         values = self.rowwise.dequantize(dtype).view(self.shape)
-        return values.clone() if isinstance(self.rowwise.format, Identity) else values
+        return values.clone() if self.rowwise.format.high_precision else values
 
     def set_key(self, key: RngKey | None) -> Self:
         """Note, for all views too, which key the present bytes were drawn with; returns self."""
@@ -287,7 +287,7 @@ class _Dequantize(torch.autograd.Function):
         ctx.dtype = x.dtype
         if x.is_meta:
             return torch.empty(x.shape, dtype=dtype, device="meta")
-        if x.rowwise is None and getattr(x.quantizer.columnwise, "rht", False):
+        if x.rowwise is None and x.quantizer.columnwise.rht:
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
             )

@@ -11,7 +11,7 @@ Attention of one head, q, k, v [T, E], s = softmax(q @ k.T) [T, T], do [T, E], d
   dq  dp @ k      reads dp rowwise, qkv columnwise     dk  dp.T @ q   reads dp columnwise, qkv columnwise
 """
 
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8PerTensor, Identity
+from hqsweep.formats import Format
 
 GEMMS = {
     "fprop": (("input", "rowwise"), ("weight", "rowwise")),
@@ -33,18 +33,14 @@ DPA_GEMMS = {
 MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 
 
-SCALING_MODES = (Fp8PerTensor, Fp8Block, MX, NVFP4)
-"""Formats that tensor cores scale in one way."""
-
-
 def same_scaling(a: Format, b: Format) -> bool:
     """Whether one product scales both operands alike."""
-    return any(isinstance(a, mode) and isinstance(b, mode) for mode in SCALING_MODES)
+    return a.scaling is not None and a.scaling == b.scaling
 
 
 def mathematical_fault(a: Format, b: Format) -> str | None:
     """Why the product of the two would be wrong in any arithmetic, or None."""
-    transform = [(getattr(f, "rht", False), getattr(f, "rht_signed", True)) for f in (a, b)]
+    transform = [(f.rht, f.rht_signed) for f in (a, b)]
     if transform[0] != transform[1]:
         return "the random Hadamard transform must be on both operands or on neither, or it does not cancel"
     return None
@@ -57,8 +53,8 @@ def hardware_fault(a: Format, b: Format) -> str | None:
     both sides, as TransformerEngine's cuBLAS call), 32-blocks with E8M0 scales for MX (any mix of elements: PTX
     tcgen05.mma.kind::mxf8f6f4), 16-blocks with E4M3 scales for NVFP4. High precision needs one dtype.
     """
-    if isinstance(a, Identity) and isinstance(b, Identity):
+    if a.high_precision and b.high_precision:
         return None if a == b else "a GEMM takes one dtype"
-    if isinstance(a, Fp8Block) and isinstance(b, Fp8Block) and a.two_d and b.two_d:
+    if a.scaling == b.scaling == "block" and a.two_d and b.two_d:
         return "128x128 tiles on both sides have no hardware GEMM"
     return None if same_scaling(a, b) else "their scaling modes differ"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.formats import Format, Identity
+from hqsweep.formats import Format
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
 from hqsweep.recipe.roles import QuantizerRole, module_roles
@@ -65,11 +65,10 @@ def attention_faults(quantizers: Mapping[str, HybridQuantizer], context: int) ->
     Matrices of all heads are folded into rows, so that blocks along tokens must end with each matrix.
     """
     for tensor, quantizer in quantizers.items():
-        if getattr(quantizer.rowwise, "row_scaled", False):
+        if quantizer.rowwise.row_scaled:
             yield f"{tensor} {quantizer.rowwise}: attention takes one global amax a tensor"
         for direction, format in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
-            tile = getattr(format, "tile", (1, 1))
-            along = max(tile) if direction == "columnwise" or tensor in ("s", "dp") else tile[0]
+            along = max(format.tile) if direction == "columnwise" or tensor in ("s", "dp") else format.tile[0]
             if along > 1 and context % along:
                 takes = f"its blocks take a multiple of {along}"
                 yield f"{tensor} {direction} {format}: the context has {context} positions; {takes}"
@@ -141,7 +140,7 @@ def _gemm_faults(
 
 
 def _native_fault(module_type: str, a: Format, b: Format) -> str | None:
-    if module_type in NATIVE_MODULES or (isinstance(a, Identity) and isinstance(b, Identity)):
+    if module_type in NATIVE_MODULES or (a.high_precision and b.high_precision):
         return None
     return f"only the products of linears are built; leave {module_type} in high precision, or set gemm=exact"
 

@@ -54,7 +54,7 @@ def test_swizzle_puts_every_scale_where_the_hardware_reads_it(rows, blocks):
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp8+e5m2", "mxfp8+2d", "nvfp4", "nvfp4+2d", "nvfp4+4over6"])
 def test_operands_with_block_scales_decode_to_the_exact_matrix(text):
     made = operand(text, 144, 288)
-    codes, scales = _ARRANGED[type(made.format)](made)
+    codes, scales = _ARRANGED[made.format.scaling](made)
     blocks = 288 // made.format.tile[1]
     plain = unswizzle(scales.view(torch.uint8), 144, blocks).view(scales.dtype)
     matrix = made.format.element.decode(made.format.codes({"q": codes.view(torch.uint8)}))

@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Identity
+from hqsweep.formats import MX, Format
 from hqsweep.jobs.calibrate.densities import DENSITIES, Array, Density
 
 ELEMENTS = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0), "e2m3": (3, 0, 7.5), "e3m2": (2, -2, 28.0),
@@ -29,13 +29,13 @@ def theoretical_sqnr_db(format: Format, distribution: str, rows: int, cols: int)
     """dB for a matrix [rows, cols]; None for a density or a format without a closed form (4over6 chooses by block;
     the Hadamard transform keeps the normal density only; fp32 has no error to speak of)."""
     density = DENSITIES.get(distribution)
-    if density is None or str(format) == "fp32" or getattr(format, "four_over_six", False):
+    if density is None or str(format) == "fp32" or format.four_over_six:
         return None
-    if getattr(format, "rht", False) and distribution != "normal":
+    if format.rht and distribution != "normal":
         return None
     size = _block(format, rows, cols)
-    tail = np.array([0.5]) if isinstance(format, Identity) else np.sqrt(TAIL[1:] * TAIL[:-1])  # one scale for all
-    weights = np.ones(1) if isinstance(format, Identity) else -np.diff(TAIL)
+    one = format.high_precision  # one scale for all
+    tail, weights = (np.array([0.5]), np.ones(1)) if one else (np.sqrt(TAIL[1:] * TAIL[:-1]), -np.diff(TAIL))
     amax = largest(density, size, 1 - tail)
     mse = _mean_squared_error(format, density, _scales(format, density, amax, rows, cols), amax, size)
     return 10 * math.log10(density.power * weights.sum() / (mse @ weights))
@@ -48,22 +48,22 @@ def largest(density: Density, count: int, share: Array) -> Array:
 
 def _block(format: Format, rows: int, cols: int) -> int:
     """Elements that share a scale."""
-    down, across = (0, 0) if isinstance(format, Identity) else format.tile
+    down, across = (0, 0) if format.high_precision else format.tile
     return (down or rows) * (across or cols)
 
 
 def _scales(format: Format, density: Density, amax: Array, rows: int, cols: int) -> Array:
     """s of value = code * s, for blocks with this largest magnitude."""
-    match format:
-        case Identity():
+    match format.scaling:
+        case None:
             return np.ones_like(amax)
-        case NVFP4():
+        case "nvfp4":
             count = cols if format.row_scaled else rows * cols
             top = np.maximum(largest(density, count, np.array([0.5])), amax) / (6 * 448)
             return _round(amax / (6 * top), _grid("e4m3")) * top
-        case MX():
+        case "mx":
             return _mx_scale(format, amax)
-        case Fp8Current() | Fp8Block():
+        case "tensor" | "block" if not format.delayed:
             scale = amax / format.element.max
             return np.exp2(np.ceil(np.log2(scale))) if format.pow2 else scale
     raise TypeError(f"no closed form of the scales of {format}")
@@ -98,19 +98,13 @@ def _round(x: Array, grid: Array) -> Array:
 
 def _mean_squared_error(format: Format, density: Density, scale: Array, amax: Array, size: int) -> Array:
     """MSE(a) for blocks of `size` elements with these scales and largest magnitudes."""
-    grid = _grid(_element(format))
+    grid = _grid(format.element_name)
     values = scale[:, None] * grid
-    if getattr(format, "sr", False):
+    if format.stochastic:
         error, last = _stochastic(density, values, amax), _stochastic_error(amax / scale, grid) * scale**2
     else:
         error, last = _rounded(density, values, amax), (amax - scale * _round(amax / scale, grid)) ** 2
     return (last + (size - 1) * error / density.moments(amax)[0]) / size
-
-
-def _element(format: Format) -> str:
-    if isinstance(format, Identity):
-        return format.name
-    return "e2m1" if isinstance(format, NVFP4) else format.element_name
 
 
 def _rounded(density: Density, values: Array, amax: Array) -> Array:

@@ -17,7 +17,7 @@ from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.training import Check, Rows
 from hqsweep.nn import Linear
 from hqsweep.ops.stats import output_error
-from hqsweep.quant.hybrid import HybridQuantizer, without_rht
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def causality_check(config: "ParityConfig", device: torch.device) -> Rows:
     after = before.clone()
     after[-1] = GROWTH * before.abs().max()
     for text in config.parity.formats:
-        format = without_rht(parse(text))
+        format = parse(text).rowwise_form
         expected, actual = (_earlier(format, x, config.seed) for x in (before, after))
         for case in expected:
             yield _verdict(text, case, shares_scales(format), expected[case], actual[case])

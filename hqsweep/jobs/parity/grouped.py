@@ -18,14 +18,13 @@ On a GPU the first three run on modules of float32, which the loop computes ther
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hqsweep.formats import NVFP4, Format, Fp8Delayed, parse
+from hqsweep.formats import Format, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import grouped_plan
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
@@ -35,7 +34,7 @@ from hqsweep.nn.router import Routing
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.request import SOURCES
 from hqsweep.ops.stats import output_error
-from hqsweep.quant.hybrid import DIRECTIONS, without_rht
+from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
 
@@ -71,9 +70,9 @@ Results = dict[str, Tensor]
 def everywhere(format: Format) -> LinearQuantizers:
     """A format in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
     Hadamard transform rowwise and on weights."""
-    column = replace(format, row_scaled=False) if isinstance(format, NVFP4) else format
-    quantizers = {t: f"{without_rht(format)}|{column}" for t in ("input", "grad_output")}
-    return LinearQuantizers.parse(quantizers | {"weight": f"{without_rht(format)}|{without_rht(column)}"}, "parity")
+    row, column = format.rowwise_form, format.columnwise_form
+    quantizers = {t: f"{row}|{column}" for t in ("input", "grad_output")}
+    return LinearQuantizers.parse(quantizers | {"weight": f"{row}|{column.rowwise_form}"}, "parity")
 
 
 def grouped_check(config: "ParityConfig", device: torch.device) -> Rows:
@@ -151,7 +150,7 @@ class _Problem:
 
     def _stepped(self, module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int] | Splits) -> Results:
         """Of the first step, or of the second one where scales come from the step before."""
-        for step in range(1, 2 + any(isinstance(format, Fp8Delayed) for format in _formats(self.quantizers))):
+        for step in range(1, 2 + any(format.delayed for format in _formats(self.quantizers))):
             module.zero_grad()
             x = x.detach().clone().requires_grad_()
             with quantization(step=step):
@@ -195,7 +194,7 @@ def _write(module: nn.Module, weight: Tensor, bias: Tensor) -> None:
 
 
 def _permutation_rows(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> Iterator[dict]:
-    if any(getattr(format, "sr", False) for format in _formats(quantizers)):
+    if any(format.stochastic for format in _formats(quantizers)):
         return
     problem = _Problem(quantizers, LONG_SPLITS, device, seed)
     expected, numbers = problem.run(), (2, 3, 0, 1)

@@ -106,7 +106,7 @@ def routing_check(config: "ParityConfig", device: torch.device) -> Rows:
     """All ordered pairs and triples of formats that can stand in both directions: y is that of a alone, dx that of b,
     dw that of c, where c is b for a pair."""
     problem = _problem(config, device)
-    names = [str(f) for f in _formats(config) if not any(getattr(f, o, False) for o in ("rht", "sr", "row_scaled"))]
+    names = [str(f) for f in _formats(config) if not (f.rht or f.stochastic or f.row_scaled)]
     alone = {name: _linear(LinearQuantizers.parse(name, "parity"), *problem) for name in names}
     for a, b, c in (*((a, b, b) for a, b in permutations(names, 2)), *permutations(_families(names), 3)):
         quantizers = {"input": f"{a}|{c}", "weight": f"{a}|{b}", "grad_output": f"{b}|{c}"}
@@ -123,8 +123,8 @@ def _families(names: Sequence[str]) -> list[str]:
 def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
     """Every ordered pair of formats with both sources, in one call, against the reference in two steps."""
     x, _, _ = _problem(config, device)
-    rowwise = [f for f in _formats(config) if not getattr(f, "rht", False)]
-    columnwise = [f for f in _formats(config) if not getattr(f, "row_scaled", False)]
+    rowwise = [f for f in _formats(config) if not f.rht]
+    columnwise = [f for f in _formats(config) if not f.row_scaled]
     for a in rowwise:
         for b in columnwise:
             for source in SOURCES:

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from hqsweep.formats import ExactOperand, Format, Fp8Block, RngKey
+from hqsweep.formats import ExactOperand, Format, RngKey
 from hqsweep.ops import quantize as ops
-from hqsweep.ops.plan import plan_of
 from hqsweep.ops.stats import Statistics
 
 SUMS_RTOL = 1e-5
@@ -20,7 +19,7 @@ def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
     options = {"rowwise_key": key, "columnwise_key": key, "backend": backend}
     made = ops.quantize(x, format, format, **options)
     exact = ops.quantize(x, format, format, rowwise_output="exact", columnwise_output="exact", **options)
-    amaxes, name = {}, plan_of(format).amax_name
+    amaxes, name = {}, format.amax_name
     if name:
         for direction, matrix in (("rowwise", x), ("columnwise", x.t())):
             amaxes[f"{direction}_grid"] = {name: format.grid(matrix)[name] * 2}
@@ -64,8 +63,7 @@ def one_nan(x: Tensor) -> Tensor:
 
 def _exact_matrix(operand: ExactOperand, format: Format) -> Tensor:
     """float32, as the CPU has it, or rounded to the bfloat16 of the others where the format fits it."""
-    fits = not (isinstance(format, Fp8Block) and not format.pow2)
-    return one_nan(operand.matrix.bfloat16().float() if fits else operand.matrix)
+    return one_nan(operand.matrix.bfloat16().float() if format.fits_bf16 else operand.matrix)
 
 
 def _tensors(statistics: Statistics) -> dict[str, Tensor]:

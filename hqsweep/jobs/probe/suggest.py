@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from hqsweep.errors import UserError
-from hqsweep.quant.hybrid import HybridQuantizer, without_rht
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sections import LinearQuantizers
 
@@ -131,7 +131,7 @@ def _options(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Choice]]:
     pairs: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for row in (row for row in rows if not EMBEDDING.search(row["tensor"])):
         column = HybridQuantizer.parse(row["quantizer"]).columnwise
-        if column == without_rht(column):
+        if column == column.rowwise_form:
             pairs[row["tensor"], row["quantizer"]].append(row)
     options: dict[str, list[Choice]] = defaultdict(list)
     for (tensor, quantizer), both in pairs.items():
