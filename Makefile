@@ -6,15 +6,20 @@ STAMP := $(VENV)/.hqsweep-installed
 # The editable install looks for cmake and ninja here.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: quickstart test gpu-test gpu-bench gpu-study gpu-install build docs lint clean
+.PHONY: quickstart test test-fast build docs lint clean
+.PHONY: gpu-test gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-install
 
 quickstart: $(STAMP)  ## train six recipes on real text and write reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
 	$(BIN)/hqsweep compare quickstart --baseline bf16 --band 0.15
 
 # Two processes of one thread each: threads of both together would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 test: $(STAMP)  ## the whole suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+	$(PYTEST)
+
+test-fast: $(STAMP)  ## the suite without the tests marked slow: under 2 minutes on 2 idle cores
+	$(PYTEST) -m "not slow"
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"
@@ -29,10 +34,19 @@ lint: $(STAMP)
 GPU_SITE := build/gpu-site
 # The installed package comes first on the path, and the checkout after it, for benchmarks/.
 GPU_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR):$(PYTHONPATH) $(PYTHON)
-gpu-test: gpu-install  ## every test that needs a GPU, parity, and the quick form of the benchmark
-	$(GPU_RUN) -m pytest -q -m gpu -p no:cacheprovider \
-	  tests/csrc tests/formats tests/ops tests/quant tests/nn tests/train tests/jobs tests/benchmarks tests/fuzz \
-	  tests/gemm/test_exact.py tests/gemm/test_grouped.py tests/gemm/test_native.py tests/test_optim.py
+GPU_PYTEST = $(GPU_RUN) -m pytest -q -m gpu -p no:cacheprovider
+gpu-test: gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity  ## all that needs a GPU; each part alone is under 8 minutes
+
+gpu-test-kernels: gpu-install  ## formats and kernels
+	$(GPU_PYTEST) tests/csrc tests/formats tests/ops tests/fuzz
+
+gpu-test-modules: gpu-install  ## operands, products and modules
+	$(GPU_PYTEST) tests/quant tests/gemm tests/nn tests/test_optim.py
+
+gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
+	$(GPU_PYTEST) tests/train tests/jobs tests/benchmarks
+
+gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force
 	$(GPU_RUN) -m benchmarks.quantize --device cuda --quick
 

@@ -1,0 +1,22 @@
+"""Every test that needs a GPU is run by exactly one part of `make gpu-test`."""
+
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+PARTS = ("kernels", "modules", "training")
+
+
+def test_each_gpu_test_is_in_one_part() -> None:
+    makefile = (TESTS.parent / "Makefile").read_text()
+    paths = {}
+    for part in PARTS:
+        recipe = re.search(rf"^gpu-test-{part}:.*\n\t(.*)", makefile, re.MULTILINE)[1]
+        paths[part] = [TESTS.parent / word for word in recipe.split() if word.startswith("tests/")]
+    assert all(path.exists() for listed in paths.values() for path in listed)
+    needs_gpu = [path for path in TESTS.rglob("test_*.py") if re.search(r"\bmark\.gpu\b", path.read_text())]
+    for test in needs_gpu:
+        parts = [part for part, listed in paths.items() if any(test.is_relative_to(path) for path in listed)]
+        assert len(parts) == 1, f"{test.relative_to(TESTS)} is in {parts}; see gpu-test in the Makefile"
+    whole = re.search(r"^gpu-test:(.*?)##", makefile, re.MULTILINE)[1].split()
+    assert whole == [*(f"gpu-test-{part}" for part in PARTS), "gpu-parity"]
