@@ -1,5 +1,6 @@
 """The states of delayed scaling that a module holds, which its state_dict carries."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,14 +11,22 @@ from hqsweep.formats import Fp8Delayed
 from hqsweep.quant.delayed import DelayedState, SlotStates
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 
+Quantizers = Mapping[str, HybridQuantizer | None]
+"""Slot -> its quantizer, None for a slot without one."""
+
 
 class DelayedStates(nn.ModuleDict):
     """ "input_rowwise" -> DelayedState, for each slot and direction in fp8_delayed.
 
-    A state is made when it is first used, lives through changes of recipe for as long as its slot and direction stay
-    fp8_delayed with a history of the same length, and is given up by keep(). An autocast under which a slot is not
-    delayed leaves it alone.
+    A module makes the states of its own quantizers when it is built or given a recipe, so that a state_dict of a fresh
+    module has them: torch.distributed.checkpoint loads only what it finds there. A state lives through changes of
+    recipe for as long as its slot and direction stay fp8_delayed with a history of the same length, and is given up by
+    keep(). The states of a recipe under autocast are made at the first call, or by a state_dict() inside that autocast;
+    an autocast under which a slot is not delayed leaves its states alone.
     """
+
+    _is_loaded = False
+    """Whether a checkpoint was loaded, and a state that is made from now on was not in it."""
 
     def of(
         self,
@@ -33,36 +42,50 @@ class DelayedStates(nn.ModuleDict):
             return None
         return slots_of([self], slot, quantizer, device=device, step=step, record=record)[0]
 
-    def keep(self, quantizers: Mapping[str, HybridQuantizer | None]) -> None:
-        """Give up the states that these quantizers, by slot, have no use for."""
-        formats = {f"{slot}_{d}": getattr(q, d) for slot, q in quantizers.items() if q for d in DIRECTIONS}
-        for name in list(self):
-            if not (name in formats and formats[name].delayed and _fits(self[name], formats[name].history)):
-                del self[name]
+    def add(self, quantizers: Quantizers) -> None:
+        """Make the states that these quantizers need and that are not there, on torch's default device."""
+        missing = {n: f for n, f in _formats(quantizers).items() if n not in self or not _fits(self[n], f.history)}
+        with torch.inference_mode(False):  # a training may go on with what an evaluation made
+            for name, format in missing.items():
+                self[name] = DelayedState(format.history)
+
+    def keep(self, quantizers: Quantizers) -> None:
+        """Have the states that these quantizers need, and give up all others."""
+        needed = _formats(quantizers)
+        for name in [name for name in self if name not in needed]:
+            del self[name]
+        self.add(quantizers)
 
     def state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
         """The state of that name, made if it is not there or has another length."""
         found = self._modules.get(name)
         if found is not None and _fits(found, format.history) and found.history.device == device:
             return found
-        with torch.inference_mode(False):  # a training may go on with what an evaluation made
+        with torch.inference_mode(False):
             if found is not None and _fits(found, format.history):
                 return found.to(device)
+            if self._is_loaded:
+                self._is_loaded = False
+                warnings.warn(
+                    f"fp8_delayed: the checkpoint that was loaded has no history of {format.history} steps for a slot"
+                    " that is in use now, which begins anew; to load the states of a recipe under autocast with"
+                    " torch.distributed.checkpoint, call state_dict() inside that autocast",
+                    stacklevel=2,
+                )
             self[name] = DelayedState(format.history, device)
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Have the states that the checkpoint has, and no others."""
-        found = {
+        """Make the states that only the checkpoint has; those that it has not begin anew (see DelayedState)."""
+        histories = {
             key.removeprefix(prefix).removesuffix(".history"): tensor
             for key, tensor in state_dict.items()
             if key.startswith(prefix) and key.endswith(".history")
         }
-        for name in [name for name in self if name not in found]:
-            del self[name]
-        for name, history in found.items():
+        for name, history in histories.items():
             if name not in self or not _fits(self[name], len(history)):
                 self[name] = DelayedState(len(history), history.device)
+        self._is_loaded = True
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -76,10 +99,15 @@ def slots_of(
     record: bool,
 ) -> list[SlotStates]:
     """DelayedStates.of for each of several owners, such as experts, and a quantizer that is delayed."""
-    formats = {direction: getattr(quantizer, direction) for direction in DIRECTIONS}
-    delayed = [(d, f"{slot}_{d}", f) for d, f in formats.items() if f.delayed]
-    each = [{direction: own.state(name, f, device) for direction, name, f in delayed} for own in owners]
+    formats = _formats({slot: quantizer})
+    each = [{name.rpartition("_")[2]: own.state(name, f, device) for name, f in formats.items()} for own in owners]
     return [SlotStates(states=states, step=step, record=record) for states in each]
+
+
+def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:
+    """Name of a state -> the format that it serves."""
+    formats = {f"{slot}_{d}": getattr(q, d) for slot, q in quantizers.items() if q for d in DIRECTIONS}
+    return {name: format for name, format in formats.items() if format.delayed}
 
 
 def _fits(state: DelayedState, length: int) -> bool:

@@ -23,7 +23,7 @@ from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.schedule import AnyRecipe
-from hqsweep.recipe.sections import LinearQuantizers
+from hqsweep.recipe.sections import LinearQuantizers, slots
 
 NATIVE_MULTIPLE = 16
 """Of the rows of every operand of tensor cores."""
@@ -80,6 +80,7 @@ class GroupedLinear(LinearBase):
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.states = ExpertStates(num_experts)
+        self.states.add(slots(quantizers))
         self._weight_splits = Splits.uniform(num_experts, out_features)
         self._last_splits: Splits | None = None
         self._plans: tuple[LinearQuantizers | None, str, dict[tuple, GroupedPlan]] = (None, "", {})

@@ -1,12 +1,12 @@
 """The weights and biases of a grouped linear: one parameter for each expert, or one for all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.delayed import DelayedStates, Quantizers
 from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -20,7 +20,12 @@ class ExpertStates(nn.ModuleList):
     def __init__(self, experts: int) -> None:
         super().__init__(DelayedStates() for _ in range(experts))
 
-    def keep(self, quantizers: Mapping[str, HybridQuantizer | None]) -> None:
+    def add(self, quantizers: Quantizers) -> None:
+        """DelayedStates.add for every expert, which all have these quantizers."""
+        for states in self:
+            states.add(quantizers)
+
+    def keep(self, quantizers: Quantizers) -> None:
         """DelayedStates.keep for every expert, which all have these quantizers."""
         for states in self:
             states.keep(quantizers)

@@ -40,8 +40,6 @@ class QuantizedModule(nn.Module):
 
     module_type: str
     name: str
-    quantizers: Section
-    """What the module runs on outside of autocast: a field for each slot."""
 
     gemm: str = "exact"
     """The mode of its GEMMs outside of autocast."""
@@ -53,6 +51,16 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.states = DelayedStates()
         self._autocast: tuple[AnyRecipe, Section] | None = None
+
+    @property
+    def quantizers(self) -> Section:
+        """The quantizers outside of autocast: a field for each slot. Setting them makes their states."""
+        return self._quantizers
+
+    @quantizers.setter
+    def quantizers(self, quantizers: Section) -> None:
+        self._quantizers = quantizers
+        self.states.add(slots(quantizers))
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
         """Slot -> role: the module's own tensors, then the boundary slots, whose role is None without a reader."""
@@ -84,7 +92,7 @@ class QuantizedModule(nn.Module):
         """
         recipe = autocast_recipe()
         if recipe is None:
-            return self.quantizers
+            return self._quantizers
         if self._autocast is None or (self._autocast[0] is not recipe and self._autocast[0] != recipe):
             roles = self.slot_roles()
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
@@ -104,6 +112,10 @@ class QuantizedModule(nn.Module):
             "states": self.states,
             "grad": torch.is_grad_enabled(),
         }
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.states.add(slots(self.active_quantizers()))  # those of an autocast, too
+        super()._save_to_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None}

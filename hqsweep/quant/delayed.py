@@ -5,8 +5,9 @@ step, so that all microbatches of a step, and a recomputation within it, quantiz
 same amax, and nobody has to say that a step is over.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +36,29 @@ class DelayedState(nn.Module):
 
     def __init__(self, length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.register_buffer("history", torch.zeros(length, device=device))
-        self.register_buffer("amax", torch.zeros(1, 1, device=device))
+        self.register_buffer("history", torch.zeros(length, dtype=torch.float32, device=device))
+        self.register_buffer("amax", torch.zeros(1, 1, dtype=torch.float32, device=device))
         self.step: int | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As nn.Module's, behind to(), half() and to_empty(), but amaxes stay float32, and what was on the meta device
+        begins anew."""
+        was_meta = self.history.is_meta
+        for name, tensor in list(self._buffers.items()):
+            moved = fn(tensor)
+            self._buffers[name] = moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+        if was_meta and not self.history.is_meta:
+            self.reset_parameters()
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Begin anew where the checkpoint knows nothing of this state, as one that was trained in other formats."""
+        if not any(key.startswith(prefix) for key in state_dict):
+            self.reset_parameters()
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, tensor in self._buffers.items():  # assigned ones of a module that had another dtype
+            self._buffers[name] = tensor.to(torch.float32)
 
     def reset_parameters(self) -> None:
         """Forget everything, as after Module.to_empty."""
@@ -46,7 +67,7 @@ class DelayedState(nn.Module):
         self.step = None
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(NO_STEP if self.step is None else self.step)
+        return torch.tensor(NO_STEP if self.step is None else self.step, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         step = int(state)
@@ -129,7 +150,7 @@ class SlotStates:
             if "out_rowwise" in outs:
                 given = self.states["rowwise"].amax
             elif name:  # found once more, to decode by
-                outs["out_rowwise"] = torch.zeros(row.layout[name].shape(*x.shape), device=x.device)
+                outs["out_rowwise"] = x.new_zeros(row.layout[name].shape(*x.shape), dtype=torch.float32)
         find_amax(
             x.detach(),
             row,

@@ -4,13 +4,16 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init, set_recipe
+from hqsweep.nn import GroupedLinear, Linear, Probe, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import DpaQuantizers, LinearQuantizers, QuantizerRole, Recipe
@@ -75,7 +78,8 @@ def test_each_gemm_reads_operands_under_the_amaxes_of_the_step_before(quantizers
 
 def test_a_state_for_each_direction_in_the_format():
     module = build(HYBRID)
-    assert not module.states and not snapshot(module)  # made at the first call
+    assert set(module.states) == {"input_rowwise", "weight_columnwise", "grad_output_rowwise"}
+    assert all(state.step is None and not state.history.any() for state in module.states.values())
     train(module, 1)
     assert set(module.states) == {"input_rowwise", "weight_columnwise", "grad_output_rowwise"}
     assert all(state.step == 1 and state.history[0] > 0 for state in module.states.values())
@@ -168,12 +172,13 @@ def test_histories_live_through_a_change_that_keeps_the_slot():
     before = snapshot(module)
     new = {"input": "fp8_delayed+e5m2+most_recent|mxfp8", "weight": "fp8_delayed+history8", "grad_output": "bf16"}
     assert set_recipe(module, recipe(new)) == 3
-    assert set(module.states) == {"input_rowwise"}  # another length is another history
+    assert set(module.states) == {"input_rowwise", "weight_rowwise", "weight_columnwise"}
     kept = snapshot(module)
-    assert all(torch.equal(kept[name], before[name]) for name in kept) and len(kept) == 3
+    assert all(torch.equal(kept[name], before[name]) for name in kept if "input" in name)
+    for state in (module.states["weight_rowwise"], module.states["weight_columnwise"]):
+        assert len(state.history) == 8 and state.step is None  # another length is another history
     train(module, 2)
     assert set(module.states) == {"input_rowwise", "weight_rowwise", "weight_columnwise"}
-    assert len(module.states["weight_rowwise"].history) == 8
     set_recipe(module, recipe("bf16"))
     assert not module.states
 
@@ -207,8 +212,85 @@ def test_a_checkpoint_goes_on_in_a_fresh_module(own):
     with autocast(recipe=recipe()):
         expected = train(module, 2)
         assert all_equal(expected, train(fresh, 2)) and all_equal(expected, train(copy, 2))
-    fresh.load_state_dict(build().state_dict())  # a checkpoint without states
-    assert not fresh.states
+    fresh.load_state_dict(build("bf16").state_dict())  # a checkpoint without states
+    assert all(s.step is None and not s.history.any() and not s.amax for s in fresh.states.values())
+
+
+GROUPED = {"num_experts": 2, "in_features": 64, "out_features": 96, "name": "fc"}
+
+
+def model(own, seed):
+    """A linear and two experts in a recipe of their own, or in bf16 for an autocast."""
+    torch.manual_seed(seed)
+    linear = Linear(64, 64, name="l", quantizers=LinearQuantizers.parse(own, "test"))
+    return nn.Sequential(linear, GroupedLinear(**GROUPED, recipe=recipe(own)))
+
+
+def step_of(model, step):
+    with quantization(step=step):
+        y = model[1](model[0](draw("normal", 32, 64, step) * step), [8, 24])
+        y.backward(draw("normal", 32, 96, step))
+    return y.detach()
+
+
+def save_and_load(trained, fresh, folder):
+    """By torch.distributed.checkpoint, which fills in what a state_dict of the fresh model has."""
+    dcp.save(get_model_state_dict(trained), checkpoint_id=folder, no_dist=True)
+    state = get_model_state_dict(fresh)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(fresh, state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("own", [DELAYED, "bf16"], ids=["own recipe", "autocast"])
+def test_a_distributed_checkpoint_goes_on_in_a_fresh_model(own, tmp_path):
+    trained, fresh = model(own, 0), model(own, 1)
+    with autocast(recipe=recipe()):
+        step_of(trained, 1), step_of(trained, 2)
+        save_and_load(trained, fresh, tmp_path)
+        assert len(snapshot(fresh)) == 3 * 6 * 3 and same(snapshot(fresh), snapshot(trained))
+        assert torch.equal(step_of(trained, 3), step_of(fresh, 3))
+    assert same(snapshot(fresh), snapshot(trained))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_that_a_checkpoint_was_not_asked_for_is_told(tmp_path):
+    trained, fresh = model("bf16", 0), model("bf16", 1)
+    with autocast(recipe=recipe()):
+        step_of(trained, 1)
+    save_and_load(trained, fresh, tmp_path)
+    expected = "a slot that is in use now, which begins anew;.*inside that autocast"
+    with pytest.warns(UserWarning, match=expected), autocast(recipe=recipe()):
+        step_of(fresh, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_move_to_another_dtype_leaves_histories_in_float32(dtype):
+    module, moved = build(), build()
+    for each in (module, moved):
+        train(each, 1)
+    moved.to(dtype)
+    assert same(snapshot(module), snapshot(moved))
+    assert {buffer.dtype for buffer in moved.buffers()} == {torch.float32}
+
+
+def test_histories_are_float32_under_another_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = build()
+        with autocast(recipe=recipe(HYBRID)), quantization(step=1):
+            module(draw("normal", 32, 64).bfloat16()).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {buffer.dtype for buffer in module.buffers()} == {torch.float32}
+
+
+def test_what_comes_from_the_meta_device_begins_anew():
+    with torch.device("meta"):
+        module = build()
+    assert all(buffer.is_meta for buffer in module.buffers())
+    module.to_empty(device="cpu")
+    assert len(list(module.buffers())) == 12 and not any(buffer.any() for buffer in module.buffers())
 
 
 def test_attention_trains_in_the_formats_of_fp8_attention():
