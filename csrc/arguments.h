@@ -102,11 +102,10 @@ inline void check_direction(const Direction* to, int64_t rows, int64_t cols, boo
   if (!to) return;
   require(to->codes || !to->scales || to->spec.family == Family::current || empty,
           std::string(name) + ": scales are wanted without the codes that they belong to");
-  const bool global_family = to->spec.family == Family::current || to->spec.family == Family::nvfp4;
   const bool no_amaxes = to->spec.row_scaled && rows == 0;  // an empty tensor's address is null
-  require(!global_family || to->amax || to->found || no_amaxes,
+  require(!has_global_amax(to->spec) || to->amax || to->found || no_amaxes,
           "a format with a global amax needs `amax`, or `found` where it is found");
-  const int multiple = to->spec.family == Family::nvfp4 ? 16 : (to->spec.element == Element::e2m1 ? 2 : 1);
+  const int multiple = contracted_multiple(to->spec);
   require(cols % multiple == 0, std::string(name) + ": the contracted axis has " + std::to_string(cols) +
                                     " elements, must be a multiple of " + std::to_string(multiple) + " for this format");
 }

@@ -1,7 +1,7 @@
 // Chooses, once, among the copies of quantize.cpp compiled per instruction set. All give the same bytes.
 #include <cstring>
 
-#include "members.h"
+#include "cpu/members.h"
 #include "quantize.h"
 
 namespace hq {

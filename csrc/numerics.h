@@ -1,5 +1,5 @@
 // Scalar numerics of every format: encode, decode, round and scale ONE value, on the host and on the device.
-// Needs neither torch nor a CUDA header. Everything is IEEE fp32 with round-to-nearest-even and kept subnormals, and
+// Needs neither torch nor a CUDA header. Everything is IEEE fp32 with round-half-to-even and kept subnormals, and
 // integer work on the bits; no exp2f, log2f or frexp, whose GPU forms are approximate. The loops are elsewhere.
 // Formulas follow TransformerEngine 2.20 (common/util/ptx.cuh, recipe/recipe_common.cuh, cast/nvfp4/core_nvfp4.cuh).
 #pragma once
@@ -76,7 +76,7 @@ struct E2M1 : Minifloat<2, 1, 1, 0x7, 0x7, 0x8> {};       // max 6; no inf, no N
 struct E2M3 : Minifloat<2, 3, 1, 0x1F, 0x1F, 0x20> {};    // max 7.5
 struct E3M2 : Minifloat<3, 2, 3, 0x1F, 0x1F, 0x20> {};    // max 28
 
-// Code of `value`: round to nearest even, saturate to the largest finite value (infinities too), keep the sign of
+// Code of `value`: round half to even, saturate to the largest finite value (infinities too), keep the sign of
 // zero; NaN becomes kNanCode. Branch-free.
 template <class E>
 HQ_HD uint32_t encode(float value) {
@@ -122,7 +122,7 @@ HQ_HD float half_to_float(uint16_t half) {
                   (static_cast<uint32_t>(half & 0x8000u) << 16));
 }
 
-// fp32 rounded to half (nearest even; too large becomes inf).
+// fp32 rounded to half (half to even; too large becomes inf).
 HQ_HD uint16_t float_to_half(float value) {
   const uint32_t bits = to_bits(value);
   const uint32_t magnitude = bits & kAbsMask;
@@ -136,7 +136,7 @@ HQ_HD uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
-// fp32 rounded to bf16 (nearest even), still as fp32.
+// fp32 rounded to bf16 (half to even), still as fp32.
 HQ_HD float round_to_bf16(float value) {
   const uint32_t bits = to_bits(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
@@ -159,7 +159,7 @@ HQ_HD uint32_t e8m0_up(float value) {
 }
 
 // E8M0 code of 2^(floor(log2(amax)) - emax), for amax >= 0; below the range it is 0, inf counts as 2^128, NaN gives
-// 0xFF. half_ulp, in bits of the fp32 mantissa, is added first: rounding to nearest with ties up.
+// 0xFF. half_ulp, in bits of the fp32 mantissa, is added first: rounding half up.
 HQ_HD uint32_t e8m0_floor(float amax, uint32_t emax, uint32_t half_ulp) {
   const uint32_t bits = to_bits(amax) & kAbsMask;
   const uint32_t exponent = (bits + half_ulp) >> 23;

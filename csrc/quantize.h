@@ -65,6 +65,19 @@ struct Direction {
   float* row_errors;  // [rows, ceil(cols / 128)]: sums of (x - q)^2 over 128 elements of a row
 };
 
+// The format has one amax of the whole tensor, or of each row.
+HQ_HD bool has_global_amax(const Spec& spec) { return spec.family == Family::current || spec.family == Family::nvfp4; }
+
+// A global amax is then that of X's own elements, in whatever order they are read.
+HQ_HD bool amax_is_of_x(const Spec& spec) { return !spec.rht && !spec.row_scaled; }
+
+HQ_HD bool wants_statistics(const Direction* to) { return to && (to->sums || to->row_errors); }
+
+// The contracted axis has a multiple of this many elements.
+HQ_HD int contracted_multiple(const Spec& spec) {
+  return spec.family == Family::nvfp4 ? 16 : (spec.element == Element::e2m1 ? 2 : 1);
+}
+
 // Both directions of X in one read. row has blocks along X's columns; column has blocks along X's rows, and its arrays
 // are those of X.T. Either may be null. dequantized: column is made from the decoded values of row, rounded to X's
 // dtype, instead of from X; row is then not null, though its outputs may be.

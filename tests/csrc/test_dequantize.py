@@ -1,4 +1,4 @@
-"""csrc/dequantize.cpp and dequantize.cu: every code under every kind of scale, tails and dtypes, NaN bits included."""
+"""csrc/{cpu/dequantize.cpp,cuda/dequantize.cu}: all codes under all kinds of scale, tails and dtypes, NaN bits too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""csrc/quantize_grouped.cu and members.h called with pointers: threads, instruction sets, sums; outputs left out."""
+"""csrc/{cuda/quantize_grouped.cu,cpu/members.h} with pointers: threads, instruction sets, sums; outputs left out."""
 
 import numpy as np
 import pytest

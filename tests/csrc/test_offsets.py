@@ -1,4 +1,4 @@
-"""csrc/offsets.cpp and offsets.cu: offsets of splits under several rules at once."""
+"""csrc/{cpu/offsets.cpp,cuda/offsets.cu}: offsets of splits under several rules at once."""
 
 from itertools import accumulate
 

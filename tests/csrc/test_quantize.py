@@ -1,4 +1,4 @@
-"""csrc/quantize.cpp and quantize.cu called with pointers: golden cases, strides, tails, instruction sets, errors."""
+"""csrc/{cpu/quantize.cpp,cuda/quantize.cu} with pointers: golden cases, strides, tails, instruction sets, errors."""
 
 import itertools
 import json

@@ -5,11 +5,11 @@
 // inline functions of the standard library: the linker would merge the copies.
 #include "quantize.h"
 
-#include "encode.h"
-#include "lean.h"
+#include "cpu/encode.h"
+#include "cpu/fast.h"
 #include "numerics.h"
-#include "scales.h"
-#include "tile.h"
+#include "cpu/scales.h"
+#include "cpu/tile.h"
 
 namespace hq {
 namespace HQ_ISA {
@@ -31,8 +31,9 @@ float max_of(Dtype dtype) {
   return dtype == Dtype::bf16 ? 0x1.FEp127f : 65504.0f;
 }
 
-// A call whose pointers follow its source: where X's rows are its contiguous axis, the directions may change places.
-struct Plan {
+// A call as the loops take it: where X's columns are its contiguous axis, X is its transpose and the directions have
+// changed places.
+struct Arranged {
   Call call;
   Source source;
   const Direction *row, *column;
@@ -85,20 +86,20 @@ struct Pass {
 };
 
 // Rows of the bands that a tile is cut into: 32, which the L1 cache holds, or as many as the longest block has. 0: a
-// direction that is not lean wants the tile.
-int lean_lines(const Pass& pass) {
+// direction that is not fast wants the tile.
+int fast_lines(const Pass& pass) {
   if (pass.find_row || pass.find_column || pass.dequantized) return 0;
   const Work* const works[] = {pass.row, pass.column};
   int lines = 32;
   for (const Work* work : works) {
     if (!work) continue;
-    if (!is_lean(work->to)) return 0;
+    if (!fast_takes(work->to)) return 0;
     if (work->block == kWidth) lines = kWidth;
   }
   return lines;
 }
 
-void run_lean_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
+void run_fast_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
   const int64_t row0 = x.row0, col0 = x.col0;
   const int rows = x.rows;
   Columns columns;
@@ -109,12 +110,12 @@ void run_lean_tile(const Pass& pass, int lines, Tile& x, Tile& turned) {
     if (pass.row)
       with_format(*pass.row, [&](auto as) {
         using As = decltype(as);
-        lean_rows<typename As::Element, As::kBlock>(*pass.row, x, x.x, first, lines);
+        fast_rows<typename As::Element, As::kBlock>(*pass.row, x, x.x, first, lines);
       });
     if (pass.column)
       with_format(*pass.column, [&](auto as) {
         using As = decltype(as);
-        lean_columns<typename As::Element, As::kBlock>(*pass.column, turned, x.x, first, lines, columns);
+        fast_columns<typename As::Element, As::kBlock>(*pass.column, turned, x.x, first, lines, columns);
       });
   }
   if (pass.column)
@@ -182,85 +183,82 @@ void run(const Part* parts, int64_t count, int threads) {
       const Pass pass{part.source, part.row ? &row : nullptr, part.column ? &column : nullptr, part.find_row,
                       part.find_column, part.dequantized};
       locate(part.source, index - part.first, x);
-      const int lines = lean_lines(pass);
+      const int lines = fast_lines(pass);
       if (lines)
-        run_lean_tile(pass, lines, x, turned);
+        run_fast_tile(pass, lines, x, turned);
       else
         run_tile(pass, index - part.first, x, turned);
     }
   }
 }
 
-bool global_family(const Spec& spec) { return spec.family == Family::current || spec.family == Family::nvfp4; }
-bool plain(const Spec& spec) { return !spec.rht && !spec.row_scaled; }
-
-void find(const Plan& plan, bool column, int threads) {
-  const Direction& to = column ? *plan.column : *plan.row;
-  const bool from_row = column && plan.call.dequantized;
-  if (!from_row && plain(to.spec)) {
-    const float amax = scan_whole(plan.source, threads);
+void find(const Arranged& arranged, bool column, int threads) {
+  const Direction& to = column ? *arranged.column : *arranged.row;
+  const bool from_row = column && arranged.call.dequantized;
+  if (!from_row && amax_is_of_x(to.spec)) {
+    const float amax = scan_whole(arranged.source, threads);
     if (amax > *to.found) *to.found = amax;
     return;
   }
-  Direction silent = plan.row ? *plan.row : *plan.column;  // encoded for its decoded values only
+  Direction silent = arranged.row ? *arranged.row : *arranged.column;  // encoded for its decoded values only
   silent.codes = nullptr, silent.scales = nullptr, silent.global = nullptr, silent.exact = nullptr;
   silent.sums = nullptr, silent.row_errors = nullptr;
   const Direction* first = column ? (from_row ? &silent : nullptr) : &to;
-  const Part part{plan.source, first, column ? &to : nullptr, !column, column, from_row, 0};
+  const Part part{arranged.source, first, column ? &to : nullptr, !column, column, from_row, 0};
   run(&part, 1, threads);
 }
 
 // A global amax that is not given is found in `found`, which then counts as given.
-void prepare(const Plan& plan, bool column, int threads, Direction& to) {
-  if (!global_family(to.spec)) return;
-  const int64_t entries = to.spec.row_scaled ? (column ? plan.source.cols : plan.source.rows) : 1;
+void prepare(const Arranged& arranged, bool column, int threads, Direction& to) {
+  if (!has_global_amax(to.spec)) return;
+  const int64_t entries = to.spec.row_scaled ? (column ? arranged.source.cols : arranged.source.rows) : 1;
   if (!to.amax) {
-    const bool same = column && plan.row && !plan.call.dequantized && global_family(plan.row->spec) &&
-                      plain(plan.row->spec) && plain(to.spec) && plan.row->found && plan.row->amax == plan.row->found;
+    const bool same = column && arranged.row && !arranged.call.dequantized && has_global_amax(arranged.row->spec) &&
+                      amax_is_of_x(arranged.row->spec) && amax_is_of_x(to.spec) && arranged.row->found &&
+                      arranged.row->amax == arranged.row->found;
     if (same) {
-      *to.found = *plan.row->amax;
+      *to.found = *arranged.row->amax;
     } else {
       memset(to.found, 0, sizeof(float) * static_cast<size_t>(entries));
-      find(plan, column, threads);
+      find(arranged, column, threads);
     }
     to.amax = to.found;
   }
   if (to.global && to.global != to.amax) memcpy(to.global, to.amax, sizeof(float) * static_cast<size_t>(entries));
   if (to.spec.family == Family::current && to.scales)
-    *static_cast<float*>(to.scales) = 1.0f / work_of(plan.source, to, column, false).whole_scale;
+    *static_cast<float*>(to.scales) = 1.0f / work_of(arranged.source, to, column, false).whole_scale;
 }
 
-Plan arrange(const Call& call) {
-  Plan plan{call, call.source, call.row, call.column};
-  const bool sums = (call.row && (call.row->sums || call.row->row_errors)) ||
-                    (call.column && (call.column->sums || call.column->row_errors));
+Arranged arrange(const Call& call) {
+  Arranged arranged{call, call.source, call.row, call.column};
+  const bool sums = wants_statistics(call.row) || wants_statistics(call.column);
   if (rows_contiguous(call.source) && !call.dequantized && !sums) {
     const Source& x = call.source;
-    plan.source = {x.data, x.dtype, x.cols, x.rows, x.col_stride, x.row_stride};
-    plan.row = call.column, plan.column = call.row;
+    arranged.source = {x.data, x.dtype, x.cols, x.rows, x.col_stride, x.row_stride};
+    arranged.row = call.column, arranged.column = call.row;
   }
-  return plan;
+  return arranged;
 }
 
 // A call whose global amaxes are found: its directions are copies that have them.
 struct Prepared {
-  Plan plan;
+  Arranged arranged;
   Direction row, column;
 };
 
 Part part_of(const Call& call, int threads, Prepared& to) {
-  Plan& plan = to.plan = arrange(call);
-  if (plan.row) {
-    to.row = *plan.row;
-    prepare(plan, false, threads, to.row);
-    plan.row = &to.row;
+  Arranged& arranged = to.arranged = arrange(call);
+  if (arranged.row) {
+    to.row = *arranged.row;
+    prepare(arranged, false, threads, to.row);
+    arranged.row = &to.row;
   }
-  if (plan.column) {
-    to.column = *plan.column;
-    prepare(plan, true, threads, to.column);
-    plan.column = &to.column;
+  if (arranged.column) {
+    to.column = *arranged.column;
+    prepare(arranged, true, threads, to.column);
+    arranged.column = &to.column;
   }
-  return {plan.source, plan.row, plan.column, false, false, call.dequantized, 0};
+  return {arranged.source, arranged.row, arranged.column, false, false, call.dequantized, 0};
 }
 
 }  // namespace
@@ -282,9 +280,9 @@ void quantize(const Call* calls, int64_t count, int threads) {
 }
 
 void find_amax(const Call& call, int threads) {
-  const Plan plan = arrange(call);
-  if (plan.row && plan.row->found && plan.row->amax != plan.row->found) find(plan, false, threads);
-  if (plan.column && plan.column->found) find(plan, true, threads);
+  const Arranged arranged = arrange(call);
+  if (arranged.row && arranged.row->found && arranged.row->amax != arranged.row->found) find(arranged, false, threads);
+  if (arranged.column && arranged.column->found) find(arranged, true, threads);
 }
 
 }  // namespace HQ_ISA

@@ -4,8 +4,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_launch.cuh"
-#include "cuda_mx.cuh"
+#include "cuda/job.cuh"
+#include "cuda/mx.cuh"
 
 namespace hq {
 
@@ -65,7 +65,7 @@ __device__ __forceinline__ void encode_mx_flat(const Direction& to, const Elemen
 
 template <bool kExact>
 __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, false>)
-    quantize_mx_flat(const __grid_constant__ Job job) {
+    quantize_mx_flat(const __grid_constant__ QuantizeJob job) {
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ uint4 staged[kThreads / 32][kFlatWarp / 32 / 16];
   const Source& x = job.source;
@@ -77,20 +77,6 @@ __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, false>)
   const uint16_t* data = static_cast<const uint16_t*>(x.data);
   job.row_facts.e5m2 ? encode_mx_flat<true, kExact>(job.row, job.row_facts, data, first, size, units, scales)
                      : encode_mx_flat<false, kExact>(job.row, job.row_facts, data, first, size, units, scales);
-}
-
-inline bool mx_flat(const Job& job) {
-  const Source& x = job.source;
-  return !job.has_column && job.has_row && mx(job) && lean(job.row, job.vector_row) && x.dtype == Dtype::bf16 &&
-         job.vector_in && x.row_stride == x.cols && x.cols % 32 == 0 && x.rows > 0 && x.cols > 0 &&
-         x.rows < (int64_t{1} << 45) / x.cols && !wants_sums(job);
-}
-
-inline void launch_mx_flat(const Job& job, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(ceil_div(job.source.rows * job.source.cols, kFlatBlock));
-  const auto kernel = decodes(job) ? quantize_mx_flat<true> : quantize_mx_flat<false>;
-  kernel<<<blocks, kThreads, kFlatBlock * 2, stream>>>(job);
-  check(cudaGetLastError());
 }
 
 }  // namespace hq

@@ -1,10 +1,10 @@
-// Vectors of 32-bit lanes, as wide as the instruction set's registers, and what lean.h does with them:
+// Vectors of 32-bit lanes, as wide as the instruction set's registers, and what fast.h does with them:
 // amax, codes, packing. Part of quantize.cpp.
 #pragma once
 #include <cstring>
 
 #include "numerics.h"
-#include "tile.h"
+#include "cpu/tile.h"
 
 namespace hq {
 namespace HQ_ISA {

@@ -1,10 +1,12 @@
 // MXFP8, E4M3 or E5M2 in blocks of 32 with scales rounded up, in few instructions: two bf16 elements at a time until the
 // conversion, scales of two blocks at a time in integers, nothing compiled in that other formats want. It takes two thirds
-// of the instructions of cuda_lean.cuh (benchmarks/NOTES.md), whose bytes it gives.
+// of the instructions of fast.cuh (benchmarks/NOTES.md), whose bytes it gives.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_body.cuh"
+#include "cuda/choose.cuh"
+#include "cuda/fast_body.cuh"
+#include "cuda/job.cuh"
 
 namespace hq {
 
@@ -12,7 +14,7 @@ namespace hq {
 template <bool kExact, bool kRagged>
 constexpr int kMxBlocks = kExact ? 4 : (kRagged ? 5 : 6);
 
-// One direction of a launch as a thread block sees it, as in LeanSide.
+// One direction of a launch as a thread block sees it, as in FastSide.
 struct MxSide {
   const Direction& to;
   uint32_t row0, col0, rows, cols;
@@ -21,7 +23,8 @@ struct MxSide {
   __device__ __forceinline__ uint32_t scale_cols() const { return (cols + 31) / 32; }
 };
 
-// Of two blocks, in the halves of words: what multiplies elements and what multiplies codes back, in bf16; E8M0 codes.
+// Scales of two blocks, in the halves of words: what multiplies elements and what multiplies codes back, in bf16; E8M0
+// codes.
 struct MxScales {
   uint32_t encode, exact, codes;
 };
@@ -107,7 +110,7 @@ __device__ __forceinline__ void encode_mx_rows(const MxSide& side, const Element
   using Order = RowOrder;
   if (ragged && side.row0 + warp_of_block() * 16 >= side.rows) return;
   const Direction& to = side.to;
-  const LeanWords<Order> source(tile);
+  const FastWords<Order> source(tile);
   const uint32_t row0 = side.row0 + Order::row(0), col = side.col0 + Order::col(0);
   uint64_t element = side.first + static_cast<uint64_t>(row0) * side.cols + col;
   uint8_t* scale_at = static_cast<uint8_t*>(to.scales);
@@ -162,7 +165,7 @@ template <bool kWide, bool kExact, Part kPart>
 __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const ElementFacts& facts, uint32_t* tile) {
   using Order = ColumnOrder;
   const Direction& to = side.to;
-  const LeanWords<Order> source(tile);
+  const FastWords<Order> source(tile);
   const uint32_t row0 = side.row0 + Order::row(0), col = side.col0 + Order::col(0), scale_cols = side.scale_cols();
   const bool inside = kPart != Part::ragged || col < side.cols;
   uint64_t element = side.first + static_cast<uint64_t>(row0) * side.cols + col;
@@ -224,8 +227,8 @@ __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const Elem
 // A tile of bf16, on its way to shared memory, in MXFP8. Rows are encoded as they arrive, four of a warp at a time.
 // kExact: anything may be wanted that is decoded.
 template <bool kExact, Part kPart>
-__device__ __forceinline__ void run_mx_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
-  const LeanCorner& at = here.at;
+__device__ __forceinline__ void run_mx_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
+  const FastCorner& at = here.at;
   const uint32_t cols = static_cast<uint32_t>(job.source.cols);
   if (kExact) wait_tile();
   if (job.has_row) {
@@ -247,27 +250,11 @@ __device__ __forceinline__ void run_mx_tile(const Job& job, const LeanTile& here
 
 // As run_any_tile.
 template <bool kExact>
-__device__ __forceinline__ void run_any_mx_tile(const Job& job, const LeanTile& here, uint32_t* tile) {
-  if (whole_tile(job, here.at))
+__device__ __forceinline__ void run_any_mx_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
+  if (is_whole_tile(job, here.at))
     run_mx_tile<kExact, Part::whole>(job, here, tile);
   else
     run_mx_tile<kExact, Part::ragged>(job, here, tile);
-}
-
-// Whether a job that the lean encoder takes is one for this encoder, without statistics.
-inline bool mx(const Job& job) {
-  const auto fits = [](const Direction& to) {
-    const Spec& spec = to.spec;
-    return spec.family == Family::mx && spec.tile_rows == 1 &&
-           (spec.element == Element::e4m3 || spec.element == Element::e5m2);
-  };
-  return (!job.has_row || fits(job.row)) && (!job.has_column || fits(job.column));
-}
-
-// Whether codes and scales are not all that is wanted.
-inline bool decodes(const Job& job) {
-  const auto other = [](const Direction& to) { return to.exact || !to.codes || !to.scales; };
-  return (job.has_row && other(job.row)) || (job.has_column && (other(job.column) || job.dequantized));
 }
 
 }  // namespace hq

@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t up(int rows, int shift) {
   return static_cast<uint32_t>(rows + (1 << shift) - 1) >> shift;
 }
 
-// Row `offset` of X, or the nearest one to it: nothing else is read for offsets outside of X.
+// `offset`, or X's first or last edge for one outside of it: nothing else is ever read.
 __device__ __forceinline__ int inside(int64_t offset, int rows_of_x) {
   const auto low = static_cast<uint32_t>(offset), rows = static_cast<uint32_t>(rows_of_x);
   const int high = static_cast<int>(offset >> 32);

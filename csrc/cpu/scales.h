@@ -5,7 +5,7 @@
 
 #include "numerics.h"
 #include "quantize.h"
-#include "tile.h"
+#include "cpu/tile.h"
 
 namespace hq {
 namespace HQ_ISA {

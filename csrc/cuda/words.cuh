@@ -45,7 +45,7 @@ __device__ __forceinline__ float widen(uint32_t word, int k) {
   }
 }
 
-// Two values, rounded to nearest even, as a word of 16-bit elements. NaN does not keep its bits.
+// Two values, rounded half to even, as a word of 16-bit elements. NaN does not keep its bits.
 template <class T>
 __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   uint32_t word;

@@ -4,9 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
+#include "cuda/check.cuh"
 #include "quantize.h"
 
 namespace hq {
@@ -51,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) scale_product(const In* product, flo
 }
 
 template <class In, class Out>
-void launch(const Product& call, void* to, cudaStream_t stream) {
+void launch_scale_product(const Product& call, void* to, cudaStream_t stream) {
   const int64_t count = call.rows * call.cols, grid = (count + kThreads * kPerThread - 1) / (kThreads * kPerThread);
   if (count == 0) return;
   const In* product = static_cast<const In*>(call.product);
@@ -61,17 +59,15 @@ void launch(const Product& call, void* to, cudaStream_t stream) {
   const auto kernel = vector ? scale_product<In, Out, true> : scale_product<In, Out, false>;
   kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(product, call.before, call.factor, count, call.cols,
                                                               call.row_step, call.col_step, out);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("hqsweep._C.scale_product_cuda: ") + cudaGetErrorString(status));
+  check(cudaGetLastError(), "scale_product_cuda");
 }
 
 template <class In>
-void launch_to(const Product& call, void* out, Dtype out_dtype, cudaStream_t stream) {
+void launch_from(const Product& call, void* out, Dtype out_dtype, cudaStream_t stream) {
   switch (out_dtype) {
-    case Dtype::fp32: return launch<In, float>(call, out, stream);
-    case Dtype::bf16: return launch<In, __nv_bfloat16>(call, out, stream);
-    case Dtype::fp16: return launch<In, __half>(call, out, stream);
+    case Dtype::fp32: return launch_scale_product<In, float>(call, out, stream);
+    case Dtype::bf16: return launch_scale_product<In, __nv_bfloat16>(call, out, stream);
+    case Dtype::fp16: return launch_scale_product<In, __half>(call, out, stream);
   }
 }
 
@@ -79,8 +75,8 @@ void launch_to(const Product& call, void* out, Dtype out_dtype, cudaStream_t str
 
 void scale_product_cuda(const Product& call, void* out, Dtype out_dtype, uintptr_t stream) {
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
-  if (call.dtype == Dtype::bf16) return launch_to<__nv_bfloat16>(call, out, out_dtype, queue);
-  launch_to<float>(call, out, out_dtype, queue);
+  if (call.dtype == Dtype::bf16) return launch_from<__nv_bfloat16>(call, out, out_dtype, queue);
+  launch_from<float>(call, out, out_dtype, queue);
 }
 
 }  // namespace hq

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_elements.cuh"
+#include "cuda/elements.cuh"
 #include "numerics.h"
 #include "quantize.h"
 

@@ -2,9 +2,9 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_scales.cuh"
-#include "cuda_tile.cuh"
-#include "cuda_words.cuh"
+#include "cuda/scales.cuh"
+#include "cuda/tile.cuh"
+#include "cuda/words.cuh"
 #include "quantize.h"
 
 namespace hq {

@@ -5,18 +5,18 @@
 
 #include <type_traits>
 
-#include "cuda_tile.cuh"
+#include "cuda/tile.cuh"
 
 namespace hq {
 
 // A thread's words in shared memory: the two units of a segment of a row in each of four groups, 4 rows apart; or 16 rows
 // of one word in each of two groups, whose units lie next to each other.
 template <class Order>
-struct LeanWords {
+struct FastWords {
   uint32_t* first;
   uint32_t* second;
 
-  __device__ __forceinline__ explicit LeanWords(uint32_t* tile) {
+  __device__ __forceinline__ explicit FastWords(uint32_t* tile) {
     if constexpr (std::is_same_v<Order, RowOrder>) {
       first = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2);
       second = tile + word_offset<Bf16>(RowOrder::row(0), RowOrder::col(0) / 2 + 4);

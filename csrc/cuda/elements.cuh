@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda_words.cuh"
+#include "cuda/words.cuh"
 #include "numerics.h"
 #include "quantize.h"
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ uint32_t nibble_signs(const float* x) {
 
 // ---- segments ------------------------------------------------------------------------------------------------------
 
-// random: bits of one segment for stochastic rounding; null: round to nearest even.
+// random: bits of one segment for stochastic rounding; null: rounds half to even.
 __device__ __forceinline__ void encode_four(const float x[kSegment], float scale, const uint32_t* random,
                                             uint32_t codes[2]) {
 #pragma unroll

@@ -10,10 +10,6 @@
 
 namespace hq {
 
-inline int multiple_of(const Spec& spec) {
-  return spec.family == Family::nvfp4 ? 16 : (spec.element == Element::e2m1 ? 2 : 1);
-}
-
 inline int64_t first_row(const Group& group) {
   if (group.offsets[0] != 0)
     throw std::invalid_argument("hqsweep._C: offsets begin with " + std::to_string(group.offsets[0]) +
@@ -21,14 +17,14 @@ inline int64_t first_row(const Group& group) {
   return 0;
 }
 
-// Of the next expert; all: the rows of X; column: a format whose blocks run along them, or null.
+// How many rows the next expert has. all: the rows of X; column: a format whose blocks run along them, or null.
 inline int64_t rows_of(const Group& group, const Before& before, int64_t all, const Spec* column) {
   const int64_t begin = before.rows, end = group.offsets[before.expert + 1];
   const std::string name = "hqsweep._C: expert " + std::to_string(before.expert);
   if (end < begin || end > all)
     throw std::invalid_argument(name + " has rows " + std::to_string(begin) + " to " + std::to_string(end) + " of " +
                                 std::to_string(all) + "; offsets must not decrease and must lie in X");
-  const int multiple = column ? multiple_of(*column) : 1;
+  const int multiple = column ? contracted_multiple(*column) : 1;
   if ((end - begin) % multiple)
     throw std::invalid_argument(name + ": the contracted axis has " + std::to_string(end - begin) +
                                 " elements, must be a multiple of " + std::to_string(multiple) + " for this format");

@@ -4,8 +4,8 @@
 
 #include "numerics.h"
 #include "quantize.h"
-#include "scales.h"
-#include "tile.h"
+#include "cpu/scales.h"
+#include "cpu/tile.h"
 
 namespace hq {
 namespace HQ_ISA {

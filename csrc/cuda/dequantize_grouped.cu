@@ -5,11 +5,9 @@
 // dequantize.cu.
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
-#include "cuda_decode.cuh"
-#include "cuda_group.cuh"
+#include "cuda/check.cuh"
+#include "cuda/decode.cuh"
+#include "cuda/group.cuh"
 
 namespace hq {
 namespace {
@@ -17,7 +15,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTurned = 16;  // codes of a column that a thread has at a time: inside one block of every format
 
-struct GroupJob {
+struct DecodeGroupJob {
   EncodedGroup encoded;
   Units units;
   void* out;
@@ -28,11 +26,11 @@ struct GroupJob {
 
 // An expert's operand as its thread blocks see it; row and col are the operand's.
 struct MemberCodes {
-  const GroupJob& job;
+  const DecodeGroupJob& job;
   Starts starts;
   int64_t rows, cols, tiles_across;
 
-  __device__ __forceinline__ MemberCodes(const GroupJob& of, const Member& member) : job(of) {
+  __device__ __forceinline__ MemberCodes(const DecodeGroupJob& of, const Member& member) : job(of) {
     const Encoded& packed = job.encoded.packed;
     starts = starts_of(packed.spec, job.encoded.columns, job.units, member.before, packed.cols);
     rows = job.encoded.columns ? packed.cols : member.rows;
@@ -188,7 +186,7 @@ __device__ __forceinline__ void decode_columns(const MemberCodes& member, int64_
 }
 
 template <class E, class Out>
-__global__ void __launch_bounds__(kThreads) decode_members(const __grid_constant__ GroupJob job) {
+__global__ void __launch_bounds__(kThreads) decode_members(const __grid_constant__ DecodeGroupJob job) {
   __shared__ Member member;
   const Encoded& packed = job.encoded.packed;
   const uint32_t across = static_cast<uint32_t>((packed.cols + kTile - 1) / kTile), down = blockIdx.x / across;
@@ -207,15 +205,12 @@ __global__ void __launch_bounds__(kThreads) decode_members(const __grid_constant
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 template <class E, class Out>
-void launch(const GroupJob& job, cudaStream_t stream) {
+void launch_decode_members(const DecodeGroupJob& job, cudaStream_t stream) {
   const Encoded& packed = job.encoded.packed;
-  const int64_t grid = (packed.rows / kTile + job.encoded.group.experts) * ((packed.cols + kTile - 1) / kTile);
-  if (grid > 0x7FFFFFFF)
-    throw std::runtime_error("hqsweep._C.dequantize_grouped_cuda: too many tiles for one launch");
-  decode_members<E, Out><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(job);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("hqsweep._C.dequantize_grouped_cuda: ") + cudaGetErrorString(status));
+  const int64_t blocks = (packed.rows / kTile + job.encoded.group.experts) * ((packed.cols + kTile - 1) / kTile);
+  const unsigned grid = grid_of(blocks, "dequantize_grouped_cuda", kTooManyTiles);
+  decode_members<E, Out><<<grid, kThreads, 0, stream>>>(job);
+  check(cudaGetLastError(), "dequantize_grouped_cuda");
 }
 
 }  // namespace
@@ -225,11 +220,11 @@ void dequantize_grouped_cuda(const EncodedGroup& encoded, Decoding decoding, voi
   const Encoded& packed = encoded.packed;
   if (packed.rows == 0 || packed.cols == 0 || encoded.group.experts == 0) return;
   const Spec& spec = packed.spec;
-  const GroupJob job{encoded, units_of(spec, encoded.columns, packed.cols), out, log2_of(spec.tile_rows),
+  const DecodeGroupJob job{encoded, units_of(spec, encoded.columns, packed.cols), out, log2_of(spec.tile_rows),
                      log2_of(spec.tile_cols), decoding == Decoding::exact, 1.0f / (6.0f * spec.e4m3_max)};
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   with_types(spec.element, out_dtype, [&](auto element, auto to) {
-    launch<decltype(element), decltype(to)>(job, queue);
+    launch_decode_members<decltype(element), decltype(to)>(job, queue);
   });
 }
 

@@ -2,10 +2,9 @@
 // next. Checked sums have 128 bits, so that every offset that does not fit is seen.
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
+#include "cuda/check.cuh"
 #include "offsets.h"
 
 namespace hq {
@@ -92,9 +91,7 @@ void offsets_cuda(const Splits& splits, const Rules& rules, int64_t* out, int* o
     write_offsets<true><<<rules.count, threads, 0, queue>>>(splits, rules, out, overflow);
   else
     write_offsets<false><<<rules.count, threads, 0, queue>>>(splits, rules, out, overflow);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("hqsweep._C.offsets_cuda: ") + cudaGetErrorString(status));
+  check(cudaGetLastError(), "offsets_cuda");
 }
 
 }  // namespace hq

@@ -1,14 +1,14 @@
 // A direction with what training needs and nothing else: a whole tile of bf16 words, aligned outputs, no amax per row, no
 // 4over6, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's four segments stays a
 // loop, because the code of two directions must fit the instruction cache (benchmarks/NOTES.md). The bytes are those of
-// cuda_direction.cuh.
+// direction.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_direction.cuh"
-#include "cuda_lean_tile.cuh"
-#include "cuda_ragged.cuh"
-#include "cuda_tally.cuh"
+#include "cuda/direction.cuh"
+#include "cuda/bf16_tile.cuh"
+#include "cuda/ragged.cuh"
+#include "cuda/tally.cuh"
 
 namespace hq {
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ void fill_scales(const float* amax, const Spec& spec,
 }
 
 // One direction of a launch as a thread block sees it. cols: of the operand, whose tile begins at (row0, col0).
-struct LeanSide {
+struct FastSide {
   const Direction& to;
   const ElementFacts& facts;
   uint32_t row0, col0, cols;
@@ -56,7 +56,7 @@ struct LeanSide {
 
 // Amaxes of the strips of 16 x 16 elements in the rows that a thread has put; whether the tile has a NaN. All threads.
 __device__ __forceinline__ bool find_strips(uint32_t* tile, float strips[8][8]) {
-  const LeanWords<RowOrder> source(tile);
+  const FastWords<RowOrder> source(tile);
   uint32_t words[kSegments * kWords<Bf16>];
 #pragma unroll
   for (int h = 0; h < kSegments; ++h) source.get(h, words + h * kWords<Bf16>);
@@ -86,7 +86,7 @@ __device__ __forceinline__ float tile_amax(const float strips[8][8], int size) {
 
 // Segment k of a group as fp32; k of a column is known only at run time.
 template <class Order>
-__device__ __forceinline__ void lean_values(const uint32_t words[kGroupWords<Order, Bf16>], int k, float x[kSegment]) {
+__device__ __forceinline__ void fast_values(const uint32_t words[kGroupWords<Order, Bf16>], int k, float x[kSegment]) {
   const uint32_t half = k ? 0x3244 : 0x1044;
 #pragma unroll
   for (int i = 0; i < kSegment; ++i) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void lean_values(const uint32_t words[kGroupWords<Ord
 }
 
 template <Kind kKind>
-__device__ __forceinline__ BlockScale lean_scale(const LeanSide& side, const BlockScale& whole, float amax) {
+__device__ __forceinline__ BlockScale fast_scale(const FastSide& side, const BlockScale& whole, float amax) {
   if constexpr (kNvfp4<kKind>) {
     const uint32_t code = nvfp4_scale_code(amax, side.scales.global);
     return nvfp4_scale_of(code, side.scales.encode[code], side.scales.global, side.to.spec);
@@ -110,7 +110,7 @@ __device__ __forceinline__ BlockScale lean_scale(const LeanSide& side, const Blo
 
 // The scale of a segment at `row` of the operand, whose first element is number `element`.
 template <class Order, Kind kKind, Part kPart>
-__device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t row, uint64_t element,
+__device__ __forceinline__ void store_fast_scale(const FastSide& side, uint32_t row, uint64_t element,
                                                  const BlockScale& scale) {
   const uint32_t rows = side.to.spec.tile_rows, col = side.col0 + Order::col(0);
   uint32_t line = row;
@@ -131,13 +131,13 @@ __device__ __forceinline__ void store_lean_scale(const LeanSide& side, uint32_t 
 
 // How many elements of a thread's segment of a column are inside of the operand.
 template <class Order>
-__device__ __forceinline__ int count_of(const LeanSide& side) {
+__device__ __forceinline__ int count_of(const FastSide& side) {
   return min(max(static_cast<int>(side.cols - side.col0) - Order::col(0), 0), kSegment);
 }
 
 // A segment's words; ragged ones of a column from all lanes, also those with nothing inside.
 template <class Order, Part kPart, int kCount>
-__device__ __forceinline__ void store_lean(void* to, const uint32_t words[kCount], const LeanSide& side) {
+__device__ __forceinline__ void store_fast(void* to, const uint32_t words[kCount], const FastSide& side) {
   if constexpr (kPart == Part::ragged && std::is_same_v<Order, ColumnOrder>) {
     const int count = count_of<Order>(side);
     const bool more = lane_of_warp() < 28 && side.col0 + Order::col(0) + kSegment < side.cols;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_lean(void* to, const uint32_t words[kCount
 // exact, or replace (rows only): what decoded values v are for. Turned exact values are put into the tile, which is
 // stored when it has all of them.
 template <class Order, Kind kKind, Part kPart>
-__device__ __forceinline__ void use_values(const LeanSide& side, const float v[kSegment], uint64_t element, int q,
+__device__ __forceinline__ void use_values(const FastSide& side, const float v[kSegment], uint64_t element, int q,
                                            const BlockScale& scale, bool nan, uint32_t* tile) {
   constexpr bool may_turn = kPart != Part::matrix && std::is_same_v<Order, ColumnOrder>;
   float scaled[kSegment];
@@ -161,9 +161,9 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
     round_segment<Bf16>(scaled, nan, pairs);
     uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
     if (may_turn && side.to.exact_turned)
-      LeanWords<Order>(tile).put(q / 2, q % 2, pairs);
+      FastWords<Order>(tile).put(q / 2, q % 2, pairs);
     else if constexpr (kPart == Part::ragged || kKind != Kind::current)  // instructions are what limits the others
-      store_lean<Order, kPart, kSegment / 2>(to, pairs, side);
+      store_fast<Order, kPart, kSegment / 2>(to, pairs, side);
     else
       store_sectors<Order::kNext>(to, pairs, true);
   }
@@ -176,12 +176,12 @@ __device__ __forceinline__ void use_values(const LeanSide& side, const float v[k
 
 // tally: a thread's share of the statistics, or nothing.
 template <class Order, Kind kKind, Part kPart, class Tally>
-__device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
+__device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile, Tally& tally) {
   constexpr bool four = kFourBits<kKind>, rows_of_x = std::is_same_v<Order, RowOrder>, ragged = kPart == Part::ragged;
   constexpr int per_group = kGroupSegments<Order, Bf16>, groups = kGroups<Order, Bf16>;
   const Direction& to = side.to;
   const Spec& spec = to.spec;
-  const LeanWords<Order> source(tile);
+  const FastWords<Order> source(tile);
   BlockScale whole{};
   if constexpr (kKind == Kind::current) {
     whole = current_scale(*side.amax, side.facts, spec);
@@ -190,7 +190,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
   }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
-  // Of an expert's rows all the warp's segments may lie outside; of its columns (X's rows), some of a warp's.
+  // All of a warp's segments may lie outside of an expert's rows, and some of them outside of its columns (X's rows).
   if (ragged && rows_of_x && side.row0 + warp_of_block() * 16 >= side.rows) return;
   const bool in_cols = !ragged || rows_of_x || side.col0 + Order::col(0) < side.cols;
   const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales && in_cols;
@@ -214,12 +214,12 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
         most = amax_of_tile;
       else if (kKind != Kind::current && kBlock<kKind> > kSegment)
         most = Order::join_near(most, kBlock<kKind>, Larger());
-      const BlockScale scale = lean_scale<kKind>(side, whole, most);
+      const BlockScale scale = fast_scale<kKind>(side, whole, most);
       const bool inside = !ragged || (rows_of_x ? row < side.rows : in_cols);
       const bool stores = inside || (ragged && !rows_of_x);
-      if (leads && inside) store_lean_scale<Order, kKind, kPart>(side, row, element, scale);
+      if (leads && inside) store_fast_scale<Order, kKind, kPart>(side, row, element, scale);
       float x[kSegment];
-      lean_values<Order>(words, k, x);
+      fast_values<Order>(words, k, x);
       uint32_t codes[kCodeWords<four>];
       if constexpr (four) {
         uint32_t random[4];
@@ -231,7 +231,7 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
         encode_eight(x, scale.encode, spec.element, side.facts, codes);
       }
       if (to.codes && stores)
-        store_lean<Order, kPart, kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes, side);
+        store_fast<Order, kPart, kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes, side);
       if (decodes) {
         float v[kSegment];
         if constexpr (four)
@@ -250,25 +250,18 @@ __device__ __forceinline__ void encode_lean(const LeanSide& side, uint32_t* tile
 }
 
 template <class Order, Part kPart, class Tally>
-__device__ __forceinline__ void run_lean(const LeanSide& side, uint32_t* tile, Tally& tally) {
+__device__ __forceinline__ void run_fast(const FastSide& side, uint32_t* tile, Tally& tally) {
   const Spec& spec = side.to.spec;
   switch (spec.family) {
-    case Family::current: return encode_lean<Order, Kind::current, kPart>(side, tile, tally);
-    case Family::block: return encode_lean<Order, Kind::block, kPart>(side, tile, tally);
+    case Family::current: return encode_fast<Order, Kind::current, kPart>(side, tile, tally);
+    case Family::block: return encode_fast<Order, Kind::block, kPart>(side, tile, tally);
     case Family::mx:
-      if (spec.element == Element::e2m1) return encode_lean<Order, Kind::mx_four, kPart>(side, tile, tally);
-      return encode_lean<Order, Kind::mx_eight, kPart>(side, tile, tally);
+      if (spec.element == Element::e2m1) return encode_fast<Order, Kind::mx_four, kPart>(side, tile, tally);
+      return encode_fast<Order, Kind::mx_eight, kPart>(side, tile, tally);
     case Family::nvfp4: break;
   }
-  if (spec.sr) return encode_lean<Order, Kind::nvfp4_stochastic, kPart>(side, tile, tally);
-  encode_lean<Order, Kind::nvfp4, kPart>(side, tile, tally);
-}
-
-// Whether a direction is of this kind, given that X is bf16, is wide enough and has whole tiles.
-inline bool lean(const Direction& to, bool vector) {
-  const Spec& spec = to.spec;
-  return vector && !spec.row_scaled && spec.four_over_six == FourOverSix::none &&
-         spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) && (!to.exact || to.exact_dtype == Dtype::bf16);
+  if (spec.sr) return encode_fast<Order, Kind::nvfp4_stochastic, kPart>(side, tile, tally);
+  encode_fast<Order, Kind::nvfp4, kPart>(side, tile, tally);
 }
 
 }  // namespace hq

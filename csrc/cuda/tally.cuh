@@ -4,9 +4,9 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include "cuda_elements.cuh"
-#include "cuda_scales.cuh"
-#include "cuda_tile.cuh"
+#include "cuda/elements.cuh"
+#include "cuda/scales.cuh"
+#include "cuda/tile.cuh"
 #include "quantize.h"
 
 namespace hq {

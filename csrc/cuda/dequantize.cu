@@ -3,10 +3,8 @@
 // stores are whole lines. The arithmetic is numerics.h in the reference's order, so the bytes are those of the CPU.
 #include <cuda_runtime.h>
 
-#include <stdexcept>
-#include <string>
-
-#include "cuda_decode.cuh"
+#include "cuda/check.cuh"
+#include "cuda/decode.cuh"
 #include "numerics.h"
 #include "quantize.h"
 
@@ -16,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPerThread = 16;  // codes
 
-struct Job {
+struct DecodeJob {
   const uint8_t* codes;
   const void* scales;
   const float* global;
@@ -35,7 +33,7 @@ struct Piece {
 };
 
 template <int kCount>
-__device__ Piece locate(const Job& job, int64_t index) {
+__device__ Piece locate(const DecodeJob& job, int64_t index) {
   // 64-bit division costs several times the 32-bit one.
   const bool narrow = ((index | job.pieces_across) >> 32) == 0;
   const int64_t row = narrow ? static_cast<uint32_t>(index) / static_cast<uint32_t>(job.pieces_across)
@@ -45,7 +43,7 @@ __device__ Piece locate(const Job& job, int64_t index) {
 }
 
 // What the piece's codes are multiplied by.
-__device__ float load_scale(const Job& job, const Piece& piece) {
+__device__ float load_scale(const DecodeJob& job, const Piece& piece) {
   if (job.family == Family::current) return job.exact ? 1.0f : *static_cast<const float*>(job.scales);
   const int64_t tile = (piece.row >> job.row_shift) * job.tiles_across + (piece.col >> job.col_shift);
   if (job.family == Family::block) return static_cast<const float*>(job.scales)[tile];
@@ -57,7 +55,7 @@ __device__ float load_scale(const Job& job, const Piece& piece) {
 }
 
 template <class E, class Out>
-__global__ void __launch_bounds__(kThreads) decode_pieces(const __grid_constant__ Job job) {
+__global__ void __launch_bounds__(kThreads) decode_pieces(const __grid_constant__ DecodeJob job) {
   constexpr int kCount = kPiece<Out>, kPieces = kPerThread / kCount, kBits = E::kWidth == 4 ? 4 : 8;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * (kThreads * kPieces) + threadIdx.x;
   Piece pieces[kPieces];
@@ -91,15 +89,13 @@ __global__ void __launch_bounds__(kThreads) decode_pieces(const __grid_constant_
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 template <class E, class Out>
-void launch(Job job, cudaStream_t stream) {
+void launch_decode_pieces(DecodeJob job, cudaStream_t stream) {
   job.pieces_across = (job.cols + kPiece<Out> - 1) / kPiece<Out>;
   const int64_t per_block = kThreads * kPerThread / kPiece<Out>;
-  const int64_t grid = (job.rows * job.pieces_across + per_block - 1) / per_block;
-  if (grid > 0x7FFFFFFF) throw std::runtime_error("hqsweep._C.dequantize_cuda: the matrix is too large for one launch");
-  decode_pieces<E, Out><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(job);
-  const cudaError_t status = cudaGetLastError();
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("hqsweep._C.dequantize_cuda: ") + cudaGetErrorString(status));
+  const int64_t blocks = (job.rows * job.pieces_across + per_block - 1) / per_block;
+  const unsigned grid = grid_of(blocks, "dequantize_cuda", kMatrixTooLarge);
+  decode_pieces<E, Out><<<grid, kThreads, 0, stream>>>(job);
+  check(cudaGetLastError(), "dequantize_cuda");
 }
 
 }  // namespace
@@ -108,7 +104,7 @@ void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype
   if (encoded.rows == 0 || encoded.cols == 0) return;
   const Spec& spec = encoded.spec;
   const int across = spec.tile_cols;
-  const Job job{encoded.codes,
+  const DecodeJob job{encoded.codes,
                 encoded.scales,
                 encoded.global,
                 out,
@@ -124,7 +120,7 @@ void dequantize_cuda(const Encoded& encoded, Decoding decoding, void* out, Dtype
                 1.0f / (6.0f * spec.e4m3_max)};
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   with_types(spec.element, out_dtype, [&](auto element, auto to) {
-    launch<decltype(element), decltype(to)>(job, queue);
+    launch_decode_pieces<decltype(element), decltype(to)>(job, queue);
   });
 }
 

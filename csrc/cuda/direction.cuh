@@ -3,18 +3,18 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_elements.cuh"
-#include "cuda_scales.cuh"
-#include "cuda_store.cuh"
-#include "cuda_tile.cuh"
-#include "cuda_words.cuh"
+#include "cuda/elements.cuh"
+#include "cuda/scales.cuh"
+#include "cuda/store.cuh"
+#include "cuda/tile.cuh"
+#include "cuda/words.cuh"
 #include "group.h"
 #include "quantize.h"
 
 namespace hq {
 
-// A direction as a thread block sees it. Of a grouped launch: that of an expert, whose part of the outputs begins at
-// `starts`; otherwise these are 0.
+// A direction as a thread block sees it. In a grouped launch an expert's, whose part of the outputs begins at
+// `starts`; these are 0 for one matrix.
 struct Frame {
   int64_t rows, cols;       // of the operand
   int64_t row0, col0;       // of the tile

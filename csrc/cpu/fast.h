@@ -1,22 +1,23 @@
-// The usual request, codes and scales of elements rounded to nearest, without the stages that everything else needs: a
-// tile is read in bands of rows, the scales of a band are found and its elements encoded while it is in the L1 cache.
+// The usual request, codes and scales without stochastic rounding, less the stages that everything else needs: a tile is
+// read in bands of rows, the scales of a band are found and its elements encoded while it is in the L1 cache.
 // The column direction works down the rows with the columns side by side, and only its codes are transposed. Part of
 // quantize.cpp.
 #pragma once
 #include <cstring>
 
-#include "encode.h"
-#include "lanes.h"
+#include "cpu/encode.h"
+#include "cpu/lanes.h"
 #include "numerics.h"
 #include "quantize.h"
-#include "scales.h"
-#include "tile.h"
+#include "cpu/scales.h"
+#include "cpu/tile.h"
 
 namespace hq {
 namespace HQ_ISA {
 namespace {
 
-bool is_lean(const Direction& to) {
+// Whether a direction asks for codes and scales only, without statistics, transform, stochastic rounding or 4over6.
+bool fast_takes(const Direction& to) {
   return to.codes && !to.exact && !to.sums && !to.row_errors && !to.spec.row_scaled && !to.spec.rht && !to.spec.sr &&
          to.spec.four_over_six == FourOverSix::none;
 }
@@ -92,7 +93,7 @@ void encode_line(const float* x, const float* scales, uint8_t* bytes) {
 
 // x: rows [first, first + count) of the tile; count is kWidth or a multiple of 32.
 template <class E, int kBlock>
-void lean_rows(const Work& work, const Tile& tile, const float* x, int first, int count) {
+void fast_rows(const Work& work, const Tile& tile, const float* x, int first, int count) {
   constexpr int kPerRow = kWidth / kBlock, kPerByte = E::kWidth == 4 ? 2 : 1;
   const Spec& spec = work.to.spec;
   const int lines = spec.tile_rows == kWidth ? kWidth : 32, end = at_most(tile.rows, first + count);
@@ -185,7 +186,7 @@ struct Columns {
 
 // x: rows [first, first + count) of X's tile; `tile` says where its transpose lies in the operand.
 template <class E, int kBlock>
-void lean_columns(const Work& work, const Tile& tile, const float* x, int first, int count, Columns& out) {
+void fast_columns(const Work& work, const Tile& tile, const float* x, int first, int count, Columns& out) {
   constexpr int kRows = E::kWidth == 4 ? 8 : 4;  // in a word
   const Spec& spec = work.to.spec;
   if (first == 0) memset(out.scale_codes, 0, sizeof(out.scale_codes));

@@ -4,7 +4,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_words.cuh"
+#include "cuda/words.cuh"
 #include "quantize.h"
 
 namespace hq {

@@ -2,8 +2,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda_direction.cuh"
-#include "cuda_words.cuh"
+#include "cuda/direction.cuh"
+#include "cuda/words.cuh"
 
 namespace hq {
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ void raise_to_amax(const uint4* data, int64_t first, 
   raise(found, most);
 }
 
-// Of `units` times 16 bytes.
+// The amax of `units` times 16 bytes.
 template <class T>
 __global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int64_t units, float* found) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads;
