@@ -26,10 +26,10 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.linear import RECIPES
 from benchmarks.timing import Call, Cuda
-from hqsweep.config.job import ModelConfig
+from hqsweep.config.model import ModelConfig, linear_shapes
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.recipe import Recipe
-from hqsweep.train.model import GPT, linear_shapes
+from hqsweep.train.model import GPT
 
 SECTIONS = ("step",)
 COLUMNS = (

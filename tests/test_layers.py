@@ -11,8 +11,8 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo"), ("formats",), ("ops",), ("quant",), ("recipe",), ("gemm",), ("nn",), ("optim",), ("compat",),
-    ("train",), ("jobs",), ("config",), ("sweep",), ("track",), ("report",), ("worker", "doctor"), ("cli",),
+    ("errors", "memo"), ("formats",), ("ops",), ("quant",), ("recipe",), ("config", "gemm"), ("nn",), ("optim",),
+    ("compat",), ("train",), ("jobs",), ("sweep",), ("track",), ("report",), ("worker", "doctor"), ("cli",),
     ("__main__",),
 ]  # fmt: skip
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

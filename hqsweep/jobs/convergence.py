@@ -5,11 +5,11 @@ import re
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
+from hqsweep.config.job import ConvergenceConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.gemm import native
@@ -23,11 +23,8 @@ from hqsweep.recipe.schedule import Stage
 from hqsweep.train import data
 from hqsweep.train.loop import Step, Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
 
-if TYPE_CHECKING:
-    from hqsweep.config.job import ConvergenceConfig
 
-
-def run(config: "ConvergenceConfig", sink: Sink, workspace: Path) -> None:
+def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     """Train to config.train.steps, going on from workspace/checkpoint when there is one.
 
     Raises Diverged when the loss is not finite, UserError when the data or the device is not there, or check_native's.
@@ -74,7 +71,7 @@ def save_captured(done: Step, folder: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def check_native(config: "ConvergenceConfig", device: torch.device, vocab_size: int) -> None:
+def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: int) -> None:
     """UserError with all GEMMs on gemm=native that the device has no product for; nothing falls back to gemm=exact."""
     recipe = config.recipe.build()
     if "native" not in (recipe.gemm, *(change.recipe.gemm for change in recipe.schedule)):

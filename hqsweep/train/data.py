@@ -9,18 +9,15 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from hqsweep.config.data import DataConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.train import corpus
 from hqsweep.train.corpus import Corpus
 from hqsweep.train.markov import MarkovSource
-
-if TYPE_CHECKING:
-    from hqsweep.config.job import DataConfig
 
 HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
@@ -66,7 +63,7 @@ class Dataset:
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def load(config: "DataConfig") -> Dataset:
+def load(config: DataConfig) -> Dataset:
     """Read or generate the data that config names (source, path, val_fraction, max_bytes, markov).
 
     Raises:
@@ -108,7 +105,7 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _markov(config: "DataConfig") -> Corpus:
+def _markov(config: DataConfig) -> Corpus:
     """`length` tokens to train on, and val_fraction * length more, from a chain of their own, to validate."""
     markov = config.markov
     source = MarkovSource.draw(
@@ -123,7 +120,7 @@ def _markov(config: "DataConfig") -> Corpus:
     )
 
 
-SOURCES: dict[str, Callable[["DataConfig"], Corpus]] = {
+SOURCES: dict[str, Callable[[DataConfig], Corpus]] = {
     "stdlib": lambda config: corpus.stdlib(config.val_fraction, config.max_bytes),
     "text": lambda config: corpus.text(config.path, config.val_fraction, config.max_bytes),
     "tokens": lambda config: corpus.tokens(config.path, config.val_fraction, config.max_bytes),

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.train import TrainConfig
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
@@ -24,9 +25,6 @@ from hqsweep.optim import FusedAdam
 from hqsweep.recipe.schedule import AnyRecipe, Stage, stages
 from hqsweep.train.data import Dataset
 from hqsweep.train.model import GPT, Balance
-
-if TYPE_CHECKING:
-    from hqsweep.config.job import ConvergenceConfig, TrainConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -51,7 +49,7 @@ class Trainer:
     does. UserError when the recipe's schedule does not fit the number of steps.
     """
 
-    def __init__(self, config: "ConvergenceConfig", dataset: Dataset, recipe: AnyRecipe, device: torch.device) -> None:
+    def __init__(self, config: ConvergenceConfig, dataset: Dataset, recipe: AnyRecipe, device: torch.device) -> None:
         self.config, self.dataset, self.device = config, dataset, device
         self.stages = stages(recipe, config.train.steps)
         self.stage = self.stages[0]
@@ -182,7 +180,7 @@ def stage_at(stages: Sequence[Stage], step: int) -> Stage:
     return [stage for stage in stages if stage.first_step <= step][-1]
 
 
-def build_model(config: "ConvergenceConfig", vocab_size: int, recipe: AnyRecipe) -> GPT:
+def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:
     """The model with weights that depend on the seed alone; the caller's random state is left as it was.
 
     With model.quantized_weights they start from the same values, and training gives the same bytes: what a weight is
@@ -206,7 +204,7 @@ def perturb(model: GPT, noise: float) -> None:
         parameter.mul_(1 + noise * torch.randn(parameter.shape))
 
 
-def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:
+def make_optimizer(model: GPT, train: TrainConfig) -> FusedAdam:
     """AdamW, on FP32 masters where weights are quantized; matrices decay, gains and embeddings do not."""
     matrices = {id(weight) for weight in model.matrices()} - {id(model.embedding.weight)}
     groups = [
@@ -216,7 +214,7 @@ def make_optimizer(model: GPT, train: "TrainConfig") -> FusedAdam:
     return FusedAdam(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
 
 
-def learning_rate(train: "TrainConfig", step: int) -> float:
+def learning_rate(train: TrainConfig, step: int) -> float:
     """Warm-up, stable, decay (WSD): linear up over `warmup`, linear down to min_lr_fraction over the last `decay`."""
     warmup, decay = train.warmup * train.steps, train.decay * train.steps
     rise = min(1.0, step / warmup) if warmup else 1.0

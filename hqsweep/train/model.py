@@ -7,12 +7,13 @@ precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
+from hqsweep.config.train import Recompute
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import gemm_options, section_of
@@ -23,63 +24,8 @@ from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.recipe.schedule import AnyRecipe
 from hqsweep.recipe.sectioned import HEAD
-from hqsweep.recipe.validate import GemmModule, attention_module, grouped_linear_module, linear_module
 
-if TYPE_CHECKING:
-    from hqsweep.config.job import ModelConfig
-
-Recompute = Literal["none", "layer", "attention"]
 EMBEDDING_STD = 0.02
-
-
-def ffn_width(config: "ModelConfig") -> int:
-    """Hidden width of SwiGLU: config.ffn, or 8/3 of dim rounded up to a multiple of 32."""
-    return config.ffn or -(-8 * config.dim // (3 * 32)) * 32
-
-
-def expert_width(config: "ModelConfig") -> int:
-    """Hidden width of each expert: config.expert_ffn, or ffn_width over top_k, so that a token costs what it does in a
-    dense model, rounded up to a multiple of 32."""
-    return config.expert_ffn or -(-ffn_width(config) // (config.top_k * 32)) * 32
-
-
-def has_experts(config: "ModelConfig", layer: int) -> bool:
-    """Whether the MLP of a layer is a mixture."""
-    return config.experts > 0 and layer >= config.first_moe_layer
-
-
-Shape = tuple[str, int, int]
-"""Of a linear: name, in_features, out_features."""
-
-
-def linear_shapes(config: "ModelConfig", vocab_size: int) -> list[Shape]:
-    """Every linear of the GPT but grouped ones, in order, without building it."""
-    dim, shapes = config.dim, []
-    for i in range(config.layers):
-        shapes += [(f"layers.{i}.attn.qkv", dim, 3 * dim), (f"layers.{i}.attn.proj", dim, dim)]
-        if not has_experts(config, i):
-            shapes += _mlp_shapes(f"layers.{i}.mlp", dim, ffn_width(config))
-        elif config.shared_expert:
-            shapes += _mlp_shapes(f"layers.{i}.mlp.shared", dim, expert_width(config))
-    return [*shapes, (HEAD, dim, vocab_size)]
-
-
-def grouped_shapes(config: "ModelConfig") -> list[Shape]:
-    """Every grouped linear of the GPT, with the features of each expert, in order."""
-    layers, width = (i for i in range(config.layers) if has_experts(config, i)), expert_width(config)
-    return [shape for i in layers for shape in _mlp_shapes(f"layers.{i}.mlp", config.dim, width)]
-
-
-def _mlp_shapes(name: str, dim: int, hidden: int) -> list[Shape]:
-    return [(f"{name}.fc1", dim, 2 * hidden), (f"{name}.fc2", hidden, dim)]
-
-
-def gemm_modules(config: "ModelConfig", vocab_size: int, batch: int, context: int) -> list[GemmModule]:
-    """Every module of the GPT with matrix products, for a step of batch x context tokens, without building it."""
-    linears = [linear_module(*shape, batch * context) for shape in linear_shapes(config, vocab_size)]
-    linears += [grouped_linear_module(*shape) for shape in grouped_shapes(config)]
-    head_dim = config.dim // config.heads
-    return linears + [attention_module(f"layers.{i}.attn.dpa", head_dim, context) for i in range(config.layers)]
 
 
 class Embedding(QuantizedWeight):
@@ -125,7 +71,7 @@ class GPT(nn.Module):
 
     def __init__(
         self,
-        config: "ModelConfig",
+        config: ModelConfig,
         vocab_size: int,
         recipe: AnyRecipe,
         dtype: torch.dtype,
@@ -140,7 +86,7 @@ class GPT(nn.Module):
         self.head = Linear(config.dim, vocab_size, **gemm_options(recipe, "linear", HEAD), dtype=dtype)
         self._initialise(config)
 
-    def _initialise(self, config: "ModelConfig") -> None:
+    def _initialise(self, config: ModelConfig) -> None:
         """Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first loss is ln V."""
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
@@ -182,7 +128,7 @@ class GPT(nn.Module):
         return weights + [weight for grouped in self.grouped_linears() for weight in grouped.weights]
 
 
-def _layer(config: "ModelConfig", index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:
+def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:
     options = {"name": f"layers.{index}", "recipe": recipe, "rope_base": config.rope_base, "dtype": dtype}
     if not has_experts(config, index):
         return TransformerLayer(config.dim, ffn_width(config), config.heads, **options)

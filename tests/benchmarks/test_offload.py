@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import offload
-from hqsweep.config.job import ModelConfig
+from hqsweep.config.model import ModelConfig
 
 CONFIG = ModelConfig(dim=128, layers=2, heads=4)
 TOKENS = torch.arange(2 * 64).view(2, 64) % 7

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from hqsweep.config import engine as config_engine
-from hqsweep.config import job as configs
+from hqsweep.config.data import TOKENS_VOCAB
 from hqsweep.config.errors import leaves
 from hqsweep.config.job import ConvergenceConfig, ParityConfig, parse
 from hqsweep.errors import UserError
@@ -126,7 +126,7 @@ def test_vocabulary_estimates(tmp_path) -> None:
 
     assert estimate() == 256
     assert estimate(source="markov", markov={"vocab": 12}) == 12
-    assert estimate(source="tokens", path=str(tmp_path)) == configs.TOKENS_VOCAB
+    assert estimate(source="tokens", path=str(tmp_path)) == TOKENS_VOCAB
 
 
 def test_tracker_is_wandb_only_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from hqsweep.config.job import ModelConfig
+from hqsweep.config.model import ModelConfig, linear_shapes
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, autocast, quantized_model_init, set_recipe
@@ -13,7 +13,7 @@ from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
 from hqsweep.recipe import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
 from hqsweep.recipe.sectioned import HIGH_PRECISION
-from hqsweep.train.model import GPT, linear_shapes
+from hqsweep.train.model import GPT
 
 MODEL = ModelConfig(dim=32, layers=2, heads=2)
 

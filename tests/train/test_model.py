@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hqsweep.config.job import ModelConfig
+from hqsweep.config.model import ModelConfig, ffn_width, linear_shapes
 from hqsweep.nn.multihead_attention import rotate
 from hqsweep.recipe import Recipe
-from hqsweep.train.model import GPT, ffn_width, linear_shapes
+from hqsweep.train.model import GPT
 
 
 def build(linear="bf16", vocab=32, **model):

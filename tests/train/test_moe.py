@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hqsweep.config.job import ModelConfig, parse
+from hqsweep.config.job import parse
+from hqsweep.config.model import ModelConfig, expert_width, gemm_modules, grouped_shapes, linear_shapes
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
@@ -12,7 +13,6 @@ from hqsweep.quant import GroupedTensor
 from hqsweep.sweep.launch import plan
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, build_model, load_checkpoint, make_optimizer, save_checkpoint
-from hqsweep.train.model import expert_width, gemm_modules, grouped_shapes, linear_shapes
 
 COMPOSER2 = {
     "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",

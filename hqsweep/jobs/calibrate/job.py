@@ -9,21 +9,18 @@ Parity proves that implementations agree; here all of them would be found wrong 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from hqsweep.config.job import CalibrateConfig
 from hqsweep.jobs.calibrate.sqnr import sqnr_rows
 from hqsweep.jobs.calibrate.teacher import gemm_rows, teacher_row
 from hqsweep.jobs.sink import Sink
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.train.loop import pick_device
 
-if TYPE_CHECKING:
-    from hqsweep.config.job import CalibrateConfig
 
-
-def run(config: "CalibrateConfig", sink: Sink, workspace: Path) -> None:
+def run(config: CalibrateConfig, sink: Sink, workspace: Path) -> None:
     """All distributions, then all students; a miss is a row, not an exception."""
     section, seed = config.calibrate, config.seed
     device = pick_device(section.device)

@@ -6,11 +6,10 @@ sequence is made larger and nothing else changes. Formats whose scales belong to
 the same bytes; formats that share a scale among rows, per tensor or per tile, must be seen to leak.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
@@ -20,16 +19,13 @@ from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
 
-if TYPE_CHECKING:
-    from hqsweep.config.job import ParityConfig
-
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
 GROWTH = 3.0
 """Largest magnitude of the last token over that of the whole: a power of two would shift scales and hide the leak."""
 KEY = RngKey(seed=1, slot="causality", step=3)
 
 
-def causality_check(config: "ParityConfig", device: torch.device) -> Rows:
+def causality_check(config: ParityConfig, device: torch.device) -> Rows:
     """Each format on the input of a Linear: what quantization makes of earlier tokens, and their outputs."""
     before = draw("heavy", TOKENS, WIDTH, config.seed).clamp(-1e3, 1e3).to(device)
     after = before.clone()

@@ -19,11 +19,12 @@ On a GPU the first three run on modules of float32, which the loop computes ther
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import grouped_plan
@@ -37,9 +38,6 @@ from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
-
-if TYPE_CHECKING:
-    from hqsweep.config.job import ParityConfig
 
 K, N = 48, 32
 SPLITS = (48, 0, 16, 80)
@@ -75,7 +73,7 @@ def everywhere(format: Format) -> LinearQuantizers:
     return LinearQuantizers.parse(quantizers | {"weight": f"{row}|{column.rowwise_form}"}, "parity")
 
 
-def grouped_check(config: "ParityConfig", device: torch.device) -> Rows:
+def grouped_check(config: ParityConfig, device: torch.device) -> Rows:
     """Each format, every pair of base formats, and RECIPES."""
     recipes = {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
     sections = {text: everywhere(parse(text)) for text in config.parity.formats}
@@ -93,7 +91,7 @@ def grouped_check(config: "ParityConfig", device: torch.device) -> Rows:
     yield from kernel_rows(config, device)
 
 
-def kernel_rows(config: "ParityConfig", device: torch.device) -> Rows:
+def kernel_rows(config: ParityConfig, device: torch.device) -> Rows:
     """torch._grouped_mm for each format that a device has it for."""
     for text in config.parity.formats:
         quantizers = everywhere(parse(text))

@@ -14,11 +14,12 @@ jobs/parity_grouped.py, on experts, and of jobs/parity_training.py, which train 
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hqsweep.config.checks import PARITY_CHECKS
+from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.causality import CAUSALITY_CHECKS
@@ -37,14 +38,11 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.train.loop import pick_device
 
-if TYPE_CHECKING:
-    from hqsweep.config.job import ParityConfig
-
 KEY = RngKey(seed=1, slot="parity", step=3)
 STATISTICS_SHAPE = (208, 304)
 
 
-def run(config: "ParityConfig", sink: Sink, workspace: Path) -> None:
+def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
     """Run the named checks in order; a mismatch is a row, not an exception."""
     device = pick_device(config.parity.device)
     sink.rewind(-1)
@@ -57,7 +55,7 @@ def run(config: "ParityConfig", sink: Sink, workspace: Path) -> None:
         sink.progress(i, len(names), None, None)
 
 
-def kernel_check(config: "ParityConfig", device: torch.device) -> Rows:
+def kernel_check(config: ParityConfig, device: torch.device) -> Rows:
     """Each format, in both directions of one call, over every distribution, shape and input dtype."""
     for format in _formats(config):
         for distribution in config.parity.distributions:
@@ -81,7 +79,7 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
         yield row("cuda", str(format), case, _cpu_pairs(expected, outcomes(format, x.to(device), KEY, "kernel")))
 
 
-def statistics_check(config: "ParityConfig", device: torch.device) -> Rows:
+def statistics_check(config: ParityConfig, device: torch.device) -> Rows:
     """Each format over every distribution, on a matrix of six tiles of sums that ends in partial ones."""
     for format in _formats(config):
         for distribution in config.parity.distributions:
@@ -93,7 +91,7 @@ def statistics_check(config: "ParityConfig", device: torch.device) -> Rows:
             yield row("statistics", str(format), distribution, same_up_to_rounding(expected, actual))
 
 
-def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
+def vanilla_check(config: ParityConfig, device: torch.device) -> Rows:
     """Linear against its composition from the format reference, for every format everywhere."""
     problem = _problem(config, device)
     for format in _formats(config):
@@ -102,7 +100,7 @@ def vanilla_check(config: "ParityConfig", device: torch.device) -> Rows:
         yield row("vanilla", str(format), "linear", named_pairs(expected, actual))
 
 
-def routing_check(config: "ParityConfig", device: torch.device) -> Rows:
+def routing_check(config: ParityConfig, device: torch.device) -> Rows:
     """All ordered pairs and triples of formats that can stand in both directions: y is that of a alone, dx that of b,
     dw that of c, where c is b for a pair."""
     problem = _problem(config, device)
@@ -120,7 +118,7 @@ def _families(names: Sequence[str]) -> list[str]:
     return [name for name in names if "+" not in name]
 
 
-def pairs_check(config: "ParityConfig", device: torch.device) -> Rows:
+def pairs_check(config: ParityConfig, device: torch.device) -> Rows:
     """Every ordered pair of formats with both sources, in one call, against the reference in two steps."""
     x, _, _ = _problem(config, device)
     rowwise = [f for f in _formats(config) if not f.rht]
@@ -152,7 +150,7 @@ def _linear(
     return {"y": y.detach(), "dx": x.grad, "dw": module.weight.grad}
 
 
-def _problem(config: "ParityConfig", device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _problem(config: ParityConfig, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """x [64, 128], w [96, 128], dy [64, 96] in bfloat16."""
     shapes = ((64, 128), (96, 128), (64, 96))
     return tuple(draw("heavy", *s, config.seed + i).clamp(-1e3, 1e3).to(device) for i, s in enumerate(shapes))
@@ -162,7 +160,7 @@ def _cpu_pairs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[s
     return {name: (expected[name], actual[name].cpu()) for name in expected}
 
 
-def _formats(config: "ParityConfig") -> list[Format]:
+def _formats(config: ParityConfig) -> list[Format]:
     return [parse(text) for text in config.parity.formats]
 
 
@@ -177,3 +175,4 @@ CHECKS: dict[str, Check] = {
     **MODULE_CHECKS,
     **TRAINING_CHECKS,
 }
+assert tuple(CHECKS) == PARITY_CHECKS, "the names of the checks stand in config/checks.py, in this order"

@@ -9,12 +9,12 @@ export    a module under a recipe against the same under the TransformerEngine f
 import re
 from collections.abc import Callable
 from itertools import pairwise, product
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hqsweep.compat.export import to_transformer_engine
+from hqsweep.config.job import ParityConfig
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.composed import composed
@@ -24,9 +24,6 @@ from hqsweep.nn.module import section_of
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
-
-if TYPE_CHECKING:
-    from hqsweep.config.job import ParityConfig
 
 BATCH, CONTEXT, DIM, FFN, HEADS = 2, 64, 64, 96, 2
 BASE_FORMATS = ("bf16", "fp8_current", "fp8_current+e5m2", "fp8_block", "mxfp8", "nvfp4")
@@ -48,7 +45,7 @@ RECIPES: dict[str, dict[str, object]] = {
 }
 
 
-def modules_check(config: "ParityConfig", device: torch.device) -> Rows:
+def modules_check(config: ParityConfig, device: torch.device) -> Rows:
     """36 pairs of formats, with gradients in the columnwise one."""
     for a, b in product(BASE_FORMATS, repeat=2):
         for source in ("original", "rowwise_dequantized"):
@@ -61,7 +58,7 @@ def modules_check(config: "ParityConfig", device: torch.device) -> Rows:
                 yield row("modules", f"{a}|{b}" if source == "original" else pair, name, named_pairs(expected, actual))
 
 
-def switch_check(config: "ParityConfig", device: torch.device) -> Rows:
+def switch_check(config: ParityConfig, device: torch.device) -> Rows:
     """From each recipe to the next one, and back from the last to the first."""
     names = [*RECIPES, next(iter(RECIPES))]
     for old, new in pairwise(names):
@@ -74,7 +71,7 @@ def switch_check(config: "ParityConfig", device: torch.device) -> Rows:
         yield row("switch", f"{old} -> {new}", "TransformerLayer", pairs)
 
 
-def export_check(config: "ParityConfig", device: torch.device) -> Rows:
+def export_check(config: ParityConfig, device: torch.device) -> Rows:
     """The exported text is executed with hqsweep.compat in the place of TransformerEngine."""
     for name, sections in RECIPES.items():
         recipe = parse_recipe({"name": name, **sections})

@@ -12,21 +12,18 @@ offload    training whose activations wait in CPU memory against training that k
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hqsweep.config.job import ParityConfig
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
 
-if TYPE_CHECKING:
-    from hqsweep.config.job import ParityConfig
-
 Rows = Iterator[dict[str, object]]
-Check = Callable[["ParityConfig", torch.device], Rows]
+Check = Callable[[ParityConfig, torch.device], Rows]
 RECIPES = {
     "bf16": "bf16",
     "mxfp8": "mxfp8",
@@ -42,21 +39,21 @@ RECIPES = {
 }
 
 
-def repeat_check(config: "ParityConfig", device: torch.device) -> Rows:
+def repeat_check(config: ParityConfig, device: torch.device) -> Rows:
     """Two trainings from the same config."""
     for name in RECIPES:
         first, second = (_trained(config, name, device) for _ in range(2))
         yield row("repeat", name, "small GPT", named_pairs(first, second))
 
 
-def resume_check(config: "ParityConfig", device: torch.device) -> Rows:
+def resume_check(config: ParityConfig, device: torch.device) -> Rows:
     """Half the steps, a checkpoint on disk, a new process state, the other half; against all steps at once."""
     for name in RECIPES:
         whole, resumed = _trained(config, name, device), _resumed(config, name, device)
         yield row("resume", name, "small GPT", named_pairs({step: whole[step] for step in resumed}, resumed))
 
 
-def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
+def weights_check(config: ParityConfig, device: torch.device) -> Rows:
     """Both kinds of weights from the same config; then held ones with and without an interruption."""
     for name in RECIPES:
         made = _trained(config, name, device)
@@ -66,7 +63,7 @@ def weights_check(config: "ParityConfig", device: torch.device) -> Rows:
         yield row("weights", name, "small GPT, resumed", named_pairs({step: held[step] for step in resumed}, resumed))
 
 
-def recompute_check(config: "ParityConfig", device: torch.device) -> Rows:
+def recompute_check(config: ParityConfig, device: torch.device) -> Rows:
     """Both parts that can be computed again."""
     for name in RECIPES:
         plain = _trained(config, name, device)
@@ -75,7 +72,7 @@ def recompute_check(config: "ParityConfig", device: torch.device) -> Rows:
             yield row("recompute", name, f"small GPT, {part}", named_pairs(plain, again))
 
 
-def offload_check(config: "ParityConfig", device: torch.device) -> Rows:
+def offload_check(config: ParityConfig, device: torch.device) -> Rows:
     """Alone, and with layers that are computed again, of which the inputs wait."""
     for name in RECIPES:
         plain = _trained(config, name, device)
@@ -84,12 +81,12 @@ def offload_check(config: "ParityConfig", device: torch.device) -> Rows:
             yield row("offload", name, case, named_pairs(plain, away))
 
 
-def _trained(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
+def _trained(config: ParityConfig, recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
     """options: those of config.training."""
     return _finish(_trainer(config, recipe, device, **options))
 
 
-def _resumed(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
+def _resumed(config: ParityConfig, recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
     first = _trainer(config, recipe, device, **options)
     for done in first.steps():
         if 2 * done.step >= first.config.train.steps:
@@ -101,7 +98,7 @@ def _resumed(config: "ParityConfig", recipe: str, device: torch.device, **option
     return _finish(second)
 
 
-def _trainer(config: "ParityConfig", recipe: str, device: torch.device, **options: object) -> Trainer:
+def _trainer(config: ParityConfig, recipe: str, device: torch.device, **options: object) -> Trainer:
     training = config.training(recipe, RECIPES[recipe], **options)
     return Trainer(training, data.load(training.data), training.recipe.build(), device)
 

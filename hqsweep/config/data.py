@@ -1,0 +1,48 @@
+"""The section `data` of the config: where tokens come from."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hqsweep.config.types import Count, Index, Positive, Section
+from hqsweep.errors import UserError
+
+TOKENS_VOCAB = 50304
+"""Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
+
+
+class MarkovConfig(Section):
+    """The synthetic source; concentration is that of the Dirichlet rows, length is in tokens."""
+
+    vocab: Annotated[int, Field(ge=2, le=65536)] = 16
+    order: Count = 2
+    concentration: Positive = 0.4
+    seed: Index = 0
+    length: Count = 1_000_000
+
+
+class DataConfig(Section):
+    """Where tokens come from; `path` is read by text and tokens, `markov` by markov."""
+
+    source: Literal["stdlib", "text", "tokens", "markov"] = "stdlib"
+    path: str | None = None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    max_bytes: Count | None = None
+    markov: MarkovConfig = MarkovConfig()
+
+    @model_validator(mode="after")
+    def _path(self) -> "DataConfig":
+        if self.source in ("text", "tokens"):
+            if self.path is None:
+                raise UserError(f"data.path: missing; data.source={self.source} needs data.path=FILE_OR_FOLDER")
+            if not Path(self.path).exists():
+                raise UserError(f"data.path: '{self.path}' does not exist; it must be a file or a folder")
+        elif self.path is not None:
+            raise UserError(f"data.path: data.source={self.source} reads no path; add data=text or data=tokens")
+        return self
+
+    @property
+    def vocab_estimate(self) -> int:
+        """Vocabulary size before the data is read: exact for bytes and markov."""
+        return {"markov": self.markov.vocab, "tokens": TOKENS_VOCAB}.get(self.source, 256)

@@ -1,0 +1,46 @@
+"""The section `recipe` of the config: its text in canonical form, and the recipe that was parsed from it."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+from hqsweep.config.types import Name, Section
+from hqsweep.errors import UserError
+from hqsweep.recipe.schedule import AnyRecipe, parse_recipe, recipe_config
+
+
+class RecipeConfig(Section):
+    """A recipe in canonical text form; whatever parse_recipe takes is accepted.
+
+    Either qfactory and fp8_dpa are given or the sections from linear to overrides; the others are None.
+    """
+
+    name: Name
+    linear: dict[str, str] | None = None
+    grouped_linear: dict[str, str] | None = None
+    dpa: dict[str, str] | None = None
+    head: dict[str, str] | None = None
+    embedding: str | None = None
+    norm: str | None = None
+    overrides: list[dict[str, Any]] | None = None
+    qfactory: str | None = None
+    fp8_dpa: bool | None = None
+    gemm: str
+    schedule: list[dict[str, Any]]
+
+    _recipe: AnyRecipe = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _canonical(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(value, Mapping):
+            raise UserError(f"recipe: got {value!r}; it takes a mapping, or the name of a recipe as recipe=NAME")
+        recipe = parse_recipe(value)
+        section = handler({"name": value.get("name")} | recipe_config(recipe))
+        section._recipe = recipe
+        return section
+
+    def build(self) -> AnyRecipe:
+        """The recipe itself, its schedule included, as it was parsed with the config."""
+        return self._recipe

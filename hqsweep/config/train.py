@@ -1,0 +1,60 @@
+"""The sections `train` and `stats` of the config: how a model is trained, and what is measured on the way."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hqsweep.config.types import Count, Device, Fraction, Index, Positive, Section
+from hqsweep.errors import UserError
+
+Recompute = Literal["none", "layer", "attention"]
+"""What backward computes again instead of keeping it: nothing, every layer, or the core of attention."""
+
+
+class TrainConfig(Section):
+    """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
+
+    recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
+    its batch in `microbatches` equal parts, whose gradients add up.
+    """
+
+    steps: Count = 200
+    batch: Count = 16
+    microbatches: Count = 1
+    context: Count = 128
+    lr: Positive = 1e-3
+    min_lr_fraction: Fraction = 0.1
+    warmup: Fraction = 0.05
+    decay: Fraction = 0.4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    clip: Positive = 1.0
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Device = "auto"
+    recompute: Recompute = "none"
+    offload: bool = False
+    log_every: Count = 10
+    eval_every: Count = 100
+    eval_batches: Count = 8
+    checkpoint_every: Count = 100
+
+    @model_validator(mode="after")
+    def _schedule(self) -> "TrainConfig":
+        if self.warmup + self.decay > 1:
+            raise UserError(
+                f"train.warmup: {self.warmup} and train.decay {self.decay} are fractions of the steps and sum to more"
+                " than 1; lower one of them"
+            )
+        if self.batch % self.microbatches:
+            raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
+        return self
+
+
+class StatsConfig(Section):
+    """Error statistics: every so many steps, 0 for never; `gemm` adds the error of each GEMM's output. At the step
+    capture_at the operands of all linears are written to captured/ in the run's folder, for `hqsweep probe`."""
+
+    every: Index = 100
+    gemm: bool = True
+    capture_at: Count | None = None
