@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.timing import Call, host_seconds
 from hqsweep.formats import Format
-from hqsweep.nn import GroupedLinear, quantization
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
 from hqsweep.ops.kernel_grouped import packed_allocations
 from hqsweep.ops.plan import plan_of
 from hqsweep.recipe import Recipe
@@ -87,8 +87,10 @@ class GroupedStep:
     def ours(self, case: StepCase) -> Call:
         """The same of a GroupedLinear; gradients are made anew."""
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
-        options = {"name": "layer", "recipe": recipe, "single_grouped_weight": True}
-        module = GroupedLinear(len(self.sizes), *self.features, **options).to(device=self.x.device, dtype=self.x.dtype)
+        options = GroupedLinearOptions(single_grouped_weight=True)
+        module = GroupedLinear(len(self.sizes), *self.features, name="layer", recipe=recipe, options=options).to(
+            device=self.x.device, dtype=self.x.dtype
+        )
         splits = torch.tensor(self.sizes, device=self.x.device) if case.on_device else list(self.sizes)
 
         def step() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from benchmarks import rows
 from benchmarks.timing import Call, Cuda
 from hqsweep.nn import Linear
-from hqsweep.recipe import LinearQuantizers
 
 SECTIONS = ("time", "kernels")
 COLUMNS = (
@@ -52,8 +51,7 @@ def step_of(module: nn.Module, x: Tensor, dy: Tensor) -> Call:
 
 
 def build(recipe: object, sizes: tuple[int, int], weight: torch.dtype, device: str) -> Linear:
-    quantizers = LinearQuantizers.parse(recipe, "benchmark")
-    return Linear(*sizes, name="layer", quantizers=quantizers).to(device=device, dtype=weight)
+    return Linear(*sizes, name="layer", recipe=recipe).to(device=device, dtype=weight)
 
 
 class Step:

@@ -10,7 +10,6 @@ from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantized_model_init
 from hqsweep.optim import FusedAdam, use_main_grads
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
-from hqsweep.recipe import LinearQuantizers
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TEXTS = ["bf16", "fp8_current", "fp8_block+2d", "mxfp8", "nvfp4", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8|nvfp4"]
@@ -183,7 +182,7 @@ def test_gradients_of_microbatches_add_up_in_main_grads():
     for held in (True, False):
         torch.manual_seed(0)
         with quantized_model_init(enabled=held, preserve_high_precision_init_val=True):
-            linear = Linear(96, 64, name="l", quantizers=LinearQuantizers.parse("mxfp8", "t"), bias=True)
+            linear = Linear(96, 64, name="l", recipe="mxfp8", bias=True)
         models.append(nn.Sequential(nn.RMSNorm(96), linear))
     fused, plain = models
     use_main_grads(fused)
@@ -207,7 +206,7 @@ def test_loss_falls_at_every_step_with_mixed_formats(text):
     torch.manual_seed(0)
     recipe = {"input": text, "weight": text, "grad_output": text}
     with quantized_model_init():
-        module = Linear(64, 64, name="l", quantizers=LinearQuantizers.parse(recipe, "t"))
+        module = Linear(64, 64, name="l", recipe=recipe)
     optimizer = FusedAdam(module.parameters(), lr=5e-3)
     x, target, losses = draw("normal", 128, 64), draw("normal", 128, 64, 1), []
     for _ in range(10):

@@ -9,6 +9,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
+from hqsweep.nn.options import GroupedLinearOptions
 
 SAYS_NOTHING = ("device", "get_rng_state_tracker", "rng_tracker_name", "sequence_parallel", "tp_group")
 """Arguments that change no number on one rank."""
@@ -50,11 +51,13 @@ class GroupedLinear(_GroupedLinear):
             out_features,
             name=name or "grouped_linear",
             recipe=HIGH_PRECISION,
-            bias=bias,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            save_original_input=save_original_input,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_bias,
+            options=GroupedLinearOptions(
+                bias=bias,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                save_original_input=save_original_input,
+                single_grouped_weight=single_grouped_weight,
+                single_grouped_bias=single_grouped_bias,
+            ),
         )
         if params_dtype is not None:
             self.to(params_dtype)

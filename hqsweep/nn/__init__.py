@@ -9,22 +9,40 @@ from hqsweep.nn.linear import Linear
 from hqsweep.nn.module import QuantizedModule, set_recipe
 from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.multihead_attention import MultiheadAttention
+from hqsweep.nn.options import (
+    AttentionOptions,
+    GroupedLinearOptions,
+    LayerNormLinearOptions,
+    LinearOptions,
+    MLPOptions,
+    MoELayerOptions,
+    MoEOptions,
+    TransformerOptions,
+)
 from hqsweep.nn.parameter import quantized_model_init
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.transformer_layer import TransformerLayer
 
 __all__ = [
+    "AttentionOptions",
     "DotProductAttention",
     "GroupedLinear",
+    "GroupedLinearOptions",
     "LayerNormLinear",
+    "LayerNormLinearOptions",
     "LayerNormMLP",
     "LayerNormMoE",
     "Linear",
+    "LinearOptions",
+    "MLPOptions",
     "MoELayer",
+    "MoELayerOptions",
+    "MoEOptions",
     "MultiheadAttention",
     "Probe",
     "QuantizedModule",
     "TransformerLayer",
+    "TransformerOptions",
     "autocast",
     "quantization",
     "quantized_model_init",

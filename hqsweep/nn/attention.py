@@ -21,6 +21,7 @@ from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import epilogue
 from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
+from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.recipe.roles import TENSOR_TYPES
@@ -117,8 +118,9 @@ class _AttentionFunction(torch.autograd.Function):
 class DotProductAttention(QuantizedModule):
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
 
-    quantizers: one each for qkv (q, k and v share it, and one amax), s (the softmax's output), do (the gradient of the
-    output) and dp (that of the softmax's input). Where all four are the same high precision, torch's
+    recipe: a Recipe or CustomRecipe, DpaQuantizers, or the text or mapping of one, with a quantizer each for qkv (q, k
+    and v share it, and one amax), s (the softmax's output), do (the gradient of the output) and dp (the gradient of the
+    softmax's input). Where all four are the same high precision, torch's
     scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
     rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name);
     boundary slots as those of Linear, grad_input being the gradients of q, k and v. UserError for a T that does not
@@ -131,11 +133,10 @@ class DotProductAttention(QuantizedModule):
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
 
-    def __init__(
-        self, *, name: str, quantizers: DpaQuantizers, gemm: str = "exact", dtype: torch.dtype = torch.bfloat16
-    ) -> None:
+    def __init__(self, *, name: str, recipe: RecipeArgument, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.name, self.quantizers, self.gemm, self.dtype = name, quantizers, gemm, dtype
+        self.name, self.dtype = name, dtype
+        self.quantizers, self.gemm = module_quantizers(recipe, self.module_type, name)
 
     @property
     def high_precision(self) -> bool:

@@ -16,13 +16,14 @@ from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
 from hqsweep.nn.grouped_rows import place_rows, take_rows
 from hqsweep.nn.linear import LinearBase, as_rows
+from hqsweep.nn.options import GroupedLinearOptions
+from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.grouped_padding import PaddedSplits
 from hqsweep.ops.plan import in_dtype
 from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.schedule import AnyRecipe
 from hqsweep.recipe.sections import LinearQuantizers, slots
 
 NATIVE_MULTIPLE = 16
@@ -39,7 +40,7 @@ class GroupedLinear(LinearBase):
 
     Parameters are weight0, weight1, ... and bias0, ...; with single_grouped_weight (single_grouped_bias) one `weight`
     [E, N, K] (`bias` [E, N]). Checkpoints of either load into the other. Inside quantized_model_init weights are held
-    quantized. Other options are those of Linear.
+    quantized. recipe is as that of Linear.
 
     Where a format contracts whole blocks of rows only (quantization_alignment), rows of zeros fill up the experts that
     need it, and are dropped again; nothing is copied where splits fit. Splits that only a GPU knows are not waited for:
@@ -65,34 +66,31 @@ class GroupedLinear(LinearBase):
         out_features: int,
         *,
         name: str,
-        recipe: AnyRecipe,
-        bias: bool = False,
+        recipe: RecipeArgument,
         dtype: torch.dtype = torch.bfloat16,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        **options: Any,
+        options: GroupedLinearOptions = GroupedLinearOptions(),
     ) -> None:
         if num_experts < 1:
             raise UserError(f"{name}: num_experts is {num_experts}; it takes 1 or more")
-        roles = _roles(name, num_experts)
-        quantizers = _section(recipe.resolve(roles.values()), roles, name, num_experts)
-        super().__init__(name, quantizers, dtype=dtype, gemm=recipe.gemm, **options)
+        quantizers, gemm = _quantizers(recipe, name, num_experts)
+        super().__init__(name, quantizers, gemm, dtype, options)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
-        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.single_grouped_weight = options.single_grouped_weight
+        self.single_grouped_bias = options.single_grouped_bias
         self.states = ExpertStates(num_experts)
         self.states.add(slots(quantizers))
         self._weight_splits = Splits.uniform(num_experts, out_features)
         self._last_splits: Splits | None = None
         self._plans: tuple[LinearQuantizers | None, str, dict[tuple, GroupedPlan]] = (None, "", {})
-        self.has_bias = bias
+        self.has_bias = options.bias
         drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
         role = QuantizerRole(self.module_type, "weight", name)
-        made = group_weights(drawn, quantizers.weight, role, dtype, self.states, single=single_grouped_weight)
-        self._register("weight", made)
-        if bias:
+        single = options.single_grouped_weight
+        self._register("weight", group_weights(drawn, quantizers.weight, role, dtype, self.states, single=single))
+        if options.bias:
             zeros = torch.zeros(num_experts, out_features)
             self._register(
-                "bias", [nn.Parameter(part) for part in ((zeros,) if single_grouped_bias else zeros.clone())]
+                "bias", [nn.Parameter(part) for part in ((zeros,) if options.single_grouped_bias else zeros.clone())]
             )
 
     def _register(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
@@ -244,6 +242,15 @@ def _roles(name: str, experts: int) -> dict[str, QuantizerRole]:
         for expert in range(experts)
         for tensor in TENSOR_TYPES[module_type]
     }
+
+
+def _quantizers(recipe: RecipeArgument, name: str, experts: int) -> tuple[LinearQuantizers, str]:
+    """The quantizers that all experts have, and the mode of their GEMMs."""
+    chosen = recipe_or_section(recipe, GroupedLinear.module_type, name)
+    if isinstance(chosen, LinearQuantizers):
+        return chosen, "exact"
+    roles = _roles(name, experts)
+    return _section(chosen.resolve(roles.values()), roles, name, experts), chosen.gemm
 
 
 def _section(

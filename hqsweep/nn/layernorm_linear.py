@@ -1,19 +1,18 @@
 """LayerNormLinear: a norm, whose output is quantized as the input of the linear that follows."""
 
-from typing import Any
-
+import torch
 from torch import Tensor
 
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import gemm_options
-from hqsweep.nn.norm import EPSILON, Norm
-from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.nn.norm import Norm
+from hqsweep.nn.options import LayerNormLinearOptions
+from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 
 
 class LayerNormLinear(Linear):
     """y [..., N] = norm(x [..., K]) @ weight [N, K].T (+ bias [N]); the roles are those of a linear.
 
-    The norm is named `name`.norm; see Norm, and Linear for the other options.
+    The norm is named `name`.norm; see Norm, and Linear for the rest.
     """
 
     def __init__(
@@ -22,13 +21,14 @@ class LayerNormLinear(Linear):
         out_features: int,
         *,
         name: str,
-        recipe: AnyRecipe,
-        normalization: str = "RMSNorm",
-        epsilon: float = EPSILON,
-        **options: Any,
+        recipe: RecipeArgument,
+        bias: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        options: LayerNormLinearOptions = LayerNormLinearOptions(),
     ) -> None:
-        super().__init__(in_features, out_features, **gemm_options(recipe, self.module_type, name), **options)
-        norm = {"normalization": normalization, "epsilon": epsilon}
+        recipe = whole_recipe(recipe, name)
+        super().__init__(in_features, out_features, name=name, recipe=recipe, bias=bias, dtype=dtype, options=options)
+        norm = {"normalization": options.normalization, "epsilon": options.epsilon}
         self.norm = Norm(in_features, name=f"{name}.norm", recipe=recipe, **norm)
 
     def forward(self, x: Tensor) -> Tensor:

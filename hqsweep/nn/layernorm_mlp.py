@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import gemm_options
+from hqsweep.nn.options import LayerNormLinearOptions, MLPOptions
+from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.roles import QuantizerRole
-from hqsweep.recipe.schedule import AnyRecipe
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -40,21 +40,19 @@ class LayerNormMLP(nn.Module):
         ffn: int,
         *,
         name: str,
-        recipe: AnyRecipe,
-        activation: str = "swiglu",
-        normalization: str = "RMSNorm",
+        recipe: RecipeArgument,
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        options: MLPOptions = MLPOptions(),
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"{name}: activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
-        self.activation, times = ACTIVATIONS[activation]
-        options = {"bias": bias, "dtype": dtype}
-        self.fc1 = LayerNormLinear(
-            dim, times * ffn, name=f"{name}.fc1", recipe=recipe, normalization=normalization, **options
-        )
-        self.fc2 = Linear(ffn, dim, **gemm_options(recipe, "linear", f"{name}.fc2"), **options)
+        if options.activation not in ACTIVATIONS:
+            raise ValueError(f"{name}: activation is {options.activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        self.activation, times = ACTIVATIONS[options.activation]
+        shared = {"recipe": whole_recipe(recipe, name), "bias": bias, "dtype": dtype}
+        norm = LayerNormLinearOptions(normalization=options.normalization)
+        self.fc1 = LayerNormLinear(dim, times * ffn, name=f"{name}.fc1", options=norm, **shared)
+        self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", **shared)
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
         """Those of fc1, then those of fc2."""

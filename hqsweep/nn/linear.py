@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from hqsweep.nn.linear_function import LinearCall, LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
+from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, link_states
+from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.plan import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
@@ -27,19 +29,17 @@ class LinearBase(QuantizedModule):
         self,
         name: str,
         quantizers: LinearQuantizers,
-        *,
-        gemm: str = "exact",
-        dtype: torch.dtype = torch.bfloat16,
-        fuse_wgrad_accumulation: bool = False,
-        save_original_input: bool = False,
+        gemm: str,
+        dtype: torch.dtype,
+        options: LinearOptions,
     ) -> None:
         super().__init__()
         self.name = name
         self.quantizers = quantizers
         self.gemm = gemm
         self.dtype = dtype
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.save_original_input = save_original_input
+        self.fuse_wgrad_accumulation = options.fuse_wgrad_accumulation
+        self.save_original_input = options.save_original_input
         self.workspace = WeightWorkspace()
 
     def linear_facts(self) -> dict[str, Any]:
@@ -61,12 +61,11 @@ class LinearBase(QuantizedModule):
 class Linear(LinearBase):
     """y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]).
 
-    x is rounded to `dtype` before quantization, y and dx are returned in `dtype`; weight stays in its own dtype (FP32
-    master) and receives dw in it, unrounded. The gradient of the bias is the sum of the unquantized dy in float32.
-    Inside quantized_model_init the weight is a HybridQuantizedTensor, whose operands are multiplied as they are.
-    fuse_wgrad_accumulation: add dw in FP32 to weight.main_grad, and give autograd none. save_original_input: a hint to
-    keep x for backward instead of its columnwise operand, for an x that somebody else keeps anyway; a quantizer that
-    does not make that operand from x alone vetoes it. The role of each slot is QuantizerRole("linear", tensor, name).
+    recipe: a Recipe or CustomRecipe, LinearQuantizers, or the text or mapping of one: "mxfp8" is for all three tensors.
+    x and weight are rounded to `dtype` before they are quantized, and y and dx are returned in `dtype`. The weight
+    itself stays in its own dtype (FP32 master) and receives dw in it, unrounded. The gradient of the bias is the sum of
+    the unquantized dy in float32. Inside quantized_model_init the weight is a HybridQuantizedTensor, whose operands are
+    multiplied as they are. The role of each slot is QuantizerRole("linear", tensor, name).
     With output_quantizer_role (grad_input_quantizer_role), the role of whoever reads y (dx), y (dx) is rounded to the
     rowwise values of that role's quantizer; gradients pass that rounding unchanged. UserError, at the call, for a held
     weight of another quantizer and for a missing main_grad.
@@ -83,12 +82,13 @@ class Linear(LinearBase):
         out_features: int,
         *,
         name: str,
-        quantizers: LinearQuantizers,
+        recipe: RecipeArgument,
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
-        **options: Any,
+        options: LinearOptions = LinearOptions(),
     ) -> None:
-        super().__init__(name, quantizers, dtype=dtype, **options)
+        quantizers, gemm = module_quantizers(recipe, self.module_type, name)
+        super().__init__(name, quantizers, gemm, dtype, options)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         weight = nn.init.normal_(torch.empty(out_features, in_features), std=1 / math.sqrt(in_features))
         role = QuantizerRole("linear", "weight", name)

@@ -15,24 +15,12 @@ from torch import nn
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole, module_roles
+from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.schedule import AnyRecipe
-from hqsweep.recipe.sections import MODULE_SECTIONS, Section, slots
+from hqsweep.recipe.sections import Section, slots
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
-
-
-def section_of(recipe: AnyRecipe, module_type: str, name: str) -> Section:
-    """The quantizers that a recipe gives to the module of that type and name; raises as recipe.resolve does."""
-    roles = module_roles(module_type, name)
-    found = recipe.resolve(roles)
-    return MODULE_SECTIONS[module_type](**{role.tensor_type: found[role] for role in roles})
-
-
-def gemm_options(recipe: AnyRecipe, module_type: str, name: str) -> dict[str, Any]:
-    """What a recipe says of a module with GEMMs, as arguments of its constructor: name, quantizers and gemm."""
-    return {"name": name, "quantizers": section_of(recipe, module_type, name), "gemm": recipe.gemm}
 
 
 class QuantizedModule(nn.Module):

@@ -1,7 +1,5 @@
 """Mixture of experts: an MLP of which each token takes k of E, as grouped linears, and a layer that has one."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -9,12 +7,12 @@ from hqsweep.nn.context import current
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.layernorm_mlp import swiglu
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import gemm_options
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
+from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
+from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.router import Router
 from hqsweep.ops.grouped_layout import Splits
-from hqsweep.recipe.schedule import AnyRecipe
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""
@@ -23,10 +21,10 @@ Routed = tuple[Tensor, Tensor, Tensor]
 class SharedExpert(nn.Module):
     """x [M, D] -> fc2(swiglu(fc1(x))) [M, D], for every token; linears `name`.fc1 and `name`.fc2."""
 
-    def __init__(self, dim: int, ffn: int, *, name: str, recipe: AnyRecipe, dtype: torch.dtype) -> None:
+    def __init__(self, dim: int, ffn: int, *, name: str, recipe: RecipeArgument, dtype: torch.dtype) -> None:
         super().__init__()
-        self.fc1 = Linear(dim, 2 * ffn, **gemm_options(recipe, "linear", f"{name}.fc1"), dtype=dtype)
-        self.fc2 = Linear(ffn, dim, **gemm_options(recipe, "linear", f"{name}.fc2"), dtype=dtype)
+        self.fc1 = Linear(dim, 2 * ffn, name=f"{name}.fc1", recipe=recipe, dtype=dtype)
+        self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", recipe=recipe, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(swiglu(self.fc1(x).float()))
@@ -46,23 +44,23 @@ class LayerNormMoE(nn.Module):
         dim: int,
         ffn: int,
         *,
-        experts: int,
-        top_k: int,
         name: str,
-        recipe: AnyRecipe,
-        shared_expert: bool = False,
+        recipe: RecipeArgument,
         dtype: torch.dtype = torch.bfloat16,
+        options: MoEOptions,
     ) -> None:
         super().__init__()
+        experts, top_k = options.experts, options.top_k
         if not 1 <= top_k <= experts:
             raise ValueError(f"{name}: top_k is {top_k} of {experts} experts; it takes 1 to {experts}")
         self.name = name
-        self.norm = Norm(dim, name=f"{name}.norm", recipe=recipe)
+        shared = {"recipe": whole_recipe(recipe, name), "dtype": dtype}
+        self.norm = Norm(dim, name=f"{name}.norm", recipe=shared["recipe"])
         self.router = Router(dim, experts, top_k)
-        options = {"recipe": recipe, "dtype": dtype}
-        self.fc1 = GroupedLinear(experts, dim, 2 * ffn, name=f"{name}.fc1", single_grouped_weight=True, **options)
-        self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", single_grouped_weight=True, **options)
-        self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **options) if shared_expert else None
+        single = GroupedLinearOptions(single_grouped_weight=True)
+        self.fc1 = GroupedLinear(experts, dim, 2 * ffn, name=f"{name}.fc1", options=single, **shared)
+        self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", options=single, **shared)
+        self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
 
     def forward(self, x: Tensor) -> Routed:
         h = self.norm(x).flatten(0, -2)
@@ -80,7 +78,7 @@ class LayerNormMoE(nn.Module):
 
 class MoELayer(nn.Module):
     """TransformerLayer with a LayerNormMoE: x [B, T, D] -> x + attn(x), then x + mlp(x); and what mlp says of its
-    routing. `experts` are the options of LayerNormMoE."""
+    routing."""
 
     def __init__(
         self,
@@ -89,15 +87,14 @@ class MoELayer(nn.Module):
         heads: int,
         *,
         name: str,
-        recipe: AnyRecipe,
-        experts: dict[str, Any],
+        recipe: RecipeArgument,
         dtype: torch.dtype = torch.bfloat16,
-        **attention: Any,
+        options: MoELayerOptions,
     ) -> None:
         super().__init__()
-        options = {"recipe": recipe, "dtype": dtype}
-        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **options, **attention)
-        self.mlp = LayerNormMoE(dim, ffn, name=f"{name}.mlp", **experts, **options)
+        shared = {"recipe": whole_recipe(recipe, name), "dtype": dtype, "options": options}
+        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **shared)
+        self.mlp = LayerNormMoE(dim, ffn, name=f"{name}.mlp", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Routed:
         x = x + self.attn(x, checkpoint_core_attention).to(x.dtype)

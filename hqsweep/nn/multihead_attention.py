@@ -8,19 +8,18 @@ from torch import Tensor, nn
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import QuantizedModule, gemm_options
+from hqsweep.nn.module import QuantizedModule
+from hqsweep.nn.options import AttentionOptions, LayerNormLinearOptions
+from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.recompute import recomputed
 from hqsweep.recipe.roles import QuantizerRole
-from hqsweep.recipe.schedule import AnyRecipe
 
 
 class MultiheadAttention(nn.Module):
     """Self-attention x [B, T, D] -> [B, T, D] over H heads of width E = D / H.
 
-    Its modules are named `name`.qkv, `name`.dpa and `name`.proj. rope_base turns queries and keys by their positions
-    (None: no positions). quantize_boundaries: what dpa and proj, and in backward dpa and qkv, quantize is rounded to
-    their format where it is made, as with TransformerEngine's fp8_mha; queries and keys that are turned afterwards are
-    left as they are.
+    Its modules are named `name`.qkv, `name`.dpa and `name`.proj. A section, or its text, as recipe is for the linears;
+    dpa is then left in high precision.
     """
 
     def __init__(
@@ -29,23 +28,20 @@ class MultiheadAttention(nn.Module):
         heads: int,
         *,
         name: str,
-        recipe: AnyRecipe,
-        normalization: str = "RMSNorm",
+        recipe: RecipeArgument,
         bias: bool = False,
-        rope_base: float | None = None,
-        is_causal: bool = True,
-        quantize_boundaries: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        options: AttentionOptions = AttentionOptions(),
     ) -> None:
         super().__init__()
-        self.heads, self.rope_base, self.is_causal = heads, rope_base, is_causal
-        self.quantize_boundaries = quantize_boundaries
-        options = {"bias": bias, "dtype": dtype}
-        self.qkv = LayerNormLinear(
-            dim, 3 * dim, name=f"{name}.qkv", recipe=recipe, normalization=normalization, **options
-        )
-        self.dpa = DotProductAttention(**gemm_options(recipe, "dpa", f"{name}.dpa"), dtype=dtype)
-        self.proj = Linear(dim, dim, **gemm_options(recipe, "linear", f"{name}.proj"), **options)
+        self.heads, self.rope_base, self.is_causal = heads, options.rope_base, options.is_causal
+        self.quantize_boundaries = options.quantize_boundaries
+        recipe = whole_recipe(recipe, name)
+        norm = LayerNormLinearOptions(normalization=options.normalization)
+        shared = {"recipe": recipe, "bias": bias, "dtype": dtype}
+        self.qkv = LayerNormLinear(dim, 3 * dim, name=f"{name}.qkv", options=norm, **shared)
+        self.dpa = DotProductAttention(name=f"{name}.dpa", recipe=recipe, dtype=dtype)
+        self.proj = Linear(dim, dim, name=f"{name}.proj", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         """checkpoint_core_attention: compute what lies between the two linears again in backward."""

@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hqsweep.nn.module import section_of
+from hqsweep.nn.options import EPSILON
+from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.weight import QuantizedWeight
-from hqsweep.recipe.schedule import AnyRecipe
 
-EPSILON = 1e-5
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 
@@ -22,13 +21,13 @@ class Norm(QuantizedWeight):
     module_type = "norm"
 
     def __init__(
-        self, dim: int, *, name: str, recipe: AnyRecipe, normalization: str = "RMSNorm", epsilon: float = EPSILON
+        self, dim: int, *, name: str, recipe: RecipeArgument, normalization: str = "RMSNorm", epsilon: float = EPSILON
     ) -> None:
         super().__init__()
         if normalization not in NORMALIZATIONS:
             raise ValueError(f"{name}: normalization is {normalization!r}; allowed: {', '.join(NORMALIZATIONS)}")
         self.name, self.epsilon = name, epsilon
-        self.quantizers = section_of(recipe, self.module_type, name)
+        self.quantizers, _ = module_quantizers(recipe, self.module_type, name)
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if normalization == "LayerNorm" else None
 

@@ -1,19 +1,18 @@
 """TransformerLayer: attention and MLP, each added to the residual stream."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention
-from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.nn.options import TransformerOptions
+from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 
 
 class TransformerLayer(nn.Module):
     """x [B, T, D] -> x + attn(x), then x + mlp(x), where both begin with a norm; the residual stream keeps x's dtype.
 
-    Named `name`.attn and `name`.mlp; `attention` are further options of MultiheadAttention.
+    Its modules are named `name`.attn and `name`.mlp. A section, or its text, as recipe is for the linears of both.
     """
 
     def __init__(
@@ -23,17 +22,14 @@ class TransformerLayer(nn.Module):
         heads: int,
         *,
         name: str,
-        recipe: AnyRecipe,
-        activation: str = "swiglu",
-        normalization: str = "RMSNorm",
-        bias: bool = False,
+        recipe: RecipeArgument,
         dtype: torch.dtype = torch.bfloat16,
-        **attention: Any,
+        options: TransformerOptions = TransformerOptions(),
     ) -> None:
         super().__init__()
-        options = {"recipe": recipe, "normalization": normalization, "bias": bias, "dtype": dtype}
-        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **options, **attention)
-        self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", activation=activation, **options)
+        shared = {"recipe": whole_recipe(recipe, name), "bias": options.bias, "dtype": dtype, "options": options}
+        self.attn = MultiheadAttention(dim, heads, name=f"{name}.attn", **shared)
+        self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         x = x + self.attn(x, checkpoint_core_attention).to(x.dtype)

@@ -16,9 +16,10 @@ from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_exper
 from hqsweep.config.train import Recompute
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.module import gemm_options, section_of
 from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.norm import Norm
+from hqsweep.nn.options import MoELayerOptions, TransformerOptions
+from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
@@ -35,7 +36,8 @@ class Embedding(QuantizedWeight):
 
     def __init__(self, vocab_size: int, dim: int, name: str, recipe: AnyRecipe) -> None:
         super().__init__()
-        self.name, self.quantizers = name, section_of(recipe, self.module_type, name)
+        self.name = name
+        self.quantizers, _ = module_quantizers(recipe, self.module_type, name)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         nn.init.normal_(self.weight)
 
@@ -83,7 +85,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(vocab_size, config.dim, "embedding", recipe)
         self.layers = nn.ModuleList(_layer(config, i, recipe, dtype) for i in range(config.layers))
         self.norm = Norm(config.dim, name="norm", recipe=recipe)
-        self.head = Linear(config.dim, vocab_size, **gemm_options(recipe, "linear", HEAD), dtype=dtype)
+        self.head = Linear(config.dim, vocab_size, name=HEAD, recipe=recipe, dtype=dtype)
         self._initialise(config)
 
     def _initialise(self, config: ModelConfig) -> None:
@@ -129,8 +131,10 @@ class GPT(nn.Module):
 
 
 def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:
-    options = {"name": f"layers.{index}", "recipe": recipe, "rope_base": config.rope_base, "dtype": dtype}
+    shared = {"name": f"layers.{index}", "recipe": recipe, "dtype": dtype}
     if not has_experts(config, index):
-        return TransformerLayer(config.dim, ffn_width(config), config.heads, **options)
+        options = TransformerOptions(rope_base=config.rope_base)
+        return TransformerLayer(config.dim, ffn_width(config), config.heads, options=options, **shared)
     experts = {"experts": config.experts, "top_k": config.top_k, "shared_expert": config.shared_expert}
-    return MoELayer(config.dim, expert_width(config), config.heads, experts=experts, **options)
+    options = MoELayerOptions(rope_base=config.rope_base, **experts)
+    return MoELayer(config.dim, expert_width(config), config.heads, options=options, **shared)

@@ -12,7 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear
 from hqsweep.quant import HybridQuantizer
-from hqsweep.recipe import LinearQuantizers, QuantizerRole, parse_recipe
+from hqsweep.recipe import QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
 from hqsweep.sweep.compose import load_recipe
 
@@ -76,7 +76,7 @@ def test_a_linear_under_autocast_with_their_factory_is_ours_to_the_bit():
     for theirs in (True, False):
         text = {"input": "mxfp8|nvfp4+rht", "weight": "mxfp8|nvfp4@rowwise_dequantized", "grad_output": "nvfp4+rht+sr"}
         torch.manual_seed(0)
-        module = Linear(64, 96, name="fc", quantizers=LinearQuantizers.parse("bf16" if theirs else text, "test"))
+        module = Linear(64, 96, name="fc", recipe="bf16" if theirs else text)
         x = draw("heavy", 32, 64).clamp(-100, 100).requires_grad_()
         if theirs:
             with compat.autocast(enabled=True, recipe=CustomRecipe(qfactory=THEIRS["mxfp8_fwd_nvfp4_bwd"])):

@@ -7,15 +7,15 @@ import torch.distributed as dist
 from experts import recipe_of
 from torch import Tensor
 
-from hqsweep.nn import GroupedLinear
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions
 
 RANKS, EXPERTS, TOKENS, SIZES = 2, 4, 112, (64, 96)
 LOCAL = EXPERTS // RANKS
 
 
 def layer(recipe: dict, count: int) -> GroupedLinear:
-    options = {"name": "experts", "recipe": recipe_of(recipe), "single_grouped_weight": True}
-    return GroupedLinear(count, *SIZES, **options).bfloat16()
+    options = GroupedLinearOptions(single_grouped_weight=True)
+    return GroupedLinear(count, *SIZES, name="experts", recipe=recipe_of(recipe), options=options).bfloat16()
 
 
 def inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import GroupedLinear, Linear, quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, LinearOptions, quantization, quantized_model_init
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.recipe import LinearQuantizers, Recipe
 
@@ -42,9 +42,10 @@ def recipe_of(quantizers, **options):
     return Recipe(**{name: LinearQuantizers.parse(section, "test") for name, section in sections.items()}, **options)
 
 
-def grouped(quantizers="mxfp8", gemm="exact", **options):
+def grouped(quantizers="mxfp8", gemm="exact", dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
-    made = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(quantizers, gemm=gemm), **options)
+    recipe, options = recipe_of(quantizers, gemm=gemm), GroupedLinearOptions(**options)
+    made = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe, dtype=dtype, options=options)
     for bias in made.biases:
         torch.nn.init.normal_(bias)
     return made
@@ -58,11 +59,11 @@ def held(quantizers, preserve=False, **options):
 
 def singles(module, **options):
     """A Linear for each expert, with the weights and quantizers of a grouped one."""
-    made = []
+    made, options = [], LinearOptions(fuse_wgrad_accumulation=module.fuse_wgrad_accumulation, **options)
     biases = [row for bias in module.biases for row in (bias if bias.dim() == 2 else [bias])]
     for expert, weight in enumerate(module.expert_weights()):
-        options = {"bias": bool(biases), "fuse_wgrad_accumulation": module.fuse_wgrad_accumulation, **options}
-        linear = Expert(K, N, name="experts", quantizers=module.quantizers, dtype=module.dtype, **options)
+        shared = {"name": "experts", "recipe": module.quantizers, "dtype": module.dtype, "options": options}
+        linear = Expert(K, N, bias=bool(biases), **shared)
         linear.expert = expert
         with torch.no_grad():
             linear.weight.copy_(weight)

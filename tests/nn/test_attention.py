@@ -11,7 +11,6 @@ from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.context import quantization
 from hqsweep.nn.probe import Probe
 from hqsweep.quant import HybridQuantizer
-from hqsweep.recipe import DpaQuantizers
 
 SHAPE = (2, 3, 128, 32)  # batch, heads, positions, width
 RECIPES = {
@@ -24,7 +23,7 @@ RECIPES = {
 
 
 def attention(texts, dtype=torch.bfloat16):
-    return DotProductAttention(name="layers.0.attn", quantizers=DpaQuantizers.parse(texts, "test"), dtype=dtype)
+    return DotProductAttention(name="layers.0.attn", recipe=texts, dtype=dtype)
 
 
 def tensors(device="cpu"):

@@ -6,13 +6,13 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
+from hqsweep.nn import Linear, LinearOptions, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn import call as call_module
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.quant import Operand
-from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
+from hqsweep.recipe import Recipe
 
 FP8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
 EXACT, NATIVE = (Recipe.from_config({"linear": FP8, "gemm": gemm}) for gemm in ("exact", "native"))
@@ -33,10 +33,12 @@ def seen(monkeypatch):
     return pairs
 
 
-def build(recipe=None, held=False, **options):
+def build(recipe=None, held=False, save_original_input=False):
     torch.manual_seed(0)
     with quantized_model_init(enabled=held):
-        module = Linear(64, 96, name="layer", quantizers=LinearQuantizers.parse(FP8, "test"), **options)
+        module = Linear(
+            64, 96, name="layer", recipe=FP8, options=LinearOptions(save_original_input=save_original_input)
+        )
     if recipe:
         set_recipe(module, recipe)
     return module
@@ -110,7 +112,7 @@ def test_high_precision_has_one_product_in_every_mode():
 
 
 def test_attention_has_no_native_product_but_in_high_precision():
-    module = DotProductAttention(name="layers.0.attn.dpa", quantizers=DpaQuantizers.parse("fp8_current", "test"))
+    module = DotProductAttention(name="layers.0.attn.dpa", recipe="fp8_current")
     q = draw("normal", 32, 64).view(1, 32, 64)
     assert set_recipe(module, Recipe.from_config({"linear": FP8, "dpa": "fp8_current", "gemm": "native"})) == 0
     with pytest.raises(UserError, match=r"layers.0.attn.dpa dpa: gemm=native has no product for it; leave dpa in high"):

@@ -50,7 +50,7 @@ def test_a_thread_with_a_value_of_its_own_keeps_it_and_leaves_in_any_order():
 
 def test_a_module_called_in_a_fresh_thread_draws_the_bits_of_the_step():
     quantizers = LinearQuantizers.parse("nvfp4+sr|mxfp8", "test")
-    module, x = Linear(64, 96, name="layer", quantizers=quantizers), torch.randn(32, 64)
+    module, x = Linear(64, 96, name="layer", recipe=quantizers), torch.randn(32, 64)
     with quantization(seed=3, step=7), ThreadPoolExecutor(1) as threads, torch.no_grad():
         here, there = module(x), threads.submit(module, x).result()
         assert torch.equal(here, there)

@@ -13,10 +13,19 @@ from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import GroupedLinear, Linear, Probe, autocast, quantization, quantized_model_init, set_recipe
+from hqsweep.nn import (
+    GroupedLinear,
+    Linear,
+    LinearOptions,
+    Probe,
+    autocast,
+    quantization,
+    quantized_model_init,
+    set_recipe,
+)
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.quant import HybridQuantizer
-from hqsweep.recipe import DpaQuantizers, LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.recipe import DpaQuantizers, QuantizerRole, Recipe
 
 DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
 HYBRID = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
@@ -25,7 +34,7 @@ NAMES = [f"{t}_{d}" for t in ("input", "weight", "grad_output") for d in ("rowwi
 
 def build(quantizers=DELAYED, **options):
     torch.manual_seed(0)
-    return Linear(64, 96, name="fc", quantizers=LinearQuantizers.parse(quantizers, "test"), **options)
+    return Linear(64, 96, name="fc", recipe=quantizers, options=LinearOptions(**options))
 
 
 def recipe(linear=DELAYED, **sections):
@@ -222,7 +231,7 @@ GROUPED = {"num_experts": 2, "in_features": 64, "out_features": 96, "name": "fc"
 def model(own, seed):
     """A linear and two experts in a recipe of their own, or in bf16 for an autocast."""
     torch.manual_seed(seed)
-    linear = Linear(64, 64, name="l", quantizers=LinearQuantizers.parse(own, "test"))
+    linear = Linear(64, 64, name="l", recipe=own)
     return nn.Sequential(linear, GroupedLinear(**GROUPED, recipe=recipe(own)))
 
 
@@ -297,7 +306,7 @@ def test_attention_trains_in_the_formats_of_fp8_attention():
     texts = {"qkv": "fp8_current", "s": "fp8_delayed+most_recent+history1", "do": "fp8_current+e5m2"}
     quantizers = {t: HybridQuantizer.parse(text) for t, text in texts.items()}
     quantizers["dp"] = HybridQuantizer.parse("fp8_delayed+e5m2+most_recent+history1")
-    attention = DotProductAttention(name="dpa", quantizers=DpaQuantizers(**quantizers))
+    attention = DotProductAttention(name="dpa", recipe=DpaQuantizers(**quantizers))
     q = draw("normal", 32, 16).view(1, 32, 16).requires_grad_()
     exact = torch.nn.functional.scaled_dot_product_attention(*[q.detach().float()] * 3, is_causal=True)
     outputs = []

@@ -23,7 +23,7 @@ from experts import (
 import hqsweep.nn.grouped_linear
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, set_recipe
 from hqsweep.ops.grouped_layout import Splits
 
 
@@ -116,7 +116,9 @@ def test_gradients_have_the_dtype_of_the_input(dtype):
 
 @pytest.mark.parametrize("quantizers", ["bf16", "fp8_delayed", SECTIONS[0]], ids=ids)
 def test_one_expert_is_one_linear(quantizers):
-    module = GroupedLinear(1, K, N, name="experts", recipe=recipe_of(quantizers), bias=True)
+    module = GroupedLinear(
+        1, K, N, name="experts", recipe=recipe_of(quantizers), options=GroupedLinearOptions(bias=True)
+    )
     assert_same_gradients(*train(module, singles(module), splits=(ROWS,)))
 
 

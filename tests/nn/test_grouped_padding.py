@@ -6,7 +6,7 @@ from experts import EXPERTS, SECTIONS, K, N, gradients, grouped, hidden, ids
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import GroupedLinear, quantization
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe
 
@@ -106,7 +106,8 @@ class Halved(HybridQuantizer):
 @pytest.mark.parametrize("formats", [("mxfp8", "nvfp4+sr"), ("nvfp4+row_scaled", "mxfp4")], ids=" ".join)
 def test_a_custom_quantizer_is_called_for_experts_that_are_filled_up(plan, formats):
     recipe = CustomRecipe(qfactory=lambda role: Halved(*map(parse, formats)))
-    module = GroupedLinear(EXPERTS, K, N, name="e", recipe=recipe, single_grouped_weight=True).to(torch.bfloat16)
+    options = GroupedLinearOptions(single_grouped_weight=True)
+    module = GroupedLinear(EXPERTS, K, N, name="e", recipe=recipe, options=options).to(torch.bfloat16)
     assert_same(run(module, hidden(UNEVEN)), run(module, UNEVEN))
 
 

@@ -12,7 +12,7 @@ import hqsweep.quant.grouped_operand
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import GroupedLinear, autocast, quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, quantized_model_init
 from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 
 EQUAL = (ROWS // EXPERTS,) * EXPERTS
@@ -220,7 +220,8 @@ def test_an_output_may_be_written_in_place(used, quantizers, splits):
 def calls_of_a_step(experts, quantizers, equal):
     """How often each Python function is called by a forward and backward that is not the first."""
     recipe = recipe_of(quantizers)
-    module = GroupedLinear(experts, K, N, name="e", recipe=recipe, single_grouped_weight=True).to(torch.bfloat16)
+    options = GroupedLinearOptions(single_grouped_weight=True)
+    module = GroupedLinear(experts, K, N, name="e", recipe=recipe, options=options).to(torch.bfloat16)
     x, dy = draw("normal", 32 * experts, K).requires_grad_(), draw("normal", 32 * experts, N)
     splits = [32] * experts if equal else [16, 48, *[32] * (experts - 2)]
     calls = Counter()

@@ -9,7 +9,7 @@ from experts import SECTIONS, K, N, gradients, hidden, ids, recipe_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import GroupedLinear, quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization, quantized_model_init
 
 BOTH_DELAYED = "fp8_delayed|fp8_delayed+e5m2@rowwise_dequantized"
 ROWS_DECODED = {"input": "nvfp4+row_scaled", "weight": "nvfp4", "grad_output": "nvfp4+sr"}
@@ -30,11 +30,10 @@ def kernels(monkeypatch):
 def made(experts, quantizers, *, single=False, main_grad=False, held=False):
     """With biases; weights that are not held are bfloat16."""
     torch.manual_seed(0)
+    options = {"single_grouped_weight": single, "single_grouped_bias": single, "fuse_wgrad_accumulation": main_grad}
+    options = GroupedLinearOptions(bias=True, **options)
     with quantized_model_init(enabled=held), quantization(seed=1, step=0):
-        module = GroupedLinear(
-            experts, K, N, name="e", recipe=recipe_of(quantizers), bias=True, fuse_wgrad_accumulation=main_grad,
-            single_grouped_weight=single, single_grouped_bias=single,
-        )  # fmt: skip
+        module = GroupedLinear(experts, K, N, name="e", recipe=recipe_of(quantizers), options=options)
     for weight in module.weights if main_grad else ():
         weight.main_grad = torch.zeros(weight.shape)
     return module if held else module.to(torch.bfloat16)

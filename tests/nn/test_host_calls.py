@@ -11,7 +11,6 @@ from experts import EXPERTS, ROWS, K, N, grouped
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization
-from hqsweep.recipe import LinearQuantizers
 
 EQUAL = [ROWS // EXPERTS] * EXPERTS
 
@@ -57,5 +56,5 @@ def test_a_step_of_a_grouped_linear(text, cached, bound, single, monkeypatch):
     ("mxfp8", False, 242), ("mxfp8", True, 198), ("nvfp4", False, 260), ("nvfp4", True, 216),
 ])  # fmt: skip
 def test_a_step_of_a_linear(text, cached, bound):
-    module = Linear(K, N, name="layer", quantizers=LinearQuantizers.parse(text, "test")).to(torch.bfloat16)
+    module = Linear(K, N, name="layer", recipe=text).to(torch.bfloat16)
     assert calls_of(module, cached=cached) <= bound

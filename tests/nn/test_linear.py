@@ -5,16 +5,16 @@ import torch
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, Probe, quantization, set_recipe
-from hqsweep.recipe import LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.nn import Linear, LinearOptions, Probe, quantization, set_recipe
+from hqsweep.recipe import QuantizerRole, Recipe
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
 
-def build(quantizers, k=64, n=96, dtype=torch.bfloat16, **options):
+def build(quantizers, k=64, n=96, dtype=torch.bfloat16, bias=False, **options):
     torch.manual_seed(0)
-    parsed = LinearQuantizers.parse(quantizers, "test")
-    return Linear(k, n, name="layer", quantizers=parsed, dtype=dtype, **options)
+    shared = {"name": "layer", "recipe": quantizers, "bias": bias, "dtype": dtype}
+    return Linear(k, n, **shared, options=LinearOptions(**options))
 
 
 def run(quantizers, step=0, microbatch=0, **options):

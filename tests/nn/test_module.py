@@ -11,7 +11,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, autocast, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
-from hqsweep.recipe import CustomRecipe, LinearQuantizers, QuantizerRole, Recipe
+from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
 from hqsweep.recipe.sectioned import HIGH_PRECISION
 from hqsweep.train.model import GPT
 
@@ -29,7 +29,7 @@ def gpt(linear="mxfp8", **sections):
 
 def linear(quantizers="bf16", name="layers.0.fc"):
     torch.manual_seed(0)
-    return Linear(64, 96, name=name, quantizers=LinearQuantizers.parse(quantizers, "test"))
+    return Linear(64, 96, name=name, recipe=quantizers)
 
 
 def mxfp8_inputs(role):
@@ -115,7 +115,7 @@ def test_a_model_with_held_weights_holds_them_in_the_formats_of_its_recipe():
 
 
 def test_attention_follows_the_recipe():
-    attention = DotProductAttention(name="layers.0.dpa", quantizers=HIGH_PRECISION["dpa"])
+    attention = DotProductAttention(name="layers.0.dpa", recipe=HIGH_PRECISION["dpa"])
     x = torch.randn(1, 2, 64, 32).bfloat16()
     plain = attention(x, x, x)
     with autocast(recipe=recipe("bf16", dpa="mxfp8")):

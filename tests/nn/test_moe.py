@@ -5,18 +5,17 @@ import torch
 import torch.nn.functional as F
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import LayerNormMoE, Probe, quantization
+from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization
 from hqsweep.nn.layernorm_mlp import swiglu
 from hqsweep.nn.router import Router
-from hqsweep.recipe import Recipe
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
 
 
 def mixture(linear="fp32", top_k=2, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    options = {"experts": EXPERTS, "top_k": top_k, "name": "m", "dtype": dtype, **options}
-    made = LayerNormMoE(DIM, FFN, recipe=Recipe.from_config({"linear": linear}), **options)
+    options = MoEOptions(experts=EXPERTS, top_k=top_k, **options)
+    made = LayerNormMoE(DIM, FFN, name="m", recipe=linear, dtype=dtype, options=options)
     torch.nn.init.normal_(made.router.weight)
     return made
 

@@ -67,7 +67,7 @@ def stack(text, device="cpu", *, held=False, layers=3, width=64):
     torch.manual_seed(0)
     with quantized_model_init(enabled=held), quantization(seed=5):
         quantizers = LinearQuantizers.parse(text, "test")
-        linears = [Linear(width, width, name=f"layers.{i}", quantizers=quantizers) for i in range(layers)]
+        linears = [Linear(width, width, name=f"layers.{i}", recipe=quantizers) for i in range(layers)]
     return nn.Sequential(*(part for linear in linears for part in (linear, nn.SiLU()))).to(device)
 
 
@@ -139,7 +139,7 @@ def test_what_would_not_be_freed_stays():
     model.register_buffer("table", torch.zeros(64, 64))
     with quantized_model_init():
         quantizers = LinearQuantizers.parse("nvfp4|mxfp8", "test")
-        model.held = Linear(64, 64, name="held", quantizers=quantizers)
+        model.held = Linear(64, 64, name="held", recipe=quantizers)
     big, small = torch.zeros(64, 64), torch.zeros(8)
     conjugated, code = torch.zeros(64, 64, dtype=torch.complex64).conj(), model.held.weight.columnwise.buffers["q"]
     stays = [model.weight, model.weight.detach()[:32], model.table, code, small, small.expand(4096, 8), conjugated]
@@ -167,9 +167,7 @@ def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
 @devices
 @pytest.mark.parametrize("text", ["bf16", "mxfp8", "nvfp4+sr"])
 def test_attention_is_the_same_bytes(text, device):
-    module = DotProductAttention(
-        name="dpa", quantizers=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS})
-    )
+    module = DotProductAttention(name="dpa", recipe=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS}))
     model = nn.Linear(1, 1, device=device)
     qkv = [torch.randn(2, 64, 3, 32, device=device).bfloat16().transpose(1, 2) for _ in range(3)]
     made = []

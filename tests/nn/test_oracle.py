@@ -36,7 +36,7 @@ def train(quantizers: dict, tensors: dict[str, Tensor], gemm: str, product: Call
     """(y, dx and dw; GEMM -> its two operands) of one Linear; `product` stands for the one of gemm=native."""
     x, w, dy = (tensors[slot] for slot in SLOTS)
     parsed, dtype = LinearQuantizers.parse(quantizers, "test"), x.dtype
-    module = Linear(x.shape[1], w.shape[0], name="layer", quantizers=parsed, dtype=dtype).to(x.device)
+    module = Linear(x.shape[1], w.shape[0], name="layer", recipe=parsed, dtype=dtype).to(x.device)
     module.gemm, pairs = gemm, []
     with torch.no_grad():
         module.weight.copy_(w)

@@ -34,7 +34,7 @@ def build(recipe, *, held, bias=False, seed=7, step=3, dtype=torch.bfloat16, **o
     torch.manual_seed(0)
     quantizers = LinearQuantizers.parse(recipe, "test")
     with quantization(seed=seed, step=step), quantized_model_init(enabled=held, **options):
-        return Linear(64, 96, name="layer", quantizers=quantizers, bias=bias, dtype=dtype)
+        return Linear(64, 96, name="layer", recipe=quantizers, bias=bias, dtype=dtype)
 
 
 def run(module, *, call=None, step=3, seed=7, backward=True):
@@ -133,9 +133,9 @@ def test_quantized_model_init_nests_and_works_under_no_grad():
     assert module.weight.requires_grad and module.weight.columnwise is not None
     with quantized_model_init():
         assert type(build("mxfp8", held=False).weight) is nn.Parameter
-        inner = Linear(64, 96, name="l", quantizers=LinearQuantizers.parse("mxfp8", "t"))
+        inner = Linear(64, 96, name="l", recipe="mxfp8")
     assert isinstance(inner.weight, HybridQuantizedTensor) and inner.weight.get_high_precision_init_val() is None
-    outside = Linear(64, 96, name="l", quantizers=LinearQuantizers.parse("mxfp8", "t"))
+    outside = Linear(64, 96, name="l", recipe="mxfp8")
     assert type(outside.weight) is nn.Parameter
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hqsweep.config.job import parse
-from hqsweep.nn import Linear, Probe, autocast, quantization, quantized_model_init
+from hqsweep.nn import Linear, Probe, TransformerOptions, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
@@ -44,11 +44,11 @@ devices = pytest.mark.parametrize("device", DEVICES)
 def linear(text, *, held=False, dtype=torch.bfloat16):
     torch.manual_seed(0)
     with quantized_model_init(enabled=held), quantization(seed=5):
-        return Linear(64, 96, name="layer", quantizers=LinearQuantizers.parse(text, "test"), bias=True, dtype=dtype)
+        return Linear(64, 96, name="layer", recipe=text, bias=True, dtype=dtype)
 
 
 def attention(text):
-    return DotProductAttention(name="dpa", quantizers=DpaQuantizers.parse(text, "test"))
+    return DotProductAttention(name="dpa", recipe=text)
 
 
 def gpt(name, recompute="none", dpa=True):
@@ -150,8 +150,9 @@ def test_transformer_layer_with_everything(name, way, device):
     """LayerNorm, biases, GELU, tensors rounded where they are made, and the core of attention again inside of it."""
     linear, dpa = LinearQuantizers.parse(FORMATS[name], "t"), DpaQuantizers.parse(ATTENTION[name], "t")
     options = {"normalization": "LayerNorm", "bias": True, "activation": "gelu", "quantize_boundaries": True}
-    recipe = Recipe(linear=linear, dpa=dpa)
-    layer, inputs = TransformerLayer(64, 96, 2, name="l", recipe=recipe, **options), [draw(2, 128, 64, device=device)]
+    recipe, options = Recipe(linear=linear, dpa=dpa), TransformerOptions(**options)
+    layer = TransformerLayer(64, 96, 2, name="l", recipe=recipe, options=options)
+    inputs = [draw(2, 128, 64, device=device)]
     assert_the_same(layer, inputs, way)
     assert_the_same(layer, inputs, way, True)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, TransformerLayer, quantized_model_init
+from hqsweep.nn import Linear, LinearOptions, TransformerLayer, quantized_model_init
 from hqsweep.nn.saved import SavedBytes, saved_input_bytes
-from hqsweep.recipe import LinearQuantizers, Recipe
+from hqsweep.recipe import Recipe
 
 BYTES = {  # (quantizers, save_original_input) -> bytes an element of x [32, 64]
     ("mxfp8", False): 1 + 1 / 32,
@@ -22,9 +22,9 @@ BYTES = {  # (quantizers, save_original_input) -> bytes an element of x [32, 64]
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(("quantizers", "original"), BYTES, ids=str)
 def test_bytes_per_element_saved_for_backward(quantizers, original, held):
-    sections = LinearQuantizers.parse(quantizers, "test")
+    options = LinearOptions(save_original_input=original)
     with quantized_model_init(enabled=held):
-        module = Linear(64, 96, name="layer", quantizers=sections, bias=True, save_original_input=original)
+        module = Linear(64, 96, name="layer", recipe=quantizers, bias=True, options=options)
     saved = SavedBytes(module)
     with saved.counting():
         module(draw("normal", 32, 64))

@@ -7,7 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hqsweep.nn import LayerNormLinear, LayerNormMLP, MultiheadAttention, TransformerLayer, autocast, set_recipe
+from hqsweep.nn import (
+    AttentionOptions,
+    LayerNormLinear,
+    LayerNormLinearOptions,
+    LayerNormMLP,
+    MLPOptions,
+    MultiheadAttention,
+    TransformerLayer,
+    TransformerOptions,
+    autocast,
+    set_recipe,
+)
 from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.norm import EPSILON
 from hqsweep.recipe import Recipe
@@ -70,6 +81,7 @@ def assert_like(module, reference):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
 
 
+SHARED = {"recipe": FP32, "dtype": torch.float32}
 OPTIONS = [
     {"bias": bias, "normalization": n} for bias, n in ((False, "RMSNorm"), (True, "RMSNorm"), (True, "LayerNorm"))
 ]
@@ -77,31 +89,35 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_layernorm_linear(options):
-    assert_like(LayerNormLinear(D, 96, name="l", recipe=FP32, dtype=torch.float32, **options), layernorm_linear)
+    bias, options = options["bias"], LayerNormLinearOptions(normalization=options["normalization"])
+    assert_like(LayerNormLinear(D, 96, name="l", **SHARED, bias=bias, options=options), layernorm_linear)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_layernorm_mlp(options, activation):
-    module = LayerNormMLP(D, 96, name="m", recipe=FP32, dtype=torch.float32, activation=activation, **options)
+    bias, options = options["bias"], MLPOptions(normalization=options["normalization"], activation=activation)
+    module = LayerNormMLP(D, 96, name="m", **SHARED, bias=bias, options=options)
     assert_like(module, lambda x, m: mlp(x, m, activation))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_multihead_attention(options):
-    assert_like(MultiheadAttention(D, H, name="a", recipe=FP32, dtype=torch.float32, **options), attention)
+    bias, options = options["bias"], AttentionOptions(normalization=options["normalization"])
+    assert_like(MultiheadAttention(D, H, name="a", **SHARED, bias=bias, options=options), attention)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_transformer_layer(options, activation):
-    module = TransformerLayer(D, 96, H, name="t", recipe=FP32, dtype=torch.float32, activation=activation, **options)
+    options = TransformerOptions(activation=activation, **options)
+    module = TransformerLayer(D, 96, H, name="t", **SHARED, options=options)
     assert_like(module, lambda x, m: layer(x, m, activation))
 
 
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="m: activation is 'relu'; allowed: gelu, swiglu"):
-        LayerNormMLP(D, 96, name="m", recipe=FP32, activation="relu")
+        LayerNormMLP(D, 96, name="m", recipe=FP32, options=MLPOptions(activation="relu"))
 
 
 def test_every_linear_and_the_attention_have_roles_of_their_own():
@@ -130,7 +146,7 @@ WIRED = {
 
 def test_attention_wires_the_four_boundaries_inside_it_and_unwires_them_for_high_precision():
     x = torch.randn(B, T, D)
-    module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, quantize_boundaries=True)
+    module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, options=AttentionOptions(quantize_boundaries=True))
     assert set(boundaries(module).values()) == {None}
     first = module(x)
     assert boundaries(module) == WIRED
@@ -152,12 +168,13 @@ def test_a_boundary_is_rounded_once_by_its_writer():
     x, mx = torch.randn(B, T, D), Recipe.from_config({"linear": "mxfp8"})
     torch.manual_seed(0)
     plain = MultiheadAttention(D, H, name="a", recipe=mx)
-    wired = MultiheadAttention(D, H, name="a", recipe=mx, quantize_boundaries=True)
+    wired = MultiheadAttention(D, H, name="a", recipe=mx, options=AttentionOptions(quantize_boundaries=True))
     wired.load_state_dict(plain.state_dict())
     assert torch.equal(plain(x), wired(x)) and str(wired.dpa.quantizers.output) == "mxfp8"
 
 
 def test_queries_and_keys_that_turn_are_not_rounded_before():
-    module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, quantize_boundaries=True, rope_base=1e4)
+    options = AttentionOptions(quantize_boundaries=True, rope_base=1e4)
+    module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, options=options)
     module(torch.randn(B, T, D))
     assert boundaries(module) == WIRED | {"qkv output": None, "dpa grad": None}

@@ -13,7 +13,7 @@ from hqsweep.nn.grouped_call import GroupedCall
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.grouped_operand import quantize_group
-from hqsweep.recipe import LinearQuantizers, Recipe
+from hqsweep.recipe import Recipe
 
 BOTH = ["rowwise", "columnwise"]
 SR = {"input": "nvfp4", "weight": "nvfp4+sr", "grad_output": "nvfp4"}
@@ -35,7 +35,7 @@ def made(monkeypatch):
 
 def linear(quantizers="mxfp8"):
     torch.manual_seed(0)
-    return Linear(64, 96, name="layer", quantizers=LinearQuantizers.parse(quantizers, "test"))
+    return Linear(64, 96, name="layer", recipe=quantizers)
 
 
 def train(module, index):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hqsweep.nn import GroupedLinear, Linear, quantization, quantized_model_init
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam
-from hqsweep.quant import LinearQuantizers, Recipe
+from hqsweep.quant import Recipe
 
 FOLDER = Path(__file__).parents[1] / "golden" / "checkpoints"
 FILES = sorted(path.stem for path in FOLDER.glob("*.pt"))
@@ -31,9 +31,10 @@ def module_of(name):
     case, held = case.removesuffix("_held"), case.endswith("_held")
     with quantized_model_init(enabled=held), quantization(seed=1):
         if kind == "linear":
-            return Linear(64, 64, name="l", quantizers=LinearQuantizers.parse(LINEARS[case], "t"), bias=True), ()
+            return Linear(64, 64, name="l", recipe=LINEARS[case], bias=True), ()
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": LINEARS[case]})
-        module = GroupedLinear(2, 64, 64, name="g", recipe=recipe, bias=True, single_grouped_weight=single)
+        options = GroupedLinearOptions(bias=True, single_grouped_weight=single)
+        module = GroupedLinear(2, 64, 64, name="g", recipe=recipe, options=options)
     return module, ([32, 32],)
 
 

@@ -94,7 +94,7 @@ def gemm_rows(name: str, section: dict[str, str], seed: int, device: torch.devic
 
 def _linear(quantizers: LinearQuantizers, w: Tensor, device: torch.device) -> Linear:
     """Of float32 inputs and outputs, so that nothing but the recipe rounds."""
-    module = Linear(w.shape[1], w.shape[0], name="student", quantizers=quantizers, dtype=torch.float32).to(device)
+    module = Linear(w.shape[1], w.shape[0], name="student", recipe=quantizers, dtype=torch.float32).to(device)
     with torch.no_grad():
         module.weight.copy_(w)
     return module

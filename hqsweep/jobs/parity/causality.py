@@ -17,7 +17,6 @@ from hqsweep.jobs.parity.training import Check, Rows
 from hqsweep.nn import Linear
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.recipe.sections import LinearQuantizers
 
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
 GROWTH = 3.0
@@ -46,7 +45,7 @@ def _earlier(format: Format, x: Tensor, seed: int) -> dict[str, Tensor]:
     """Values of all tokens but the last: those that the operand stands for, and y of a Linear with a bf16 weight."""
     operand = HybridQuantizer(format, parse("bf16")).quantize(x, columnwise=None, key=KEY).rowwise
     quantizers = {"input": f"{format}|bf16", "weight": "bf16", "grad_output": "bf16"}
-    module = Linear(WIDTH, OUTPUTS, name="causality", quantizers=LinearQuantizers.parse(quantizers, "parity"))
+    module = Linear(WIDTH, OUTPUTS, name="causality", recipe=quantizers)
     module = module.to(x.device)
     with torch.no_grad():
         module.weight.copy_(draw("normal", OUTPUTS, WIDTH, seed))

@@ -30,7 +30,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import grouped_plan
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.training import Check, Rows
-from hqsweep.nn import GroupedLinear, LayerNormMoE, Linear, quantization
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.router import Routing
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.request import SOURCES
@@ -127,8 +127,8 @@ class _Problem:
     def run(self, splits: Splits | None = None) -> Results:
         """By a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
         recipe = Recipe(linear=HIGH, grouped_linear=self.quantizers)
-        single = {"single_grouped_weight": True, "single_grouped_bias": True}
-        module = GroupedLinear(EXPERTS, K, N, name="m", recipe=recipe, bias=True, dtype=self.dtype, **single)
+        options = GroupedLinearOptions(bias=True, single_grouped_weight=True, single_grouped_bias=True)
+        module = GroupedLinear(EXPERTS, K, N, name="m", recipe=recipe, dtype=self.dtype, options=options)
         module = module.to(self.device)
         _write(module, self.w, self.b)
         return self._stepped(module, self.x, self.dy, list(self.splits) if splits is None else splits)
@@ -141,7 +141,7 @@ class _Problem:
         return tokens | {name: torch.stack([results[name] for results in made]) for name in ("dw", "db")}
 
     def _by_linear(self, expert: int, x: Tensor, dy: Tensor) -> Results:
-        linear = _Expert(K, N, name="m", quantizers=self.quantizers, bias=True, dtype=self.dtype).to(self.device)
+        linear = _Expert(K, N, name="m", recipe=self.quantizers, bias=True, dtype=self.dtype).to(self.device)
         linear.expert = expert
         _write(linear, self.w[expert], self.b[expert])
         return self._stepped(linear, x, dy)
@@ -251,7 +251,7 @@ def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device
         made.append({name: getattr(routing, name) for name in ("weights", "chosen", "balance", "tokens")})
 
     for section in (HIGH, quantizers):
-        moe = LayerNormMoE(K, N, experts=EXPERTS, top_k=2, name="m", recipe=Recipe(linear=section)).to(device)
+        moe = LayerNormMoE(K, N, name="m", recipe=section, options=MoEOptions(experts=EXPERTS, top_k=2)).to(device)
         with torch.no_grad():
             moe.router.weight.copy_(draw("normal", EXPERTS, K, seed))
             moe.router.register_forward_hook(keep)

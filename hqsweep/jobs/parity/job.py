@@ -141,7 +141,7 @@ def pairs_check(config: ParityConfig, device: torch.device) -> Rows:
 def _linear(
     quantizers: LinearQuantizers, x: Tensor, w: Tensor, dy: Tensor, apply: Callable[..., Tensor] = Linear.__call__
 ) -> dict[str, Tensor]:
-    module = Linear(w.shape[1], w.shape[0], name="parity", quantizers=quantizers, dtype=x.dtype).to(x.device)
+    module = Linear(w.shape[1], w.shape[0], name="parity", recipe=quantizers, dtype=x.dtype).to(x.device)
     with torch.no_grad():
         module.weight.copy_(w)
     x = x.clone().requires_grad_()

@@ -19,21 +19,29 @@ from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.composed import composed
 from hqsweep.jobs.parity.training import Check, Rows
-from hqsweep.nn import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer, quantization, set_recipe
-from hqsweep.nn.module import section_of
+from hqsweep.nn import (
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MLPOptions,
+    TransformerLayer,
+    TransformerOptions,
+    quantization,
+    set_recipe,
+)
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 
 BATCH, CONTEXT, DIM, FFN, HEADS = 2, 64, 64, 96, 2
 BASE_FORMATS = ("bf16", "fp8_current", "fp8_current+e5m2", "fp8_block", "mxfp8", "nvfp4")
+GELU = MLPOptions(activation="gelu")
+LAYER_NORM = TransformerOptions(bias=True, normalization="LayerNorm")
 MODULES: dict[str, Callable[[Recipe], nn.Module]] = {
-    "Linear": lambda recipe: Linear(DIM, FFN, name="m", quantizers=section_of(recipe, "linear", "m"), bias=True),
+    "Linear": lambda recipe: Linear(DIM, FFN, name="m", recipe=recipe, bias=True),
     "LayerNormLinear": lambda recipe: LayerNormLinear(DIM, FFN, name="m", recipe=recipe),
-    "LayerNormMLP": lambda recipe: LayerNormMLP(DIM, FFN, name="m", recipe=recipe, bias=True, activation="gelu"),
-    "TransformerLayer": lambda recipe: TransformerLayer(
-        DIM, FFN, HEADS, name="m", recipe=recipe, bias=True, normalization="LayerNorm"
-    ),
+    "LayerNormMLP": lambda recipe: LayerNormMLP(DIM, FFN, name="m", recipe=recipe, bias=True, options=GELU),
+    "TransformerLayer": lambda recipe: TransformerLayer(DIM, FFN, HEADS, name="m", recipe=recipe, options=LAYER_NORM),
 }
 RECIPES: dict[str, dict[str, object]] = {
     "mxfp8": {"linear": "mxfp8"},

@@ -1,0 +1,60 @@
+"""What `recipe=` of a module takes, and the quantizers that it gives to that module.
+
+A Recipe or CustomRecipe gives a module what its name and type are due. A section (LinearQuantizers, DpaQuantizers), a
+quantizer, text such as "nvfp4|mxfp8@rowwise_dequantized", or a mapping from tensors to them says it for this module
+alone; a mapping with `linear` or `qfactory` is the config of a recipe. Modules that are made of others take the same,
+and give it to all of their linears.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hqsweep.errors import UserError
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.roles import module_roles
+from hqsweep.recipe.schedule import AnyRecipe, parse_recipe
+from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import MODULE_SECTIONS, LinearQuantizers, Section
+
+RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]
+RECIPE_KEYS = ("linear", "qfactory", "_target_")
+"""Keys of which the config of a recipe has one, and a section none."""
+
+
+def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> AnyRecipe | Section:
+    """A recipe as it is, or from its config; all else as the section of the module; UserError with the module's name
+    for what is neither."""
+    if isinstance(recipe, Recipe | CustomRecipe):
+        return recipe
+    if isinstance(recipe, Mapping) and any(key in recipe for key in RECIPE_KEYS):
+        return parse_recipe(recipe)
+    section = MODULE_SECTIONS[module_type]
+    if isinstance(recipe, section):
+        return recipe
+    if recipe is None or isinstance(recipe, Section):
+        got = "None" if recipe is None else f"a {type(recipe).__name__}"
+        raise UserError(
+            f"{name}: recipe is {got}; a {module_type} takes a Recipe or CustomRecipe, {section.__name__}, or the text"
+            " or mapping of one"
+        )
+    return section.parse(recipe, name)
+
+
+def module_quantizers(recipe: RecipeArgument, module_type: str, name: str) -> tuple[Section, str]:
+    """The quantizers of the module of that type and name, and the mode of its GEMMs; raises as recipe.resolve does."""
+    chosen = recipe_or_section(recipe, module_type, name)
+    if isinstance(chosen, Section):
+        return chosen, "exact"
+    roles = module_roles(module_type, name)
+    resolved = chosen.resolve(roles)
+    section = MODULE_SECTIONS[module_type](**{role.tensor_type: resolved[role] for role in roles})
+    return section, chosen.gemm
+
+
+def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:
+    """The recipe of a module that is made of others: a section becomes that of all of its linears."""
+    chosen = recipe_or_section(recipe, "linear", name)
+    if not isinstance(chosen, LinearQuantizers):
+        return chosen
+    return Recipe(linear=chosen, head=chosen)
