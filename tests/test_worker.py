@@ -205,6 +205,7 @@ def test_a_stopped_run_goes_on_to_the_rows_of_an_uninterrupted_one(tmp_path, job
         assert cut.jsonl(table).read_bytes() == whole.jsonl(table).read_bytes() != b""
 
 
+@pytest.mark.slow
 def test_the_engine_starts_this_worker(run):
     (status,) = run_local([run], display=PlainDisplay(Console(file=io.StringIO())), threads=1)
     assert (status["state"], status["reason"]) == ("finished", None), run.log.read_text()

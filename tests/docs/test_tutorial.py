@@ -23,6 +23,7 @@ TINY = [
 BLOCKS = re.findall(r"```(\w+) ?(\w*)\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_tutorial_from_start_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

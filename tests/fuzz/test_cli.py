@@ -20,7 +20,8 @@ from hqsweep.sweep.store import RunStore
 
 CASES = int(os.environ.get("HQSWEEP_FUZZ", 200))
 FIRST = int(os.environ.get("HQSWEEP_FUZZ_SEED", 0))
-PARTS = 4
+PARTS = 5
+"""Parts of the cases; `make test-fast` runs the first."""
 
 
 def flags() -> dict[str, list[str]]:
@@ -57,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))])
 def test_no_command_line_ends_in_a_traceback(part: int, folder: Path) -> None:
     known, failures = flags(), []
     for seed in range(FIRST + part, FIRST + CASES, PARTS):

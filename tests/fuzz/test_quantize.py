@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hqsweep.formats import Identity
 from hqsweep.ops.quantize import quantize
 
-CPU_CASES, GPU_CASES, SHARDS, BATCH = 10_000, 2_000, 4, 25
+FEW_CASES, CPU_CASES, GPU_CASES, SHARDS, BATCH = 250, 10_000, 2_000, 4, 25
 PARTNERS = {name: texts(name) for name in (*NAMES, "bf16", "fp16", "fp32")}
 
 
@@ -90,6 +90,13 @@ def run_cases(name: str, device: str, wanted: int, shard: int = 0) -> None:
     assert done >= wanted
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_few_cases_of_the_cpu_kernel_equal_the_reference(name):
+    """What `make test-fast` has of the next test, with the best instruction set."""
+    run_cases(name, "cpu", FEW_CASES)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 @pytest.mark.parametrize("name", NAMES)
 def test_cpu_kernel_equals_reference(name, shard, monkeypatch):

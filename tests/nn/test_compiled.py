@@ -8,6 +8,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.nn import quantization
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["loop", "batch"])
 def test_a_compiled_module_computes_the_same_bytes(splits, monkeypatch):
     """Also after it has been called without: what is known of its formats by then is no part of a trace."""

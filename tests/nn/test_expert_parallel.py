@@ -9,6 +9,7 @@ from experts import SECTIONS
 COMPOSER_2 = SECTIONS[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 def test_experts_of_two_ranks_are_those_of_one_process(tmp_path):
     mp.spawn(run, (str(tmp_path), COMPOSER_2), nprocs=RANKS)

@@ -41,6 +41,7 @@ def test_the_mean_taken_here_is_that_of_the_trailing_window():
     assert trailing(rows, 0.1)["value"].mean() == _trailing_mean(rows["value"].to_numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arms", "seeds"), [(1, 3), (5, 3), (5, 2)])
 def test_sweeps_without_a_difference_alarm_at_most_at_the_stated_level(arms, seeds):
     rng = np.random.default_rng([arms, seeds])

@@ -24,6 +24,7 @@ def left_in_peace(tmp_path):
     return kill_sweep.rows(whole)
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_ends_with_the_rows_of_one_left_in_peace(tmp_path, left_in_peace):
     runs = kill_sweep.make_sweep(tmp_path / "cut", seeds=[0])
     dealt = kill_sweep.finish_under_kills(runs, random.Random(3), kills=3)

@@ -75,6 +75,7 @@ def slurm_says(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished(make_runs, submit):
     runs = make_runs("quick", "raise", "segv", "kill", "orphan", "sleep")
     began = time.monotonic()
@@ -94,6 +95,7 @@ def test_runs_end_each_in_its_way_and_the_same_call_repeats_what_is_not_finished
     assert [starts(run) for run in runs[:2]] == [1, 3]
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_stop_or_preempted_goes_on_later(make_runs, submit):
     runs = make_runs("again", "again")
     submit(runs, gres="gpu:1", detach=True)
@@ -110,6 +112,7 @@ def test_a_job_that_is_told_to_stop_or_preempted_goes_on_later(make_runs, submit
     assert [(run.status()["state"], run.status()["attempt"], starts(run)) for run in runs] == [("finished", 2, 2)] * 2
 
 
+@pytest.mark.slow
 def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):
     runs = make_runs("sleep", "sleep")
     submit(runs, workers=1, detach=True)
@@ -124,6 +127,7 @@ def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):
     assert starts(runs[1]) == 0
 
 
+@pytest.mark.slow
 def test_slurm_that_refuses_is_one_sentence(make_runs, submit, capfd):
     (run,) = make_runs("quick")
     with pytest.raises(UserError, match=r"^engine: Slurm did not take the jobs: invalid partition specified: none; "):

@@ -44,6 +44,7 @@ def disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_a_run_and_nothing_else(disk, tmp_path):
     folder, _ = disk
     run, other = kill_sweep.make_sweep(folder / "runs")[:2]
