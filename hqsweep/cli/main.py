@@ -83,7 +83,7 @@ def run(
     from rich.console import Console
 
     from hqsweep.report import junit
-    from hqsweep.report.checks import verdicts
+    from hqsweep.report.job_tables import job_tables
     from hqsweep.sweep import launch
     from hqsweep.sweep.progress import open_display
 
@@ -102,7 +102,7 @@ def run(
         junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
     tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not checked else []
-    print_result(as_json, results, *verdicts(rows), *tables)
+    print_result(as_json, results, *job_tables(rows), *tables)
     _hint(as_json, results, plan.first.sweep)
     if failed:
         raise typer.Exit(RUN_FAILED)
@@ -130,7 +130,7 @@ def compare(
 
     A table here; HTML, Markdown, CSV and Parquet in the report folder.
     """
-    from hqsweep.report.check import check
+    from hqsweep.report.band import within_band
     from hqsweep.report.compare import compare, write
     from hqsweep.report.tables import rich_table
     from hqsweep.sweep.store import RunStore
@@ -140,7 +140,7 @@ def compare(
     comparison = compare(found, baseline, window, target_gap)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in found))))
     mirror_report(found, page.parent)
-    good, line = check(comparison, band) if band is not None else (True, "")
+    good, line = within_band(comparison, band) if band is not None else (True, "")
     facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
     print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else MISMATCH)

@@ -2,6 +2,6 @@
 
 frames reads; curves, paired, arms and verdict compute what is claimed; tables and html show it, with the figures of
 figures, points and heatmaps in one look; compare joins them.
-baseline, gate and summary are the CI's side. checks prints parity and calibrate;
-check, probe, junit and listing are small and stand by themselves.
+baseline, gate, band and summary are the CI's side. job_tables prints parity and calibrate, and gemm_plans says what
+computed each GEMM; probe, junit and listing are small and stand by themselves.
 """

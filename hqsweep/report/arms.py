@@ -17,8 +17,8 @@ import pandas as pd
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.frames import Frames, config_leaves
+from hqsweep.report.gemm_plans import computed_by
 from hqsweep.report.paired import holm, interval, intervals, p_value, seeds_needed
-from hqsweep.report.plans import computed_by
 from hqsweep.report.verdict import outcome, sentence, state_text
 
 INIT_NOISE = "config.model.init_noise"

@@ -9,8 +9,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from hqsweep.report.checks import verdicts
-from hqsweep.report.plans import plan_lines
+from hqsweep.report.gemm_plans import plan_lines
+from hqsweep.report.job_tables import job_tables
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
 from hqsweep.sweep.store import RunDir, RunStore
 
@@ -61,7 +61,7 @@ def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
         parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
     if worst:
         parts.append(_worst_table(worst))
-    parts += verdicts({table: run.rows(table) for table in ("parity", "calibrate")})
+    parts += job_tables({table: run.rows(table) for table in ("parity", "calibrate")})
     parts += [
         _facts_table(manifest),
         Text("config", style="bold"),

@@ -13,8 +13,8 @@ from rich.text import Text
 from hqsweep.report import experts
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import config_leaves
+from hqsweep.report.gemm_plans import arm_lines
 from hqsweep.report.parity import text_tables
-from hqsweep.report.plans import arm_lines
 from hqsweep.report.text import TextTable, markdown, markdown_text, number, text, to_rich
 from hqsweep.report.verdict import fault
 

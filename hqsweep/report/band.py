@@ -9,7 +9,7 @@ from hqsweep.report.curves import ENTROPY
 from hqsweep.report.text import number
 
 
-def check(comparison: Comparison, band_nats: float, floor_nats: float | None = None) -> tuple[bool, str]:
+def within_band(comparison: Comparison, band_nats: float, floor_nats: float | None = None) -> tuple[bool, str]:
     """(ok, sentence): every arm's final loss is within `band_nats` of its baseline's (in either direction, seed by
     seed where paired), every arm's mean final loss is below `floor_nats`, and no run is without a result. The floor
     defaults to the unigram entropy of the validation data, which a model that ignores its context cannot beat, as the

@@ -1,4 +1,4 @@
-"""The tables of the jobs that check: parity and calibrate."""
+"""The jobs that check, parity and calibrate: their rows as tables for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +10,6 @@ from hqsweep.report import calibrate, parity
 TABLES = {"parity": parity.matrix, "calibrate": calibrate.tables}
 
 
-def verdicts(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[RenderableType]:
-    """What to print of the rows of each table that has any."""
+def job_tables(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[RenderableType]:
+    """Tables for a terminal of the rows of each job's table that has any."""
     return [TABLES[table](part) for table, part in rows.items() if part]

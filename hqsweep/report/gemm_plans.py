@@ -1,5 +1,5 @@
-"""Which plan computed each GEMM, from what manifests say of it: gemm_plan (module -> GEMM -> "a x b: plan"), and
-recipe_schedule (first_step, and the gemm_plan of what is different from there on) where recipes change.
+"""Which plan computed each GEMM, as the manifests of runs have it: gemm_plan, and where recipes change
+recipe_schedule (first_step, and the gemm_plan of the modules that differ from there on).
 """
 
 import json
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd  # `hqsweep ls` does without the 0.4 s of importing it
 
-Plan = Mapping[str, Mapping[str, str]]
+GemmPlans = Mapping[str, Mapping[str, str]]
+"""Module -> GEMM -> how it is computed: "a x b: plan"."""
 
 
-def plan_lines(plan: Plan, schedule: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
+def plan_lines(plans: GemmPlans, schedule: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
     """ "fprop", or "fprop from step 3" after a change of recipe -> its plans, each with the number of modules."""
-    lines = _counted(plan)
+    lines = _counted(plans)
     for change in schedule:
         later = _counted(change["gemm_plan"])
         lines |= {f"{gemm} from step {change['first_step']}": how for gemm, how in later.items()}
@@ -24,27 +25,29 @@ def plan_lines(plan: Plan, schedule: Sequence[Mapping[str, Any]] = ()) -> dict[s
 
 def arm_lines(runs: "pd.DataFrame") -> list[tuple[str, str]]:
     """Items of plan_lines of the runs (rows of Frames.runs) of one arm, each once."""
-    return list(dict.fromkeys(line for facts in _manifests(runs) for line in plan_lines(*facts).items()))
+    return list(
+        dict.fromkeys(line for plans, schedule in _manifests(runs) for line in plan_lines(plans, schedule).items())
+    )
 
 
 def computed_by(runs: "pd.DataFrame") -> str:
     """The plans alone, each once: "exact: bf16 operands, float32 GEMM"; "-" where no run has started."""
     texts = {}
-    for plan, schedule in _manifests(runs):
-        for each in (plan, *(change["gemm_plan"] for change in schedule)):
+    for plans, schedule in _manifests(runs):
+        for each in (plans, *(change["gemm_plan"] for change in schedule)):
             texts |= {how.partition(": ")[2]: None for gemms in each.values() for how in gemms.values()}
     return "; ".join(texts) or "-"
 
 
-def _counted(plan: Plan) -> dict[str, str]:
+def _counted(plans: GemmPlans) -> dict[str, str]:
     counts: dict[str, Counter[str]] = {}
-    for gemms in plan.values():
+    for gemms in plans.values():
         for gemm, how in gemms.items():
             counts.setdefault(gemm, Counter())[how] += 1
     return {gemm: "; ".join(f"{how} ({times})" for how, times in ways.items()) for gemm, ways in counts.items()}
 
 
-def _manifests(runs: "pd.DataFrame") -> Iterator[tuple[Plan, list[Mapping[str, Any]]]]:
+def _manifests(runs: "pd.DataFrame") -> Iterator[tuple[GemmPlans, list[Mapping[str, Any]]]]:
     """gemm_plan and recipe_schedule of every run."""
     columns = (runs[f"manifest.{key}"].map(json.loads) for key in ("gemm_plan", "recipe_schedule"))
     return zip(*columns, strict=True)

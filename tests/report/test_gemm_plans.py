@@ -6,8 +6,8 @@ from rich.console import Console
 
 from hqsweep.report import html, tables
 from hqsweep.report.compare import compare, write
+from hqsweep.report.gemm_plans import plan_lines
 from hqsweep.report.listing import show_run
-from hqsweep.report.plans import plan_lines
 
 NATIVE = "native: tensor cores of sm_90"
 LATER = {"first_step": 3, "gemm_plan": {"head": {"fprop": "c x c: later"}}}

@@ -3,7 +3,7 @@
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.report.check import check
+from hqsweep.report.band import within_band
 from hqsweep.report.compare import compare
 
 
@@ -11,7 +11,7 @@ def test_passes_within_the_band_and_below_the_unigram_entropy(make_sweep, fake):
     comparison = compare(
         make_sweep([fake.Run(), fake.Run(arm="mxfp8", gap=0.002), fake.Run(arm="nvfp4", gap=-0.03)]), "bf16"
     )
-    ok, line = check(comparison, 0.05, floor_nats=3.5)
+    ok, line = within_band(comparison, 0.05, floor_nats=3.5)
     gap = comparison.arms.set_index("arm").at["nvfp4", "gap"]
     assert ok and line.startswith("check passed (band 0.05 nats, unigram entropy 3.5000 nats): the largest gap")
     assert f"{gap:+.4f} nats ('nvfp4')" in line
@@ -29,19 +29,19 @@ def test_passes_within_the_band_and_below_the_unigram_entropy(make_sweep, fake):
     ],
 )
 def test_fails_and_says_why(make_sweep, fake, changes, band, floor, says):
-    ok, line = check(compare(make_sweep([fake.Run(), fake.Run(arm="nvfp4", **changes)]), "bf16"), band, floor)
+    ok, line = within_band(compare(make_sweep([fake.Run(), fake.Run(arm="nvfp4", **changes)]), "bf16"), band, floor)
     assert not ok and line.startswith("check failed") and says in line
 
 
 def test_the_floor_comes_from_the_manifest_when_it_states_one(make_sweep, fake):
     runs = make_sweep([fake.Run()])
-    assert f"unigram entropy {fake.entropy:.4f} nats" in check(compare(runs, "bf16"), 0.1)[1]
+    assert f"unigram entropy {fake.entropy:.4f} nats" in within_band(compare(runs, "bf16"), 0.1)[1]
     for run in runs:
         run.update_manifest(data={})
-    ok, line = check(compare(runs, "bf16"), 0.1)
+    ok, line = within_band(compare(runs, "bf16"), 0.1)
     assert ok and "entropy" not in line
 
 
 def test_band_must_be_positive(make_sweep, fake):
     with pytest.raises(UserError, match="band: 0 nats"):
-        check(compare(make_sweep([fake.Run()]), "bf16"), 0)
+        within_band(compare(make_sweep([fake.Run()]), "bf16"), 0)
