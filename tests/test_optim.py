@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import FEW
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -12,7 +13,6 @@ from hqsweep.optim import FusedAdam, use_main_grads
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-TEXTS = ["bf16", "fp8_current", "fp8_block+2d", "mxfp8", "nvfp4", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8|nvfp4"]
 KEY = RngKey(seed=0, slot="w", step=1)
 
 
@@ -43,7 +43,7 @@ def train(p, optimizer, steps):
 
 
 @pytest.mark.parametrize("kernels", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("text", [*TEXTS, "nvfp4+sr"])
+@pytest.mark.parametrize("text", [*FEW, "nvfp4+sr"])
 def test_masters_are_adamw_and_codes_are_theirs(text, kernels):
     p = quantized(text, preserve_high_precision_init_val=True)
     states = train(p, FusedAdam([p], **OPTIONS, **kernels), range(5))
@@ -106,7 +106,7 @@ def test_quantized_parameters_without_masters_are_refused():
         FusedAdam([quantized("mxfp8")], master_weights=False)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "nvfp4+sr", None], ids=str)
+@pytest.mark.parametrize("text", [*FEW, "nvfp4+sr", None], ids=str)
 def test_resuming_from_a_state_dict_is_going_on(text, tmp_path):
     def start():
         p = quantized(text, preserve_high_precision_init_val=True) if text else nn.Parameter(value().bfloat16())
@@ -220,7 +220,7 @@ def test_loss_falls_at_every_step_with_mixed_formats(text):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [{}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", FEW)
 def test_gpu_masters_are_adamw(text, kernels):
     p = nn.Parameter(quantized(text, preserve_high_precision_init_val=True).detach().cuda())
     q = nn.Parameter(value().cuda())

@@ -11,15 +11,24 @@ from dataclasses import dataclass
 
 import torch
 
+from hqsweep import formats
 from hqsweep.formats import parse
 from hqsweep.gemm.exact import plan
 from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, plan_text
 from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 
-FORMATS = (
-    "bf16", "fp16", "fp32", "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d",
-    "fp8_block+fp32_scale", "mxfp8", "mxfp8+e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+rht",
-)  # fmt: skip
+
+def _pairing_unlike(name: str) -> list[str]:
+    """The name, and its first spelling for each other answer to the questions that decide a product."""
+    answers: dict[tuple, str] = {}
+    for text in formats.spellings(name):
+        f = parse(text)
+        two_d = f.two_d and f.scaling == "block"
+        answers.setdefault((f.element_name, two_d, f.fits_bf16, f.rht, f.rht_signed), text)
+    return [text for text in answers.values() if text.count("+") < 2]
+
+
+FORMATS = tuple(text for name in formats.FORMATS for text in _pairing_unlike(name))
 """Every name, and the options that decide which operands may meet."""
 MARKS = {"native": "N", "strict": "S", "exact": "x", "none": "-"}
 """The best mode of a pair -> its mark in the table."""

@@ -6,7 +6,7 @@ from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8PerTensor
 from hqsweep.formats.identity import Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
-from hqsweep.formats.parse import FORMATS, options, parse
+from hqsweep.formats.parse import FORMATS, bases, options, parse, spellings
 from hqsweep.formats.random import RngKey, RngKeys
 
 __all__ = [
@@ -25,6 +25,8 @@ __all__ = [
     "Identity",
     "RngKey",
     "RngKeys",
+    "bases",
     "options",
     "parse",
+    "spellings",
 ]

@@ -56,7 +56,8 @@ class Format:
     name: str
     """First part of the format's string, such as "mxfp8"."""
     OPTIONS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    """Option of the string -> the fields it sets, each away from its default."""
+    """Option of the string -> the fields it sets. One that sets only defaults, as +pow2 of fp8_block, says what is
+    meant and is left out of the canonical text."""
     NUMBERED: ClassVar[Mapping[str, str]] = {}
     """Option that a number follows, such as "eps" in "eps16.0" -> the field that takes the number."""
 

@@ -1,9 +1,12 @@
 """Format strings: a name and options joined by `+`, such as "nvfp4+2d" or "fp8_block+fp32_scale".
 
-parse and str are inverses: parse(str(f)) == f for every format, and str gives one canonical text.
+parse and str are inverses: parse(str(f)) == f for every format, and str gives one canonical text. `spellings` lists
+these texts, so that tables of formats are derived and a new format or option is in all of them.
 """
 
 import re
+from functools import cache
+from itertools import combinations
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats.base import Format
@@ -30,7 +33,7 @@ _NUMBERED = re.compile(r"([a-z]+)(\d+(\.\d*)?(e-?\d+)?)")
 
 
 def parse(text: str) -> Format:
-    """Text -> Format; UserError names the unknown part, the nearest known one, and what is allowed."""
+    """Text -> Format; UserError names the unknown part, the known one most like it, and what is allowed."""
     name, *tokens = text.strip().split("+")
     if name not in FORMATS:
         raise UserError(f"format '{text}': unknown name '{name}'{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
@@ -48,6 +51,33 @@ def options(name: str) -> list[str]:
     """Options that a format name takes, without the `+`."""
     cls, fixed = FORMATS[name]
     return [o for o, fields in cls.OPTIONS.items() if not fields.keys() & fixed.keys()]
+
+
+@cache
+def spellings(name: str) -> tuple[str, ...]:
+    """Canonical texts of every combination of options that a format name takes, those with few options first.
+
+    Options that a number follows (NUMBERED) are left out.
+    """
+    words = options(name)
+    chosen = [combination for count in range(len(words) + 1) for combination in combinations(words, count)]
+    return tuple(text for text in ("+".join((name, *combination)) for combination in chosen) if _canonical(text))
+
+
+def bases() -> tuple[str, ...]:
+    """The first name of every scaling, high precision included."""
+    first: dict[str | None, str] = {}
+    for name in FORMATS:
+        first.setdefault(parse(name).scaling, name)
+    return tuple(first.values())
+
+
+def _canonical(text: str) -> bool:
+    """Whether parse takes the text and str gives it back."""
+    try:
+        return str(parse(text)) == text
+    except UserError:  # options that exclude each other
+        return False
 
 
 def _fields(text: str, name: str, token: str) -> dict[str, object]:

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
+from cases import KERNELS
 
 from hqsweep.formats import parse
 from hqsweep.ops.quantize import dequantize, exact_operand_of
 
-FORMATS = (
-    "fp8_current", "fp8_current+e5m2", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale", "mxfp8", "mxfp8+e5m2",
-    "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+row_scaled", "nvfp4+4over6",
-)  # fmt: skip
 SHAPES = ((1, 16), (3, 48), (17, 272), (130, 2064))
 ODD_SHAPES = ((1, 1), (5, 7), (129, 131))
 """For formats whose last axis may be cut anywhere."""
@@ -17,7 +14,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 def cases():
-    for text in FORMATS:
+    for text in KERNELS:
         odd = ODD_SHAPES if parse(text).column_multiple == 1 else ()
         yield from ((text, shape) for shape in (*SHAPES, *odd))
 

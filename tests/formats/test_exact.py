@@ -8,13 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from cases import EVERY_OPTION, HIGH
 
 from hqsweep.formats import parse
 from hqsweep.formats.elements import ELEMENTS
 
-MX = ["mxfp8", "mxfp8+e5m2", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
-BLOCKS = ["fp8_block", "fp8_block+e5m2", "fp8_block+2d"]
-NVFP4 = ["nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+4over6+2d+max448"]
+LOW = [parse(text) for text in EVERY_OPTION if text not in HIGH]
+MX = [str(f) for f in LOW if f.scaling == "mx"]
+BLOCKS = [str(f) for f in LOW if f.scaling == "block" and f.fits_bf16 and not f.amax_epsilon]
+NVFP4 = [str(f) for f in LOW if f.scaling == "nvfp4"]
 
 
 def every_product(format, scales: torch.Tensor, block: int):

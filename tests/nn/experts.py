@@ -1,6 +1,7 @@
 """Grouped linears beside the single ones that their experts are: an oracle for their tests."""
 
 import torch
+from cases import PRODUCTS
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, LinearOptions, quantization, quantized_model_init
@@ -9,10 +10,7 @@ from hqsweep.recipe import LinearQuantizers, Recipe
 
 SPLITS = (48, 0, 16, 64)
 EXPERTS, ROWS, K, N = len(SPLITS), sum(SPLITS), 48, 32
-FORMATS = [
-    "bf16", "fp16", "fp32", "fp8_current", "fp8_delayed", "fp8_block", "fp8_block+fp32_scale", "mxfp8", "mxfp6_e2m3",
-    "mxfp4", "nvfp4",
-]  # fmt: skip
+FORMATS = list(PRODUCTS)
 SECTIONS = [
     {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
     {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",

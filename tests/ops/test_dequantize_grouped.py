@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import KERNELS
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -12,11 +13,6 @@ from hqsweep.ops.grouped_layout import GroupLayout, Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
-FORMATS = [
-    "fp8_current", "fp8_current+e5m2", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale", "mxfp8", "mxfp8+e5m2",
-    "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+sr", "nvfp4+row_scaled",
-    "nvfp4+4over6+mse+2d",
-]  # fmt: skip
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -26,7 +22,7 @@ def device_splits(sizes, device) -> Splits:
 
 
 @devices
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", KERNELS)
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("width", [256, 48])
 def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, width, device):

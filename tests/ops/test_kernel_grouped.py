@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import KERNELS
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -13,18 +14,13 @@ from hqsweep.ops.quantize import quantize
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
-FORMATS = [
-    "fp8_current", "fp8_current+e5m2+pow2", "fp8_block", "fp8_block+2d", "fp8_block+e5m2+fp32_scale", "mxfp8",
-    "mxfp8+e5m2", "mxfp8+2d", "mxfp8+floor", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht",
-    "nvfp4+rht+sr", "nvfp4+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+4over6+mse+2d",
-]  # fmt: skip
 PAIRS = [
     ("nvfp4+row_scaled", "mxfp8", "rowwise_dequantized"), ("nvfp4+sr", "nvfp4+rht+sr", "original"),
     ("mxfp8", "nvfp4+row_scaled", "original"), ("fp8_current", "nvfp4", "rowwise_dequantized"),
     ("nvfp4", "fp8_current", "rowwise_dequantized"), ("mxfp8+2d", "fp8_block", "rowwise_dequantized"),
     ("fp8_current", "nvfp4", "original"), (None, "mxfp8", "original"), ("mxfp8", None, "original"),
 ]  # fmt: skip
-CASES = [(text, text, "original") for text in FORMATS] + PAIRS
+CASES = [(text, text, "original") for text in KERNELS] + PAIRS
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import KERNELS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,17 +13,11 @@ from hqsweep.ops import kernel
 from hqsweep.ops.quantize import encode, exact_operand
 
 KEY = RngKey(seed=7, slot="test", step=2**33 + 5)
-FORMATS = [
-    "fp8_current", "fp8_current+e5m2+pow2", "fp8_current+eps16.0", "fp8_block", "fp8_block+2d",
-    "fp8_block+e5m2+fp32_scale", "mxfp8", "mxfp8+e5m2", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4",
-    "nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+rht+sr", "nvfp4+sr", "nvfp4+row_scaled", "nvfp4+4over6",
-    "nvfp4+4over6+mse+2d", "nvfp4+4over6+fast_error+max448", "nvfp4+rht+nosign",
-]  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    text=st.sampled_from(FORMATS),
+    text=st.sampled_from(KERNELS),
     distribution=st.sampled_from(sorted(DISTRIBUTIONS)),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     rows=st.integers(1, 150),
@@ -41,7 +36,7 @@ def test_kernel_equals_reference(text, distribution, dtype, rows, blocks, tail, 
         assert torch.equal(expected[name].view(torch.uint8), actual[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", KERNELS)
 def test_exact_operand_equals_decoding_the_codes(text):
     format, x = parse(text), draw("heavy", 96, 160)
     fused, reference = (exact_operand(x, format, key=KEY, backend=b) for b in ("kernel", "reference"))
@@ -81,7 +76,7 @@ def on_cpu_and_gpu(distribution, text):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", KERNELS)
 def test_gpu_bytes_equal_cpu_bytes(text, distribution):
     """The reference and the kernel on the GPU, in both orientations."""
     format = parse(text)
@@ -96,7 +91,7 @@ def test_gpu_bytes_equal_cpu_bytes(text, distribution):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("distribution", sorted(DISTRIBUTIONS))
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", KERNELS)
 def test_gpu_exact_operand_is_the_reference_operand(text, distribution):
     """Matrix (dtype and bytes, but for the bits of a NaN), factor and divisor."""
     format = parse(text)
@@ -113,7 +108,7 @@ def test_gpu_exact_operand_is_the_reference_operand(text, distribution):
 @pytest.mark.gpu
 def test_gpu_kernel_serves_every_format_but_identity():
     x = draw("normal", 96, 160).cuda()
-    assert all(kernel.supports(x, parse(text)) for text in FORMATS)
+    assert all(kernel.supports(x, parse(text)) for text in KERNELS)
     assert not kernel.supports(x, parse("bf16"))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import STATELESS
 from group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_of, values
 from torch import nn
 
@@ -15,14 +16,8 @@ from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
-QUANTIZERS = [
-    "bf16", "fp32", "bf16|fp32", "fp8_current", "fp8_current|mxfp8", "fp8_block+2d", "fp8_block", "mxfp8", "mxfp8+2d",
-    "mxfp6_e2m3|mxfp4", "nvfp4", "nvfp4+2d", "nvfp4|nvfp4+rht", "nvfp4+row_scaled|mxfp8@rowwise_dequantized",
-    "mxfp8|bf16@rowwise_dequantized", "nvfp4+sr", "bf16|nvfp4+sr",
-]  # fmt: skip
 
-
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_members_are_the_tensors_of_the_experts(text):
     x, w = values(), grouped(text)
     assert (w.shape, w.dtype, w.experts, w.is_contiguous()) == (x.shape, x.dtype, E, True)
@@ -32,7 +27,7 @@ def test_members_are_the_tensors_of_the_experts(text):
     assert torch.equal(w.dequantize(), torch.stack([single.dequantize() for single in alone(x, text)]))
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_members_are_views_of_the_packed_buffers(text):
     w = grouped(text)
     for name, flat in w.buffers.items():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import STATELESS
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -16,13 +17,6 @@ from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatt
 
 SPLITS = (48, 0, 16, 176)
 ROWS, WIDTH = sum(SPLITS), 96
-FORMATS = [
-    "bf16", "fp16", "fp32", "fp8_current", "fp8_current+e5m2+pow2", "fp8_block", "fp8_block+2d", "fp8_block+fp32_scale",
-    "mxfp8", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht", "nvfp4+sr",
-    "nvfp4+4over6", "nvfp4+row_scaled|mxfp8", "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "bf16|nvfp4+rht+sr",
-    "nvfp4+sr|mxfp8@rowwise_dequantized", "bf16|bf16@rowwise_dequantized", "mxfp8|bf16@rowwise_dequantized",
-    "fp8_current|fp8_block", "mxfp8|bf16", "fp16|fp32@rowwise_dequantized",
-]  # fmt: skip
 KEYS = [RngKey(seed=3, slot=f"experts/{e}", step=5) for e in range(len(SPLITS))]
 
 
@@ -50,7 +44,7 @@ def assert_same(group, members):
 
 
 @pytest.mark.parametrize("output", ["codes", "exact"])
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_members_are_those_of_single_calls(text, output):
     quantizer, x = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH)
     group = quantize_group(x, Splits.of(SPLITS, ROWS), quantizer, rowwise=output, columnwise=output, keys=KEYS)
@@ -80,7 +74,7 @@ def capacity(format, sizes, width, columnwise):
     return {name: count for (name, *_), (count, _) in zip(p.buffers, made, strict=True)}
 
 
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_packed_buffers_are_compact_and_fit_the_capacity(text):
     """Members are views that follow each other; no buffer is larger than any splits of as many rows can need."""
     quantizer, x = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH)
@@ -150,7 +144,7 @@ def test_keys_are_those_of_the_experts():
 
 
 @pytest.mark.parametrize("splits", [SPLITS, (64, 64, 64, 64), (24, 24, 24, 24)], ids=str)
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_exact_operands_of_codes_are_those_of_the_members(text, splits):
     """In one memory; of rows, and of members of equal rows, without a call for each expert."""
     rows, quantizer = sum(splits), HybridQuantizer.parse(text)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import QUANTIZERS
 from golden_cases import QUANTIZER_CASES, Arrays, as_matrix, check_encoded, directions, format_of, golden_buffers
 from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
@@ -15,17 +16,9 @@ from hqsweep.quant import GroupedTensor, HybridQuantizer, grouped_operand
 from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatten_group
 
 UNEVEN = [name for name, shapes in SHAPES.items() if len({k for _, k in shapes}) > 1]
-FORMATS = [
-    "bf16", "fp16", "fp32", "bf16|fp32", "fp8_current", "fp8_current+e5m2+pow2", "fp8_block", "fp8_block+2d",
-    "fp8_block+fp32_scale", "mxfp8", "mxfp8+2d", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht",
-    "nvfp4+sr", "nvfp4+4over6", "nvfp4+rht+sr", "nvfp4+row_scaled|mxfp8", "bf16|nvfp4+rht+sr", "mxfp8|bf16",
-    "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "nvfp4+sr|mxfp8@rowwise_dequantized", "fp8_current|fp8_block",
-    "mxfp8|bf16@rowwise_dequantized", "bf16|bf16@rowwise_dequantized", "fp16|fp32@rowwise_dequantized",
-    "fp8_delayed", "fp8_delayed|mxfp8", "mxfp8|fp8_delayed@rowwise_dequantized",
-]  # fmt: skip
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 cases = pytest.mark.parametrize("name", SHAPES)
-formats = pytest.mark.parametrize("text", FORMATS)
+formats = pytest.mark.parametrize("text", [*QUANTIZERS, "mxfp8|fp8_delayed@rowwise_dequantized"])
 
 
 @devices

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import STATELESS
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -18,15 +19,6 @@ from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.quant.serialize import flatten_state, load_safetensors, save_safetensors
 
 KEY = RngKey(seed=3, slot="w", step=2**40)
-QUANTIZERS = [
-    "bf16",
-    "fp32|bf16",
-    "fp8_current",
-    "fp8_block+2d",
-    "mxfp6_e2m3",
-    "nvfp4|mxfp8@rowwise_dequantized",
-    "nvfp4+sr",
-]
 
 
 def quantized(text, **options):
@@ -51,7 +43,7 @@ def assert_same(a, b):
         assert torch.equal(a.buffers[name], b.buffers[name]), name
 
 
-def model(texts=QUANTIZERS):
+def model(texts=STATELESS):
     made = nn.ModuleDict({str(i): nn.Linear(96, 64) for i in range(len(texts))})
     for i, text in enumerate(texts):
         made[str(i)].weight = nn.Parameter(quantized(text, preserve_high_precision_init_val=i == 1))
@@ -59,7 +51,7 @@ def model(texts=QUANTIZERS):
 
 
 @pytest.mark.parametrize("copy", [by_pickle, by_torch_save])
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 @pytest.mark.parametrize("directions", [("rowwise", "columnwise"), ("columnwise",)], ids=len)
 def test_round_trip(copy, text, directions):
     w = quantized(text, directions=directions, preserve_high_precision_init_val=True)

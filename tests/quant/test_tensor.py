@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import STATELESS
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -12,12 +13,6 @@ from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 KEY = RngKey(seed=3, slot="layer/linear/weight", step=5)
-QUANTIZERS = [
-    "bf16", "fp32", "bf16|fp32", "fp8_current", "fp8_current|mxfp8", "fp8_block+2d", "fp8_block|fp8_block+e5m2",
-    "mxfp8", "mxfp8+2d", "mxfp6_e2m3|mxfp4", "nvfp4", "nvfp4+2d", "nvfp4|nvfp4+rht", "nvfp4|mxfp8", "mxfp8|nvfp4",
-    "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "mxfp8|bf16@rowwise_dequantized", "nvfp4@rowwise_dequantized",
-    "nvfp4+sr",
-]  # fmt: skip
 
 
 def quantized(text, rows=128, cols=96, dtype=torch.bfloat16, **options):
@@ -31,7 +26,7 @@ def assert_same_bytes(a, b):
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_it_holds_what_the_quantizer_makes(text):
     x, w = quantized(text)
     made = HybridQuantizer.parse(text).quantize(x, key=KEY)
@@ -41,7 +36,7 @@ def test_it_holds_what_the_quantizer_makes(text):
     assert (w.shape, w.dtype, w.device, w.is_contiguous()) == (x.shape, x.dtype, x.device, True)
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_its_memory_is_its_own(text):
     x, w = quantized(text)
     before = {name: buffer.clone() for name, buffer in w.buffers.items()}
@@ -83,7 +78,7 @@ def test_source_dtype_rounds_before_quantizing():
     assert_same_bytes(w.buffers, HybridQuantizedTensor.quantize((3 * x).bfloat16(), w.quantizer).buffers)
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_quantize_in_place_keeps_the_memory_and_takes_the_values(text):
     x, w = quantized(text)
     pointers = {name: buffer.data_ptr() for name, buffer in w.buffers.items()}
@@ -221,7 +216,7 @@ def test_wrong_calls_say_what_is_allowed(call, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_gpu_has_the_bytes_of_the_cpu(text):
     x, w = quantized(text)
     made = HybridQuantizedTensor.quantize(x.cuda(), w.quantizer, key=KEY)

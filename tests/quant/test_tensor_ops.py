@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import STATELESS
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -10,10 +11,6 @@ from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 
 KEY = RngKey(seed=3, slot="w", step=5)
-QUANTIZERS = [
-    "bf16", "fp8_current", "fp8_block+2d", "mxfp8", "mxfp8+2d", "nvfp4", "nvfp4|mxfp8", "mxfp8|nvfp4+rht",
-    "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "mxfp8|bf16", "nvfp4+sr",
-]  # fmt: skip
 WHOLE_SCALES = ["fp8_current", "nvfp4", "nvfp4|mxfp8", "mxfp8|nvfp4+rht", "nvfp4+sr"]
 """Some direction has one entry for all rows."""
 
@@ -33,7 +30,7 @@ def assert_same_bytes(a, b):
         assert torch.equal(a.buffers[name], b.buffers[name]), name
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 @pytest.mark.parametrize("directions", [("rowwise", "columnwise"), ("rowwise",)], ids=len)
 def test_views_of_the_whole_share_its_memory(text, directions):
     _, w = quantized(text, directions=directions)
@@ -47,7 +44,7 @@ def test_views_of_the_whole_share_its_memory(text, directions):
     assert w.metadata.key == w.detach().metadata.key == (RngKey(seed=3, slot="w", step=6) if "sr" in text else None)
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_parts_are_views_with_the_values_of_the_part(text, dim):
     _, w = quantized(text)
@@ -118,7 +115,7 @@ def test_parts_that_cannot_be_held_are_refused(part, message):
         part(quantized("nvfp4|mxfp8")[1])
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_copies_are_apart_and_have_the_same_bytes(text):
     _, w = quantized(text)
     for twin in (w.clone(), w.to("cpu", copy=True), w.to(torch.float32), w[:].clone(), w[128:].clone()):
@@ -139,7 +136,7 @@ def test_a_change_of_dtype_is_one_of_name():
     assert type(whole) is torch.Tensor and torch.equal(whole, torch.full((32, 32), 3, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_copy_of_an_equal_quantizer_takes_the_bytes(text):
     _, w = quantized(text)
     target = w.new_zeros(256, 256)
@@ -163,7 +160,7 @@ def test_copy_of_anything_else_takes_the_values():
         assert_same_bytes(w, HybridQuantizedTensor.quantize(value.bfloat16(), w.quantizer))
 
 
-@pytest.mark.parametrize("text", QUANTIZERS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_new_zeros_are_zero_in_both_directions_and_draw_nothing(text):
     _, w = quantized(text)
     state = torch.get_rng_state()

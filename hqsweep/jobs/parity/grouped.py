@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.config.job import ParityConfig
-from hqsweep.formats import Format, parse
+from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.grouped import grouped_plan
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
@@ -44,7 +44,6 @@ SPLITS = (48, 0, 16, 80)
 LONG_SPLITS = (288, 0, 32, 272)
 """Two experts have two whole blocks of 128 tokens, and a part of one."""
 EXPERTS = len(SPLITS)
-BASE_FORMATS = ("bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 RECIPES = {
     "nvfp4_row_scaled_fwd_mxfp8_bwd": {
         "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
@@ -77,7 +76,7 @@ def grouped_check(config: ParityConfig, device: torch.device) -> Rows:
     """Each format, every pair of base formats, and RECIPES."""
     recipes = {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
     sections = {text: everywhere(parse(text)) for text in config.parity.formats}
-    for a, b, source in product(BASE_FORMATS, BASE_FORMATS, SOURCES):
+    for a, b, source in product(bases(), bases(), SOURCES):
         pair = f"{a}|{b}@{source}"
         quantizers = {"input": pair, "weight": pair, "grad_output": b}
         sections[f"{a}|{b}" if source == "original" else pair] = LinearQuantizers.parse(quantizers, "parity")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hqsweep.compat.export import to_transformer_engine
 from hqsweep.config.job import ParityConfig
+from hqsweep.formats import bases
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.composed import composed
@@ -34,7 +35,7 @@ from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 
 BATCH, CONTEXT, DIM, FFN, HEADS = 2, 64, 64, 96, 2
-BASE_FORMATS = ("bf16", "fp8_current", "fp8_current+e5m2", "fp8_block", "mxfp8", "nvfp4")
+BASE_FORMATS = (*bases(), "fp8_current+e5m2")
 GELU = MLPOptions(activation="gelu")
 LAYER_NORM = TransformerOptions(bias=True, normalization="LayerNorm")
 MODULES: dict[str, Callable[[Recipe], nn.Module]] = {

@@ -1,0 +1,97 @@
+"""The one place from which lists of formats and quantizers come, derived from the formats that there are.
+
+A new format, or a new option of one, is in all of them without another line.
+"""
+
+from itertools import pairwise
+
+from hqsweep.formats import FORMATS, Format, bases, parse, spellings
+from hqsweep.quant import HybridQuantizer
+
+NAMES = tuple(FORMATS)
+"""Every format without options."""
+LOW = tuple(name for name in NAMES if not parse(name).high_precision)
+"""Those with codes and scales."""
+ALL = tuple(text for name in NAMES for text in spellings(name))
+"""Every combination of options."""
+
+
+def _shortest(name: str) -> list[str]:
+    """The name, and for each of its options the first text that has it."""
+    texts = spellings(name)
+    words = dict.fromkeys(word for text in texts for word in text.split("+")[1:])
+    return [name, *(next(text for text in texts if word in text.split("+")) for word in words)]
+
+
+def _longest(name: str) -> list[str]:
+    """The texts to which no option can be added."""
+    sets = {text: set(text.split("+")) for text in spellings(name)}
+    return [text for text, words in sets.items() if not any(words < other for other in sets.values())]
+
+
+def _numbered(name: str) -> list[str]:
+    """The name with each option that a number follows."""
+    values = {"eps": "16.0", "history": "4"}
+    return [f"{name}+{option}{values[option]}" for option in FORMATS[name][0].NUMBERED]
+
+
+EVERY_OPTION = tuple(
+    dict.fromkeys(text for name in NAMES for texts in (_shortest, _longest, _numbered) for text in texts(name))
+)
+"""Each option with as few others, and with as many others, as it goes with: for tests of a few milliseconds a case."""
+
+
+def _treatment(text: str) -> tuple:
+    """The answers of a format by which code treats it differently from others of its scaling."""
+    f = parse(text)
+    answers = (f.two_d, f.rht, f.row_scaled, f.four_over_six, f.stochastic, f.delayed, f.fits_bf16)
+    return (f.scaling, *answers)
+
+
+def _representative() -> tuple[str, ...]:
+    seen, texts = set(), []
+    for text in (text for name in NAMES for text in _shortest(name)):
+        if text in NAMES or _treatment(text) not in seen:
+            seen.add(_treatment(text))
+            texts.append(text)
+    return tuple(texts)
+
+
+REPRESENTATIVE = _representative()
+"""Every name, and one text for each other treatment: for tests of whole tensors and modules."""
+
+
+PRODUCTS = tuple(text for text in REPRESENTATIVE if text in NAMES or not parse(text).fits_bf16)
+"""Every name, and one text for each other dtype that its operands have in products: for tests of whole layers."""
+
+
+def both_directions(text: str) -> str:
+    """The quantizer with a format in both directions, as far as each may have it."""
+    format = parse(text)
+    return f"{text}|{format.columnwise_form}" if format.row_scaled else text
+
+
+def _pairs(texts: tuple[str, ...], distance: int) -> tuple[str, ...]:
+    """Each text once rowwise and once columnwise, every second pair with the columnwise operand made of the rowwise."""
+
+    def pair(row: Format, column: Format, index: int) -> str:
+        return f"{row.rowwise_form}|{column.columnwise_form}" + ("@rowwise_dequantized" if index % 2 else "")
+
+    formats = [parse(text) for text in texts]
+    order = [formats[i * distance % len(formats)] for i in range(len(formats) + 1)]
+    return tuple(pair(row, column, index) for index, (row, column) in enumerate(pairwise(order)))
+
+
+SAME = tuple(map(both_directions, REPRESENTATIVE))
+"""Quantizers with one format in both directions."""
+HIGH = tuple(name for name in NAMES if name not in LOW)
+PAIRS = _pairs(REPRESENTATIVE, 11) + tuple(f"{row}|{column}@rowwise_dequantized" for row, column in pairwise(HIGH))
+"""Quantizers with two formats."""
+QUANTIZERS = SAME + PAIRS
+BASES = bases()
+FEW = (*BASES, f"{BASES[-1]}|{BASES[-2]}@rowwise_dequantized", f"{BASES[-2]}|{BASES[-1]}")
+"""One format of each scaling, and two hybrid quantizers: for tests of seconds."""
+STATELESS = tuple(text for text in QUANTIZERS if not HybridQuantizer.parse(text).delayed)
+"""Those that need no history of amaxes."""
+KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed)
+"""Formats that the compiled extension quantizes without a history."""
