@@ -79,8 +79,7 @@ class GroupedCall(LinearCall):
         if quantizer.stochastic or has_own_quantize(quantizer):
             keys = self.keys(tensor)
         if quantizer.delayed:
-            facts = {"device": x.device, "step": self.context.step, "record": self.grad}
-            states = slots_of(self.states, tensor, quantizer, **facts)
+            states = slots_of(self.states, tensor, quantizer, device=x.device, **self.recording)
         try:
             return quantize_group(x, splits, quantizer, **wanted, keys=keys, states=states)
         except UserError as error:
