@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from hqsweep.config.types import Count, Index, Positive, Section
 from hqsweep.errors import UserError
-from hqsweep.recipe.sectioned import HEAD
+from hqsweep.recipe.roles import HEAD
 from hqsweep.recipe.validate import GemmModule, attention_module, grouped_linear_module, linear_module
 
 Shape = tuple[str, int, int]

@@ -7,7 +7,8 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from hqsweep.config.types import Name, Section
 from hqsweep.errors import UserError
-from hqsweep.recipe.schedule import AnyRecipe, parse_recipe, recipe_config
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.schedule import parse_recipe, recipe_config
 
 
 class RecipeConfig(Section):

@@ -10,8 +10,10 @@ from typing import Any
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.recipe.roles import GEMM_MODULE_TYPES, TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.sectioned import HIGH_PRECISION, Change
+from hqsweep.recipe.base import Change
+from hqsweep.recipe.pairs import MODULE_GEMMS
+from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sections import HIGH_PRECISION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,11 @@ class CustomRecipe:
     """qfactory(role) gives the quantizer of a slot; it is called once for each slot of a model.
 
     It returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role) gives one.
-    It is asked for linears (the head is the one named "head") and grouped linears, and for attention with fp8_dpa;
-    all else stays in high precision. Two are equal when their factory is the same function, so a factory must depend
-    on the role alone: one that changed its mind is taken anew by set_recipe only.
+    It is asked for every tensor that a product reads: those of linears (the head is the one named "head") and grouped
+    linears, and with fp8_dpa those of attention. All else stays in high precision, and so does a slot for which it
+    returns "bf16"; None is an error, for it may mean that the factory forgot the slot. Two recipes are equal when their
+    factory is the same function, so a factory must depend on the role alone: one that changed its mind is taken anew by
+    set_recipe only.
     """
 
     qfactory: Callable[[QuantizerRole], Any]
@@ -74,21 +78,24 @@ class CustomRecipe:
         """The quantizer of one slot; raises as resolve does."""
         if role.tensor_type not in TENSOR_TYPES.get(role.module_type, ()):
             raise ValueError(f"no slot {role}; module types and their tensors: {TENSOR_TYPES}")
-        if role.module_type not in GEMM_MODULE_TYPES:
+        if role.module_type not in MODULE_GEMMS:
             return HIGH_PRECISION[role.module_type]
         if role.module_type == "dpa" and not self.fp8_dpa:
             return getattr(HIGH_PRECISION["dpa"], role.tensor_type)
         where = f"recipe.qfactory: {getattr(self.qfactory, '__qualname__', self.qfactory)}({role})"
         try:
-            made = self.qfactory(role)
-            made = made.quantizer(role) if hasattr(made, "quantizer") else made
-            if isinstance(made, HybridQuantizer | str):
-                return HybridQuantizer.parse(made)
+            answer = self.qfactory(role)
+            answer = answer.quantizer(role) if hasattr(answer, "quantizer") else answer
+            if isinstance(answer, HybridQuantizer | str):
+                return HybridQuantizer.parse(answer)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         except Exception as error:
             raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-        raise UserError(f"{where} returned {made!r}; it must return a HybridQuantizer, its text, or a request for one")
+        leaves_out = "; 'bf16' leaves the slot in high precision" if answer is None else ""
+        raise UserError(
+            f"{where} returned {answer!r}; it must return a HybridQuantizer, its text, or a request for one{leaves_out}"
+        )
 
 
 def find_factory(path: str, where: str) -> Callable[[QuantizerRole], Any]:
@@ -107,11 +114,11 @@ def find_factory(path: str, where: str) -> Callable[[QuantizerRole], Any]:
         raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(here)
-    found = getattr(module, name, None)
-    if not callable(found):
+    factory = getattr(module, name, None)
+    if not callable(factory):
         known = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
         raise UserError(f"{where}: {module_name} has no function '{name}'{nearest(name, known)}")
-    return found
+    return factory
 
 
 def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:

@@ -1,15 +1,15 @@
-"""What a recipe says, slot by slot, as rows; and where two recipes differ."""
+"""A recipe slot by slot, as rows; and where two recipes differ."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hqsweep.quant.hybrid import DIRECTIONS, FIELDS, HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS
-from hqsweep.recipe.roles import GEMM_MODULE_TYPES, TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.schedule import AnyRecipe
-from hqsweep.recipe.sectioned import HEAD, SECTIONS, Recipe
+from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sectioned import SECTIONS, Recipe
 
 PARTS = (*SECTIONS, HEAD, "embedding", "norm")
 
@@ -59,9 +59,9 @@ def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
             values = [None if q is None else str(getattr(q, field)) for q in (one, other)]
             if values[0] != values[1]:
                 rows.append({"slot": name, "field": field, "a": values[0], "b": values[1]})
-    facts = [_facts(recipe) for recipe in (a, b)]
-    for name in dict.fromkeys([*facts[0], *facts[1]]):
-        values = [fact.get(name) for fact in facts]
+    settings = [_settings(recipe) for recipe in (a, b)]
+    for name in dict.fromkeys([*settings[0], *settings[1]]):
+        values = [each.get(name) for each in settings]
         if values[0] != values[1]:
             rows.append({"slot": name, "field": None, "a": values[0], "b": values[1]})
     return rows
@@ -69,10 +69,10 @@ def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
 
 def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:
     if isinstance(recipe, CustomRecipe):
-        for part in GEMM_MODULE_TYPES:
+        for part in MODULE_GEMMS:
             roles = {tensor: QuantizerRole(part, tensor, "") for tensor in TENSOR_TYPES[part]}
-            made = recipe.resolve(roles.values())
-            yield from (Slot(part, tensor, made[role], stage) for tensor, role in roles.items())
+            quantizers = recipe.resolve(roles.values())
+            yield from (Slot(part, tensor, quantizers[role], stage) for tensor, role in roles.items())
         return
     for part in PARTS:
         section = getattr(recipe, part)
@@ -87,16 +87,16 @@ def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:
                 yield from (Slot(where, tensor, getattr(section, tensor), stage) for tensor in section.tensors())
 
 
-def _facts(recipe: AnyRecipe) -> dict[str, Any]:
-    """What is no quantizer."""
-    facts: dict[str, Any] = {}
+def _settings(recipe: AnyRecipe) -> dict[str, Any]:
+    """The parts of a recipe that are no quantizers, by key path."""
+    settings: dict[str, Any] = {}
     for stage, each in enumerate((recipe, *(change.recipe for change in recipe.schedule))):
         where = f"schedule[{stage - 1}]." if stage else ""
         if stage:
-            facts[f"{where}at"] = recipe.schedule[stage - 1].at
-        facts[f"{where}gemm"] = each.gemm
+            settings[f"{where}at"] = recipe.schedule[stage - 1].at
+        settings[f"{where}gemm"] = each.gemm
         if isinstance(each, Recipe):
-            facts |= {f"{where}overrides[{i}]": str(override) for i, override in enumerate(each.overrides)}
+            settings |= {f"{where}overrides[{i}]": str(override) for i, override in enumerate(each.overrides)}
         else:
-            facts |= {f"{where}qfactory": each.path, f"{where}fp8_dpa": each.fp8_dpa}
-    return facts
+            settings |= {f"{where}qfactory": each.path, f"{where}fp8_dpa": each.fp8_dpa}
+    return settings

@@ -13,9 +13,8 @@ TENSOR_TYPES = {
 """Module type -> its tensors, in slot order. dpa is dot-product attention: queries, keys and values; the softmax's
 output S; the gradients of the attention's output and of S."""
 
-GEMM_MODULE_TYPES = ("linear", "grouped_linear", "dpa")
-"""Module types with matrix products: those that a quantizer factory is asked for."""
-
+HEAD = "head"
+"""Name of the output projection; it takes the recipe's `head` section instead of `linear`."""
 GRADIENTS = ("grad_output", "do", "dp")
 """Tensors of the backward pass."""
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format, parse
+from hqsweep.recipe.base import AnyRecipe, Change
 from hqsweep.recipe.custom import CustomRecipe, find_factory
 from hqsweep.recipe.pairs import GEMMS
-from hqsweep.recipe.sectioned import KEYS, SECTIONS, Change, Override, Recipe, parse_gemm
+from hqsweep.recipe.sectioned import KEYS, SECTIONS, Override, Recipe, parse_gemm
 from hqsweep.recipe.sections import Faults, LinearQuantizers
 
-AnyRecipe = Recipe | CustomRecipe
 CUSTOM_KEYS = ("name", "qfactory", "fp8_dpa", "gemm")
 CHANGE_KEYS = ("at", *GEMMS, *(key for key in KEYS if key != "name"), "qfactory", "fp8_dpa")
 

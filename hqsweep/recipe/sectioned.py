@@ -3,29 +3,25 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
-from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.sections import DpaQuantizers, Faults, LinearQuantizers, Section, parse_quantizer
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import Change
+from hqsweep.recipe.roles import HEAD, TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.sections import (
+    HIGH_PRECISION,
+    DpaQuantizers,
+    Faults,
+    LinearQuantizers,
+    Section,
+    parse_quantizer,
+)
 from hqsweep.recipe.select import Layers, layers_of
 
-if TYPE_CHECKING:
-    from hqsweep.recipe.schedule import AnyRecipe
-
 GEMM_MODES = ("exact", "strict", "native")
-HEAD = "head"
-"""Name of the output projection; it takes the recipe's `head` section instead of `linear`."""
 SECTIONS = {"linear": LinearQuantizers, "grouped_linear": LinearQuantizers, "dpa": DpaQuantizers}
 KEYS = ("name", "linear", "grouped_linear", "dpa", "head", "embedding", "norm", "overrides", "gemm")
-HIGH_PRECISION = {
-    "head": LinearQuantizers.parse("bf16", "recipe.head"),
-    "dpa": DpaQuantizers.parse("bf16", "recipe.dpa"),
-    "embedding": IdentityQuantizer("fp32"),
-    "norm": IdentityQuantizer("fp32"),
-}
-"""What a recipe takes where it says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +64,6 @@ class Override:
     def __str__(self) -> str:
         layers = f"layers {self.layers}" if self.layers else ""
         return " and ".join(part for part in (f"'{self.name}'" if self.name != "*" else "", layers) if part) or "'*'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """Another recipe from some point of the training on."""
-
-    at: int | float
-    """How many updates are done before it: a number, or, below 1, a fraction of all."""
-    recipe: "AnyRecipe"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
 
 
@@ -137,3 +137,12 @@ def parse_quantizer(value: object, where: str) -> HybridQuantizer:
         return HybridQuantizer.parse(value)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+HIGH_PRECISION = {
+    "head": LinearQuantizers.parse("bf16", "recipe.head"),
+    "dpa": DpaQuantizers.parse("bf16", "recipe.dpa"),
+    "embedding": IdentityQuantizer("fp32"),
+    "norm": IdentityQuantizer("fp32"),
+}
+"""Quantizers of the parts that a recipe says nothing about."""

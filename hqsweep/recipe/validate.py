@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
 from hqsweep.recipe.roles import QuantizerRole, module_roles
-from hqsweep.recipe.schedule import AnyRecipe, stages
+from hqsweep.recipe.schedule import stages
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.select import layers_of
 

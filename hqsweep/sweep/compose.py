@@ -201,7 +201,8 @@ class Composer:
                 if _is_file(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
-            for override in parsed:
+            # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
+            for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
                 if not self._is_group(override) and not _is_file(override) and override not in factories:
                     open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)

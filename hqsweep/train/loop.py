@@ -22,7 +22,8 @@ from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
 from hqsweep.optim import FusedAdam
-from hqsweep.recipe.schedule import AnyRecipe, Stage, stages
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.schedule import Stage, stages
 from hqsweep.train.data import Dataset
 from hqsweep.train.model import GPT, Balance
 

@@ -23,8 +23,8 @@ from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
-from hqsweep.recipe.schedule import AnyRecipe
-from hqsweep.recipe.sectioned import HEAD
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.roles import HEAD
 
 EMBEDDING_STD = 0.02
 

@@ -9,7 +9,8 @@ from hqsweep.errors import UserError
 from hqsweep.quant import HybridQuantizer, IdentityQuantizer
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe, parse_recipe
 from hqsweep.recipe.custom import find_factory
-from hqsweep.recipe.roles import module_roles
+from hqsweep.recipe.pairs import MODULE_GEMMS
+from hqsweep.recipe.roles import TENSOR_TYPES, module_roles
 
 FC = QuantizerRole("linear", "input", "fc")
 
@@ -46,6 +47,16 @@ def test_attention_is_asked_for_with_fp8_dpa_only_and_norms_never():
     assert plain.resolve([None, FC, FC]) == {FC: HybridQuantizer.parse("mxfp8")}
 
 
+def test_a_factory_is_asked_for_the_tensors_that_products_read_and_no_others():
+    asked = []
+    custom = CustomRecipe(qfactory=lambda role: asked.append(role) or "mxfp8", fp8_dpa=True)
+    roles = [role for module_type in TENSOR_TYPES for role in module_roles(module_type, "m")]
+    custom.resolve(roles)
+    read = {(kind, tensor) for kind, gemms in MODULE_GEMMS.items() for pair in gemms.values() for tensor, _ in pair}
+    assert {(role.module_type, role.tensor_type) for role in asked} == read
+    assert len(asked) == len(read) and not read & {("embedding", "weight"), ("norm", "weight")}
+
+
 def test_it_gives_what_the_sections_give():
     roles = [*module_roles("linear", "a"), *module_roles("grouped_linear", "b"), *module_roles("dpa", "c")]
     sections = Recipe.from_config({"linear": "mxfp8", "dpa": "mxfp8"})
@@ -69,7 +80,10 @@ def test_a_lambda_is_refused_where_it_would_have_to_be_found_again():
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda role: None, r"\(fc/linear/input\) returned None; it must return a HybridQuantizer"),
+        (
+            lambda role: None,
+            r"\(fc/linear/input\) returned None; it must return .*'bf16' leaves the slot in high",
+        ),
         (lambda role: "mxfp9", "fc/linear/input.*: format 'mxfp9': unknown name"),
         (lambda role: 1 / 0, "fc/linear/input.* raised ZeroDivisionError"),
     ],

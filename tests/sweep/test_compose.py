@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from hqsweep.config.job import parse
 from hqsweep.errors import UserError
-from hqsweep.sweep.compose import Composer, expand, known_recipes, load_recipe
+from hqsweep.sweep.compose import PACKAGED, Composer, expand, known_recipes, load_recipe
 
 ORIGINAL = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "original"}
 
@@ -177,7 +178,7 @@ def test_composing_groups_once_equals_composing_all_with_hydra(overrides: list[s
     composer = Composer("quickstart", [])
     composer.compose(["recipe=bf16"])  # so that later choices could see the leavings of earlier ones
     ours = composer.compose(overrides)
-    with initialize_config_module("hqsweep.conf", version_base="1.3"):
+    with initialize_config_dir(str(PACKAGED), version_base="1.3"):
         assert ours == OmegaConf.to_container(compose("quickstart", overrides), resolve=True)
 
 
@@ -226,3 +227,58 @@ def test_wrong_input(folder: Path, files: dict[str, str], conf: str, words: list
     with pytest.raises(UserError, match=message) as raised:
         expand(conf, words)
     assert "\n" not in str(raised.value)
+
+
+RECIPES = {
+    "short": "name: short\nlinear: nvfp4|mxfp8\n",
+    "parts": "name: parts\nlinear: nvfp4|mxfp8\ngrouped_linear: {weight: mxfp8}\ndpa: {s: fp8_current}\n",
+    "long": (
+        "name: long\nlinear: nvfp4|mxfp8\n"
+        "grouped_linear: {input: nvfp4|mxfp8, weight: mxfp8, grad_output: nvfp4|mxfp8}\n"
+        "dpa: {qkv: bf16, s: fp8_current, do: bf16, dp: bf16}\nhead: bf16\nembedding: fp32\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("word", "part", "expected"),
+    [
+        ("dpa.qkv.columnwise=mxfp8", "dpa.qkv", "bf16|mxfp8"),
+        ("dpa.qkv=mxfp8", "dpa.qkv", "mxfp8"),
+        ("head.weight.rowwise=mxfp8", "head.weight", "mxfp8|bf16"),
+        ("embedding.columnwise=bf16", "embedding", "fp32|bf16"),
+        ("grouped_linear.input.columnwise_source=rowwise_dequantized", "grouped_linear.input",
+         "nvfp4|mxfp8@rowwise_dequantized"),
+        ("grouped_linear.grad_output.columnwise=bf16", "grouped_linear.grad_output", "nvfp4|bf16"),
+    ],
+)  # fmt: skip
+def test_one_field_is_overridden_and_the_rest_is_what_the_section_resolves_to(recipe, word, part, expected, tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / f"{recipe}.yaml").write_text(RECIPES[recipe])
+
+    def sections(*words):
+        (point,) = expand("convergence", ["track=none", f"recipe={recipe}", *words], tmp_path)
+        config = parse(point.config).recipe.model_dump()
+        texts = {f"{p}.{tensor}": q for p, section in config.items() if isinstance(section, dict)
+                 for tensor, q in section.items()}  # fmt: skip
+        return texts | {"embedding": config["embedding"]}
+
+    assert sections(f"recipe.{word}") == sections() | {part: expected}
+
+
+def test_fields_of_grouped_linear_start_from_linear_whatever_the_order_of_the_words():
+    words = ["recipe.grouped_linear.weight.columnwise=bf16", "recipe.linear=nvfp4"]
+    for order in (words, words[::-1]):
+        (point,) = expand("convergence", ["track=none", "recipe=mxfp8", *order])
+        grouped = parse(point.config).recipe.grouped_linear
+        assert grouped == {"input": "nvfp4", "weight": "nvfp4|bf16", "grad_output": "nvfp4"}
+
+
+def test_a_wrong_field_of_a_section_that_is_not_spelled_out_is_named():
+    for word, message in [
+        ("recipe.dpa.qkv.colwise=mxfp8", r"recipe\.dpa\.qkv: .*unknown key 'colwise' \(did you mean 'columnwise'"),
+        ("recipe.dpa.qk=mxfp8", r"recipe\.dpa: unknown key 'qk' \(did you mean 'qkv'"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            parse(expand("convergence", ["track=none", "recipe=mxfp8", word])[0].config)

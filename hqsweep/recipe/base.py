@@ -1,0 +1,41 @@
+"""What every kind of recipe offers (AnyRecipe), and the change from one recipe to the next (Change)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.roles import QuantizerRole
+
+
+class AnyRecipe(Protocol):
+    """A frozen value that gives every slot of a model its quantizer: a Recipe, or a CustomRecipe."""
+
+    @property
+    def gemm(self) -> str:
+        """Mode of the products: exact, strict or native."""
+
+    @property
+    def schedule(self) -> "tuple[Change, ...]":
+        """Later recipes of a training, in order."""
+
+    def resolve(self, roles: Iterable[QuantizerRole | None]) -> dict[QuantizerRole, HybridQuantizer]:
+        """The quantizer of each role of a model; None roles are left out."""
+
+    def quantizer(self, role: QuantizerRole) -> HybridQuantizer:
+        """The quantizer of one slot, for a recipe that does not count layers."""
+
+    def for_layers(self, layers: Sequence[int]) -> Self:
+        """The same recipe for a model with these layers."""
+
+    def to_config(self) -> dict[str, Any]:
+        """Canonical text of the recipe without its schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Another recipe from some point of the training on."""
+
+    at: int | float
+    """How many updates are done before it: a number, or, below 1, a fraction of all."""
+    recipe: AnyRecipe
