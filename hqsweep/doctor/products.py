@@ -13,8 +13,8 @@ import torch
 
 from hqsweep import formats
 from hqsweep.formats import parse
-from hqsweep.gemm.exact import plan
 from hqsweep.gemm.native import CUDA_KINDS, UNTRIED, fault, plan_text
+from hqsweep.gemm.plan import gemm_plan
 from hqsweep.recipe.pairs import hardware_fault, mathematical_fault
 
 
@@ -85,9 +85,8 @@ def _product(a_text: str, b_text: str, capability: tuple[int, int] | None) -> Pr
     wrong = mathematical_fault(a, b)
     strict = wrong or hardware_fault(a, b)
     native = strict or fault(a, b, capability)
-    device = "cpu" if capability is None else "cuda"
     with_product = [c for c in _capabilities() if not (strict or fault(a, b, c))]
-    exact = None if wrong else str(plan(a, b, device))
+    exact = None if wrong else str(gemm_plan(a, b, capability))
     return Product(
         a=a_text, b=b_text, exact=exact, exact_fault=wrong, strict_fault=strict, native_fault=native,
         native=None if native else plan_text(capability) if capability else exact,

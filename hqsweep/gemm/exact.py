@@ -6,42 +6,21 @@ bfloat16. The per-tensor and per-row factors go to the float32 epilogue, as hard
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import matmul
 
-from hqsweep.formats import ExactOperand, Format
+from hqsweep.formats import ExactOperand
 from hqsweep.ops.kernel import direct, scale_product
 from hqsweep.ops.plan import DTYPES, has_kernels, in_dtype
 from hqsweep.quant.operand import Operand
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How a pair of formats is multiplied on a device: which dtype the matrices have, and who accumulates."""
-
-    operands: str
-    compute: str
-
-    def __str__(self) -> str:
-        return f"exact: {self.operands} operands, {self.compute}"
-
-
-def plan(a: Format, b: Format, device_type: str) -> Plan:
-    """The plan that mm_t follows for operands of these formats."""
-    operands = "bf16" if all(format.fits_bf16 for format in (a, b)) else "fp32"
-    if device_type == "cpu":
-        return Plan(operands=operands, compute="float32 GEMM")
-    if operands == "fp32":
-        return Plan(operands=operands, compute="float32 GEMM (TF32 off)")
-    return Plan(operands=operands, compute="bfloat16 tensor cores, float32 accumulation")
-
-
 def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype.
+    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype. Exact matrices
+    may be e of them, [e, m, k] and [e, n, k] -> [e, m, n], that share each a factor for the whole tensor.
 
     Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
     stores; with factors its float32 output is read once more, by the multiplication that rounds.
@@ -49,7 +28,10 @@ def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: tor
     a, b = (o.operand() if isinstance(o, Operand) else o for o in (a, b))
     if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
         return matrix_product(a.matrix, b.matrix, out_dtype)
-    return epilogue(matrix_product(a.matrix, b.matrix, torch.float32), a, b, out_dtype)
+    product = matrix_product(a.matrix, b.matrix, torch.float32)
+    if product.dim() == 3:
+        return epilogue(product.flatten(0, 1), a, b, out_dtype).view(product.shape)
+    return epilogue(product, a, b, out_dtype)
 
 
 def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

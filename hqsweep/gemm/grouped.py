@@ -16,28 +16,20 @@ a scale for each expert's tensor, on sm_90; all else that is native is a loop.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hqsweep.formats import ExactOperand, Format
-from hqsweep.gemm.exact import apply_factors, mm_t, plain_product, plan
-from hqsweep.gemm.native import capability_of, gemm_plan, mm_t_native
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.exact import apply_factors, plain_product
+from hqsweep.gemm.native import multiply
+from hqsweep.gemm.plan import GemmPlan
 from hqsweep.ops.grouped import pack
 from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
 from hqsweep.ops.grouped_shapes import ShapesLayout
-from hqsweep.ops.plan import in_dtype, plan_of
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.operand import Operand
-
-GROUPED_MAJORS = (9, 10)
-"""Compute capabilities for which torch._grouped_mm has a kernel; elsewhere it is a loop that waits for the splits."""
-NATIVE_MAJORS = (9,)
-"""Those for which torch._scaled_grouped_mm takes E4M3 codes with scales of rows."""
-ALIGNMENT = 8
-"""Both take strides of multiples of 16 bytes: so many bfloat16 elements, and twice as many codes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,106 +42,32 @@ class Members:
 Group = GroupedOperand | GroupedExact | Members
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedPlan:
-    """How a GEMM over experts is computed."""
-
-    a: Format
-    b: Format
-    device: torch.device
-    gemm_mode: str
-    out_dtype: torch.dtype
-    kernel: Literal["torch.bmm", "torch._grouped_mm", "torch._scaled_grouped_mm"] | None
-    """None: a loop over the experts."""
-
-    @cached_property
-    def grouped(self) -> bool:
-        """Whether one kernel computes it for all experts."""
-        return self.kernel is not None
-
-    def __str__(self) -> str:
-        if self.kernel is None:
-            return f"{gemm_plan(self.gemm_mode, self.a, self.b, self.device)}, for each expert"
-        if self.kernel == "torch._scaled_grouped_mm":
-            return f"native: tensor cores of sm_90 through {self.kernel}, scales of experts as those of rows"
-        factors = any(plan_of(format).amax_name for format in (self.a, self.b))
-        stored, where = ", stored in bfloat16", ""
-        if self.kernel == "torch.bmm":
-            where = " over experts of equal size"
-            stored = stored if factors and self.out_dtype == torch.bfloat16 else ""
-        text = f"exact: bf16 operands, {self.kernel}{where}, float32 accumulation{stored}"
-        return f"{text} before the factors of experts" if stored and factors else text
-
-
-def grouped_plan(
-    a: Format,
-    b: Format,
-    device: torch.device | str,
-    *,
-    gemm_mode: str = "exact",
-    out_dtype: torch.dtype = torch.bfloat16,
-    sizes: tuple[int, int] = (2 * ALIGNMENT, 2 * ALIGNMENT),
-    host_splits: bool = True,
-    equal_splits: bool = False,
-    gemm: str = "fprop",
-) -> GroupedPlan:
-    """The plan for operands of these formats; out_dtype: of the products, float32 for wgrad into FP32 weights.
-
-    sizes: in and out features; host_splits: whether the host knows the splits; equal_splits: whether it knows that they
-    are equal, and not 0; gemm: "fprop", "dgrad" or "wgrad".
-    """
-    device = torch.device(device)
-    facts = {"a": a, "b": b, "device": device, "gemm_mode": gemm_mode, "out_dtype": out_dtype}
-    if gemm_mode == "native":
-        codes = gemm != "wgrad" and out_dtype == torch.bfloat16 and all(map(_is_e4m3_tensor, (a, b)))
-        fits = codes and all(size % (2 * ALIGNMENT) == 0 for size in sizes)
-        kernel = "torch._scaled_grouped_mm" if fits and has_kernel(device, NATIVE_MAJORS) else None
-        return GroupedPlan(**facts, kernel=kernel)
-    if plan(a, b, device.type).operands != "bf16":
-        return GroupedPlan(**facts, kernel=None)
-    if equal_splits and has_kernel(device, None):
-        return GroupedPlan(**facts, kernel="torch.bmm")
-    wide = out_dtype == torch.float32 and host_splits
-    fits = not wide and all(size % ALIGNMENT == 0 for size in sizes)
-    return GroupedPlan(**facts, kernel="torch._grouped_mm" if fits and has_kernel(device, GROUPED_MAJORS) else None)
-
-
-def _is_e4m3_tensor(format: Format) -> bool:
-    return format.scaling == "tensor" and format.element_name == "e4m3"
-
-
-def has_kernel(device: torch.device, majors: Sequence[int] | None) -> bool:
-    """Whether a device is a GPU of one of these compute capabilities; None: of any."""
-    capability = capability_of(device)
-    return capability is not None and (majors is None or capability[0] in majors)
-
-
-def mm_t_tokens(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Tensor:
+def mm_t_tokens(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -> Tensor:
     """fprop and dgrad: a with members [m_e, k], b with members [n, k] -> [rows of a's splits, n] in out_dtype.
 
     UserError, naming the member, for groups of members of unlike widths, and for a b of unlike shapes.
     """
-    if how.kernel == "torch._scaled_grouped_mm":
+    if plan.kernel == "torch._scaled_grouped_mm":
         return tokens_by_native_kernel(a, _packed(b))
-    if how.grouped:
-        return tokens_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
+    if plan.one_kernel:
+        return tokens_by_kernel(_exact(a), _exact(b), out_dtype, equal=plan.kernel == "torch.bmm")
     _check_members(a, b, one_shape=True)
-    parts = [_single(x, w, how, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
+    parts = [multiply(x, w, plan.mode, out_dtype) for x, w in zip(a.members, b.members, strict=True)]
     left_over = a.layout.splits.rows - sum(map(len, parts))
     if left_over:
         parts.append(parts[0].new_zeros(left_over, parts[0].shape[1]))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def mm_t_weights(a: Group, b: Group, how: GroupedPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
+def mm_t_weights(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -> Sequence[Tensor]:
     """wgrad: a with members [n, m_e], b with members [k, m_e] -> for each expert [n, k] in out_dtype.
 
     By one kernel they are the parts of one tensor. UserError, naming the member, for members of unlike widths.
     """
-    if how.grouped:
-        return weights_by_kernel(_exact(a), _exact(b), out_dtype, equal=how.kernel == "torch.bmm")
+    if plan.one_kernel:
+        return weights_by_kernel(_exact(a), _exact(b), out_dtype, equal=plan.kernel == "torch.bmm")
     _check_members(a, b, one_shape=False)
-    return [_single(dy, x, how, out_dtype) for dy, x in zip(a.members, b.members, strict=True)]
+    return [multiply(dy, x, plan.mode, out_dtype) for dy, x in zip(a.members, b.members, strict=True)]
 
 
 def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
@@ -161,16 +79,6 @@ def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
             group.layout.refuse_product()
         if one_shape and group is b:
             _ = group.layout.one_shape
-
-
-def _single(a: Operand | ExactOperand, b: Operand | ExactOperand, how: GroupedPlan, out_dtype: torch.dtype) -> Tensor:
-    """The product of one expert; without tokens there is none to ask the tensor cores for."""
-    if how.gemm_mode != "native":
-        return mm_t(a, b, out_dtype=out_dtype)
-    (m, k), (n, _) = a.shape, b.shape
-    if m * n * k == 0:
-        return torch.zeros(m, n, dtype=out_dtype, device=next(iter(a.buffers.values())).device)
-    return mm_t_native(a, b, out_dtype=out_dtype)
 
 
 def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:

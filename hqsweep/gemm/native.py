@@ -17,19 +17,25 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import FORMATS, ExactOperand, Format, parse
-from hqsweep.gemm.exact import epilogue, mm_t, plan
+from hqsweep.gemm.exact import epilogue, mm_t
 from hqsweep.ops.swizzle import swizzle
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe.pairs import same_scaling
 
-CUDA_KINDS: dict[int, tuple[str, ...]] = {8: ("tensor",), 9: ("tensor", "block"), 10: ("tensor", "mx", "nvfp4")}
-"""Major compute capability -> scalings with a native product (of 8, 8.9 alone); of MX mxfp8 alone."""
+CUDA_KINDS: dict[int, tuple[str, ...]] = {
+    8: ("tensor",),
+    9: ("tensor", "block"),
+    10: ("tensor", "mx", "nvfp4"),
+}
+"""Major compute capability -> ways of scaling (Format.scaling) with a native product; of 8 only 8.9."""
 UNTRIED = (10,)
 """Majors for which the product was built from documents and has not been run."""
+Capability = tuple[int, int] | None
+"""Compute capability of a GPU; None for a CPU."""
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def capability_of(device: torch.device | str) -> tuple[int, int] | None:
+def capability_of(device: torch.device | str) -> Capability:
     """Compute capability of a CUDA device; None for a CPU."""
     device = torch.device(device)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -41,21 +47,14 @@ def plan_text(capability: tuple[int, int]) -> str:
     return f"native: tensor cores of sm_{capability[0]}{capability[1]} through torch._scaled_mm{tried}"
 
 
-def gemm_plan(gemm_mode: str, a: Format, b: Format, device: torch.device | str) -> str:
-    """What a manifest says of the product of two formats; high precision has one plan in every mode."""
-    if gemm_mode == "native" and not a.high_precision:
-        return plan_text(capability_of(device))
-    return str(plan(a, b, torch.device(device).type))
-
-
-def device_fault(capability: tuple[int, int] | None) -> str | None:
+def device_fault(capability: Capability) -> str | None:
     """Why a device (None: a CPU) has no tensor cores for low precision, or None."""
     if capability is None or capability < (8, 9):
         return "gemm=native needs a GPU of compute capability 8.9 or later"
     return None
 
 
-def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | None:
+def fault(a: Format, b: Format, capability: Capability) -> str | None:
     """Why the tensor cores of a device do not multiply the two, or None."""
     if a.high_precision or b.high_precision:
         return None if a == b else "a GEMM takes one high-precision dtype"
@@ -63,7 +62,7 @@ def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | Non
         return missing
     kinds = CUDA_KINDS.get(capability[0], ())
     for format in (a, b):
-        if not _has_product(format, kinds):
+        if not _has_native(format, kinds):
             names = ", ".join(sorted(_names(kinds))) or "none"
             return f"sm_{capability[0]}{capability[1]} has no product for {format}; it has: {names}"
     if not same_scaling(a, b):
@@ -75,12 +74,12 @@ def fault(a: Format, b: Format, capability: tuple[int, int] | None) -> str | Non
     return None
 
 
-def _has_product(format: Format, kinds: tuple[str, ...]) -> bool:
+def _has_native(format: Format, kinds: tuple[str, ...]) -> bool:
     return format.scaling in kinds and (format.scaling != "mx" or format.name == "mxfp8")
 
 
 def _names(kinds: tuple[str, ...]) -> list[str]:
-    return [name for name in FORMATS if _has_product(parse(name), kinds)]
+    return [name for name in FORMATS if _has_native(parse(name), kinds)]
 
 
 def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
@@ -97,7 +96,7 @@ def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
     return None
 
 
-def refusal(capability: tuple[int, int] | None, a: Format, b: Format, m: int, n: int, k: int) -> str | None:
+def refusal(capability: Capability, a: Format, b: Format, m: int, n: int, k: int) -> str | None:
     """Why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
     return fault(a, b, capability) or shape_fault(a, b, m, n, k)
 
@@ -125,6 +124,16 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if not factors:
         return product
     return epilogue(product, _factor(a), _factor(b), out_dtype)
+
+
+def multiply(a: Operand | ExactOperand, b: Operand | ExactOperand, mode: str, out_dtype: torch.dtype) -> Tensor:
+    """a [m, k], b [n, k] -> [m, n] in the recipe's mode: mm_t_native for native, mm_t for all others."""
+    if mode != "native":
+        return mm_t(a, b, out_dtype=out_dtype)
+    (m, k), (n, _) = a.shape, b.shape
+    if m * n * k == 0:  # an expert without tokens has nothing to ask the tensor cores for
+        return torch.zeros(m, n, dtype=out_dtype, device=next(iter(a.buffers.values())).device)
+    return mm_t_native(a, b, out_dtype=out_dtype)
 
 
 def _operand(operand: Operand) -> tuple[Tensor, Tensor]:
@@ -171,3 +180,4 @@ _ARRANGED: dict[str, Callable[[Operand], tuple[Tensor, Tensor]]] = {
     "mx": _mx,
     "nvfp4": _nvfp4,
 }
+"""Format.scaling -> codes and decode scales."""

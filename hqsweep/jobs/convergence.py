@@ -13,6 +13,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.gemm import native
+from hqsweep.gemm.plan import gemm_plan
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.module import QuantizedModule, quantized_modules
@@ -166,5 +167,5 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
 
 def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:
     if not isinstance(module, GroupedLinear):
-        return native.gemm_plan(gemm_mode, a, b, device)
+        return str(gemm_plan(a, b, native.capability_of(device), gemm_mode))
     return str(module.plan(gemm, a, b, device, gemm_mode))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
-from hqsweep.gemm.exact import epilogue
+from hqsweep.gemm.exact import mm_t
 from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
@@ -67,14 +67,8 @@ def _third(operand: ExactOperand, index: int) -> ExactOperand:
 
 
 def _bmm_t(a: ExactOperand, b: ExactOperand) -> Tensor:
-    """a [n, m, k], b [n, l, k] -> float32 [n, m, l], as mm_t does it for one matrix."""
-    if a.matrix.is_cuda and a.matrix.dtype == b.matrix.dtype == torch.bfloat16:
-        product = torch.bmm(a.matrix, b.matrix.mT, out_dtype=torch.float32)
-    else:
-        product = torch.bmm(a.matrix.float(), b.matrix.float().mT)
-    if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
-        return product
-    return epilogue(product.view(-1, product.shape[-1]), a, b, torch.float32).view(product.shape)
+    """a [n, m, k], b [n, l, k] -> float32 [n, m, l]."""
+    return mm_t(a, b, out_dtype=torch.float32)
 
 
 class _AttentionFunction(torch.autograd.Function):

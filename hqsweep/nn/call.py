@@ -1,45 +1,37 @@
 """Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand, RngKey
-from hqsweep.gemm.exact import mm_t
-from hqsweep.gemm.native import mm_t_native
-from hqsweep.memo import constant_result
+from hqsweep.formats import RngKey, RngKeys
+from hqsweep.memo import memo
 from hqsweep.nn.context import Context
-from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.weight import rounded
+from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.request import Output
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.grouped_operand import HybridGroup, quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.operand import HybridOperand
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import Section
 
-_NAMES: dict[tuple, str] = {}
-_KEPT_NAMES = 8192
 
-
-@constant_result
-def _kept_slot_name(*facts) -> str:
-    """slot_name, made once."""
-    found = _NAMES.get(facts)
-    if found is None:
-        if len(_NAMES) >= _KEPT_NAMES:
-            _NAMES.clear()
-        found = _NAMES[facts] = slot_name(*facts)
-    return found
-
-
+@memo
 def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part: int) -> str:
     """The slot of the random bits of a tensor, in a part of the step's batch."""
     slot = str(QuantizerRole(module_type, tensor, name, expert))
     return f"{slot}@{part}" if part else slot
+
+
+@memo
+def slot_names(module_type: str, tensor: str, name: str, experts: int, part: int) -> tuple[str, ...]:
+    """slot_name of every expert."""
+    return tuple(slot_name(module_type, tensor, name, expert, part) for expert in range(experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +47,24 @@ class Call:
     context: Context
     gemm: str
     """The recipe's mode: native multiplies codes on tensor cores, all others exact operands."""
-    states: DelayedStates
+    states: DelayedStates | ExpertStates
+    """Those of the module, or of each of its experts."""
     grad: bool
     """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
     delayed scaling changes."""
+    splits: Splits | None = None
+    """The rows of each expert in every tensor but the weight, or None: a tensor is one matrix."""
+    weight_splits: Splits | None = None
+    """The rows of each expert in all weights, one below the other."""
 
-    def key(self, tensor: str) -> RngKey:
-        """The stream of one slot in this step and microbatch; of a weight in this step."""
-        return self.context.key(_kept_slot_name(self.module_type, tensor, self.name, self.expert, self.part(tensor)))
-
-    def part(self, tensor: str) -> int:
-        """Of the step's batch, for what differs among microbatches."""
-        return self.context.microbatch if tensor != "weight" else 0
+    def key(self, tensor: str) -> RngKey | RngKeys:
+        """The stream of one slot in this step and microbatch, or that of every expert; of a weight in this step."""
+        # Microbatches are parts of the step's batch, in which weights do not differ.
+        part = self.context.microbatch if tensor != "weight" else 0
+        if self.splits is None:
+            return self.context.key(slot_name(self.module_type, tensor, self.name, self.expert, part))
+        slots = slot_names(self.module_type, tensor, self.name, self.splits.count, part)
+        return RngKeys(seed=self.context.seed, slots=slots, step=self.context.step or 0)
 
     @property
     def layer(self) -> str:
@@ -76,49 +74,51 @@ class Call:
     def quantizer(self, tensor: str) -> HybridQuantizer:
         return getattr(self.quantizers, tensor)
 
-    def states_of(self, tensor: str, x: Tensor) -> SlotStates | None:
-        """The states of one slot, on x's device."""
+    def states_of(self, tensor: str, x: Tensor) -> SlotStates | list[SlotStates] | None:
+        """The states of one slot, or those of every expert, on x's device."""
         quantizer = self.quantizer(tensor)
         if quantizer is None or not quantizer.delayed:
             return None
-        return self.states.of(tensor, quantizer, device=x.device, **self.recording)
-
-    @property
-    def recording(self) -> dict[str, Any]:
-        """Under which step, whether and with which ranks the states of delayed scaling record this call."""
-        return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
+        return self.states.of(tensor, quantizer, device=x.device, step=self.context.step, record=self.grad)
 
     @property
     def product_takes(self) -> Output:
-        """What quantize is asked for where product is next."""
+        """The output that quantize is asked for where a product is next."""
         return "codes" if self.gemm == "native" else "exact"
 
     def quantize(
-        self, tensor: str, x: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
-    ) -> HybridOperand:
-        """x [rows, cols] by the quantizer of its slot."""
+        self,
+        tensor: str,
+        x: Tensor,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        by_rows: bool = False,
+    ) -> HybridOperand | HybridGroup:
+        """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
+        of experts as torch._grouped_mm takes them. UserError, naming the tensor and the expert."""
         key, states = self.key(tensor), self.states_of(tensor, x)
-        return self.quantizer(tensor).quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
+        directions = {"rowwise": rowwise, "columnwise": columnwise}
+        if self.splits is None:
+            return self.quantizer(tensor).quantize(x, **directions, key=key, states=states)
+        splits = self.weight_splits if tensor == "weight" else self.splits
+        try:
+            return quantize_group(
+                x, splits, self.quantizer(tensor), **directions, keys=key, states=states, by_rows=by_rows
+            )
+        except UserError as error:
+            raise UserError(f"{self.name}: {tensor} of {error}") from None
 
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
         """x in the values of the quantizer of a boundary slot; x itself without one."""
         quantizer = self.quantizer(tensor)
         return x if quantizer is None else rounded(x, quantizer, self.key(tensor), self.states_of(tensor, x))
 
-    def product(self, a: Operand | ExactOperand, b: Operand | ExactOperand, out_dtype: torch.dtype) -> Tensor:
-        """a [m, k], b [n, k] -> [m, n]. UserError, with the module's name, for what gemm=native has no product for."""
-        if self.gemm != "native":
-            return mm_t(a, b, out_dtype=out_dtype)
-        try:
-            return mm_t_native(a, b, out_dtype=out_dtype)
-        except UserError as error:
-            raise UserError(f"{self.layer}: {error}") from None
-
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
         """Report x [rows, cols] to the probe, if there is one."""
         if self.context.probe:
-            facts = (self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
-            self.context.probe.tensor(self.layer, tensor, x, *facts)
+            slot = (self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
+            self.context.probe.tensor(self.layer, tensor, x, *slot)
 
     def probe_gemm(self, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
         """Report a GEMM of unquantized a [m, k] and b [n, k], if there is a probe."""

@@ -34,13 +34,13 @@ class DelayedStates(nn.ModuleDict):
         quantizer: HybridQuantizer | None,
         *,
         device: torch.device,
-        **call: Any,
+        step: int | None = None,
+        record: bool = False,
     ) -> SlotStates | None:
-        """The states of a slot for one call, whose step, record and group are those of SlotStates; None where no
-        direction is delayed."""
+        """The states of a slot for one call; None where no direction is delayed."""
         if quantizer is None or not quantizer.delayed:
             return None
-        return slots_of([self], slot, quantizer, device=device, **call)[0]
+        return slots_of([self], slot, quantizer, device=device, step=step, record=record)[0]
 
     def add(self, quantizers: Quantizers) -> None:
         """Make the states that these quantizers need and that are not there, on torch's default device."""
@@ -89,20 +89,56 @@ class DelayedStates(nn.ModuleDict):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class ExpertStates(nn.ModuleList):
+    """The states of delayed scaling of each expert: "3.input_rowwise" in a state_dict is one of expert 3."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(DelayedStates() for _ in range(experts))
+
+    def of(
+        self,
+        slot: str,
+        quantizer: HybridQuantizer | None,
+        *,
+        device: torch.device,
+        step: int | None = None,
+        record: bool = False,
+    ) -> list[SlotStates] | None:
+        """DelayedStates.of for every expert."""
+        if quantizer is None or not quantizer.delayed:
+            return None
+        return slots_of(self, slot, quantizer, device=device, step=step, record=record)
+
+    def add(self, quantizers: Quantizers) -> None:
+        """DelayedStates.add for every expert, which all have these quantizers."""
+        for states in self:
+            states.add(quantizers)
+
+    def keep(self, quantizers: Quantizers) -> None:
+        """DelayedStates.keep for every expert, which all have these quantizers."""
+        for states in self:
+            states.keep(quantizers)
+
+    def reset_parameters(self) -> None:
+        """Forget everything."""
+        for states in self:
+            for state in states.values():
+                state.reset_parameters()
+
+
 def slots_of(
     owners: Sequence[DelayedStates],
     slot: str,
     quantizer: HybridQuantizer,
     *,
     device: torch.device,
-    step: int | None = None,
-    record: bool = False,
-    group: Any = None,
+    step: int | None,
+    record: bool,
 ) -> list[SlotStates]:
     """DelayedStates.of for each of several owners, such as experts, and a quantizer that is delayed."""
     formats = _formats({slot: quantizer})
     each = [{name.rpartition("_")[2]: own.state(name, f, device) for name, f in formats.items()} for own in owners]
-    return [SlotStates(states=states, step=step, record=record, group=group) for states in each]
+    return [SlotStates(states=states, step=step, record=record) for states in each]
 
 
 def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:

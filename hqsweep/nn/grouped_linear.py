@@ -10,19 +10,22 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format
-from hqsweep.gemm.grouped import GroupedPlan, grouped_plan
-from hqsweep.nn.grouped_call import GroupedCall, expert_weights
-from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
-from hqsweep.nn.grouped_parameter import ExpertStates, group_weights, link_group_states, regroup
+from hqsweep.gemm.native import capability_of
+from hqsweep.gemm.plan import GemmPlan, GroupGemm, gemm_plan
+from hqsweep.nn.delayed import ExpertStates
 from hqsweep.nn.grouped_rows import place_rows, take_rows
 from hqsweep.nn.linear import LinearBase, as_rows
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
+from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
 from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.grouped_padding import PaddedSplits
 from hqsweep.ops.plan import in_dtype
 from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers, slots
 
@@ -35,7 +38,7 @@ class GroupedLinear(LinearBase):
 
     forward(x [..., K], m_splits): m_splits is the number of rows of each expert, zeros included, as a list or an
     integer tensor. Every expert is to the byte what a Linear of its own computes, with scales, blocks, random bits and
-    states of delayed scaling of its own; on GPUs some plans of gemm_grouped.py sum in another order. Its slots have the
+    states of delayed scaling of its own; on GPUs some plans of gemm/grouped.py sum in another order. Its slots have the
     roles QuantizerRole("grouped_linear", tensor, name, expert), whose quantizers must be equal for all experts.
 
     Parameters are weight0, weight1, ... and bias0, ...; with single_grouped_weight (single_grouped_bias) one `weight`
@@ -81,12 +84,15 @@ class GroupedLinear(LinearBase):
         self.states.add(slots(quantizers))
         self._weight_splits = Splits.uniform(num_experts, out_features)
         self._last_splits: Splits | None = None
-        self._plans: tuple[LinearQuantizers | None, str, dict[tuple, GroupedPlan]] = (None, "", {})
+        self.plan_capability = options.plan_capability
+        self._plans: tuple[LinearQuantizers | None, str, dict[tuple, dict[str, GemmPlan]]] = (None, "", {})
         self.has_bias = options.bias
         drawn = torch.stack([self._drawn(torch.empty(out_features, in_features)) for _ in range(num_experts)])
         role = QuantizerRole(self.module_type, "weight", name)
-        single = options.single_grouped_weight
-        self._register("weight", group_weights(drawn, quantizers.weight, role, dtype, self.states, single=single))
+        if options.single_grouped_weight:
+            self.register_parameter("weight", gemm_weight(drawn, quantizers.weight, role, dtype, self.states))
+        else:
+            self._register("weight", expert_parameters(drawn, quantizers.weight, role, dtype, self.states))
         if options.bias:
             zeros = torch.zeros(num_experts, out_features)
             self._register(
@@ -123,7 +129,7 @@ class GroupedLinear(LinearBase):
     def reset_parameters(self) -> None:
         """Draw the weights again, and zero the biases."""
         self.states.reset_parameters()
-        link_group_states(self.weights, self.states)
+        link_states(self.weights, self.states)
         for weight in self.weights:
             self._drawn(weight)
         for bias in self.biases:
@@ -182,31 +188,51 @@ class GroupedLinear(LinearBase):
             self._last_splits = splits
         return splits
 
-    def _plans_of(self, quantizers: LinearQuantizers, gemm: str) -> dict[tuple, GroupedPlan]:
-        """What calls have found out about their GEMMs under these quantizers."""
-        known, mode, plans = self._plans
-        if known is not quantizers or mode != gemm:
-            plans = {}
-            self._plans = quantizers, gemm, plans
-        return plans
-
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_last_splits": None, "_plans": (None, "", {})}
 
     def _apply_experts(self, x: Tensor, splits: Splits) -> Tensor:
-        facts = self.linear_facts()
-        plans = self._plans_of(facts["quantizers"], facts["gemm"])
-        call = GroupedCall(**facts, splits=splits, weight_splits=self._weight_splits, plans=plans)
+        fields = self.linear_facts()
+        plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
+        call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
         weights = self.weights
-        return GroupedLinearFunction.apply(x, call, len(weights), *weights, *self.biases)
+        return LinearFunction.apply(x, call, len(weights), *weights, *self.biases)
 
-    def plan(self, gemm: str, a: Format, b: Format, device: torch.device, gemm_mode: str) -> GroupedPlan:
-        """How "fprop", "dgrad" or "wgrad" of these formats is computed for unequal splits that the host knows."""
-        is_float32 = self.fuse_wgrad_accumulation or self.weights[0].dtype == torch.float32
-        out_dtype = torch.float32 if gemm == "wgrad" and is_float32 else self.dtype
-        sizes = (self.in_features, self.out_features)
-        facts = {"gemm": gemm, "gemm_mode": gemm_mode, "out_dtype": out_dtype, "sizes": sizes}
-        return grouped_plan(a, b, device, **facts)
+    def _plans_of(
+        self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device
+    ) -> dict[str, GemmPlan]:
+        """The plans of all three GEMMs; those that calls under these quantizers have used are kept."""
+        known, mode, plans = self._plans
+        if known is not quantizers or mode != gemm_mode:
+            plans = {}
+            self._plans = quantizers, gemm_mode, plans
+        splits_known = (splits.sizes is not None, splits.equal > 0)
+        key = (device, self.plan_capability, self.fuse_wgrad_accumulation, self.weights[0].dtype, *splits_known)
+        if key not in plans:
+            formats = {g: [getattr(getattr(quantizers, t), d) for t, d in pair] for g, pair in GEMMS.items()}
+            plans[key] = {g: self.plan(g, *pair, device, gemm_mode, splits_known) for g, pair in formats.items()}
+        return plans[key]
+
+    def plan(
+        self,
+        gemm: str,
+        a: Format,
+        b: Format,
+        device: torch.device,
+        gemm_mode: str,
+        splits_known: tuple[bool, bool] = (True, False),
+    ) -> GemmPlan:
+        """How "fprop", "dgrad" or "wgrad" of these formats is computed; splits_known: whether the host knows the splits
+        and that they are equal."""
+        dw_dtype = torch.float32 if self.fuse_wgrad_accumulation else self.weights[0].dtype
+        group = GroupGemm(
+            gemm=gemm,
+            sizes=(self.in_features, self.out_features),
+            out_dtype=dw_dtype if gemm == "wgrad" else self.dtype,
+            host_splits=splits_known[0],
+            equal_splits=splits_known[1],
+        )
+        return gemm_plan(a, b, self.plan_capability or capability_of(device), gemm_mode, group)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}; {self.num_experts} experts [{self.out_features}, {self.in_features}]"

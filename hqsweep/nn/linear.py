@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.linear_function import LinearCall, LinearFunction
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, link_states
@@ -98,13 +99,14 @@ class Linear(LinearBase):
         """Draw the weight again, and zero the bias."""
         for state in self.states.values():
             state.reset_parameters()
-        link_states(self.weight, self.states)
+        link_states([self.weight], self.states)
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.weight.shape[1]))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         call = LinearCall(**self.linear_facts())
-        y = LinearFunction.apply(in_dtype(as_rows(x), self.dtype), self.weight, self.bias, call)
+        biases = () if self.bias is None else (self.bias,)
+        y = LinearFunction.apply(in_dtype(as_rows(x), self.dtype), call, 1, self.weight, *biases)
         y = call.rounded("output", y)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

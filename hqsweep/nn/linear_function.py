@@ -1,146 +1,122 @@
-"""The three GEMMs of a linear as one autograd function: y = x @ w.T + b, and from dy: dx = dy @ w, dw = dy.T @ x."""
+"""The three GEMMs of a linear as one autograd function: y = x @ w.T + b, and from dy: dx = dy @ w, dw = dy.T @ x.
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+With experts each has its own rows of x and dy, its own w and its own b; without, all is one matrix.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand
-from hqsweep.nn.call import Call
-from hqsweep.nn.parameter import (
-    check_held,
-    check_main_grad,
-    flatten_weight,
-    held_operand,
-    link_states,
-    unflatten_weight,
-)
-from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.parameter import flatten_weights, unflatten_weights
 from hqsweep.ops.plan import in_dtype
-from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, flatten, unflatten
-from hqsweep.quant.tensor import HybridQuantizedTensor
-from hqsweep.recipe.sections import LinearQuantizers
+from hqsweep.quant.grouped_operand import flatten_any
 
-
-@dataclass(frozen=True, kw_only=True)
-class LinearCall(Call):
-    """A call of a linear."""
-
-    quantizers: LinearQuantizers
-    main_grad: bool
-    """Whether dw is added to weight.main_grad."""
-    save_original: bool
-    """Whether x is saved instead of its columnwise operand, which is then made in backward."""
-    workspace: WeightWorkspace | None
-
-    def use_held(self, weight: Tensor) -> None:
-        """Note that this step uses a weight that is held quantized in fp8_delayed."""
-        link_states(weight, self.states)
-        if isinstance(weight, HybridQuantizedTensor) and weight.states:
-            replace(weight.states, step=self.context.step, record=self.grad).use()
-
-    def weight(
-        self, weight: Tensor | Operand, direction: Direction, *, needs_dx: bool = False
-    ) -> Operand | ExactOperand:
-        """The operand of one direction, from the workspace when there is one. needs_dx: dgrad will ask for the
-        columnwise one, which the workspace then makes from the same read of the weight."""
-        quantizer = self.quantizers.weight
-        held = held_operand(weight, direction, quantizer)
-        if held is not None:
-            return held
-
-        def make(directions: Collection[Direction]) -> HybridOperand:
-            return self.quantize(
-                "weight", in_dtype(weight, self.dtype), **dict.fromkeys(directions, self.product_takes)
-            )
-
-        if self.workspace is None:
-            return getattr(make([direction]), direction)
-        forms = dict.fromkeys([direction, "columnwise"] if needs_dx else [direction], self.product_takes)
-        return self.workspace.take([weight], forms, quantizer, self.key("weight"), make)
-
-    def check_weight(self, weight: Tensor, needs_dx: bool, needs_dw: bool) -> None:
-        """UserError, with the name of the module, for a weight that one of the GEMMs could not use."""
-        try:
-            if isinstance(weight, HybridQuantizedTensor):
-                for direction in DIRECTIONS[: 1 + needs_dx]:
-                    check_held(weight, direction, self.quantizers.weight)
-            if self.main_grad and needs_dw:
-                check_main_grad(weight)
-        except UserError as error:
-            raise UserError(f"{self.layer}: {error}") from None
-
-    def saved_input(self, tensors: tuple[Tensor, ...], skeleton: Skeleton | None) -> Operand | ExactOperand:
-        """The columnwise operand of x, from what was saved of it."""
-        if skeleton is None:
-            return self.quantize("input", tensors[0], columnwise=self.product_takes).columnwise
-        return unflatten(tensors, skeleton)
-
-    def probe_weight(self, weight: Tensor) -> Tensor:
-        """The high-precision weight, probed. For one that is held quantized that is the probe's original of the layer;
-        without one the values held stand in for it in the errors of GEMMs, and no error of its own is reported."""
-        if isinstance(weight, HybridQuantizedTensor):
-            original = self.context.probe.originals.get(self.layer)
-            if original is None:
-                return weight.dequantize(self.dtype)
-            weight = original
-        weight = weight.to(self.dtype)
-        self.probe_tensor("weight", weight)
-        return weight
+Gradient = Tensor | None
 
 
 class LinearFunction(torch.autograd.Function):
-    """Saves of x its columnwise operand as codes (with save_original x itself), and of w what flatten_weight gives: the
-    columnwise operand that is held, or w itself, of which it is made again in backward. db is the sum of the
-    unquantized dy in float32."""
+    """x [M, K], then `count` weights ([N, K] each, or one [E, N, K]), then the biases likewise, if any -> y [M, N].
+
+    Saves of x its columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
+    gives: the columnwise operands that are held, or the weights themselves, of which they are made again in backward.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        needs_dx, needs_dw = (needed and call.grad for needed in ctx.needs_input_grad[:2])
-        call.check_weight(weight, needs_dx, needs_dw)
-        call.use_held(weight)
+    def forward(ctx, x: Tensor, call: LinearCall, count: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        needs_dx = ctx.needs_input_grad[0] and call.grad
+        needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
+        call.check_weights(weights, needs_dx, needs_dw)
+        call.use_held(weights)
         column = "codes" if needs_dw and not call.save_original else None
-        x_made = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
-        y = call.product(x_made.rowwise, call.weight(weight, "rowwise", needs_dx=needs_dx), call.dtype)
-        ctx.probed = None
-        if call.context.probe:
-            call.probe_tensor("input", x)
-            ctx.probed = x, call.probe_weight(weight)
-            call.probe_gemm("fprop", *ctx.probed, y)
-        held, ctx.weight_skeleton = flatten_weight(weight) if needs_dx else ([], None)
-        kept = [x] if needs_dw and call.save_original else []
-        saved, ctx.skeleton = flatten(x_made.columnwise) if column else (kept, None)
-        ctx.call, ctx.held, ctx.dw_dtype = call, len(held), torch.float32 if call.main_grad else weight.dtype
-        ctx.weight = weight if call.main_grad else None
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
+        y = call.product("fprop", operands.rowwise, call.weight(weights, "rowwise", needs_dx=needs_dx), call.dtype)
+        ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
+        held, ctx.weight_skeletons = flatten_weights(weights) if needs_dx else ((), ())
+        saved, ctx.skeleton = flatten_any(operands.columnwise) if column else ([x] if needs_dw else (), None)
+        ctx.call, ctx.count, ctx.held = call, count, len(held)
+        ctx.one_parameter = call.splits is None or weights[0].dim() == 3
+        ctx.dw_dtype = torch.float32 if call.main_grad else weights[0].dtype
+        ctx.weights = weights if call.main_grad else None
+        ctx.biases = [(bias.dtype, bias.dim()) for bias in biases]
         ctx.save_for_backward(*held, *saved)
-        return y if bias is None else y.add_(bias.to(call.dtype))
+        return _add_biases(call, y, biases) if biases else y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        call, (x, w) = ctx.call, ctx.probed or (None, None)
-        tensors = ctx.saved_tensors
+    def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
+        call, count, needs_dx = ctx.call, ctx.count, ctx.needs_input_grad[0]
+        needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        tensors, dx = ctx.saved_tensors, None
         held, saved = tensors[: ctx.held], tensors[ctx.held :]
-        dy, dx, dw, db = in_dtype(dy, call.dtype), None, None, None
-        call.probe_tensor("grad_output", dy)
-        row, column = (call.product_takes if needed else None for needed in ctx.needs_input_grad[:2])
-        dy_made = call.quantize("grad_output", dy, rowwise=row, columnwise=column)
-        if ctx.needs_input_grad[0]:
-            w_column = call.weight(unflatten_weight(held, ctx.weight_skeleton), "columnwise")
-            dx = call.product(dy_made.rowwise, w_column, call.dtype)
+        dy = in_dtype(dy, call.dtype) if call.splits is None else in_dtype(dy, call.dtype).contiguous()
+        call.probe_parts("grad_output", dy)
+        row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs_dw)))
+        operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
+        if needs_dx:
+            skeletons = ctx.weight_skeletons
+            w_column = unflatten_weights(held, skeletons) if skeletons else call.weight(held, "columnwise")
+            dx = call.product("dgrad", operands.rowwise, w_column, call.dtype)
             if ctx.probed:
-                call.probe_gemm("dgrad", dy, w.t(), dx)
+                call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
             dx = call.rounded("grad_input", dx)
-        if ctx.needs_input_grad[1]:
-            dw = call.product(dy_made.columnwise, call.saved_input(saved, ctx.skeleton), ctx.dw_dtype)
+        dw: Sequence[Gradient] = [None] * count
+        if column:
+            x_column = call.saved_input(saved, ctx.skeleton)
+            gradients = call.product("wgrad", operands.columnwise, x_column, ctx.dw_dtype)
             if ctx.probed:
-                call.probe_gemm("wgrad", dy.t(), x.t(), dw)
-            if ctx.weight is not None:
-                ctx.weight.main_grad.add_(dw)
-                dw = None
-        if ctx.needs_input_grad[2]:
-            db = dy.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None
+                _probe_wgrad(call, dy, ctx.probed[0], gradients)
+            dw = _delivered(gradients, ctx.weights, needs_dw, ctx.one_parameter)
+        db = _bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)
+        return dx, None, None, *dw, *db
+
+
+def _delivered(
+    gradients: Tensor | Sequence[Tensor], weights: Sequence[Tensor] | None, needs: Sequence[bool], one_parameter: bool
+) -> list[Gradient]:
+    """Gradients of the weights as autograd takes them; None where main_grad has got them. one_parameter: there is one
+    weight, and all gradients are its own."""
+    whole = one_parameter and isinstance(gradients, Tensor)
+    if weights is None and one_parameter:
+        return [gradients if whole else torch.stack(list(gradients))]
+    if weights is None:
+        return [dw if needed else None for dw, needed in zip(gradients, needs, strict=True)]
+    if whole:
+        weights[0].main_grad.add_(gradients)
+        return [None]
+    main_grads = weights[0].main_grad.unbind(0) if one_parameter else [weight.main_grad for weight in weights]
+    needed = [i for i in range(len(gradients)) if needs[0 if one_parameter else i]]
+    torch._foreach_add_([main_grads[i] for i in needed], [gradients[i] for i in needed])
+    return [None] * len(needs)
+
+
+def _add_biases(call: LinearCall, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
+    rows, splits = biases[0] if biases[0].dim() == 2 else biases, call.splits
+    if splits is not None and (splits.sizes is None or splits.equal):  # one addition for all, and nothing waits
+        rows = in_dtype(rows if isinstance(rows, Tensor) else torch.stack(list(rows)), call.dtype)
+        if splits.sizes is None:
+            return y.add_(splits.spread(rows))
+        y.view(splits.count, splits.equal, -1).add_(rows.unsqueeze(1))
+        return y
+    for part, bias in zip(call.parts(y), rows, strict=True):
+        part.add_(in_dtype(bias, call.dtype))
+    return y
+
+
+def _bias_gradients(call: LinearCall, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
+    """Sums of the unquantized dy in float32, for each expert. Of splits that only a device knows they are one sum a
+    column, row by row (torch's SegmentReduce.cu: a thread for each), and not the tree of Tensor.sum."""
+    (dtype, axes), splits = biases[0], call.splits
+    if splits is not None and splits.sizes is None:
+        offsets = splits.offsets(dy.device)  # unsafe: unchecked, for a check waits
+        sums = torch.segment_reduce(dy.float(), "sum", offsets=offsets, axis=0, unsafe=True).to(dtype)
+        return [sums] if axes == 2 else list(sums.unbind(0))
+    sums = [part.sum(dim=0, dtype=torch.float32) for part in call.parts(dy)]
+    return [in_dtype(torch.stack(sums), dtype)] if axes == 2 else [in_dtype(own, dtype) for own in sums]
+
+
+def _probe_wgrad(call: LinearCall, dy: Tensor, x: Tensor, gradients: Tensor | Sequence[Tensor]) -> None:
+    of_experts = [gradients] if call.splits is None else gradients
+    dy_parts, x_parts = ([part.t() for part in call.parts(tensor)] for tensor in (dy, x))
+    call.probe_gemms("wgrad", dy_parts, x_parts, of_experts)

@@ -30,6 +30,9 @@ class GroupedLinearOptions(LinearOptions):
     """One parameter `weight` [E, N, K] instead of weight0, weight1, ..."""
     single_grouped_bias: bool = False
     """One parameter `bias` [E, N] instead of bias0, bias1, ..."""
+    plan_capability: tuple[int, int] | None = None
+    """The compute capability whose plans are followed, if not that of x's device; torch has their kernels for a CPU,
+    too."""
 
 
 @dataclass(frozen=True, kw_only=True)

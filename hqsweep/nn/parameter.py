@@ -1,25 +1,33 @@
 """Weights of GEMMs: high-precision values that are quantized at every use, or, under quantized_model_init, operands.
 
-Modules reach their weight through held_operand and flatten_weight, which take either kind.
+Linears give their weights as a list: one [N, K], one [N, K] for each expert, or one [E, N, K] for all. They are read
+through held_operands, weight_matrix and flatten_weights.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.gemm.grouped import Members
 from hqsweep.nn.context import current
-from hqsweep.nn.delayed import DelayedStates, slots_of
+from hqsweep.nn.delayed import DelayedStates, ExpertStates
+from hqsweep.ops.plan import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped import GroupedTensor
+from hqsweep.quant.grouped_operand import GroupedOperand, GroupSkeleton, flatten_any, unflatten_any
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
-from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
+from hqsweep.quant.operand import Operand, Skeleton
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
+
+Weights = Sequence[Tensor]
+"""One tensor for each matrix [N, K], or one for all experts [E, N, K]."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ def gemm_weight(
     quantizer: HybridQuantizer,
     role: QuantizerRole,
     dtype: torch.dtype,
-    states: DelayedStates | Sequence[DelayedStates],
+    states: DelayedStates | ExpertStates,
 ) -> nn.Parameter:
     """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
@@ -61,37 +69,63 @@ def gemm_weight(
     if init is None:
         return nn.Parameter(weight)
     options = {"source_dtype": dtype, "key": current().key(str(role))}
-    options["states"] = _weight_states(states, quantizer, weight.device)
+    options["states"] = states.of("weight", quantizer, device=weight.device)
     options["preserve_high_precision_init_val"] = init.preserve
-    kind = HybridQuantizedTensor if isinstance(states, DelayedStates) else GroupedTensor
+    kind = HybridQuantizedTensor if weight.dim() == 2 else GroupedTensor
     return nn.Parameter(kind.quantize(weight.detach(), quantizer, **options))
 
 
-def _weight_states(
-    states: DelayedStates | Sequence[DelayedStates], quantizer: HybridQuantizer, device: torch.device
-) -> SlotStates | list[SlotStates | None] | None:
-    if isinstance(states, DelayedStates):
-        return states.of("weight", quantizer, device=device)
-    if not quantizer.delayed:
-        return [None] * len(states)
-    return slots_of(states, "weight", quantizer, device=device, step=None, record=False)
+def expert_parameters(
+    weight: Tensor, quantizer: HybridQuantizer, role: QuantizerRole, dtype: torch.dtype, states: ExpertStates
+) -> list[nn.Parameter]:
+    """gemm_weight of every expert of a weight [E, N, K], each a parameter of its own under its own role."""
+    roles = [QuantizerRole(role.module_type, role.tensor_type, role.name, expert) for expert in range(len(weight))]
+    return [
+        gemm_weight(part.clone(), quantizer, own, dtype, state)
+        for part, own, state in zip(weight, roles, states, strict=True)
+    ]
 
 
-def held_operand(weight: Tensor | Operand, direction: Direction, quantizer: HybridQuantizer) -> Operand | None:
-    """The operand of one direction of a weight that is held quantized; None for one in high precision.
-
-    UserError, for the caller to say where, when it is of another quantizer, or is not there.
-    """
-    if isinstance(weight, HybridQuantizedTensor):
-        check_held(weight, direction, quantizer)
-        return getattr(weight, direction)
-    return weight if isinstance(weight, Operand) else None
+def is_held(weights: Weights) -> bool:
+    """Whether the weights of a linear are quantized operands."""
+    return isinstance(weights[0], HybridQuantizedTensor)
 
 
-def link_states(weight: Tensor, states: DelayedStates | Sequence[DelayedStates]) -> None:
-    """Have a weight that is held quantized use the states of its module, after a copy, a move or a checkpoint."""
-    if isinstance(weight, HybridQuantizedTensor):
-        weight.states = _weight_states(states, weight.quantizer, weight.device)
+def expert_weights(weights: Weights) -> list[Tensor]:
+    """Each matrix [N, K], as views."""
+    return list(weights[0].unbind(0)) if weights[0].dim() == 3 else list(weights)
+
+
+def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
+    """All weights, one below the other, in dtype."""
+    if len(weights) == 1:
+        weight = in_dtype(weights[0], dtype)
+        return weight if weight.dim() == 2 else weight.flatten(0, 1)
+    (rows, width), first = weights[0].shape, weights[0]
+    joined = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
+    torch._foreach_copy_(joined.split(rows), list(weights))
+    return joined
+
+
+def held_operands(weights: Weights, direction: Direction) -> Operand | GroupedOperand | Members:
+    """The operands of one direction of weights that are held quantized, which check_held has let pass."""
+    return _joined([getattr(weight, direction) for weight in weights])
+
+
+def _joined(operands: list[Operand | GroupedOperand]) -> Operand | GroupedOperand | Members:
+    return operands[0] if len(operands) == 1 else Members(members=operands)
+
+
+def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[SlotStates]:
+    """Have weights that are held quantized use the states of their module, after a copy, a move or a checkpoint;
+    returns those that there are."""
+    one_for_each = isinstance(states, ExpertStates) and weights[0].dim() == 2
+    linked = []
+    for weight, own in zip(weights, states if one_for_each else [states], strict=True):
+        if isinstance(weight, HybridQuantizedTensor):
+            weight.states = own.of("weight", weight.quantizer, device=weight.device)
+            linked.append(weight.states)
+    return [own for each in linked if each for own in (each if isinstance(each, list) else [each])]
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:
@@ -105,16 +139,22 @@ def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: H
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
 
 
-def flatten_weight(weight: Tensor) -> tuple[list[Tensor], Skeleton | None]:
-    """What dgrad needs of a weight: the weight itself, or the tensors of its columnwise operand."""
-    if isinstance(weight, HybridQuantizedTensor):
-        return flatten(weight.columnwise)
-    return [weight], None
+def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton | GroupSkeleton]]:
+    """The tensors that dgrad needs of the weights: they themselves, without skeletons, or those of their columnwise
+    operands."""
+    if not is_held(weights):
+        return list(weights), []
+    flat = [flatten_any(weight.columnwise) for weight in weights]
+    return [tensor for tensors, _ in flat for tensor in tensors], [skeleton for _, skeleton in flat]
 
 
-def unflatten_weight(tensors: Sequence[Tensor], skeleton: Skeleton | None) -> Tensor | Operand:
-    """Inverse of flatten_weight."""
-    return tensors[0] if skeleton is None else unflatten(tensors, skeleton)
+def unflatten_weights(
+    tensors: Sequence[Tensor], skeletons: Sequence[Skeleton | GroupSkeleton]
+) -> Operand | GroupedOperand | Members:
+    """The columnwise operands of weights that are held, from flatten_weights."""
+    count = len(tensors) // len(skeletons)
+    parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
+    return _joined([unflatten_any(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
 def check_main_grad(weight: Tensor) -> None:
@@ -126,3 +166,23 @@ def check_main_grad(weight: Tensor) -> None:
             f"fuse_wgrad_accumulation adds to weight.main_grad, a float32 tensor {tuple(weight.shape)}; got {got}"
             " (optim.use_main_grads gives every parameter one)"
         )
+
+
+def regroup(state: dict[str, Any], prefix: str, name: str, experts: int, *, single: bool) -> None:
+    """Have a state_dict name a parameter as the module does: "weight" [E, ...], or "weight0" [...] and so on.
+
+    What is there under the other names is stacked, or taken apart; nothing else is touched.
+    """
+    whole, parts = f"{prefix}{name}", [f"{prefix}{name}{expert}" for expert in range(experts)]
+    if single and whole not in state and all(part in state for part in parts):
+        state[whole] = stacked([state.pop(part) for part in parts])
+    if not single and whole in state and len(state[whole]) == experts:
+        state.update(zip(parts, state.pop(whole).unbind(0), strict=True))
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """[E, ...] of E tensors; quantized ones of equal quantizers keep their bytes."""
+    held = [part for part in parts if isinstance(part, HybridQuantizedTensor)]
+    if len(held) == len(parts) and len({part.quantizer for part in held}) == 1:
+        return GroupedTensor.of(held)
+    return torch.stack([part.dequantize() if isinstance(part, HybridQuantizedTensor) else part for part in parts])

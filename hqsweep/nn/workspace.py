@@ -52,6 +52,10 @@ class WeightWorkspace:
         found = self._made.get(direction)
         return found is not None and found[0] == identity
 
+    def __len__(self) -> int:
+        """How many operands are kept."""
+        return len(self._made)
+
     def clear(self) -> None:
         self._made.clear()
 

@@ -86,7 +86,7 @@ class Plan:
 
     def exact_dtype(self, on_gpu: bool) -> torch.dtype:
         """dtype of the matrix that gemm=exact multiplies."""
-        return self.format.exact_dtype(on_gpu)
+        return torch.bfloat16 if on_gpu and self.format.fits_bf16 else torch.float32
 
     def allocations(
         self, rows: int, cols: int, exact: bool, given: bool, on_gpu: bool, statistics: bool

@@ -16,7 +16,7 @@ from hqsweep.ops.member_layout import MemberLayout
 from hqsweep.ops.request import Output
 from hqsweep.quant.delayed import SlotStates, grids_of, note_group
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import Operand
+from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +79,16 @@ def unflatten_group(tensors: Sequence[Tensor], skeleton: GroupSkeleton) -> Group
     """Inverse of flatten_group."""
     buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
     return GroupedOperand(format=skeleton.format, layout=skeleton.layout, dtype=skeleton.dtype, buffers=buffers)
+
+
+def flatten_any(operand: Operand | GroupedOperand) -> tuple[list[Tensor], Skeleton | GroupSkeleton]:
+    """flatten or flatten_group."""
+    return flatten_group(operand) if isinstance(operand, GroupedOperand) else flatten(operand)
+
+
+def unflatten_any(tensors: Sequence[Tensor], skeleton: Skeleton | GroupSkeleton) -> Operand | GroupedOperand:
+    """Inverse of flatten_any."""
+    return unflatten_group(tensors, skeleton) if isinstance(skeleton, GroupSkeleton) else unflatten(tensors, skeleton)
 
 
 def quantize_group(

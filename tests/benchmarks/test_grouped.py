@@ -5,7 +5,7 @@ import torch
 from host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
-from hqsweep.nn.grouped_call import GroupedCall
+from hqsweep.nn.linear_call import LinearCall
 from hqsweep.ops.grouped_layout import GroupedExact
 from hqsweep.quant.hybrid import DIRECTIONS
 
@@ -44,14 +44,14 @@ def test_the_floor_of_a_step_counts_every_operand():
 @pytest.mark.parametrize("on_device", [False, True])
 def test_weights_are_quantized_as_often_as_the_row_says(weights, calls, on_device, monkeypatch):
     """In the second step; a call for both directions is one."""
-    made, real = [], GroupedCall._quantize
+    made, real = [], LinearCall.quantize
 
-    def spy(self, tensor, *arguments, **options):
+    def spy(self, tensor, x, **options):
         if tensor == "weight":
-            made.append(sum(options[direction] is not None for direction in DIRECTIONS))
-        return real(self, tensor, *arguments, **options)
+            made.append(sum(options.get(direction) is not None for direction in DIRECTIONS))
+        return real(self, tensor, x, **options)
 
-    monkeypatch.setattr(GroupedCall, "_quantize", spy)
+    monkeypatch.setattr(LinearCall, "quantize", spy)
     step = grouped_step().ours(grouped_linear.StepCase(recipe="mxfp8", weights=weights, on_device=on_device))
     step()
     made.clear()

@@ -6,7 +6,8 @@ from cases import REPRESENTATIVE
 
 from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.gemm.exact import matrix_product, mm_t, plan
+from hqsweep.gemm.exact import matrix_product, mm_t
+from hqsweep.gemm.plan import gemm_plan
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="t", step=0)
@@ -54,10 +55,10 @@ def test_output_is_rounded_once():
 
 
 def test_plans_say_what_runs():
-    assert str(plan(parse("mxfp8"), parse("nvfp4"), "cpu")) == "exact: bf16 operands, float32 GEMM"
-    assert "bfloat16 tensor cores" in str(plan(parse("mxfp8"), parse("nvfp4"), "cuda"))
+    assert str(gemm_plan(parse("mxfp8"), parse("nvfp4"), None)) == "exact: bf16 operands, float32 GEMM"
+    assert "bfloat16 tensor cores" in str(gemm_plan(parse("mxfp8"), parse("nvfp4"), (9, 0)))
     for text in ("fp8_block+fp32_scale", "fp16", "fp32"):
-        assert str(plan(parse(text), parse("mxfp8"), "cuda")) == "exact: fp32 operands, float32 GEMM (TF32 off)"
+        assert str(gemm_plan(parse(text), parse("mxfp8"), (9, 0))) == "exact: fp32 operands, float32 GEMM (TF32 off)"
 
 
 @pytest.mark.gpu

@@ -12,19 +12,20 @@ from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.grouped import (
     Members,
-    grouped_plan,
     mm_t_tokens,
     mm_t_weights,
     tokens_by_kernel,
     weights_by_kernel,
 )
+from hqsweep.gemm.native import capability_of
+from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.grouped_operand import quantize_group
 
 SPLITS = (40, 0, 24, 64)
 E, M, N, K = len(SPLITS), sum(SPLITS), 48, 64
-LOOP = grouped_plan(parse("mxfp8"), parse("mxfp8"), "cpu")
+LOOP = gemm_plan(parse("mxfp8"), parse("mxfp8"), None, group=GroupGemm())
 PAIRS = [
     ("bf16", "bf16"), ("fp32", "fp32"), ("mxfp8", "mxfp8"), ("fp8_current", "fp8_current"), ("nvfp4", "nvfp4"),
     ("nvfp4+row_scaled|mxfp8", "nvfp4|mxfp8"), ("nvfp4+row_scaled|mxfp8", "nvfp4+row_scaled|mxfp8"),
@@ -133,12 +134,12 @@ def whole_numbers(largest):
     ids=str,
 )
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-def test_equal_experts_have_the_bytes_of_the_loop(pair, largest, out_dtypes, gemm, device, monkeypatch):
+def test_equal_experts_have_the_bytes_of_the_loop(pair, largest, out_dtypes, gemm, device):
     """Where the order of sums does not matter torch.bmm changes no bit, factors of float32 results included."""
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     a, b = operands(*pair, gemm, device, EQUAL, whole_numbers(largest))
     for out_dtype in out_dtypes:
-        plan = grouped_plan(a_format(pair, gemm), b_format(pair, gemm), device, out_dtype=out_dtype, equal_splits=True)
+        group = GroupGemm(out_dtype=out_dtype, equal_splits=True)
+        plan = gemm_plan(a_format(pair, gemm), b_format(pair, gemm), (9, 0), group=group)
         assert plan.kernel == "torch.bmm"
         expected = reference(a, b, out_dtype)
         if gemm == "wgrad":
@@ -173,10 +174,8 @@ def test_members_of_their_own_memory_are_put_together():
     close(mm_t_tokens(a, own, grouped, out_dtype=torch.float32), tokens_by_kernel(a, packed, torch.float32), 1e-6)
 
 
-def grouped_plan_of_a_gpu(a, b, capability=(9, 0), **options):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm.grouped.capability_of", lambda device: capability)
-        return grouped_plan(parse(a), parse(b), "cuda", **options)
+def grouped_plan_of_a_gpu(a, b, capability=(9, 0), mode="exact", **known):
+    return gemm_plan(parse(a), parse(b), capability, mode, GroupGemm(**known))
 
 
 def test_plans_say_what_they_are():
@@ -204,27 +203,26 @@ def test_plans_say_what_they_are():
         ("exact: fp32 operands, float32 GEMM (TF32 off), for each expert", "fp8_block+fp32_scale", "mxfp8", {}),
     ):
         plan = grouped_plan_of_a_gpu(a, b, **options)
-        assert str(plan) == expected and plan.grouped == ("torch." in expected)
-    assert grouped_plan(parse("mxfp8"), parse("mxfp8"), "cpu", equal_splits=True) == LOOP
-    assert str(LOOP) == "exact: bf16 operands, float32 GEMM, for each expert" and not LOOP.grouped
+        assert str(plan) == expected and plan.one_kernel == ("torch." in expected)
+    of_a_cpu = grouped_plan_of_a_gpu("mxfp8", "mxfp8", None, equal_splits=True)
+    assert of_a_cpu.kernel is None and str(of_a_cpu) == str(LOOP)
+    assert str(LOOP) == "exact: bf16 operands, float32 GEMM, for each expert" and not LOOP.one_kernel
 
 
 def test_native_plans_say_what_they_are():
     loop = "native: tensor cores of sm_90 through torch._scaled_mm, for each expert"
     kernel = "native: tensor cores of sm_90 through torch._scaled_grouped_mm, scales of experts as those of rows"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm.native.capability_of", lambda device: (9, 0))
-        for expected, a, b, options in (
-            (kernel, "fp8_current", "fp8_delayed", {}),
-            (loop, "fp8_current+e5m2", "fp8_current", {}),
-            (loop, "fp8_block", "fp8_block+2d", {}),
-            (loop, "fp8_current", "fp8_current", {"gemm": "wgrad"}),
-            (kernel, "fp8_current", "fp8_current", {"equal_splits": True}),
-            (loop, "fp8_current", "fp8_current", {"gemm": "wgrad", "equal_splits": True}),
-            (loop, "fp8_current", "fp8_current", {"out_dtype": torch.float32}),
-            (loop, "fp8_current", "fp8_current", {"sizes": (64, 40)}),
-        ):
-            assert str(grouped_plan_of_a_gpu(a, b, gemm_mode="native", **options)) == expected
+    for expected, a, b, options in (
+        (kernel, "fp8_current", "fp8_delayed", {}),
+        (loop, "fp8_current+e5m2", "fp8_current", {}),
+        (loop, "fp8_block", "fp8_block+2d", {}),
+        (loop, "fp8_current", "fp8_current", {"gemm": "wgrad"}),
+        (kernel, "fp8_current", "fp8_current", {"equal_splits": True}),
+        (loop, "fp8_current", "fp8_current", {"gemm": "wgrad", "equal_splits": True}),
+        (loop, "fp8_current", "fp8_current", {"out_dtype": torch.float32}),
+        (loop, "fp8_current", "fp8_current", {"sizes": (64, 40)}),
+    ):
+        assert str(grouped_plan_of_a_gpu(a, b, mode="native", **options)) == expected
 
 
 @pytest.mark.gpu
@@ -239,7 +237,8 @@ def test_products_of_a_gpu(pair, gemm, sizes):
     expected = reference(*operands(*pair, gemm, sizes=sizes), torch.float32)
     formats = (a_format(pair, gemm), b_format(pair, gemm))
     for out_dtype in (torch.bfloat16, torch.float32):
-        plan = grouped_plan(*formats, "cuda", out_dtype=out_dtype, sizes=(K, N), equal_splits=sizes == EQUAL)
+        group = GroupGemm(gemm=gemm, out_dtype=out_dtype, sizes=(K, N), equal_splits=sizes == EQUAL)
+        plan = gemm_plan(*formats, capability_of("cuda"), group=group)
         product = mm_t_weights if gemm == "wgrad" else mm_t_tokens
         made = product(a, b, plan, out_dtype=out_dtype)
         made = torch.stack(list(made)) if gemm == "wgrad" else made
@@ -283,8 +282,8 @@ def test_native_products_of_a_gpu(gemm):
     left = quantize_group(x.cuda(), splits, quantizer, **codes).rowwise
     right = quantize_group(w.cuda(), Splits.uniform(E, N), quantizer, **codes)
     right = right.rowwise if gemm == "fprop" else right.columnwise
-    plan = grouped_plan(parse("fp8_current"), parse("fp8_current"), "cuda", gemm_mode="native", sizes=(K, N))
-    if not plan.grouped:
+    plan = grouped_plan_of_a_gpu("fp8_current", "fp8_current", capability_of("cuda"), mode="native", sizes=(K, N))
+    if not plan.one_kernel:
         pytest.skip("torch._scaled_grouped_mm is for sm_90")
     close(mm_t_tokens(left, right, plan, out_dtype=torch.bfloat16).cpu(), expected, 2**-6)
 

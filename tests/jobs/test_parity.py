@@ -9,7 +9,8 @@ from hqsweep.jobs.parity import grouped as parity_grouped
 from hqsweep.jobs.parity import job as parity
 from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
-from hqsweep.nn import LayerNormMoE, grouped_call
+from hqsweep.nn import LayerNormMoE, linear_call
+from hqsweep.nn import call as call_module
 from hqsweep.ops import kernel
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, parse_recipe
@@ -94,8 +95,8 @@ def test_a_gradient_from_the_wrong_direction_is_found(tmp_path, monkeypatch):
 
 
 def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
-    right = grouped_call.mm_t_weights
-    monkeypatch.setattr(grouped_call, "mm_t_weights", lambda *args, **options: right(*args, **options)[::-1])
+    right = linear_call.mm_t_weights
+    monkeypatch.setattr(linear_call, "mm_t_weights", lambda *args, **options: right(*args, **options)[::-1])
     failed = [r for r in run("grouped", tmp_path=tmp_path) if r["status"] == "FAIL"]
     assert {r["subject"] for r in failed if r["case"] == "list of Linears"} >= {"bf16", "nvfp4|mxfp8", "mxfp8|bf16"}
     assert all(r["first_index"].startswith("dw[") for r in failed if r["case"] == "list of Linears")
@@ -103,12 +104,12 @@ def test_experts_that_are_mixed_up_are_found(tmp_path, monkeypatch):
 
 def test_experts_that_share_a_history_are_found(tmp_path, monkeypatch):
     """Delayed scaling by the amax of another expert is seen at the second step."""
-    right = grouped_call.quantize_group
+    right = call_module.quantize_group
 
     def wrong(*args, states, **options):
         return right(*args, states=states and [states[0]] * len(states), **options)
 
-    monkeypatch.setattr(grouped_call, "quantize_group", wrong)
+    monkeypatch.setattr(call_module, "quantize_group", wrong)
     failed = {(r["subject"], r["case"]) for r in run("grouped", tmp_path=tmp_path) if r["status"] == "FAIL"}
     assert ("fp8_delayed", "list of Linears") in failed and {subject for subject, _ in failed} == {"fp8_delayed"}
 
@@ -150,11 +151,10 @@ def test_what_permutations_must_leave_follows_from_the_scales(tmp_path):
 
 def test_the_kernel_of_a_gpu_is_compared_with_the_loop(tmp_path, monkeypatch):
     """torch._grouped_mm runs on a CPU too, under the plans of a GPU."""
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     real = torch._grouped_mm
     for scale, status in ((1, "PASS"), (1.02, "FAIL")):
         monkeypatch.setattr(torch, "_grouped_mm", lambda *args, _=scale, **options: real(*args, **options) * _)
-        rows = list(parity_grouped.kernel_rows(config("grouped"), torch.device("cpu")))
+        rows = list(parity_grouped.kernel_rows(config("grouped"), torch.device("cpu"), (9, 0)))
         assert [(r["subject"], r["status"]) for r in rows] == [(text, status) for text in FORMATS]
 
 

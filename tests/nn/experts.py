@@ -9,6 +9,8 @@ from hqsweep.ops.grouped_layout import Splits
 from hqsweep.recipe import LinearQuantizers, Recipe
 
 SPLITS = (48, 0, 16, 64)
+GPU = (9, 0)
+"""A compute capability that has a kernel for every plan; torch has them for a CPU, too."""
 EXPERTS, ROWS, K, N = len(SPLITS), sum(SPLITS), 48, 32
 FORMATS = list(PRODUCTS)
 SECTIONS = [

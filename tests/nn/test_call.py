@@ -7,7 +7,6 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import Linear, LinearOptions, autocast, quantization, quantized_model_init, set_recipe
-from hqsweep.nn import call as call_module
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.transformer_layer import TransformerLayer
@@ -29,7 +28,7 @@ def seen(monkeypatch):
         pairs.append(f"{a.format} x {b.format}")
         return mm_t(a, b, out_dtype=out_dtype)
 
-    monkeypatch.setattr(call_module, "mm_t_native", product)
+    monkeypatch.setattr("hqsweep.gemm.native.mm_t_native", product)
     return pairs
 
 

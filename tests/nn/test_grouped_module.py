@@ -6,6 +6,7 @@ import pytest
 import torch
 from experts import (
     EXPERTS,
+    GPU,
     ROWS,
     SECTIONS,
     SPLITS,
@@ -20,7 +21,6 @@ from experts import (
     train,
 )
 
-import hqsweep.gemm.grouped
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
@@ -226,11 +226,11 @@ def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(monkeypatch)
         seen.append((str(a.format), str(b.format), a.shape[0]))
         return mm_t(a, b, out_dtype=out_dtype)
 
-    monkeypatch.setattr(hqsweep.gemm.grouped, "mm_t_native", product)
+    monkeypatch.setattr("hqsweep.gemm.native.mm_t_native", product)
     fp8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
     module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(fp8, gemm="native"))
     assert module.quantization_alignment == 16
-    assert_same_gradients(*train(module, singles(module, gemm="exact"), steps=1))
+    assert_same_gradients(*train(module, singles(module), steps=1))
     tokens = [m for m in SPLITS if m]
     expected = [("fp8_current", "fp8_current", m) for m in tokens]
     expected += [("fp8_current+e5m2", "fp8_current", m) for m in tokens + [N] * len(tokens)]
@@ -248,12 +248,10 @@ def test_plans_of_a_module_depend_on_what_its_weights_are():
     for gemm in ("fprop", "dgrad", "wgrad"):
         plan = module.plan(gemm, format, format, torch.device("cpu"), "exact")
         assert str(plan) == "exact: bf16 operands, float32 GEMM, for each expert"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm.grouped.capability_of", lambda device: (9, 0))
-        device = torch.device("cuda")
-        kernels = [module.plan(gemm, format, format, device, "exact").grouped for gemm in ("fprop", "dgrad", "wgrad")]
-        assert kernels == [True, True, False]
-        assert module.to(torch.bfloat16).plan("wgrad", format, format, device, "exact").grouped
+    module, device = grouped("mxfp8", plan_capability=GPU), torch.device("cpu")
+    plans = [module.plan(gemm, format, format, device, "exact") for gemm in ("fprop", "dgrad", "wgrad")]
+    assert [plan.one_kernel for plan in plans] == [True, True, False]
+    assert module.to(torch.bfloat16).plan("wgrad", format, format, device, "exact").one_kernel
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from experts import EXPERTS, SECTIONS, K, N, gradients, grouped, hidden, ids
+from experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped, hidden, ids
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
@@ -18,12 +18,15 @@ KERNELS = ["nvfp4", "mxfp4", "nvfp4+row_scaled|nvfp4", "fp8_block|nvfp4", ROWS_I
 @pytest.fixture(params=["loop", "kernels", "reference"])
 def plan(request, monkeypatch):
     """Products of a CPU, those of a GPU, and quantization by the reference."""
-    if request.param == "kernels":
-        monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     if request.param == "reference":
         for module in ("grouped", "grouped_layout", "request", "dequantize"):
             monkeypatch.setattr(f"hqsweep.ops.{module}.has_kernels", lambda device: False)
     return request.param
+
+
+def options_of(plan, **options):
+    """Of a grouped linear on the plans of a GPU, or of a CPU."""
+    return options | {"plan_capability": GPU if plan == "kernels" else None}
 
 
 def run(module, splits):
@@ -48,7 +51,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("quantizers", [*KERNELS, "fp8_delayed|nvfp4+rht"], ids=ids)
 def test_a_device_fills_experts_up_as_the_host_does(plan, quantizers, single):
     """To the byte, in outputs, gradients and histories; whatever follows the last expert is not seen."""
-    options = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": True}
+    options = options_of(plan, single_grouped_weight=single, single_grouped_bias=single, bias=True)
     ours, theirs = (grouped(quantizers, **options).to(torch.bfloat16) for _ in range(2))
     assert_same(run(ours, hidden(UNEVEN)), run(theirs, UNEVEN))
     assert_same(ours.state_dict(), theirs.state_dict())
@@ -57,7 +60,7 @@ def test_a_device_fills_experts_up_as_the_host_does(plan, quantizers, single):
 @pytest.mark.parametrize("quantizers", KERNELS, ids=ids)
 @pytest.mark.parametrize("plan", ["kernels"], indirect=True)
 def test_nothing_waits_for_splits_that_are_filled_up(plan, quantizers, monkeypatch):
-    module = grouped(quantizers, single_grouped_weight=True).to(torch.bfloat16)
+    module = grouped(quantizers, **options_of(plan, single_grouped_weight=True)).to(torch.bfloat16)
     expected, splits = run(module, UNEVEN), hidden(UNEVEN)
     for name in ("tolist", "item", "cpu", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, what=name: pytest.fail(f"{what} waits"))
@@ -106,7 +109,7 @@ class Halved(HybridQuantizer):
 @pytest.mark.parametrize("formats", [("mxfp8", "nvfp4+sr"), ("nvfp4+row_scaled", "mxfp4")], ids=" ".join)
 def test_a_custom_quantizer_is_called_for_experts_that_are_filled_up(plan, formats):
     recipe = CustomRecipe(qfactory=lambda role: Halved(*map(parse, formats)))
-    options = GroupedLinearOptions(single_grouped_weight=True)
+    options = GroupedLinearOptions(**options_of(plan, single_grouped_weight=True))
     module = GroupedLinear(EXPERTS, K, N, name="e", recipe=recipe, options=options).to(torch.bfloat16)
     assert_same(run(module, hidden(UNEVEN)), run(module, UNEVEN))
 

@@ -1,28 +1,28 @@
 """GroupedLinear on the plan of a GPU, which torch has for a CPU, too, and with splits that the host does not know."""
 
 import pickle
-import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from experts import EXPERTS, FORMATS, ROWS, SECTIONS, SPLITS, K, N, gradients, grouped, hidden, ids, recipe_of
+from experts import EXPERTS, FORMATS, GPU, ROWS, SECTIONS, SPLITS, K, N, gradients, hidden, ids, recipe_of
+from experts import grouped as looped
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import hqsweep.quant.grouped_operand
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, quantized_model_init
-from hqsweep.nn.grouped_linear_function import GroupedLinearFunction
 
+grouped = partial(looped, plan_capability=GPU)
 EQUAL = (ROWS // EXPERTS,) * EXPERTS
 EXACT_IN_BF16 = [f for f in FORMATS if f not in ("fp16", "fp32", "fp8_block+fp32_scale")]
 
 
 @pytest.fixture
 def used(monkeypatch):
-    """How often torch._grouped_mm was called, by number of axes of its second operand, and "bmm"; plans are those of a
-    GPU."""
+    """How often torch._grouped_mm was called, by number of axes of its second operand, and "bmm"."""
     seen, real, real_bmm = [], torch._grouped_mm, torch.bmm
 
     def spy(a, b, **options):
@@ -33,7 +33,6 @@ def used(monkeypatch):
         seen.append("bmm")
         return real_bmm(a, b)
 
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     monkeypatch.setattr(torch, "_grouped_mm", spy)
     monkeypatch.setattr(torch, "bmm", spy_bmm)
     return seen
@@ -52,8 +51,7 @@ def native(monkeypatch):
         assert meta.shape == y.shape and meta.dtype == torch.bfloat16
         return y.to(torch.bfloat16)
 
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
-    monkeypatch.setattr("hqsweep.gemm.grouped.mm_t_native", mm_t)
+    monkeypatch.setattr("hqsweep.gemm.native.mm_t_native", mm_t)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
     return seen
 
@@ -82,9 +80,8 @@ def test_the_kernel_computes_what_the_loop_does(used, quantizers, single, held):
         module = grouped(quantizers, single_grouped_weight=single, single_grouped_bias=single, bias=True)
     ours = run(module, hidden())
     assert used == [3, 3, 2]  # fprop, dgrad, and a wgrad without host splits
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: False)
-        assert_close(ours, run(module, SPLITS), 2**-7)
+    module.plan_capability = None
+    assert_close(ours, run(module, SPLITS), 2**-7)
     assert len(used) == 3
 
 
@@ -118,9 +115,8 @@ def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
     assert used == ["bmm"] * 3
     run(module, hidden(EQUAL))
     assert used[3:] == [3, 3, 2]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: False)
-        assert_close(ours, run(other, EQUAL), 2**-7)
+    other.plan_capability = None
+    assert_close(ours, run(other, EQUAL), 2**-7)
     assert len(used) == 6
 
 
@@ -128,17 +124,15 @@ def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
 def test_a_batch_keeps_float32_gradients_unrounded(used, single):
     """Of whole numbers: to the byte those of the loop, with weights in float32 and with a main_grad in it."""
     runs = []
-    for kernels in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors, on=kernels: on)
-            made = [grouped("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
-            for weight in made[1].to(torch.bfloat16).weights:
-                weight.main_grad = torch.ones(weight.shape)
-            for module in made:
-                generator = torch.Generator().manual_seed(0)
-                x, dy = (torch.randint(-99, 100, (ROWS, n), generator=generator).bfloat16() for n in (K, N))
-                module(x, EQUAL).backward(dy)
-            runs.append([grad for module in made for grad in gradients(module).values()])
+    for build in (grouped, looped):
+        made = [build("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
+        for weight in made[1].to(torch.bfloat16).weights:
+            weight.main_grad = torch.ones(weight.shape)
+        for module in made:
+            generator = torch.Generator().manual_seed(0)
+            x, dy = (torch.randint(-99, 100, (ROWS, n), generator=generator).bfloat16() for n in (K, N))
+            module(x, EQUAL).backward(dy)
+        runs.append([grad for module in made for grad in gradients(module).values()])
     assert used == ["bmm"] * 4
     assert all(map(torch.equal, *runs)) and any((grad != grad.bfloat16()).any() for grad in runs[0])
 
@@ -155,7 +149,7 @@ def test_plans_follow_the_splits_of_the_call(used):
     used.clear()
     assert module(torch.empty(0, K), [0] * EXPERTS).shape == (0, N) and "bmm" not in used
     used.clear()
-    one = GroupedLinear(1, K, N, name="e", recipe=recipe_of("mxfp8"))
+    one = GroupedLinear(1, K, N, name="e", recipe=recipe_of("mxfp8"), options=GroupedLinearOptions(plan_capability=GPU))
     run(one, [ROWS])
     assert used == ["bmm"] * 3
 
@@ -179,9 +173,8 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
                 grouped(forward | {"grad_output": gradient}, single_grouped_weight=single, gemm=gemm)
                 for gemm in ("native", "exact")
             ]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: False)
-            expected = run(made[1], SPLITS)
+        made[1].plan_capability = None
+        expected = run(made[1], SPLITS)
         native.clear()
         assert_close(run(made[0], SPLITS), expected, 2**-7)
         assert native == [(ROWS, N), (ROWS, K)][:count]
@@ -204,7 +197,7 @@ def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantize
 @pytest.mark.parametrize("quantizers", FORMATS + SECTIONS, ids=ids)
 def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     """On the loop: buffers that have room for any splits hold the same operands."""
-    ours, theirs = (run(grouped(quantizers, bias=True), splits) for splits in (hidden(), SPLITS))
+    ours, theirs = (run(looped(quantizers, bias=True), splits) for splits in (hidden(), SPLITS))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -217,39 +210,37 @@ def test_an_output_may_be_written_in_place(used, quantizers, splits):
     assert used and x.grad.abs().sum() > 0
 
 
-def calls_of_a_step(experts, quantizers, equal):
-    """How often each Python function is called by a forward and backward that is not the first."""
-    recipe = recipe_of(quantizers)
-    options = GroupedLinearOptions(single_grouped_weight=True)
-    module = GroupedLinear(experts, K, N, name="e", recipe=recipe, options=options).to(torch.bfloat16)
+class Operators(TorchDispatchMode):
+    """How often each operator is called, autograd's own included."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(experts, quantizers, equal):
+    """Those of a forward and backward that is not the first."""
+    options = GroupedLinearOptions(single_grouped_weight=True, plan_capability=GPU)
+    module = GroupedLinear(experts, K, N, name="e", recipe=recipe_of(quantizers), options=options).to(torch.bfloat16)
     x, dy = draw("normal", 32 * experts, K).requires_grad_(), draw("normal", 32 * experts, N)
     splits = [32] * experts if equal else [16, 48, *[32] * (experts - 2)]
-    calls = Counter()
-
-    def note(frame, event, _):
-        if event == "call" and "hqsweep" in frame.f_globals["__name__"]:
-            calls[frame.f_code.co_qualname] += 1
-
-    def noted(call, *arguments):
-        sys.setprofile(note)
-        try:
-            return call(*arguments)
-        finally:
-            sys.setprofile(None)
-
     module(x, splits).backward(dy)
-    node = noted(module, x, splits).grad_fn
-    noted(GroupedLinearFunction.backward, node, dy)
-    assert calls["GroupedLinearFunction.forward"] == calls["GroupedLinearFunction.backward"] == 1
-    return calls
+    module.zero_grad()
+    with Operators() as operators:
+        module(x, splits).backward(dy)
+    return operators.seen
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", "nvfp4+sr", *SECTIONS[:2]], ids=ids)
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_host_does_nothing_for_single_experts(used, quantizers, equal):
-    calls_of_a_step(3, quantizers, equal)  # plans of these formats are made, and found by equal ones
-    assert calls_of_a_step(2, quantizers, equal) == calls_of_a_step(9, quantizers, equal)
-    assert used == (["bmm"] * 3 if equal else [3, 3, 2]) * 6
+    """Not so much as a view of its tensors."""
+    assert operators_of_a_step(2, quantizers, equal) == operators_of_a_step(9, quantizers, equal)
+    assert used == (["bmm"] * 3 if equal else [3, 3, 2]) * 4
 
 
 @pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
@@ -283,40 +274,36 @@ def test_splits_may_change_between_calls_and_modules_are_copied_without_them(use
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], run(other, hidden(turned))["y"])
     copied = pickle.loads(pickle.dumps(module))
     assert torch.equal(run(copied, SPLITS)["y"], results[0])
-    assert "_offsets" in vars(module._last_splits) and copied._last_splits is not module._last_splits
-    assert "_offsets" not in vars(pickle.loads(pickle.dumps(module._last_splits)))
 
 
-def test_bulk_calls_are_one_for_each_tensor_and_ask_for_what_is_read(monkeypatch):
+class Quantizations(TorchDispatchMode):
+    """Rows and formats ("" for a direction that is not made) of every call of the operator that quantizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name().startswith("hqsweep::quantize"):
+            row, column = [text for text in args if isinstance(text, str)]
+            self.calls.append((len(args[0]), row, column))
+        return function(*args, **(kwargs or {}))
+
+
+def test_bulk_calls_are_one_for_each_tensor_and_ask_for_what_is_read():
     """x, w and dy, all experts in one call, and no direction that no product reads."""
-    place, calls = hqsweep.quant.grouped_operand, []
-    real = place.quantize_grouped
-
-    def spy(x, splits, rowwise=None, columnwise=None, **options):
-        calls.append((len(x), *("-" if format is None else str(format) for format in (rowwise, columnwise))))
-        return real(x, splits, rowwise, columnwise, **options)
-
-    monkeypatch.setattr(place, "quantize_grouped", spy)
     module, rows = grouped("mxfp8|fp8_block", single_grouped_weight=True), ROWS
-    of_weights = EXPERTS * N
-    y = module(draw("normal", ROWS, K).requires_grad_(), SPLITS)
-    forward = [(rows, "mxfp8", "fp8_block"), (of_weights, "mxfp8", "-")]
-    assert calls == forward
-    y.backward(draw("normal", ROWS, N))
-    assert calls[2:] == [(rows, "mxfp8", "fp8_block"), (of_weights, "-", "fp8_block")]
+    of_weights, x_and_w = EXPERTS * N, [(rows, "mxfp8", "fp8_block"), (EXPERTS * N, "mxfp8", "")]
     for frozen, expected in (
-        (
-            "weight",
-            [(rows, "mxfp8", "-"), (of_weights, "mxfp8", "-"), (rows, "mxfp8", "-"), (of_weights, "-", "fp8_block")],
-        ),
-        ("input", [*forward, (rows, "-", "fp8_block")]),
+        ("nothing", [*x_and_w, (rows, "mxfp8", "fp8_block"), (of_weights, "", "fp8_block")]),
+        ("weight", [(rows, "mxfp8", ""), x_and_w[1], (rows, "mxfp8", ""), (of_weights, "", "fp8_block")]),
+        ("input", [*x_and_w, (rows, "", "fp8_block")]),
     ):
-        calls.clear()
         module.weight.requires_grad_(frozen != "weight")
         x = draw("normal", ROWS, K).requires_grad_(frozen != "input")
-        module(x, SPLITS).backward(draw("normal", ROWS, N))
-        assert calls == expected
-    calls.clear()
-    with torch.no_grad():
+        with Quantizations() as seen:
+            module(x, SPLITS).backward(draw("normal", ROWS, N))
+        assert seen.calls == expected, frozen
+    with Quantizations() as seen, torch.no_grad():
         module(draw("normal", ROWS, K), SPLITS)
-    assert calls == [(rows, "mxfp8", "-"), (of_weights, "mxfp8", "-")]
+    assert seen.calls == [(rows, "mxfp8", ""), (of_weights, "mxfp8", "")]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from experts import SECTIONS, K, N, gradients, hidden, ids, recipe_of
+from experts import GPU, SECTIONS, K, N, gradients, hidden, ids, recipe_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hqsweep.formats.inputs import draw
@@ -21,17 +21,11 @@ WAYS_TO_WAIT = ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Plans are those of a GPU."""
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
-
-
 def made(experts, quantizers, *, single=False, main_grad=False, held=False):
     """With biases; weights that are not held are bfloat16."""
     torch.manual_seed(0)
     options = {"single_grouped_weight": single, "single_grouped_bias": single, "fuse_wgrad_accumulation": main_grad}
-    options = GroupedLinearOptions(bias=True, **options)
+    options = GroupedLinearOptions(bias=True, plan_capability=GPU, **options)
     with quantized_model_init(enabled=held), quantization(seed=1, step=0):
         module = GroupedLinear(experts, K, N, name="e", recipe=recipe_of(quantizers), options=options)
     for weight in module.weights if main_grad else ():

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Identity, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.gemm import native
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.native import mm_t_native
-from hqsweep.nn import Linear, call
+from hqsweep.nn import Linear, linear_call
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.recipe import LinearQuantizers
 
@@ -46,8 +47,8 @@ def train(quantizers: dict, tensors: dict[str, Tensor], gemm: str, product: Call
         return real(a, b, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "mm_t", partial(spy, mm_t))
-        patch.setattr(call, "mm_t_native", partial(spy, product))
+        patch.setattr(linear_call, "mm_t", partial(spy, mm_t))
+        patch.setattr(native, "mm_t_native", partial(spy, product))
         x = x.clone().requires_grad_()
         y = module(x)
         y.backward(dy)

@@ -4,15 +4,12 @@ import pickle
 
 import pytest
 import torch
-from experts import EXPERTS, ROWS, SPLITS, K, N, grouped
+from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 
-from hqsweep.formats import RngKey, RngKeys
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, set_recipe
-from hqsweep.nn.grouped_call import GroupedCall
-from hqsweep.ops.grouped_layout import Splits
+from hqsweep.nn.linear_call import LinearCall
 from hqsweep.quant import HybridQuantizer
-from hqsweep.quant.grouped_operand import quantize_group
 from hqsweep.recipe import Recipe
 
 BOTH = ["rowwise", "columnwise"]
@@ -82,17 +79,8 @@ FORMATS = [
 @pytest.mark.parametrize("text", FORMATS)
 def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
     """And each is an operand of the product's kind."""
-    module = linear({"input": "bf16", "weight": text, "grad_output": "bf16"})
-    with quantization(seed=3, step=2, cache_weights=True):
-        train(module, 0)
-    key, weight = RngKey(seed=3, slot="layer/linear/weight", step=2), module.weight.detach().bfloat16()
-    for direction in BOTH:
-        wanted = dict.fromkeys(BOTH) | {direction: "exact"}
-        alone = getattr(HybridQuantizer.parse(text).quantize(weight, **wanted, key=key), direction)
-        ours = module.workspace._made[direction][1]
-        assert torch.equal(ours.matrix, alone.matrix) and ours.divisor == alone.divisor
-        assert (ours.factor is None) == (alone.factor is None)
-        assert ours.factor is None or torch.equal(ours.factor, alone.factor)
+    section = {"input": "bf16", "weight": text, "grad_output": "bf16"}
+    assert_trained_alike(linear(section), linear(section), batches=2, seed=3, step=2)
 
 
 @pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["ragged", "equal"])
@@ -100,50 +88,46 @@ def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize("text", FORMATS)
 def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels, splits, monkeypatch):
-    """One call a step; columns lie by rows where one kernel computes dgrad, with the bytes of a call for columns."""
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: kernels)
-    calls, real = [], GroupedCall._quantize
+    """One call a step, with the bytes of a call for each direction."""
+    calls, real = [], LinearCall.quantize
 
-    def spy(self, tensor, x, splits, **options):
+    def spy(self, tensor, x, **options):
         if tensor == "weight":
-            calls.append([d for d in BOTH if options[d]])
-        return real(self, tensor, x, splits, **options)
+            calls.append([d for d in BOTH if options.get(d)])
+        return real(self, tensor, x, **options)
 
-    monkeypatch.setattr(GroupedCall, "_quantize", spy)
+    monkeypatch.setattr(LinearCall, "quantize", spy)
     row, _, column = text.partition("@")[0].partition("|")
     meets = {"input": row, "grad_output": column or row}  # torch._grouped_mm of a CPU takes two of one dtype
     meets = {tensor: "bf16|mxfp8" if it == "bf16" else "mxfp8" for tensor, it in meets.items()}
-    section = meets | {"weight": text}
-    cached, plain = (grouped(section, single_grouped_weight=single) for _ in range(2))
+    options = {"single_grouped_weight": single, "plan_capability": GPU if kernels else None}
+    cached, plain = (grouped(meets | {"weight": text}, **options) for _ in range(2))
+    results = []
     for module, cache, expected in ((cached, True, [BOTH]), (plain, False, [["rowwise"], ["columnwise"]] * 2)):
         calls.clear()
+        tensors = []
         for microbatch in range(2):
             x, dy = draw("normal", ROWS, K, microbatch).requires_grad_(), draw("normal", ROWS, N, microbatch)
             with quantization(seed=3, step=2, microbatch=microbatch, cache_weights=cache):
-                module(x, splits).backward(dy)
+                y = module(x, splits)
+                y.backward(dy)
+            tensors += [y.detach(), x.grad]
         assert calls == expected
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(cached.weights, plain.weights, strict=True))
-    slots = tuple(f"experts/grouped_linear/weight/{e}" for e in range(EXPERTS))
-    facts = {"keys": RngKeys(seed=3, slots=slots, step=2), "by_rows": kernels and "fp32_scale" not in text}
-    weight = torch.cat([w.detach().view(-1, K) for w in cached.weights]).bfloat16()
-    for direction in BOTH:
-        wanted = dict.fromkeys(BOTH) | {direction: "exact"}
-        made = quantize_group(weight, Splits.uniform(EXPERTS, N), HybridQuantizer.parse(text), **wanted, **facts)
-        ours, alone = cached.workspace._made[direction][1], getattr(made, direction)
-        assert torch.equal(ours.matrix, alone.matrix) and ours.by_rows == alone.by_rows
-        assert (ours.factor is None) == (alone.factor is None)
-        assert ours.factor is None or torch.equal(ours.factor, alone.factor)
+        results.append(tensors + [weight.grad for weight in module.weights])
+    assert all(map(torch.equal, *results))
 
 
-def test_columns_are_made_anew_where_a_product_takes_another_form(monkeypatch):
+def test_columns_are_made_anew_where_a_product_takes_another_form():
     """By a GPU whose only kernel is that for equal experts, so that bits never depend on the call before."""
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: majors is None)
-    module, forms = grouped("mxfp8"), []
-    with quantization(cache_weights=True):
+    cached, plain = (grouped("mxfp8", plan_capability=(8, 0)) for _ in range(2))
+    results = []
+    for module, cache in ((cached, True), (plain, False)):
         for splits in (SPLITS, (ROWS // EXPERTS,) * EXPERTS):
-            module(draw("normal", ROWS, K).requires_grad_(), splits).backward(draw("normal", ROWS, N))
-            forms.append(module.workspace._made["columnwise"][1].by_rows)
-    assert forms == [False, True]
+            x = draw("normal", ROWS, K).requires_grad_()
+            with quantization(cache_weights=cache):
+                module(x, splits).backward(draw("normal", ROWS, N))
+            results.append(x.grad)
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
 def test_nothing_is_made_ahead_that_backward_will_not_ask_for(made):
@@ -185,11 +169,11 @@ def test_inference_then_training_and_no_operand_outlives_its_context(made):
         train(module, 0)
     assert made == [["rowwise"], ["columnwise"]]
     module(draw("normal", 32, 64))
-    assert not module.workspace._made
+    assert len(module.workspace) == 0
 
 
 def test_a_module_pickles_without_its_workspace():
     module = linear()
     with quantization(cache_weights=True):
         train(module, 0)
-    assert not pickle.loads(pickle.dumps(module)).workspace._made
+    assert len(module.workspace) == 2 and len(pickle.loads(pickle.dumps(module)).workspace) == 0

@@ -13,7 +13,8 @@ from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.gemm.grouped import grouped_plan, mm_t_tokens, mm_t_weights
+from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
+from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.ops.grouped_shapes import Shapes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
@@ -141,12 +142,12 @@ def test_memory_is_used_again_for_other_shapes(text):
         large.reused_for([(1024, 32), (16, 16)])
 
 
-def test_no_product_takes_members_of_unlike_widths(monkeypatch):
+def test_no_product_takes_members_of_unlike_widths():
     """On the loop and by a kernel, of codes and of exact operands; nor weights of unlike shapes."""
-    monkeypatch.setattr("hqsweep.gemm.grouped.has_kernel", lambda device, majors: True)
     w, x, uneven = (group(name=name) for name in ("both", "uniform", "first"))
     for equal in (False, True):
-        how = grouped_plan(w.quantizer.rowwise, w.quantizer.rowwise, "cpu", equal_splits=equal)
+        group_gemm = GroupGemm(equal_splits=equal)
+        how = gemm_plan(w.quantizer.rowwise, w.quantizer.rowwise, (9, 0), group=group_gemm)
         for plan in (how, replace(how, kernel=None)):
             for a, b in ((w, x), (x, w)):
                 for product, direction in ((mm_t_tokens, "rowwise"), (mm_t_weights, "columnwise")):

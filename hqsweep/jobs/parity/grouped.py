@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.gemm.grouped import grouped_plan
+from hqsweep.gemm.native import Capability, capability_of
+from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.training import Check, Rows
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
@@ -90,12 +91,15 @@ def grouped_check(config: ParityConfig, device: torch.device) -> Rows:
     yield from kernel_rows(config, device)
 
 
-def kernel_rows(config: ParityConfig, device: torch.device) -> Rows:
-    """torch._grouped_mm for each format that a device has it for."""
+def kernel_rows(config: ParityConfig, device: torch.device, capability: Capability = None) -> Rows:
+    """torch._grouped_mm for each format that a device has it for. capability: whose plans are followed, if not those of
+    the device."""
+    capability = capability or capability_of(device)
     for text in config.parity.formats:
         quantizers = everywhere(parse(text))
-        if _has_kernel(quantizers, device):
-            yield _kernel_row(text, quantizers, device, config.seed)
+        if _has_kernel(quantizers, capability):
+            problem = _Problem(quantizers, SPLITS, device, config.seed)
+            yield _kernel_row(text, problem, capability)
 
 
 class _Expert(Linear):
@@ -114,6 +118,7 @@ class _Problem:
 
     def __init__(self, quantizers: LinearQuantizers, splits: Sequence[int], device: torch.device, seed: int) -> None:
         self.quantizers, self.splits, self.device = quantizers, tuple(splits), device
+        self.plan_capability: Capability = None
         self.dtype = torch.float32 if device.type == "cuda" else torch.bfloat16
         shapes = {"x": (sum(splits), K), "dy": (sum(splits), N), "w": (EXPERTS * N, K), "b": (EXPERTS, N)}
         made = {name: draw("heavy", *shape, seed + i).clamp(-50, 50) for i, (name, shape) in enumerate(shapes.items())}
@@ -126,7 +131,8 @@ class _Problem:
     def run(self, splits: Splits | None = None) -> Results:
         """By a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
         recipe = Recipe(linear=HIGH, grouped_linear=self.quantizers)
-        options = GroupedLinearOptions(bias=True, single_grouped_weight=True, single_grouped_bias=True)
+        single = {"single_grouped_weight": True, "single_grouped_bias": True, "plan_capability": self.plan_capability}
+        options = GroupedLinearOptions(bias=True, **single)
         module = GroupedLinear(EXPERTS, K, N, name="m", recipe=recipe, dtype=self.dtype, options=options)
         module = module.to(self.device)
         _write(module, self.w, self.b)
@@ -258,18 +264,19 @@ def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device
     return row("grouped", subject, "router", named_pairs(*made))
 
 
-def _has_kernel(quantizers: LinearQuantizers, device: torch.device) -> bool:
+def _has_kernel(quantizers: LinearQuantizers, capability: Capability) -> bool:
     """Whether wgrad is one kernel, as it is nowhere without the others."""
+    group = GroupGemm(gemm="wgrad", out_dtype=torch.float32, sizes=(K, N), host_splits=False)
     a, b = quantizers.grad_output.columnwise, quantizers.input.columnwise
-    options = {"gemm": "wgrad", "out_dtype": torch.float32, "sizes": (K, N), "host_splits": False}
-    return grouped_plan(a, b, device, **options).grouped
+    return gemm_plan(a, b, capability, group=group).one_kernel
 
 
-def _kernel_row(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> dict[str, object]:
+def _kernel_row(subject: str, problem: _Problem, capability: Capability) -> dict[str, object]:
     """Results for splits of the device against the loop's, by their relative L2."""
-    problem = _Problem(quantizers, SPLITS, device, seed).in_dtype(torch.float32)
+    problem, device = problem.in_dtype(torch.float32), problem.device
     expected, sizes = problem.run(), torch.tensor(SPLITS, device=device)
     unknown = Splits(rows=sum(SPLITS), count=EXPERTS, sizes=None, device_sizes=sizes)
+    problem.plan_capability = capability
     moved = problem.in_dtype(torch.bfloat16).run(unknown)
     errors = {name: output_error(expected[name].float(), moved[name].float())["rel_l2"] for name in ("y", "dx", "dw")}
     total = sum(expected[name].numel() for name in errors)

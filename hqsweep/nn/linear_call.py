@@ -1,0 +1,156 @@
+"""LinearCall: a call of a linear, which has one matrix of weights or one for each expert."""
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.exact import mm_t
+from hqsweep.gemm.grouped import Group, mm_t_tokens, mm_t_weights
+from hqsweep.gemm.native import multiply
+from hqsweep.gemm.plan import GemmPlan
+from hqsweep.nn.call import Call
+from hqsweep.nn.parameter import (
+    Weights,
+    check_held,
+    check_main_grad,
+    expert_weights,
+    held_operands,
+    is_held,
+    link_states,
+    weight_matrix,
+)
+from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.quant.grouped_operand import GroupSkeleton, HybridGroup, unflatten_any
+from hqsweep.quant.hybrid import DIRECTIONS, Direction
+from hqsweep.quant.operand import HybridOperand, Operand, Skeleton
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.sections import LinearQuantizers
+
+AnyOperand = Operand | ExactOperand | Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCall(Call):
+    """With one matrix, splits and plans are None, and every list of this class has one entry."""
+
+    quantizers: LinearQuantizers
+    main_grad: bool
+    """Whether dw is added to weight.main_grad."""
+    save_original: bool
+    """Whether x is saved instead of its columnwise operand, which is then made in backward."""
+    workspace: WeightWorkspace | None
+    plans: Mapping[str, GemmPlan] | None = None
+    """"fprop", "dgrad" and "wgrad" -> how it is computed for all experts."""
+
+    @cached_property
+    def singles(self) -> Sequence["LinearCall"]:
+        """The call of each expert, as a linear of its own would make it."""
+        if self.splits is None:
+            return (self,)
+        alone = {"splits": None, "weight_splits": None, "plans": None, "workspace": None}
+        return [replace(self, expert=expert, states=states, **alone) for expert, states in enumerate(self.states)]
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """The rows of each expert; waits for splits that only a device knows."""
+        return [x] if self.splits is None else [x[start:end] for start, end in self.splits.spans]
+
+    def by_rows(self, gemm: str) -> bool:
+        """Whether the GEMM takes exact columns of experts as torch._grouped_mm does."""
+        return self.plans is not None and self.plans[gemm].one_kernel
+
+    def product(self, gemm: str, a: AnyOperand, b: AnyOperand, out_dtype: torch.dtype) -> Tensor | Sequence[Tensor]:
+        """ "fprop", "dgrad" or "wgrad", the last one for each expert. UserError, with the module's name, for what
+        gemm=native has no product for."""
+        if self.plans is None and self.gemm != "native":
+            return mm_t(a, b, out_dtype=out_dtype)
+        try:
+            if self.plans is None:
+                return multiply(a, b, self.gemm, out_dtype)
+            of_group = mm_t_weights if gemm == "wgrad" else mm_t_tokens
+            return of_group(a, b, self.plans[gemm], out_dtype=out_dtype)
+        except UserError as error:
+            raise UserError(f"{self.layer}: {error}") from None
+
+    def weight(self, weights: Weights, direction: Direction, *, needs_dx: bool = False) -> AnyOperand:
+        """The operand of one direction: the one that is held, or one made of the weights in self.dtype, from the
+        workspace when there is one. needs_dx: dgrad will ask for the columnwise one, which the workspace then makes
+        from the same read of the weights."""
+        if is_held(weights):
+            return held_operands(weights, direction)
+        takes, by_rows = self.product_takes, self.by_rows("dgrad")
+
+        def make(directions: Collection[Direction]) -> HybridOperand | HybridGroup:
+            outputs = dict.fromkeys(directions, takes)
+            return self.quantize("weight", weight_matrix(weights, self.dtype), **outputs, by_rows=by_rows)
+
+        if self.workspace is None:
+            return getattr(make([direction]), direction)
+        forms: dict[Direction, Hashable] = {direction: takes}
+        if needs_dx or direction == "columnwise":
+            forms["columnwise"] = (takes, by_rows)
+        return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make)
+
+    def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
+        """UserError, with the name of the module, for weights that one of the GEMMs could not use."""
+        if not self.main_grad and not any(isinstance(weight, HybridQuantizedTensor) for weight in weights):
+            return
+        owners = [self] if len(weights) == 1 and weights[0].dim() == 3 else self.singles
+        for call, weight in zip(owners, weights, strict=True):
+            try:
+                if isinstance(weight, HybridQuantizedTensor):
+                    for direction in DIRECTIONS[: 1 + needs_dx]:
+                        check_held(weight, direction, self.quantizers.weight)
+                if self.main_grad and needs_dw and weight.requires_grad:
+                    check_main_grad(weight)
+            except UserError as error:
+                raise UserError(f"{call.layer}: {error}") from None
+
+    def use_held(self, weights: Weights) -> None:
+        """Note that this step uses weights that are held quantized in fp8_delayed."""
+        if is_held(weights) and weights[0].quantizer.delayed:
+            for states in link_states(weights, self.states):
+                replace(states, step=self.context.step, record=self.grad).use()
+
+    def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | GroupSkeleton | None) -> AnyOperand:
+        """The columnwise operand of x, from what was saved of it."""
+        if skeleton is None:
+            outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
+            return self.quantize("input", tensors[0], **outputs).columnwise
+        return unflatten_any(tensors, skeleton)
+
+    def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Report what forward has; x and the weights in high precision are what backward compares with."""
+        self.probe_parts("input", x)
+        originals = [call._probe_weight(w) for call, w in zip(self.singles, expert_weights(weights), strict=True)]
+        self.probe_gemms("fprop", self.parts(x), originals, self.parts(y))
+        return x, originals
+
+    def probe_parts(self, tensor: str, x: Tensor) -> None:
+        """Report the rows of each expert that has any, if there is a probe."""
+        if self.context.probe:
+            for call, part in zip(self.singles, self.parts(x), strict=True):
+                if len(part):
+                    call.probe_tensor(tensor, part)
+
+    def probe_gemms(self, gemm: str, a: Sequence[Tensor], b: Sequence[Tensor], actual: Sequence[Tensor]) -> None:
+        """Report the GEMM of each expert that has rows, of unquantized a [m, k] and b [n, k]."""
+        for call, left, right, product in zip(self.singles, a, b, actual, strict=True):
+            if left.numel():
+                call.probe_gemm(gemm, left, right, product)
+
+    def _probe_weight(self, weight: Tensor) -> Tensor:
+        """The high-precision weight, probed. For one that is held quantized that is the probe's original of the layer;
+        without one the values held stand in for it in the errors of GEMMs, and no error of its own is reported."""
+        if isinstance(weight, HybridQuantizedTensor):
+            original = self.context.probe.originals.get(self.layer)
+            if original is None:
+                return weight.dequantize(self.dtype)
+            weight = original
+        weight = weight.to(self.dtype)
+        self.probe_tensor("weight", weight)
+        return weight
