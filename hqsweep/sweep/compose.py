@@ -39,6 +39,7 @@ PACKAGED = files("hqsweep") / "conf"
 FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
 """A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
+_FIELD = re.compile(r"^recipe\.(linear\.)?")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
@@ -156,11 +157,30 @@ class Composer:
             if config.get("job") == "convergence":
                 with_null = config.pop(NULL_ARM, False)
             changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
-            point = GridPoint(config=config, overrides=choice, changed=changed, arm=_arm(config, changed))
+            point = GridPoint(config=config, overrides=choice, changed=changed, arm=self._arm(config, choice, changed))
             points.setdefault(json.dumps(config), point)
         found = [*points.values(), *null_points(list(points.values()), with_null)]
         _check_arms(found)
         return found
+
+    def _arm(self, config: dict[str, Any], choice: Sequence[str], changed: Sequence[str]) -> str:
+        """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed.
+
+        A field of the recipe is left out where the value is the recipe's own anyway, so that the point of a grid that
+        changes nothing has the recipe's name alone. "recipe." and "recipe.linear." are left off.
+        """
+        recipe = config.get("recipe")
+        name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
+        pairs = [text.lstrip("+").partition("=")[::2] for text in changed]
+        pairs = [(key, value) for key, value in pairs if key not in ("recipe", "seed", *FACTORY_KEYS)]
+        if any(key.startswith("recipe.") for key, _ in pairs):
+            fields = {key for key, _ in pairs if key.startswith("recipe.")}
+            try:
+                own = self.compose([text for text in choice if text.lstrip("+").partition("=")[0] not in fields])
+            except UserError:  # without the swept values it may be incomplete
+                own = {}
+            pairs = [(key, value) for key, value in pairs if key not in fields or _leaf(own, key) != value]
+        return " ".join([str(name), *(f"{_FIELD.sub('', key)}={value}" for key, value in pairs)])
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """One resolved config; `overrides` hold no sweep.
@@ -287,12 +307,11 @@ def _is_file(override: Override) -> bool:
     return override.key_or_group == "recipe" and str(override.value()).endswith(".yaml")
 
 
-def _arm(config: dict[str, Any], changed: Sequence[str]) -> str:
-    """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed."""
-    recipe = config.get("recipe")
-    name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
-    rest = [text for text in changed if text.lstrip("+").partition("=")[0] not in ("recipe", "seed", *FACTORY_KEYS)]
-    return " ".join([str(name), *(text.lstrip("+") for text in rest)])
+def _leaf(config: Any, key: str) -> Any:
+    """The value of a dotted key in plain containers; None where there is none."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
 
 
 def _check_arms(points: Iterable[GridPoint]) -> None:

@@ -1,5 +1,6 @@
 """Composition: where names are found, what a grid holds, arm labels, and equality with Hydra's own composition."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from omegaconf import OmegaConf
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.sweep.compose import PACKAGED, Composer, expand, known_recipes, load_recipe
 
 ORIGINAL = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "original"}
@@ -53,9 +55,30 @@ def test_formats_sweep_unquoted() -> None:
     points = expand("quickstart", words)
     formats = ["mxfp8", "nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"]
     assert values(points, "recipe.linear.input", "seed") == [(f, seed) for f in formats for seed in range(3)]
-    assert [p.arm for p in points[::3]] == [f"bf16 recipe.linear.input={f}" for f in formats]
+    assert [p.arm for p in points[::3]] == [f"bf16 input={f}" for f in formats]
     assert points[4].changed == ("recipe.linear.input=nvfp4|mxfp8", "seed=1")
     assert points[4].overrides == ("recipe=bf16", *points[4].changed)
+
+
+def test_an_arm_names_the_fields_that_differ_from_its_recipe(folder: Path) -> None:
+    points = expand("convergence", ["recipe=nvfp4,bf16", "recipe.linear.input=bf16,mxfp8", "train.lr=1e-3,2e-3"])
+    arms = ["nvfp4 input=bf16", "nvfp4 input=mxfp8", "bf16", "bf16 input=mxfp8"]
+    assert [p.arm for p in points[::2]] == [f"{arm} train.lr=0.001" for arm in arms]
+    write(folder / "conf/recipe/open.yaml", "name: open\nlinear: mxfp8\ngemm: ???\n")
+    assert [p.arm for p in expand("convergence", ["recipe=open", "recipe.gemm=exact,strict"])] == [
+        "open gemm=exact",
+        "open gemm=strict",
+    ]
+
+
+def test_pairs_is_a_grid_over_the_tensors_of_a_linear_with_the_baseline_first() -> None:
+    points = expand("pairs")
+    linears = [p.config["recipe"]["linear"] for p in points]
+    assert points[0].arm == "bf16" and set(linears[0].values()) == {"bf16"}
+    assert len(points) == math.prod(len({linear[tensor] for linear in linears}) for tensor in linears[0])
+    assert {p.config["seed"] for p in points} == {0} and {p.config["data"]["source"] for p in points} == {"stdlib"}
+    sources = {HybridQuantizer.parse(linear["weight"]).columnwise_source for linear in linears}
+    assert sources == {"original", "rowwise_dequantized"}
 
 
 @pytest.mark.parametrize(
