@@ -102,14 +102,14 @@ class Group:
         self.copy_gbs = 2 * self.x.nbytes / clock.medians({"copy": self.copy})["copy"] * 1e-9
 
     def grids(self, case: Case) -> dict[str, list[dict[str, Tensor]]]:
-        """Global amaxes, any number that is not 0, where the case has them given."""
-        made = {}
+        """Global amaxes, any number that is not 0, where the case says that they come from elsewhere."""
+        amaxes = {}
         for direction, format in zip(("rowwise", "columnwise"), formats(case), strict=True):
             name = plan_of(format).amax_name if format and case.given else None
             if name:
                 one = torch.full((1, 1), 4.0, device=self.x.device)
-                made[f"{direction}_grids"] = [{name: one}] * len(self.sizes)
-        return made
+                amaxes[f"{direction}_grids"] = [{name: one}] * len(self.sizes)
+        return amaxes
 
     def grouped(self, case: Case) -> Callable[[], object]:
         options = {"columnwise_source": case.source, "backend": "kernel"}
@@ -122,17 +122,19 @@ class Group:
     def loop(self, case: Case) -> Callable[[], list[single.Quantized]]:
         options = {"columnwise_source": case.source, "backend": "kernel"}
         options |= {"rowwise_output": case.output, "columnwise_output": case.output}
-        given = {name.removesuffix("s"): grids[0] for name, grids in self.grids(case).items()}
+        amaxes = {name.removesuffix("s"): grids[0] for name, grids in self.grids(case).items()}
         parts = [self.x[a:b] for a, b in self.splits.spans]
-        return lambda: [single.quantize(part, *formats(case), **options, **given) for part in parts]
+        return lambda: [single.quantize(part, *formats(case), **options, **amaxes) for part in parts]
 
     def bytes_moved(self, case: Case) -> int:
         size, shape = case.passes * self.x.nbytes, (*self.x.shape, len(self.sizes), self.sizes)
         for columns, format in enumerate(formats(case)):
             if format:
-                given, exact = case.given and plan_of(format).amax_name is not None, case.output == "exact"
-                made = packed_allocations(plan_of(format), *shape, bool(columns), exact, given, self.x.is_cuda)
-                size += sum(count * dtype.itemsize for count, dtype in made)
+                has_amax, exact = case.given and plan_of(format).amax_name is not None, case.output == "exact"
+                allocations = packed_allocations(
+                    plan_of(format), *shape, bool(columns), exact, has_amax, self.x.is_cuda
+                )
+                size += sum(count * dtype.itemsize for count, dtype in allocations)
         return size
 
     def quantize(self, case: Case) -> rows.Row:
@@ -153,7 +155,7 @@ class Group:
 
 
 def formats(case: Case) -> list[Format | None]:
-    """Rowwise and columnwise."""
+    """The case's formats, rowwise and columnwise."""
     return [parse(text) if text else None for text in (case.rowwise, case.columnwise)]
 
 
@@ -175,7 +177,7 @@ def require_same(group, members: list[single.Quantized]) -> None:
 
 
 def graph_of(call: Callable[[], object]) -> Callable[[], None]:
-    """The same work, replayed from a CUDA graph."""
+    """`call` captured as a CUDA graph: calling the result replays it."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -185,7 +187,7 @@ def graph_of(call: Callable[[], object]) -> Callable[[], None]:
 
 
 def offsets(clock: Cuda | Cpu, count: int, device: str) -> rows.Row:
-    """Beside torch's scan, multiplication and padding, and the smallest launch."""
+    """Offsets of splits beside torch's scan, multiplication and padding, and the smallest launch."""
     splits = torch.randint(0, 4096, (count,), dtype=torch.int32, device=device)
     small = torch.empty(1, dtype=torch.int64, device=device)
 

@@ -40,7 +40,7 @@ Weights = Literal["each step", "once a step", "kept"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """What differs between the rows."""
+    """The recipe, and where weights and splits are: the differences between the rows."""
 
     recipe: str
     weights: Weights
@@ -85,7 +85,7 @@ class GroupedStep:
         return torch.bmm(x, w.mT), torch.bmm(dy, w), torch.bmm(dy.mT, x)
 
     def ours(self, case: StepCase) -> Call:
-        """The same of a GroupedLinear; gradients are made anew."""
+        """Forward and backward of a GroupedLinear, with new gradients."""
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
         options = GroupedLinearOptions(single_grouped_weight=True)
         module = GroupedLinear(len(self.sizes), *self.features, name="layer", recipe=recipe, options=options).to(
@@ -104,7 +104,7 @@ class GroupedStep:
         return step
 
     def bytes_beside(self, case: StepCase) -> int:
-        """Of the floor, beside the products."""
+        """Bytes of the floor that are not the products'."""
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
         quantizers = recipe.grouped_linear
         total = 0
@@ -124,13 +124,13 @@ class GroupedStep:
 
     def _codes(self, format: Format) -> int:
         """Bytes of x's columnwise operand."""
-        made = packed_allocations(
+        allocations = packed_allocations(
             plan_of(format), *self.x.shape, len(self.sizes), self.sizes, True, False, False, self.x.is_cuda
         )
-        return sum(count * dtype.itemsize for count, dtype in made)
+        return sum(count * dtype.itemsize for count, dtype in allocations)
 
     def measure(self, case: StepCase, copy: Callable[[], Tensor], copied: int) -> rows.Row:
-        """copy moves `copied` bytes."""
+        """The row of a case; `copy`, which moves `copied` bytes, is timed beside it."""
         step = self.ours(case)
         time = self.clock.medians({"ours": step, "torch": self.plain, "bmm": self.batched, "copy": copy})
         products = time["torch" if case.on_device else "bmm"]

@@ -41,7 +41,7 @@ QUANTIZE_WORDS = ("hq::",)
 
 
 def step_of(module: nn.Module, x: Tensor, dy: Tensor) -> Call:
-    """Forward and backward; the gradients of x and of the weight are made anew."""
+    """Forward and backward; the gradients of x and of the weight are new tensors."""
 
     def step() -> None:
         x.grad = module.weight.grad = None
@@ -107,7 +107,7 @@ def breakdown(times: Iterable[tuple[str, float]]) -> rows.Row:
 
 def _kind(kernel: str) -> str:
     words = {"quantize_us": QUANTIZE_WORDS, "gemm_us": GEMM_WORDS}
-    return next((kind for kind, found in words.items() if any(w in kernel.lower() for w in found)), "other_us")
+    return next((kind for kind, signs in words.items() if any(w in kernel.lower() for w in signs)), "other_us")
 
 
 def main() -> None:

@@ -64,9 +64,9 @@ def rates(sweeps: list[Row]) -> list[Row]:
 
 def rate(case: str, alarms: list[bool], level: float | None) -> Row:
     """How many sweeps have at least one such arm; `level` is the largest rate that is promised, None for none."""
-    found = stats.binomtest(sum(alarms), len(alarms))
-    span = found.proportion_ci(0.95, "exact")
-    row = {"section": "rate", "case": case, "sweeps": len(alarms), "alarms": sum(alarms), "rate": found.statistic}
+    test = stats.binomtest(sum(alarms), len(alarms))
+    span = test.proportion_ci(0.95, "exact")
+    row = {"section": "rate", "case": case, "sweeps": len(alarms), "alarms": sum(alarms), "rate": test.statistic}
     return row | {"low": round(span.low, 4), "high": round(span.high, 4), "level": level}
 
 

@@ -41,7 +41,7 @@ COPIED_BYTES = 2**28
 
 
 class Training:
-    """A GPT and one batch; a step makes all gradients anew."""
+    """A GPT and one batch; a step computes all gradients."""
 
     def __init__(self, case: str, recipe: object, config: ModelConfig, tokens: Tensor) -> None:
         options = dict(word.split("=") for word in case.split() if "=" in word)
@@ -63,7 +63,7 @@ class Training:
         self.loss().backward()
 
     def host_bytes(self) -> int:
-        """What waits in CPU memory after forward."""
+        """Bytes that wait in CPU memory after forward."""
         loss = self.loss()
         waiting = self.offload.host_bytes if self.offload else 0
         del loss
@@ -71,20 +71,20 @@ class Training:
 
 
 def forward_tflop(config: ModelConfig, batch: int, context: int) -> dict[str, float]:
-    """Of all layers, linears and cores of attention apart."""
+    """TFLOP of the forward of all layers: linears, and cores of attention."""
     shapes = [(k, n) for _, k, n in linear_shapes(config, VOCABULARY)[:-1]]
     linears = 2 * batch * context * sum(k * n for k, n in shapes)
     return {"linears": linears * 1e-12, "attention": 2 * batch * context**2 * config.dim * config.layers * 1e-12}
 
 
 def extra_tflop(case: str, forward: dict[str, float]) -> float:
-    """Computed again by a step."""
+    """TFLOP that a step computes again."""
     linears = forward["linears"] if "recompute=layer" in case else 0.0
     return linears + (forward["attention"] if "recompute" in case else 0.0)
 
 
 def pcie_seconds(nbytes: int, clock: Cuda) -> float:
-    """To bring this many bytes to pinned memory and back, at the speed of a large copy in each direction."""
+    """Time to bring this many bytes to pinned memory and back, at the speed of a large copy in each direction."""
     device = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     calls: dict[str, Call] = {

@@ -23,15 +23,15 @@ IDENTITY = (
 
 def read(paths: list[Path]) -> list[Row]:
     """The last row of every case, in the order in which the cases first appeared."""
-    found: dict[tuple, Row] = {}
+    latest: dict[tuple, Row] = {}
     for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             row = json.loads(line)
             missing = [name for name in ("benchmark", *CONTEXT) if name not in row]
             if missing or row["benchmark"] not in BENCHMARKS:
                 raise SystemExit(f"{path}:{number}: not a row to publish; missing {missing or 'a known benchmark'}")
-            found[tuple(str(row.get(name)) for name in IDENTITY)] = row
-    return list(found.values())
+            latest[tuple(str(row.get(name)) for name in IDENTITY)] = row
+    return list(latest.values())
 
 
 def page(benchmark: str, rows: list[Row]) -> str:
@@ -47,7 +47,7 @@ def page(benchmark: str, rows: list[Row]) -> str:
 
 
 def publish(paths: list[Path], to: Path) -> list[Path]:
-    """The files written."""
+    """Write the rows and tables of every benchmark; returns the files."""
     to.mkdir(parents=True, exist_ok=True)
     every, written = read(paths), []
     for benchmark in BENCHMARKS:

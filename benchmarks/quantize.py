@@ -46,7 +46,7 @@ def global_amax(x: Tensor, format: Format) -> dict[str, Tensor] | None:
 
 
 def column_source(x: Tensor, case: Case) -> Tensor:
-    """What the columnwise operand is made from, transposed."""
+    """The matrix from which the columnwise operand is made: X.T, or the transposed decoded row operand."""
     if case.source == "original":
         return x.t()
     row = parse(case.rowwise)
@@ -54,7 +54,7 @@ def column_source(x: Tensor, case: Case) -> Tensor:
 
 
 def call_of(x: Tensor, case: Case) -> Callable[[], ops.Quantized]:
-    """The call that is timed, with its amaxes ready when they are given."""
+    """The call that is timed, with its amaxes ready where the case has them."""
     row, column = (parse(text) if text else None for text in (case.rowwise, case.columnwise))
     grids = {}
     if case.given:
@@ -77,18 +77,18 @@ def call_of(x: Tensor, case: Case) -> Callable[[], ops.Quantized]:
 
 def tensors_of(result: ops.Quantized) -> list[Tensor]:
     """Every output of a call, in order."""
-    found = []
+    tensors = []
     for operand in (result.rowwise, result.columnwise):
         if isinstance(operand, ExactOperand):
-            found += [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
+            tensors += [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
         elif operand is not None:
-            found += operand.values()
-    return found
+            tensors += operand.values()
+    return tensors
 
 
 def expected(x: Tensor, case: Case) -> list[Tensor]:
-    """The same outputs by the torch reference."""
-    found = []
+    """The outputs of call_of by the torch reference."""
+    tensors = []
     for text, source in ((case.rowwise, x), (case.columnwise, None)):
         if not text:
             continue
@@ -96,10 +96,10 @@ def expected(x: Tensor, case: Case) -> list[Tensor]:
         buffers = format.encode(source, None, KEY)
         if case.output == "exact":
             operand = format.operand(buffers, tuple(source.shape))
-            found += [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
+            tensors += [operand.matrix] if operand.factor is None else [operand.matrix, operand.factor]
         else:
-            found += buffers.values()
-    return found
+            tensors += buffers.values()
+    return tensors
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -153,7 +153,7 @@ class Speed:
         return self.bandwidth(call, size, case.goal) | self.floors(case)
 
     def statistics(self, case: Case) -> rows.Row:
-        """What gathering the statistics adds to the pass; they stay on the device until they are read."""
+        """The row of statistics: how much gathering them adds to the pass; they stay on the device."""
         plain = call_of(self.x, case)
         time = self.clock.medians({"plain": plain, "sampled": partial(plain, statistics=True)})
         share = time["sampled"] / time["plain"] - 1

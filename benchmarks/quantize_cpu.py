@@ -64,13 +64,13 @@ def measure(text: str, x: Tensor, seconds: float) -> rows.Row:
     calls |= {"torchao": torchao[text]} if text in torchao else {}
     ns = {name: time / x.numel() * 1e9 for name, time in cpu_medians(calls, seconds).items()}
     ratios = {f"times_{name}": ns[name] / ns["kernel"] for name in ("reference", "torchao") if name in ns}
-    found = {f"{name}_ns": value for name, value in ns.items()} | ratios
+    result = {f"{name}_ns": value for name, value in ns.items()} | ratios
     if text not in GOAL_FORMATS:
-        return found
-    found |= {
-        "goal": ", ".join(f"{goal:.0f} {name.replace('_', ' ')}" for name, goal in GOALS.items() if name in found)
+        return result
+    result |= {
+        "goal": ", ".join(f"{goal:.0f} {name.replace('_', ' ')}" for name, goal in GOALS.items() if name in result)
     }
-    return found | {"pass": all(found[name] >= goal for name, goal in GOALS.items() if name in found)}
+    return result | {"pass": all(result[name] >= goal for name, goal in GOALS.items() if name in result)}
 
 
 def measure_cpu(writer: rows.Writer, args: argparse.Namespace) -> None:

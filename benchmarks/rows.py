@@ -17,7 +17,7 @@ Row = dict[str, object]
 
 
 def where(device: str, commit: str | None = None) -> Row:
-    """What a number depends on beside the case. commit: for a copy of the tree that has no history."""
+    """Device, versions and commit, on which a number depends beside the case. commit: for a tree without history."""
     build = machine.kernel_build() or {}
     if device == "cuda":
         row: Row = {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
@@ -88,7 +88,7 @@ def _cell(value: object) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser, sections: Sequence[str]) -> None:
-    """What every benchmark takes."""
+    """Add the options that every benchmark takes."""
     parser.add_argument("--only", nargs="+", choices=sections, default=list(sections), help="sections to run")
     parser.add_argument("--out", type=Path, help="append the rows to this file as well")
     parser.add_argument("--commit", help="commit to write in the rows (default: asked of git)")

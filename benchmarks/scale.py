@@ -60,7 +60,7 @@ def created(root: Path, sweep: str, words: list[str]) -> list[RunDir]:
 
 
 def finish(run: RunDir, steps: int) -> None:
-    """What a worker writes, up to a run that is finished."""
+    """Write what a worker writes until its run is finished."""
     gemms = {gemm: f"bf16 x bf16: {PLAN}" for gemm in ("fprop", "dgrad", "wgrad")}
     run.update_manifest(device="cpu", commit="0" * 40, data_hash="0" * 64, gemm_plan=dict.fromkeys(MODULES, gemms))
     progress = {"step": steps, "steps": steps, "loss": 2.0, "tokens_per_s": 9000.0, "eta_s": 0.0}
@@ -83,15 +83,15 @@ def log(run: RunDir, steps: int) -> None:
 def errors(steps: int, noise: np.random.Generator) -> list[dict[str, Any]]:
     """Rows of stats.jsonl at five steps."""
     outputs = [(gemm, "output") for gemm in ("fprop", "dgrad", "wgrad")]
-    found = []
+    stats = []
     for step in range(steps // 5, steps + 1, steps // 5):
         for layer in MODULES:
             for tensor, direction in SLOTS + outputs:
                 db = 20 + noise.normal()
                 slot = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": "nvfp4"}
                 sizes = {"rel_l2": 10 ** (-db / 20), "cosine": 1 - 10 ** (-db / 10) / 2, "amax": 3.0}
-                found.append(slot | {"sqnr_db": db} | sizes | {"underflow_pct": abs(noise.normal())})
-    return found
+                stats.append(slot | {"sqnr_db": db} | sizes | {"underflow_pct": abs(noise.normal())})
+    return stats
 
 
 def compare(root: Path, quick: bool) -> rows.Row:

@@ -29,7 +29,7 @@ class Cuda:
         self.warm_clocks()
 
     def warm_clocks(self) -> None:
-        """An idle GPU has slow clocks."""
+        """Keep the GPU busy for a while: an idle one has slow clocks."""
         end = time.perf_counter() + WARM_SECONDS
         while time.perf_counter() < end:
             self.flush.zero_()
@@ -78,7 +78,7 @@ def cpu_medians(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
             call()
             times[name].append(time.perf_counter() - start)
             spent[name] += times[name][-1]
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return {name: statistics.median(laps[1:]) for name, laps in times.items()}
 
 
 def copy_call(x: Tensor) -> Call:

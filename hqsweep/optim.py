@@ -49,7 +49,7 @@ class FusedAdam(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; UserError for quantized parameters without masters."""
+        """Add a group as torch does; UserError for quantized parameters without masters."""
         super().add_param_group(param_group)
         quantized = [p for p in self.param_groups[-1]["params"] if isinstance(p, HybridQuantizedTensor)]
         if quantized and not self.master_weights:
@@ -94,7 +94,7 @@ class FusedAdam(torch.optim.AdamW):
                 p.quantize_(master)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """Of the update: the master's."""
+        """dtype of the update: the master's."""
         return torch.float32 if self.master_weights and not _is_own_master(p) else p.dtype
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ class FusedAdam(torch.optim.AdamW):
         return p.detach().to(torch.float32, copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but masters and moments stay FP32: torch would round them to the parameters' dtype.
+        """Load as torch does, but masters and moments stay FP32: torch would round them to the parameters' dtype.
 
         Masters that are not there, as in a state of torch.optim.AdamW, are made at the next step.
         """

@@ -1,4 +1,4 @@
-"""What this machine has: one row for each part that hqsweep can use. A probe that fails is a row, never an error."""
+"""This machine: one row for each part that hqsweep can use. A probe that fails is a row, never an error."""
 
 import importlib.util
 import os
@@ -22,10 +22,10 @@ Answer = tuple[bool, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One row: `found` is None for a probe that itself failed."""
+    """One row: `present` is None for a probe that itself failed."""
 
     what: str
-    found: bool | None
+    present: bool | None
     detail: str
 
 
@@ -36,10 +36,10 @@ def parts() -> list[Part]:
 
 def _part(what: str, probe: Callable[[], Answer]) -> Part:
     try:
-        found, detail = probe()
+        present, detail = probe()
     except Exception as error:  # whatever a broken driver or package raises is the answer
-        return Part(what=what, found=None, detail=" ".join(f"{type(error).__name__}: {error}".split()))
-    return Part(what=what, found=found, detail=detail)
+        return Part(what=what, present=None, detail=" ".join(f"{type(error).__name__}: {error}".split()))
+    return Part(what=what, present=present, detail=detail)
 
 
 def _python() -> Answer:
@@ -64,10 +64,10 @@ def _cpu_kernels() -> Answer:
 
 def _digest() -> Answer:
     """The promise of every build: one fixed computation through all formats has one hash."""
-    made = fingerprint()
-    if made == EXPECTED:
-        return True, f"{made[:16]}, as every exact build"
-    return False, f"{made[:16]} where exact builds have {EXPECTED[:16]}: this build or machine rounds otherwise"
+    digest = fingerprint()
+    if digest == EXPECTED:
+        return True, f"{digest[:16]}, as every exact build"
+    return False, f"{digest[:16]} where exact builds have {EXPECTED[:16]}: this build or machine rounds otherwise"
 
 
 def _cuda_kernels() -> Answer:
@@ -106,8 +106,8 @@ def _gpus() -> Answer:
 
 
 def _gpu(index: int) -> str:
-    facts = torch.cuda.get_device_properties(index)
-    return f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+    device = torch.cuda.get_device_properties(index)
+    return f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
 
 
 def _mps() -> Answer:
@@ -146,14 +146,25 @@ def _chromium() -> Answer:
 
 
 def _last_line(*command: str) -> str:
-    """What a program says last; it has ten seconds."""
+    """The last line that a program prints; it has ten seconds."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     lines = done.stdout.strip().splitlines()
     return lines[-1].strip() if lines else "no version given"
 
 
 PROBES: dict[str, Callable[[], Answer]] = {
-    "python": _python, "cpu": _cpu, "threads": _threads, "cpu kernels": _cpu_kernels, "kernel digest": _digest,
-    "cuda kernels": _cuda_kernels, "nvcc": _nvcc, "torch": _torch, "gpu": _gpus, "mps": _mps, "wandb": _wandb,
-    "submitit": _submitit, "slurm": _slurm, "chromium": _chromium,
-}  # fmt: skip
+    "python": _python,
+    "cpu": _cpu,
+    "threads": _threads,
+    "cpu kernels": _cpu_kernels,
+    "kernel digest": _digest,
+    "cuda kernels": _cuda_kernels,
+    "nvcc": _nvcc,
+    "torch": _torch,
+    "gpu": _gpus,
+    "mps": _mps,
+    "wandb": _wandb,
+    "submitit": _submitit,
+    "slurm": _slurm,
+    "chromium": _chromium,
+}

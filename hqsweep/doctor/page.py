@@ -19,21 +19,21 @@ LEGEND = (
 
 
 def doctor() -> tuple[RenderableType, dict[str, Any]]:
-    """(page, facts): the machine's parts, every pair of formats, and why a pair has no product in a mode."""
+    """(page, document): the machine's parts, every pair of formats, and why a pair has no product in a mode."""
     machine, pairs = parts(), products(capability_here())
     why = reasons(pairs)
-    facts = {
-        "machine": {part.what: {"found": part.found, "detail": part.detail} for part in machine},
+    document = {
+        "machine": {part.what: {"found": part.present, "detail": part.detail} for part in machine},
         "products": [{"mode": pair.mode, **asdict(pair)} for pair in pairs],
         "reasons": why,
     }
-    return Group(_machine(machine), _matrix(pairs), Text(LEGEND), Text(), _native(pairs), _why(why)), facts
+    return Group(_machine(machine), _matrix(pairs), Text(LEGEND), Text(), _native(pairs), _why(why)), document
 
 
 def _machine(machine: list[Part]) -> RenderableType:
-    rows = tuple((part.what, FOUND[part.found], part.detail) for part in machine)
+    rows = tuple((part.what, FOUND[part.present], part.detail) for part in machine)
     table = TextTable(header=("part", "there", "what, or why not"), rows=rows)
-    return to_rich(table, "this machine", [STYLES[part.found] for part in machine])
+    return to_rich(table, "this machine", [STYLES[part.present] for part in machine])
 
 
 def _matrix(pairs: list[Product]) -> RenderableType:

@@ -48,7 +48,7 @@ class Product:
     native_on: tuple[str, ...]
     """Compute capabilities whose tensor cores take the pair, as "sm_90"."""
     untried: tuple[str, ...]
-    """Those of native_on that follow documents and were not run."""
+    """The capabilities in native_on that follow documents and were not run."""
 
     @property
     def mode(self) -> str:
@@ -64,13 +64,13 @@ def products(capability: tuple[int, int] | None) -> list[Product]:
 
 
 def capability_here() -> tuple[int, int] | None:
-    """Of the first GPU that torch sees; None where it sees none."""
+    """Compute capability of the first GPU that torch sees; None where it sees none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def reasons(found: list[Product]) -> list[dict[str, object]]:
+def reasons(pairs: list[Product]) -> list[dict[str, object]]:
     """mode, reason, pairs (how many), example: why pairs go no further than the mode before; most pairs first."""
-    rows, left = [], found
+    rows, left = [], pairs
     for mode in ("exact", "strict", "native"):
         faults = {(p.a, p.b): fault for p in left if (fault := getattr(p, f"{mode}_fault"))}
         for reason, count in Counter(faults.values()).most_common():
@@ -88,14 +88,20 @@ def _product(a_text: str, b_text: str, capability: tuple[int, int] | None) -> Pr
     with_product = [c for c in _capabilities() if not (strict or fault(a, b, c))]
     exact = None if wrong else str(gemm_plan(a, b, capability))
     return Product(
-        a=a_text, b=b_text, exact=exact, exact_fault=wrong, strict_fault=strict, native_fault=native,
+        a=a_text,
+        b=b_text,
+        exact=exact,
+        exact_fault=wrong,
+        strict_fault=strict,
+        native_fault=native,
         native=None if native else plan_text(capability) if capability else exact,
-        native_on=tuple(map(_sm, with_product)), untried=tuple(_sm(c) for c in with_product if c[0] in UNTRIED),
-    )  # fmt: skip
+        native_on=tuple(map(_sm, with_product)),
+        untried=tuple(_sm(c) for c in with_product if c[0] in UNTRIED),
+    )
 
 
 def _capabilities() -> list[tuple[int, int]]:
-    """The first capability of each major that has products; of 8 that is 8.9."""
+    """The first capability of each major that has products: 8.9 for major 8."""
     return [(major, 9 if major == 8 else 0) for major in CUDA_KINDS]
 
 

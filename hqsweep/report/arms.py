@@ -26,7 +26,7 @@ INIT_NOISE = "config.model.init_noise"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What a report shows.
+    """The comparison that a report shows.
 
     arms    one row per arm: arm, baseline, null (whether it is the null arm of its baseline), runs, state, seeds
             (paired), final_loss (mean over finished runs), final_sd, gap, gap_lo, gap_hi, gap_sd (nats), gap_pct,
@@ -118,20 +118,43 @@ def arm_row(arm: str, baseline: str, finals: pd.DataFrame, runs: pd.DataFrame, r
     train_gap, train_low, train_high = interval(finals["train_gap"].dropna())
     overhead, overhead_low, overhead_high = interval(finals["overhead_pct"].dropna())
     return {
-        "arm": arm, "baseline": baseline, "runs": len(runs), "state": state_text(runs["state"]), "seeds": len(gaps),
-        "final_loss": finals["final_loss"].mean(), "final_sd": finals["final_loss"].std(),
-        "gap": gap, "gap_lo": low, "gap_hi": high, "gap_sd": gaps.std(),
-        "gap_pct": 100 * gap / reference, "gap_pct_lo": 100 * low / reference, "gap_pct_hi": 100 * high / reference,
-        "train_gap": train_gap, "train_lo": train_low, "train_hi": train_high, "p": p_value(gaps),
-        "overhead_pct": overhead, "overhead_lo": overhead_low, "overhead_hi": overhead_high,
-        "loss_spikes_pct": finals["loss_spikes_pct"].mean(), "grad_spikes_pct": finals["grad_spikes_pct"].mean(),
-        "diverged": int(finals["diverged_at"].notna().sum()), "diverged_at": finals["diverged_at"].min(),
-        "tokens_per_s": runs["tokens_per_s"].mean(), "gemm": computed_by(runs),
-    }  # fmt: skip
+        "arm": arm,
+        "baseline": baseline,
+        "runs": len(runs),
+        "state": state_text(runs["state"]),
+        "seeds": len(gaps),
+        "final_loss": finals["final_loss"].mean(),
+        "final_sd": finals["final_loss"].std(),
+        "gap": gap,
+        "gap_lo": low,
+        "gap_hi": high,
+        "gap_sd": gaps.std(),
+        "gap_pct": 100 * gap / reference,
+        "gap_pct_lo": 100 * low / reference,
+        "gap_pct_hi": 100 * high / reference,
+        "train_gap": train_gap,
+        "train_lo": train_low,
+        "train_hi": train_high,
+        "p": p_value(gaps),
+        "overhead_pct": overhead,
+        "overhead_lo": overhead_low,
+        "overhead_hi": overhead_high,
+        "loss_spikes_pct": finals["loss_spikes_pct"].mean(),
+        "grad_spikes_pct": finals["grad_spikes_pct"].mean(),
+        "diverged": int(finals["diverged_at"].notna().sum()),
+        "diverged_at": finals["diverged_at"].min(),
+        "tokens_per_s": runs["tokens_per_s"].mean(),
+        "gemm": computed_by(runs),
+    }
 
 
-def judge(rows: list[dict[str, Any]], nulls: dict[str, str], finals: pd.DataFrame, runs: pd.DataFrame,
-          target_gap: float | None) -> None:  # fmt: skip
+def judge(
+    rows: list[dict[str, Any]],
+    nulls: dict[str, str],
+    finals: pd.DataFrame,
+    runs: pd.DataFrame,
+    target_gap: float | None,
+) -> None:
     """Fill in what depends on the other arms: null, p_holm, resolution, target_gap, seeds_needed, outcome, verdict.
 
     The resolution is the larger end, in size, of the null arm's 95 % interval. seeds_needed is for `target_gap` nats

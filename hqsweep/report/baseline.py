@@ -36,21 +36,25 @@ Entries = dict[tuple[str, int], Entry]
 
 def measure(frames: Frames) -> Entries:
     """The entries of every run with a finite final loss."""
-    facts = frames.runs.set_index("run")
+    runs = frames.runs.set_index("run")
     curves = {run: curve_hash(rows) for run, rows in frames.metrics.groupby("run")}
     return {
         (final.arm, final.seed): {
-            "arm": final.arm, "seed": int(final.seed), "final_loss": float(final.final_loss).hex(),
-            "curve_sha256": curves[final.run], "run_id": facts.at[final.run, "run_id"],
-            "fingerprint": fingerprint(facts.loc[final.run]),
+            "arm": final.arm,
+            "seed": int(final.seed),
+            "final_loss": float(final.final_loss).hex(),
+            "curve_sha256": curves[final.run],
+            "run_id": runs.at[final.run, "run_id"],
+            "fingerprint": fingerprint(runs.loc[final.run]),
         }
-        for final in measures(frames, window=1).itertuples() if math.isfinite(final.final_loss)
-    }  # fmt: skip
+        for final in measures(frames, window=1).itertuples()
+        if math.isfinite(final.final_loss)
+    }
 
 
-def fingerprint(facts: pd.Series) -> dict[str, str]:
-    """The manifest's leaves under FINGERPRINT, as text; `facts` is a row of runs."""
-    leaves = {name.removeprefix("manifest."): value for name, value in facts.items() if name.startswith("manifest.")}
+def fingerprint(run: pd.Series) -> dict[str, str]:
+    """The manifest's leaves under FINGERPRINT, as text; `run` is a row of Frames.runs."""
+    leaves = {name.removeprefix("manifest."): value for name, value in run.items() if name.startswith("manifest.")}
     chosen = {name: value for name, value in leaves.items() if f"{name}.".startswith(FINGERPRINT) and pd.notna(value)}
     return {name: text(value) for name, value in chosen.items()}
 
@@ -73,8 +77,8 @@ def comparable(new: Entry, old: Entry) -> bool:
 
 
 def difference(pairs: Sequence[tuple[Entry, Entry]]) -> str:
-    """What is the same, or why curves may differ: another config, another machine or build, or neither. `pairs` are
-    (new, stored)."""
+    """Says that all curves are equal, or why they may differ: another config, another machine or build, or neither.
+    `pairs` are (new, stored)."""
     if all(new["curve_sha256"] == old["curve_sha256"] for new, old in pairs):
         return EQUAL
     if any(new["run_id"] != old["run_id"] for new, old in pairs):
@@ -115,8 +119,8 @@ def read_baseline(path: Path) -> Entries:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update changes: `rows` have arm, seed, stored and now (final val_losses in nats, None for none), gap and
-    change; `refused` says why nothing was written."""
+    """The changes of an update: `rows` have arm, seed, stored and now (final val_losses in nats, None for none), gap
+    and change; `refused` says why nothing was written."""
 
     path: Path
     rows: tuple[dict[str, Any], ...]
@@ -127,10 +131,15 @@ class Update:
         header = ("arm", "seed", "stored", "now", "gap (nats)", "change")
         losses = ("stored", "now")
         rows = tuple(
-            (row["arm"], str(row["seed"]), *(number(row[key], ".6f") for key in losses), number(row["gap"], "+.6f"),
-             row["change"])
+            (
+                row["arm"],
+                str(row["seed"]),
+                *(number(row[key], ".6f") for key in losses),
+                number(row["gap"], "+.6f"),
+                row["change"],
+            )
             for row in self.rows
-        )  # fmt: skip
+        )
         shown = to_rich(TextTable(header=header, rows=rows, numeric=frozenset({1, 2, 3, 4})), f"baseline {self.path}")
         shown.caption = Text(self.refused or f"stored {self.path}")
         return shown
@@ -156,7 +165,8 @@ def update(run_dirs: Iterable[RunDir], path: Path) -> Update:
 
 def _change(key: tuple[str, int], new: Entry | None, old: Entry | None) -> dict[str, Any]:
     both = new is not None and old is not None
-    losses = {name: float.fromhex(entry["final_loss"]) if entry else None for name, entry in
-              (("stored", old), ("now", new))}  # fmt: skip
+    losses = {
+        name: float.fromhex(entry["final_loss"]) if entry else None for name, entry in (("stored", old), ("now", new))
+    }
     change = difference([(new, old)]) if both else "new" if old is None else "dropped"
     return {"arm": key[0], "seed": key[1], **losses, "gap": gap(new, old) if both else None, "change": change}

@@ -63,10 +63,16 @@ def _quantiles(row: Row) -> str:
 
 def _predicted(title: str, rows: Sequence[Row]) -> RenderableType:
     lines = tuple(
-        (row["subject"], row["case"], number(row["measured_db"], ".2f"), number(row["expected_db"], ".2f", "inf"),
-         f"{number(row['low_db'], '.2f')} to {number(row['high_db'], '.2f', 'inf')}", row["status"])
+        (
+            row["subject"],
+            row["case"],
+            number(row["measured_db"], ".2f"),
+            number(row["expected_db"], ".2f", "inf"),
+            f"{number(row['low_db'], '.2f')} to {number(row['high_db'], '.2f', 'inf')}",
+            row["status"],
+        )
         for row in rows
-    )  # fmt: skip
+    )
     header = ("recipe", "of", "measured (dB)", "predicted", "passes", "verdict")
     table = TextTable(header=header, rows=lines, numeric=frozenset({2, 3}))
     return to_rich(table, title, ["bold red" if row["status"] == "FAIL" else "" for row in rows])

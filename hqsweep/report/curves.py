@@ -1,4 +1,4 @@
-"""What the loss curve of one run says: its trailing mean, its spikes, the tokens to a loss, and where it diverged.
+"""The loss curve of one run in numbers: its trailing mean, its spikes, the tokens to a loss, and where it diverged.
 
 Tokens are train.batch x train.context a step. Losses are in nats.
 """
@@ -11,7 +11,7 @@ import pandas as pd
 from hqsweep.report.frames import Frames
 
 ENTROPY = "manifest.data.unigram_entropy_nats"
-"""What a model that ignores its context cannot beat."""
+"""The loss that a model which ignores its context cannot beat."""
 SPIKE_SD, SPIKE_WINDOW, SPIKE_LEAST = 7.0, 1000, 20
 LEARNT_NATS, RISE_NATS = 0.1, 1.0
 
@@ -69,8 +69,8 @@ def divergence_step(steps: np.ndarray, losses: np.ndarray, entropy: float) -> fl
 
 
 def steps_to(steps: np.ndarray, losses: np.ndarray, target: float) -> float:
-    """The first step at which the loss is at most `target`, on straight lines between the points; NaN for none. At
-    best the first point's."""
+    """The first step at which the loss is at most `target`, on straight lines between the points; NaN for
+    none, and never before the first point."""
     reached = np.flatnonzero(losses <= target)
     if not len(reached):
         return math.nan
@@ -82,7 +82,7 @@ def steps_to(steps: np.ndarray, losses: np.ndarray, target: float) -> float:
 
 
 def tokens_per_step(runs: pd.DataFrame) -> pd.Series:
-    """Indexed by run."""
+    """Tokens in a step of each run, indexed by run."""
     tokens = runs["config.train.batch"] * runs["config.train.context"]
     return tokens.set_axis(runs["run"])
 
@@ -111,12 +111,12 @@ def _divergences(frames: Frames, train: pd.DataFrame) -> list[float]:
     """Tokens at divergence of each run of frames.runs, NaN for none. A run that its worker says has diverged, but whose
     rows do not show where, did at its last step."""
     curves = {run: (part["step"].to_numpy(), part["value"].to_numpy()) for run, part in train.groupby("run")}
-    tokens, found = tokens_per_step(frames.runs), []
+    tokens, ends = tokens_per_step(frames.runs), []
     for run in frames.runs.to_dict("records"):
         entropy = run.get(ENTROPY)
         steps, losses = curves.get(run["run"], (np.array([]), np.array([])))
         at = divergence_step(steps, losses, math.nan if entropy is None else entropy)
         if math.isnan(at) and run["diverged"]:
             at = run["step"]
-        found.append(at * tokens[run["run"]])
-    return found
+        ends.append(at * tokens[run["run"]])
+    return ends

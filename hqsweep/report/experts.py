@@ -36,15 +36,25 @@ def load_heatmaps(comparison: Comparison) -> Iterator[Panel]:
         grid = own.pivot(index="layer", columns="expert", values="load").reindex(own["layer"].unique())
         written = len(grid) <= WRITTEN and len(grid.columns) <= WRITTEN_COLUMNS
         fig = figure(
-            "", "expert", height=110 + 22 * len(grid), y={"autorange": "reversed", "showgrid": False, "ticks": ""},
+            "",
+            "expert",
+            height=110 + 22 * len(grid),
+            y={"autorange": "reversed", "showgrid": False, "ticks": ""},
             x={"showgrid": False, "ticks": "", "type": "category"},
-        )  # fmt: skip
+        )
         fig.add_heatmap(
-            z=grid.to_numpy(), y=[label(name) for name in grid.index], x=[str(e) for e in grid.columns],
-            texttemplate="%{z:.2f}" if written else None, zmin=0, zmax=max(2.0, float(rows["load"].max())),
-            colorscale="Viridis", xgap=1, ygap=1, showscale=not written,
+            z=grid.to_numpy(),
+            y=[label(name) for name in grid.index],
+            x=[str(e) for e in grid.columns],
+            texttemplate="%{z:.2f}" if written else None,
+            zmin=0,
+            zmax=max(2.0, float(rows["load"].max())),
+            colorscale="Viridis",
+            xgap=1,
+            ygap=1,
+            showscale=not written,
             hovertemplate="%{y}, expert %{x}<br>load %{z:.3f}<extra></extra>",
-        )  # fmt: skip
+        )
         most = own.sort_values("load", ascending=False).head(3).itertuples()
         busiest = listed(f"{row.layer} expert {row.expert} {row.load:.3g}" for row in most)
         says = f"Median load of the experts of {arm} by layer; highest: {busiest}."
@@ -55,8 +65,8 @@ def load_rows(comparison: Comparison) -> pd.DataFrame:
     """arm, layer (of the mixture), expert, tokens of a sampled step, load: medians over sampled steps and seeds."""
     rows = by_module(comparison.frames.stats)
     rows = rows[rows["tensor"].eq("routed")].astype({"expert": int}).drop(columns="layer")
-    found = rows.groupby(["arm", "module", "expert"], sort=False)[["tokens", "load"]].median().reset_index()
-    return found.rename(columns={"module": "layer"})
+    loads = rows.groupby(["arm", "module", "expert"], sort=False)[["tokens", "load"]].median().reset_index()
+    return loads.rename(columns={"module": "layer"})
 
 
 def load_table(comparison: Comparison) -> TextTable:
@@ -69,8 +79,17 @@ def load_table(comparison: Comparison) -> TextTable:
         if len(own):
             ends = (own.iloc[-1], own.iloc[0])
             rows.append((arm, *(cell for end in ends for cell in _load_cells(end))))
-    header = ("arm", "highest load", "tokens", "of expert", "seed, step", "lowest load", "tokens", "of expert",
-              "seed, step")  # fmt: skip
+    header = (
+        "arm",
+        "highest load",
+        "tokens",
+        "of expert",
+        "seed, step",
+        "lowest load",
+        "tokens",
+        "of expert",
+        "seed, step",
+    )
     return TextTable(header=header, rows=tuple(rows), numeric=frozenset({1, 2, 5, 6}))
 
 
@@ -98,17 +117,17 @@ def error_rows(comparison: Comparison) -> pd.DataFrame:
     """arm, module (a grouped linear), tensor, direction, expert, format, sqnr_db, underflow_pct, and tokens and load of
     that expert of the mixture: medians over sampled steps and seeds, of arms that quantize experts."""
     rows = by_module(comparison.frames.stats).dropna(subset="expert").astype({"expert": int})
-    found = medians(comparison, rows, SLOT)
-    quantized = np.isfinite(found["sqnr_db"]).groupby(found["arm"]).transform("any").astype(bool)
-    found = found.assign(layer=found["module"].str.replace(r"\.\w+$", "", regex=True))[quantized]
-    found = found.merge(load_rows(comparison), on=["arm", "layer", "expert"], how="left")
-    arms, modules, tensors = found["arm"].unique(), found["module"].unique(), list(TENSORS)
+    errors = medians(comparison, rows, SLOT)
+    quantized = np.isfinite(errors["sqnr_db"]).groupby(errors["arm"]).transform("any").astype(bool)
+    errors = errors.assign(layer=errors["module"].str.replace(r"\.\w+$", "", regex=True))[quantized]
+    errors = errors.merge(load_rows(comparison), on=["arm", "layer", "expert"], how="left")
+    arms, modules, tensors = errors["arm"].unique(), errors["module"].unique(), list(TENSORS)
     places = (
-        found["arm"].map(list(arms).index),
-        found["module"].map(list(modules).index),
-        found["tensor"].map(tensors.index),
+        errors["arm"].map(list(arms).index),
+        errors["module"].map(list(modules).index),
+        errors["tensor"].map(tensors.index),
     )
-    return found.iloc[np.lexsort([place.to_numpy(dtype=int) for place in reversed(places)])].drop(columns="layer")
+    return errors.iloc[np.lexsort([place.to_numpy(dtype=int) for place in reversed(places)])].drop(columns="layer")
 
 
 def _panels(
@@ -126,9 +145,12 @@ def _panels(
             for row in known.itertuples()
         )
         yield Panel(
-            heading=arm, figure=heatmap(*grids, scale, measure, "expert"), name="expert_error", rows=rows,
+            heading=arm,
+            figure=heatmap(*grids, scale, measure, "expert"),
+            name="expert_error",
+            rows=rows,
             says=f"Median {what} of the experts of {arm}; {worst}: {listed(slots)}.",
-        )  # fmt: skip
+        )
 
 
 def worst_experts(comparison: Comparison) -> TextTable:
@@ -142,11 +164,34 @@ def worst_experts(comparison: Comparison) -> TextTable:
             continue
         worst = own.loc[own["sqnr_db"].idxmin()]
         under = own.loc[own["underflow_pct"].fillna(0).idxmax()]
-        cells.append((
-            arm, tensor, number(worst["sqnr_db"], ".1f"), worst["name"], worst["direction"], worst["format"],
-            number(worst["typical"], ".1f"), number(worst["tokens"], ".0f"), number(worst["load"], ".2f"),
-            number(under["underflow_pct"], ".2f"), under["name"], under["direction"],
-        ))  # fmt: skip
-    header = ("arm", "tensor", "lowest SQNR (dB)", "of expert", "direction", "format", "median expert (dB)", "tokens",
-              "load", "highest underflow %", "of expert", "direction")  # fmt: skip
+        cells.append(
+            (
+                arm,
+                tensor,
+                number(worst["sqnr_db"], ".1f"),
+                worst["name"],
+                worst["direction"],
+                worst["format"],
+                number(worst["typical"], ".1f"),
+                number(worst["tokens"], ".0f"),
+                number(worst["load"], ".2f"),
+                number(under["underflow_pct"], ".2f"),
+                under["name"],
+                under["direction"],
+            )
+        )
+    header = (
+        "arm",
+        "tensor",
+        "lowest SQNR (dB)",
+        "of expert",
+        "direction",
+        "format",
+        "median expert (dB)",
+        "tokens",
+        "load",
+        "highest underflow %",
+        "of expert",
+        "direction",
+    )
     return TextTable(header=header, rows=tuple(cells), numeric=frozenset({2, 6, 7, 8, 9}))

@@ -19,7 +19,7 @@ from hqsweep.report.look import (
     padded,
     styles,
     thin,
-)  # fmt: skip
+)
 
 SETTLED = 0.1
 """Gaps of the first tenth of the steps do not set the range of the axis."""
@@ -108,9 +108,14 @@ def _line_with_band(fig: go.Figure, arm: str, line: dict, rows: pd.DataFrame, co
         fig.add_scatter(y=rows[high], **edge)
         fig.add_scatter(y=rows[low], fill="tonexty", fillcolor=faint(line["color"]), **edge)
     fig.add_scatter(
-        x=rows["step"], y=rows[mean], mode="lines+markers" if len(rows) <= 12 else "lines", line=line,
-        name=label(arm), legendgroup=arm, hovertemplate="step %{x}: %{y:.5f}",
-    )  # fmt: skip
+        x=rows["step"],
+        y=rows[mean],
+        mode="lines+markers" if len(rows) <= 12 else "lines",
+        line=line,
+        name=label(arm),
+        legendgroup=arm,
+        hovertemplate="step %{x}: %{y:.5f}",
+    )
 
 
 def _broken_run(fig: go.Figure, arm: str, line: dict, rows: pd.DataFrame) -> None:
@@ -119,11 +124,20 @@ def _broken_run(fig: go.Figure, arm: str, line: dict, rows: pd.DataFrame) -> Non
         return
     name = f"{label(arm)} (seed {rows['seed'].iloc[0]}, no result)"
     fig.add_scatter(
-        x=thin(rows)["step"], y=thin(rows)["value"], mode="lines", line={**line, "width": 1, "dash": "dot"}, name=name,
-        legendgroup=arm, hovertemplate="step %{x}: %{y:.5f}",
-    )  # fmt: skip
+        x=thin(rows)["step"],
+        y=thin(rows)["value"],
+        mode="lines",
+        line={**line, "width": 1, "dash": "dot"},
+        name=name,
+        legendgroup=arm,
+        hovertemplate="step %{x}: %{y:.5f}",
+    )
     fig.add_scatter(
-        x=rows["step"].iloc[-1:], y=rows["value"].iloc[-1:], mode="markers",
-        marker={"symbol": "x", "size": 10, "color": line["color"]}, name=name, legendgroup=arm,
+        x=rows["step"].iloc[-1:],
+        y=rows["value"].iloc[-1:],
+        mode="markers",
+        marker={"symbol": "x", "size": 10, "color": line["color"]},
+        name=name,
+        legendgroup=arm,
         hovertemplate="stopped at step %{x}",
-    )  # fmt: skip
+    )

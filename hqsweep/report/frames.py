@@ -36,7 +36,7 @@ class Frames:
     parity: tuple[Mapping[str, Any], ...] = ()
 
     def of_job(self, job: str) -> "Frames":
-        """Only the runs of this job, and what any parity run found; raises UserError when there is none."""
+        """Only the runs of this job, and the parity rows of every run; raises UserError when there is none."""
         runs = self.runs[self.runs["job"] == job]
         if runs.empty:
             came = ", ".join(f"{count} {name}" for name, count in self.runs["job"].value_counts().items())
@@ -92,14 +92,24 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     progress = status["progress"] or {}
     recipe = (config.get("recipe") or {}).get("name", config["job"])
     row = {
-        "run": f"{run.sweep}/{run.name}", "sweep": run.sweep, "arm": manifest.get("arm", recipe), "recipe": recipe,
-        "seed": config["seed"], "job": config["job"], "state": status["state"], "reason": status["reason"],
-        "step": progress.get("step"), "steps": progress.get("steps"), "seconds": status["seconds"],
-        "tokens_per_s": progress.get("tokens_per_s"), "run_id": manifest.get("run_id"), "path": str(run.path),
-    }  # fmt: skip
+        "run": f"{run.sweep}/{run.name}",
+        "sweep": run.sweep,
+        "arm": manifest.get("arm", recipe),
+        "recipe": recipe,
+        "seed": config["seed"],
+        "job": config["job"],
+        "state": status["state"],
+        "reason": status["reason"],
+        "step": progress.get("step"),
+        "steps": progress.get("steps"),
+        "seconds": status["seconds"],
+        "tokens_per_s": progress.get("tokens_per_s"),
+        "run_id": manifest.get("run_id"),
+        "path": str(run.path),
+    }
     plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
-    facts = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
-    row |= flatten(config, "config") | flatten(facts, "manifest")
+    leaves = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
+    row |= flatten(config, "config") | flatten(leaves, "manifest")
     return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
 
 

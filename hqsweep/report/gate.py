@@ -59,12 +59,14 @@ class Verdicts:
     @property
     def outcome(self) -> str:
         """The sweep in one word: no baseline, regression, failed, inconclusive or pass, the worst first."""
-        found = {verdict.outcome for verdict in self.verdicts}
+        outcomes = {verdict.outcome for verdict in self.verdicts}
         if self.problem:
             return "no baseline"
-        if "regression" in found:
+        if "regression" in outcomes:
             return "regression"
-        return "failed" if found & {"failed", "missing"} else "inconclusive" if "inconclusive" in found else "pass"
+        if outcomes & {"failed", "missing"}:
+            return "failed"
+        return "inconclusive" if "inconclusive" in outcomes else "pass"
 
     @property
     def exit_code(self) -> int:
@@ -130,11 +132,11 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, max_gap: float = 0.01)
 def decide(gaps: Mapping[str, Sequence[float]], max_gap: float) -> dict[str, str]:
     """Arm -> regression, pass or inconclusive, from the gaps (nats) of its seeds; the module says by which rule."""
     corrected = holm({arm: _p_above(values, max_gap) for arm, values in gaps.items()})
-    found = {}
+    decided = {}
     for arm, values in gaps.items():
         below = interval(values)[2] <= max_gap
-        found[arm] = "regression" if corrected[arm] < ALARM_LEVEL else "pass" if below else "inconclusive"
-    return found
+        decided[arm] = "regression" if corrected[arm] < ALARM_LEVEL else "pass" if below else "inconclusive"
+    return decided
 
 
 def _p_above(values: Sequence[float], against: float) -> float:
@@ -143,26 +145,33 @@ def _p_above(values: Sequence[float], against: float) -> float:
     return p / 2 if not math.isnan(p) and np.mean(values) > against else 1 - p / 2
 
 
-def _judge(arm: str, runs: pd.DataFrame, now: Entries, stored: Entries, pairs: Sequence[tuple[Entry, Entry]],
-           decided: Mapping[str, str], max_gap: float) -> Verdict:  # fmt: skip
+def _judge(
+    arm: str,
+    runs: pd.DataFrame,
+    now: Entries,
+    stored: Entries,
+    pairs: Sequence[tuple[Entry, Entry]],
+    decided: Mapping[str, str],
+    max_gap: float,
+) -> Verdict:
     """The verdict on one arm; `runs` are its rows of frames.runs, `pairs` its (new, stored) entries, `decided` what the
     gaps say of the arms that are not bitwise equal."""
-    kept = {seed for name, seed in stored if name == arm}
+    stored_seeds = {seed for name, seed in stored if name == arm}
     bitwise = bool(pairs) and arm not in decided
     changed = any(comparable(new, old) and new["curve_sha256"] != old["curve_sha256"] for new, old in pairs)
     broken = [f"seed {run.seed} {fault(run)}" for run in runs.itertuples() if (arm, run.seed) not in now]
-    absent = [f"seed {seed} is not in this sweep" for seed in sorted(kept - set(runs["seed"]))]
-    diverged = bool((runs["diverged"] & runs["seed"].isin(kept)).any())
-    found = "regression" if changed else decided.get(arm, "pass") if kept else "new"
-    if diverged or found == "regression":
+    absent = [f"seed {seed} is not in this sweep" for seed in sorted(stored_seeds - set(runs["seed"]))]
+    diverged = bool((runs["diverged"] & runs["seed"].isin(stored_seeds)).any())
+    judged = "regression" if changed else decided.get(arm, "pass") if stored_seeds else "new"
+    if diverged or judged == "regression":
         outcome = "regression"
     else:
-        outcome = "failed" if broken else "missing" if absent else found
+        outcome = "failed" if broken else "missing" if absent else judged
     gaps = [gap(*pair) for pair in pairs]
     notes = [*broken, *absent] if len(runs) else ["no run of this arm in the sweep"]
     if pairs:
-        notes += [difference(pairs), *([] if bitwise or changed else [_reason(found, gaps, max_gap, len(decided))])]
-    elif not kept:
+        notes += [difference(pairs), *([] if bitwise or changed else [_reason(judged, gaps, max_gap, len(decided))])]
+    elif not stored_seeds:
         notes.append(f"not in the baseline; `{UPDATE}` adds it")
     mean, low, high = interval(gaps)
     return Verdict(
@@ -170,10 +179,10 @@ def _judge(arm: str, runs: pd.DataFrame, now: Entries, stored: Entries, pairs: S
     )
 
 
-def _reason(found: str, gaps: Sequence[float], max_gap: float, tests: int) -> str:
-    """What the gaps say of max_gap, and the seeds that would say more."""
-    if found != "inconclusive":
-        return f"gap {'above' if found == 'regression' else 'not above'} {max_gap:g} nats"
+def _reason(judged: str, gaps: Sequence[float], max_gap: float, tests: int) -> str:
+    """Whether the gaps are above max_gap, or the seeds that would be needed to tell."""
+    if judged != "inconclusive":
+        return f"gap {'above' if judged == 'regression' else 'not above'} {max_gap:g} nats"
     sd, off = float(np.std(gaps, ddof=1)) if len(gaps) > 1 else math.nan, np.mean(gaps) - max_gap
     needed = seeds_needed(sd, off, tests)
     more = "more seeds" if math.isnan(needed) else f"{needed:.0f} seeds" if math.isfinite(needed) else "too many seeds"

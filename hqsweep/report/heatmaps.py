@@ -19,7 +19,7 @@ WRITTEN, WRITTEN_COLUMNS = 60, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What a heatmap shows: its unit, the text of a cell, and colours that are dark where it is bad."""
+    """A number that a heatmap shows: its unit, the text of a cell, and colours that are dark where it is bad."""
 
     unit: str
     cell: Callable[[float], str]
@@ -40,7 +40,7 @@ def sqnr_heatmaps(comparison: Comparison) -> Iterator[Panel]:
 
 
 def underflow_heatmaps(comparison: Comparison) -> Iterator[Panel]:
-    """The same of the elements in % that are not 0 but become 0; only of arms where some do."""
+    """The same for the share in % of the elements that are not 0 but become 0; only for arms where some do."""
     rows = error_rows(comparison)
     some = rows.groupby("arm")["underflow_pct"].transform("max") > 0
     highest = rows["underflow_pct"].max()
@@ -57,9 +57,9 @@ def error_rows(comparison: Comparison) -> pd.DataFrame:
 def medians(comparison: Comparison, rows: pd.DataFrame, slot: list[str]) -> pd.DataFrame:
     """format, sqnr_db, underflow_pct of the operands of each `slot`, among whose columns is arm."""
     groups = rows[rows["direction"] != "output"].groupby(slot, sort=False)
-    found = groups.agg({"format": "last", "sqnr_db": "median", "underflow_pct": "median"}).reset_index()
+    levels = groups.agg({"format": "last", "sqnr_db": "median", "underflow_pct": "median"}).reset_index()
     places = {arm: place for place, arm in enumerate(comparison.arms["arm"])}
-    return found.sort_values("arm", key=lambda arms: arms.map(places), kind="stable", ignore_index=True)
+    return levels.sort_values("arm", key=lambda arms: arms.map(places), kind="stable", ignore_index=True)
 
 
 def _panels(
@@ -86,9 +86,12 @@ def colour_range(values: np.ndarray) -> tuple[float, float]:
 
 
 def heatmap(
-    grid: pd.DataFrame, formats: pd.DataFrame, scale: tuple[float, float], measure: Measure = DECIBEL,
+    grid: pd.DataFrame,
+    formats: pd.DataFrame,
+    scale: tuple[float, float],
+    measure: Measure = DECIBEL,
     x_title: str | None = None,
-) -> go.Figure:  # fmt: skip
+) -> go.Figure:
     """Numbers of lines by columns of one level or two; formats are shown beside a value that is pointed at."""
     values, (low, high) = grid.to_numpy(), scale
     cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
@@ -97,17 +100,36 @@ def heatmap(
     named = [tuple(SHORT.get(name, str(name)) for name in np.atleast_1d(names)) for names in grid.columns]
     levels = [list(level) for level in zip(*named, strict=True)]
     fig = figure(
-        "", "", height=80 + tall * len(grid), y={"autorange": "reversed", "showgrid": False, "ticks": ""},
-        x={"showgrid": False, "ticks": "", "tickangle": 0, "tickfont": {"size": 11}, "showdividers": False,
-           "title": {"text": x_title, "standoff": 8}, "type": "category" if len(levels) == 1 else "multicategory"},
-    )  # fmt: skip
+        "",
+        "",
+        height=80 + tall * len(grid),
+        y={"autorange": "reversed", "showgrid": False, "ticks": ""},
+        x={
+            "showgrid": False,
+            "ticks": "",
+            "tickangle": 0,
+            "tickfont": {"size": 11},
+            "showdividers": False,
+            "title": {"text": x_title, "standoff": 8},
+            "type": "category" if len(levels) == 1 else "multicategory",
+        },
+    )
     fig.add_heatmap(
-        z=np.clip(values, low, high), y=[label(name) for name in grid.index],
+        z=np.clip(values, low, high),
+        y=[label(name) for name in grid.index],
         x=levels[0] if len(levels) == 1 else levels,
-        text=cells, texttemplate="%{text}" if written else None, textfont={"size": 12},
+        text=cells,
+        texttemplate="%{text}" if written else None,
+        textfont={"size": 12},
         customdata=formats.fillna("").map(label).to_numpy(),
-        zmin=low, zmax=high, colorscale=measure.colours, xgap=1, ygap=1, hoverongaps=False,
-        showscale=not written, colorbar={"title": {"text": measure.unit}, "thickness": 10, "outlinewidth": 0},
+        zmin=low,
+        zmax=high,
+        colorscale=measure.colours,
+        xgap=1,
+        ygap=1,
+        hoverongaps=False,
+        showscale=not written,
+        colorbar={"title": {"text": measure.unit}, "thickness": 10, "outlinewidth": 0},
         hovertemplate=f"%{{y}}, %{{x}}<br>%{{z:.4g}} {measure.unit} (%{{customdata}})<extra></extra>",
-    )  # fmt: skip
+    )
     return fig

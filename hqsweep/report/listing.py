@@ -20,25 +20,36 @@ WORST = 5
 
 def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
     """(table, dicts): per sweep its conf, when it was made, arms, and how many runs are in each state; newest last."""
-    facts = [_sweep(store, name) for name in store.sweeps()]
-    if not facts:
+    sweeps = [_sweep(store, name) for name in store.sweeps()]
+    if not sweeps:
         return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
     rows = tuple(
-        (fact["sweep"], fact["conf"], fact["created"][:16].replace("T", " "), str(len(fact["arms"])), str(fact["runs"]),
-         ", ".join(f"{fact['states'][state]} {state}" for state in STATES if state in fact["states"]))
-        for fact in facts
-    )  # fmt: skip
+        (
+            sweep["sweep"],
+            sweep["conf"],
+            sweep["created"][:16].replace("T", " "),
+            str(len(sweep["arms"])),
+            str(sweep["runs"]),
+            ", ".join(f"{sweep['states'][state]} {state}" for state in STATES if state in sweep["states"]),
+        )
+        for sweep in sweeps
+    )
     header = ("sweep", "conf", "created (UTC)", "arms", "runs", "states")
-    return to_rich(TextTable(header=header, rows=rows, numeric=frozenset({3, 4})), f"sweeps in {store.root}"), facts
+    return to_rich(TextTable(header=header, rows=rows, numeric=frozenset({3, 4})), f"sweeps in {store.root}"), sweeps
 
 
 def _sweep(store: RunStore, name: str) -> dict[str, Any]:
     document = store.facts(name)
     states = Counter(run.status()["state"] for run in store.runs(name))
     return {
-        "sweep": name, "conf": document["conf"], "created": document["created"], "overrides": document["overrides"],
-        "arms": document["arms"], "runs": states.total(), "states": dict(states),
-    }  # fmt: skip
+        "sweep": name,
+        "conf": document["conf"],
+        "created": document["created"],
+        "overrides": document["overrides"],
+        "arms": document["arms"],
+        "runs": states.total(),
+        "states": dict(states),
+    }
 
 
 def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
@@ -46,7 +57,7 @@ def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
     step, and the tables of what was checked."""
     config, manifest, status = run.config(), run.manifest(), run.status()
     curve, worst = _loss_curve(run), _worst(run)
-    facts = {
+    page = {
         "run": run.name,
         "path": str(run.path),
         "status": status,
@@ -67,7 +78,7 @@ def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
         Text("config", style="bold"),
         Syntax(yaml.safe_dump(config, sort_keys=False), "yaml", background_color="default"),
     ]
-    return Group(*parts), facts
+    return Group(*parts), page
 
 
 def _status_line(status: dict[str, Any]) -> str:
@@ -84,9 +95,10 @@ def _loss_curve(run: RunDir) -> dict[str, Any]:
     held_out = [row for row in rows if row["metric"] == "val_loss"]
     chosen = held_out if len(held_out) >= 3 else [row for row in rows if row["metric"] == "train_loss"]
     return {
-        "metric": chosen[0]["metric"] if chosen else None, "values": [row["value"] for row in chosen],
+        "metric": chosen[0]["metric"] if chosen else None,
+        "values": [row["value"] for row in chosen],
         "last_step": chosen[-1]["step"] if chosen else None,
-    }  # fmt: skip
+    }
 
 
 def _worst(run: RunDir) -> list[dict[str, Any]]:

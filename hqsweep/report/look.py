@@ -1,4 +1,4 @@
-"""What all figures of a report share: their look, and the panel of a figure with its rows and its words.
+"""The look that all figures of a report share, and the panel of a figure with its rows and its words.
 
 Colours are Okabe and Ito's (safe for colour-blind readers), black for the baseline and grey for the null arm; no two of
 30 arms have the same colour and dash, so that they differ in grey print too. Labels are escaped, because plotly reads
@@ -53,15 +53,15 @@ def label(name: str) -> str:
 def styles(comparison: Comparison) -> dict[str, dict]:
     """arm -> line style, the same in every figure."""
     looks = zip(itertools.cycle(COLOURS), itertools.cycle(DASHES), strict=False)
-    black, found = itertools.cycle(DASHES), {}
+    black, colours = itertools.cycle(DASHES), {}
     for row in comparison.arms[["arm", "baseline", "null"]].itertuples():
         if row.arm == row.baseline:
-            found[row.arm] = {"color": BASELINE_COLOUR, "dash": next(black)}
+            colours[row.arm] = {"color": BASELINE_COLOUR, "dash": next(black)}
         elif row.null:
-            found[row.arm] = {"color": NULL_COLOUR, "dash": "solid"}
+            colours[row.arm] = {"color": NULL_COLOUR, "dash": "solid"}
         else:
-            found[row.arm] = dict(zip(("color", "dash"), next(looks), strict=True))
-    return {arm: {"width": 2, **style} for arm, style in found.items()}
+            colours[row.arm] = dict(zip(("color", "dash"), next(looks), strict=True))
+    return {arm: {"width": 2, **style} for arm, style in colours.items()}
 
 
 def symbol(style: dict) -> str:
@@ -76,12 +76,18 @@ def figure(
     has one legend for all of them."""
     look = {"gridcolor": "#e6e6e6", "zeroline": False, "linecolor": "#888", "tickcolor": "#888", "ticks": "outside"}
     look |= {"automargin": True}
-    return go.Figure(layout={  # at once: every later change costs plotly milliseconds
-        "template": "none", "height": height, "margin": {"l": 56, "r": 12, "t": 12, "b": 44}, "hovermode": "closest",
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"}, "showlegend": False,
-        "xaxis": {"title": {"text": x_title, "standoff": 8}, **look, **(x or {})},
-        "yaxis": {"title": {"text": y_title, "standoff": 8}, **look, **(y or {})},
-    })  # fmt: skip
+    return go.Figure(
+        layout={  # at once: every later change costs plotly milliseconds
+            "template": "none",
+            "height": height,
+            "margin": {"l": 56, "r": 12, "t": 12, "b": 44},
+            "hovermode": "closest",
+            "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"},
+            "showlegend": False,
+            "xaxis": {"title": {"text": x_title, "standoff": 8}, **look, **(x or {})},
+            "yaxis": {"title": {"text": y_title, "standoff": 8}, **look, **(y or {})},
+        }
+    )
 
 
 def thin(rows: pd.DataFrame) -> pd.DataFrame:

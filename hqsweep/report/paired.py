@@ -37,10 +37,15 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def intervals(groups: SeriesGroupBy) -> pd.DataFrame:
     """`interval` of every group at once: columns mean, low, high, and seeds, the number of values."""
-    found = groups.agg(["mean", "std", "count"])
-    half = stats.t.ppf(1 - LEVEL / 2, found["count"] - 1) * found["std"] / np.sqrt(found["count"])
+    moments = groups.agg(["mean", "std", "count"])
+    half = stats.t.ppf(1 - LEVEL / 2, moments["count"] - 1) * moments["std"] / np.sqrt(moments["count"])
     return pd.DataFrame(
-        {"mean": found["mean"], "low": found["mean"] - half, "high": found["mean"] + half, "seeds": found["count"]}
+        {
+            "mean": moments["mean"],
+            "low": moments["mean"] - half,
+            "high": moments["mean"] + half,
+            "seeds": moments["count"],
+        }
     )
 
 

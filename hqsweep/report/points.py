@@ -20,7 +20,7 @@ from hqsweep.report.look import (
     padded,
     styles,
     symbol,
-)  # fmt: skip
+)
 
 LINE = 46
 """Pixels of height for an arm."""
@@ -45,18 +45,24 @@ def final_gaps(comparison: Comparison, heading: str) -> Panel | None:
         _seeds(fig, place, seeds, "gap", colour, "seed %{customdata}: %{x:+.5f} nats<extra></extra>")
         bar = {"array": [row.gap_hi - row.gap], "color": colour, "thickness": 2, "width": 7}
         fig.add_scatter(
-            x=[row.gap], y=[place], error_x=bar if row.seeds > 1 else None,
-            mode="markers", marker={"color": colour, "size": 11, "symbol": "diamond"},
+            x=[row.gap],
+            y=[place],
+            error_x=bar if row.seeds > 1 else None,
+            mode="markers",
+            marker={"color": colour, "size": 11, "symbol": "diamond"},
             hovertemplate=f"mean of {row.seeds}: %{{x:+.5f}} nats<extra></extra>",
-        )  # fmt: skip
+        )
     fig.update_xaxes(tickformat="+.3~f")
     shown = ["arm", "baseline", "seeds", "gap", "gap_lo", "gap_hi", "resolution"]
     single = finals[finals["arm"].isin(arms["arm"]) & finals["gap"].notna()][["arm", "seed", "gap"]]
     says = "; ".join(f"{row.arm}: {row.verdict}" for row in arms.head(8).itertuples())
     return Panel(
-        heading=heading, figure=fig, name="final_gap", says=f"{heading} in nats with 95 % intervals. {says}",
+        heading=heading,
+        figure=fig,
+        name="final_gap",
+        says=f"{heading} in nats with 95 % intervals. {says}",
         rows=pd.concat([arms[shown].assign(seed="mean"), single], ignore_index=True),
-    )  # fmt: skip
+    )
 
 
 def throughput(comparison: Comparison, heading: str) -> Panel | None:
@@ -70,9 +76,12 @@ def throughput(comparison: Comparison, heading: str) -> Panel | None:
         colour = look[arm]["color"]
         _seeds(fig, place, rows[rows["arm"] == arm], "tokens_per_s", colour, "seed %{customdata}: %{x:,.0f} tokens/s")
         fig.add_scatter(
-            x=[means[arm]], y=[place], mode="markers", marker={"color": colour, "size": 11, "symbol": "diamond"},
+            x=[means[arm]],
+            y=[place],
+            mode="markers",
+            marker={"color": colour, "size": 11, "symbol": "diamond"},
             hovertemplate="mean: %{x:,.0f} tokens/s<extra></extra>",
-        )  # fmt: skip
+        )
     fig.update_xaxes(range=[0, 1.08 * rows["tokens_per_s"].max()], tickformat="~s")
     says = f"{heading}. {listed(f'{arm} {means[arm]:,.0f} tokens/s' for arm in arms)}."
     return Panel(heading=heading, figure=fig, name="throughput", rows=rows, says=says)
@@ -103,10 +112,15 @@ def _cosine(
     for arm, style in look.items():
         own = part[part["arm"] == arm].dropna()
         fig.add_scatter(
-            x=(1 - own["median_cosine"]).clip(lower=SMALLEST), y=own["layer"].map(label), mode="markers",
-            marker={"color": style["color"], "symbol": symbol(style), "size": 9}, legendgroup=arm, name=label(arm),
-            customdata=own["median_cosine"], hovertemplate="%{y}: cosine %{customdata:.6f}",
-        )  # fmt: skip
+            x=(1 - own["median_cosine"]).clip(lower=SMALLEST),
+            y=own["layer"].map(label),
+            mode="markers",
+            marker={"color": style["color"], "symbol": symbol(style), "size": 9},
+            legendgroup=arm,
+            name=label(arm),
+            customdata=own["median_cosine"],
+            hovertemplate="%{y}: cosine %{customdata:.6f}",
+        )
     span = padded(np.log10((1 - part["median_cosine"].dropna()).clip(lower=SMALLEST).to_numpy()))
     fig.update_xaxes(
         type="log", range=span, exponentformat="power", dtick=2 if span and span[1] - span[0] > 4 else 1, tickangle=0
@@ -120,9 +134,12 @@ def _cosine(
 def _lines(arms: pd.Series | list[str], x_title: str) -> go.Figure:
     """A figure with a line for each arm, its name above the line, where long names have room."""
     fig = figure(
-        "", x_title, height=80 + LINE * len(arms), x={"nticks": 8, "tickangle": 0},
+        "",
+        x_title,
+        height=80 + LINE * len(arms),
+        x={"nticks": 8, "tickangle": 0},
         y={"range": [len(arms) - 0.5, -0.8], "showticklabels": False, "ticks": "", "showgrid": False},
-    )  # fmt: skip
+    )
     name = {"x": 0, "xref": "paper", "yshift": 15, "xanchor": "left", "showarrow": False, "borderpad": 0}
     names = [
         name | {"text": label(arm), "y": place, "bgcolor": "rgba(255,255,255,0.8)"} for place, arm in enumerate(arms)
@@ -144,6 +161,10 @@ def _null_bands(fig: go.Figure, resolutions: pd.Series) -> None:
 
 def _seeds(fig: go.Figure, place: int, rows: pd.DataFrame, column: str, colour: str, hover: str) -> None:
     fig.add_scatter(
-        x=rows[column], y=[place] * len(rows), customdata=rows["seed"], hovertemplate=hover,
-        mode="markers", marker={"color": colour, "size": 7, "opacity": 0.45},
-    )  # fmt: skip
+        x=rows[column],
+        y=[place] * len(rows),
+        customdata=rows["seed"],
+        hovertemplate=hover,
+        mode="markers",
+        marker={"color": colour, "size": 7, "opacity": 0.45},
+    )

@@ -1,4 +1,4 @@
-"""What a probe shows: a table of tensors by quantizers, a heatmap, and a suggested recipe with its promise."""
+"""The output of a probe: a table of tensors by quantizers, a heatmap, and a suggested recipe with its promise."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +24,12 @@ def probe_table(rows: Sequence[Row]) -> TextTable:
         cells.setdefault(row["tensor"], {}).setdefault(row["quantizer"], []).append(row)
     quantizers = tuple(dict.fromkeys(row["quantizer"] for row in rows))
     lines = tuple(
-        (tensor, "x".join(map(str, next(iter(found.values()))[0]["shape"])), *(_cell(found[q]) for q in quantizers))
-        for tensor, found in cells.items()
+        (
+            tensor,
+            "x".join(map(str, next(iter(by_quantizer.values()))[0]["shape"])),
+            *(_cell(by_quantizer[q]) for q in quantizers),
+        )
+        for tensor, by_quantizer in cells.items()
     )
     return TextTable(header=("tensor", "shape", *quantizers), rows=lines)
 
@@ -36,8 +40,8 @@ def worst_rows(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         known = row["sqnr_db"] if row["sqnr_db"] is not None else float("inf")
         lowest[row["tensor"]] = min(lowest.get(row["tensor"], known), known)
-    kept = set(sorted(lowest, key=lowest.__getitem__)[:SHOWN])
-    return [row for row in rows if row["tensor"] in kept]
+    shown = set(sorted(lowest, key=lowest.__getitem__)[:SHOWN])
+    return [row for row in rows if row["tensor"] in shown]
 
 
 def summary(suggestion: Suggestion, budget: float) -> str:
@@ -72,8 +76,15 @@ def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, 
     grid = grid.astype(float)
     fig = heatmap(grid, formats, colour_range(grid.to_numpy()))
     says = f"SQNR in dB of {len(grid)} tensors by format and direction; the table below has all numbers."
-    page = html.fill("probe.html.j2", title=title, heatmap=html.div(fig), says=says, table=probe_table(rows),
-                     recipe=recipe, summary=promise)  # fmt: skip
+    page = html.fill(
+        "probe.html.j2",
+        title=title,
+        heatmap=html.div(fig),
+        says=says,
+        table=probe_table(rows),
+        recipe=recipe,
+        summary=promise,
+    )
     path.write_text(page, encoding="utf-8")
 
 

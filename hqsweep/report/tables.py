@@ -1,4 +1,4 @@
-"""What the report's tables hold: rich for the terminal, Markdown for a pull request, the same cells for the HTML
+"""The report's tables: rich for the terminal, Markdown for a pull request, the same cells for the HTML
 page.
 """
 
@@ -37,13 +37,28 @@ def arms_table(comparison: Comparison) -> TextTable:
     """One row per arm: final loss, gap with its interval, gap in %, corrected p, seeds, seeds needed, speed, state."""
     rows = tuple(
         (
-            row.arm, number(row.final_loss), *_gap_cells(row),
-            str(row.seeds), number(row.seeds_needed, ".0f"), number(row.tokens_per_s, ",.0f"), row.state,
+            row.arm,
+            number(row.final_loss),
+            *_gap_cells(row),
+            str(row.seeds),
+            number(row.seeds_needed, ".0f"),
+            number(row.tokens_per_s, ",.0f"),
+            row.state,
         )
         for row in comparison.arms.itertuples()
-    )  # fmt: skip
-    header = ("arm", "final loss", "gap (nats)", "95 % interval", "gap %", "p (Holm)", "seeds", "seeds needed",
-              "tokens/s", "state")  # fmt: skip
+    )
+    header = (
+        "arm",
+        "final loss",
+        "gap (nats)",
+        "95 % interval",
+        "gap %",
+        "p (Holm)",
+        "seeds",
+        "seeds needed",
+        "tokens/s",
+        "state",
+    )
     return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)))
 
 
@@ -62,15 +77,29 @@ def training_table(comparison: Comparison) -> TextTable:
     """One row per arm on what its curves say: trailing train gap, tokens-to-loss overhead, spike scores, divergence."""
     rows = tuple(
         (
-            row.arm, number(row.train_gap, "+.4f"), _span(row.train_lo, row.train_hi, "+.4f"),
-            number(row.overhead_pct, "+.1f"), _span(row.overhead_lo, row.overhead_hi, "+.1f"),
-            number(row.loss_spikes_pct, ".2f"), number(row.grad_spikes_pct, ".2f"),
-            f"{row.diverged} of {row.runs}" if row.diverged else "none", number(row.diverged_at, ",.0f"),
+            row.arm,
+            number(row.train_gap, "+.4f"),
+            _span(row.train_lo, row.train_hi, "+.4f"),
+            number(row.overhead_pct, "+.1f"),
+            _span(row.overhead_lo, row.overhead_hi, "+.1f"),
+            number(row.loss_spikes_pct, ".2f"),
+            number(row.grad_spikes_pct, ".2f"),
+            f"{row.diverged} of {row.runs}" if row.diverged else "none",
+            number(row.diverged_at, ",.0f"),
         )
         for row in comparison.arms.itertuples()
-    )  # fmt: skip
-    header = ("arm", "train gap (nats)", "95 % interval", "tokens-to-loss overhead %", "95 % interval of it",
-              "loss spikes %", "gradient spikes %", "diverged", "at token")  # fmt: skip
+    )
+    header = (
+        "arm",
+        "train gap (nats)",
+        "95 % interval",
+        "tokens-to-loss overhead %",
+        "95 % interval of it",
+        "loss spikes %",
+        "gradient spikes %",
+        "diverged",
+        "at token",
+    )
     return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)) - {7})
 
 
@@ -113,10 +142,10 @@ def arm_by_key(comparison: Comparison) -> TextTable:
 def provenance(runs: pd.DataFrame) -> TextTable:
     """Every fact of the manifests: one value when all runs agree, else each value with the number of runs that have
     it."""
-    facts = [name for name in runs.columns if name.startswith("manifest.")]
-    facts = [name for name in facts if name.split(".")[1] not in SHOWN_ELSEWHERE]
-    facts.sort(key=lambda name: FIRST.index(name.split(".")[1]) if name.split(".")[1] in FIRST else len(FIRST))
-    rows = tuple((name.removeprefix("manifest."), distinct(runs[name], count=True)) for name in facts)
+    names = [name for name in runs.columns if name.startswith("manifest.")]
+    names = [name for name in names if name.split(".")[1] not in SHOWN_ELSEWHERE]
+    names.sort(key=lambda name: FIRST.index(name.split(".")[1]) if name.split(".")[1] in FIRST else len(FIRST))
+    rows = tuple((name.removeprefix("manifest."), distinct(runs[name], count=True)) for name in names)
     return TextTable(header=("fact", "value"), rows=rows)
 
 
@@ -144,10 +173,18 @@ def runs_table(comparison: Comparison) -> TextTable:
     """One row per run: final loss, its gap to the baseline's run of the same seed, time and speed."""
     runs = comparison.frames.runs.set_index("run")
     rows = tuple(
-        (final.arm, str(final.seed), final.state, number(final.final_loss, ".6f"), number(final.gap, "+.6f"),
-         number(runs.at[final.run, "seconds"], ".0f"), number(runs.at[final.run, "tokens_per_s"], ",.0f"), final.run)
+        (
+            final.arm,
+            str(final.seed),
+            final.state,
+            number(final.final_loss, ".6f"),
+            number(final.gap, "+.6f"),
+            number(runs.at[final.run, "seconds"], ".0f"),
+            number(runs.at[final.run, "tokens_per_s"], ",.0f"),
+            final.run,
+        )
         for final in comparison.finals.itertuples()
-    )  # fmt: skip
+    )
     header = ("arm", "seed", "state", "final loss", "gap (nats)", "seconds", "tokens/s", "run")
     return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 7)) - {2})
 
@@ -164,8 +201,11 @@ def report_markdown(comparison: Comparison) -> str:
     """The report as one Markdown page."""
     runs = comparison.frames.runs
     parts = [
-        f"# {markdown_text(title(comparison))}\n", *_section("Config: where the arms differ", arm_by_key(comparison)),
-        "\n## Result\n\n", markdown(arms_table(comparison)), "\n",
+        f"# {markdown_text(title(comparison))}\n",
+        *_section("Config: where the arms differ", arm_by_key(comparison)),
+        "\n## Result\n\n",
+        markdown(arms_table(comparison)),
+        "\n",
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.verdict)}\n" for row in comparison.arms.itertuples()),
         *_section("Runs without a result", unfinished_table(comparison)),
         *_section("Training: tokens to loss, spikes, divergence", training_table(comparison)),
@@ -175,7 +215,7 @@ def report_markdown(comparison: Comparison) -> str:
         *(part for table in text_tables(comparison.frames.parity) for part in _section(*table)),
         *_section("GEMM plans", gemm_plans(runs)),
         *_section("Provenance", provenance(runs)),
-    ]  # fmt: skip
+    ]
     return "".join(parts)
 
 

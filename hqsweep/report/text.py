@@ -23,10 +23,10 @@ class TextTable:
 
     def without(self, *names: str) -> "TextTable":
         """The table less the columns of these headings."""
-        kept = [index for index, name in enumerate(self.header) if name not in names]
-        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
-        numeric = frozenset(new for new, old in enumerate(kept) if old in self.numeric)
-        return TextTable(header=tuple(self.header[index] for index in kept), rows=rows, numeric=numeric)
+        places = [index for index, name in enumerate(self.header) if name not in names]
+        rows = tuple(tuple(row[index] for index in places) for row in self.rows)
+        numeric = frozenset(new for new, old in enumerate(places) if old in self.numeric)
+        return TextTable(header=tuple(self.header[index] for index in places), rows=rows, numeric=numeric)
 
     def transposed(self, corner: str) -> "TextTable":
         """Columns as rows; `corner` heads the old header, which is the first column."""

@@ -1,4 +1,4 @@
-"""What a report claims of an arm: one word, and one sentence in plain words.
+"""The claim that a report makes of an arm: one word, and one sentence in plain words.
 
 A difference is claimed when its p, corrected by Holm over the arms of the report, is below 5 % and it is larger than
 the resolution that the null arm measured. Anything else is not resolved, and the sentence says how many seeds would be.
@@ -108,7 +108,7 @@ def _resolution(row: Row) -> str:
 
 
 def _why_not(row: Row) -> str:
-    """What is missing for a claim: a gap above the resolution, or seeds."""
+    """The part of the sentence that says what a claim lacks: a gap above the resolution, or seeds."""
     below = f", within the resolution of {row['resolution']:.4f}" if abs(row["gap"]) <= row["resolution"] else ""
     needed, target = row["seeds_needed"], f"{row['target_gap']:.4f} nats"
     if needed <= row["seeds"]:

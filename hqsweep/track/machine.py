@@ -1,4 +1,4 @@
-"""What a number may depend on beside the config: versions, commit, machine, instruction set, kernel build."""
+"""Facts that a number may depend on beside the config: versions, commit, machine, instruction set, kernel build."""
 
 import importlib.util
 import os
@@ -56,7 +56,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def cpu_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Those of ISA_FLAGS that the first CPU has, as in "avx2 fma"; the machine's name where Linux does not say."""
+    """The ISA_FLAGS that the first CPU has, as in "avx2 fma"; the machine's name where Linux does not say."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def cpu_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def kernel_build() -> Any:
-    """What the compiled extension says of its build, None where there is none."""
+    """build_info() of the compiled extension, None where there is none."""
     if importlib.util.find_spec("hqsweep._C") is None:
         return None
     return importlib.import_module("hqsweep._C").build_info()

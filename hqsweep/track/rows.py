@@ -70,10 +70,10 @@ class RowFile:
     def rewind(self, step: int) -> None:
         """Drop, atomically, the rows after `step`; rows of a table without steps come after every step."""
         rows = read_rows(self.path)
-        kept = [row for row in rows if row.get("step", math.inf) <= step]
-        if len(kept) < len(rows):
+        earlier = [row for row in rows if row.get("step", math.inf) <= step]
+        if len(earlier) < len(rows):
             self.close()
-            write_bytes(self.path, encode_rows(kept))
+            write_bytes(self.path, encode_rows(earlier))
 
     def write_parquet(self, path: Path) -> None:
         """A Parquet copy of the rows, written atomically; nothing where there are no rows."""
@@ -117,9 +117,9 @@ class RowSink:
         """Measured and expected decibels, in the columns of TABLES["calibrate"]."""
         self._tables["calibrate"].append(rows)
 
-    def manifest(self, **facts: Any) -> None:
+    def manifest(self, **entries: Any) -> None:
         """Add facts to the run's manifest."""
-        self._run.update_manifest(**facts)
+        self._run.update_manifest(**entries)
 
     def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
         """How far the job is, for the display: written now and then, and at the last step. The time left is what the

@@ -47,7 +47,7 @@ def logged_in(environment: Mapping[str, str]) -> bool:
     candidates = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
     for path in candidates:
         try:
-            if (found := netrc.netrc(path).authenticators(host)) and found[2]:
+            if (login := netrc.netrc(path).authenticators(host)) and login[2]:
                 return True
         except (OSError, netrc.NetrcParseError):
             continue
@@ -59,9 +59,15 @@ def open_run(run: RunDir, config: Mapping[str, Any]) -> Tracker:
     manifest = run.manifest()
     name = f"{manifest['arm']} s{manifest['seed']}"
     return _open(
-        run.path, config["track"], group=run.sweep, job_type=manifest["job"], name=name,
-        id=f"{run.sweep}-{run.name}"[-64:], config=dict(config), resume="allow",
-    )  # fmt: skip
+        run.path,
+        config["track"],
+        group=run.sweep,
+        job_type=manifest["job"],
+        name=name,
+        id=f"{run.sweep}-{run.name}"[-64:],
+        config=dict(config),
+        resume="allow",
+    )
 
 
 def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path) -> bool:
@@ -76,7 +82,7 @@ def offline_folders(run: RunDir) -> list[Path]:
     return sorted((run.path / "wandb").glob("offline-run-*"))
 
 
-def _open(folder: Path, track: Mapping[str, Any], **facts: Any) -> Tracker:
+def _open(folder: Path, track: Mapping[str, Any], **run_fields: Any) -> Tracker:
     """`wandb.init`, offline if online fails, NullTracker if that fails too."""
     for kind in ("data", "cache", "config"):
         os.environ.setdefault(f"WANDB_{kind.upper()}_DIR", str(folder.resolve() / "wandb" / kind))
@@ -86,7 +92,7 @@ def _open(folder: Path, track: Mapping[str, Any], **facts: Any) -> Tracker:
     for attempt in dict.fromkeys((mode, "offline")):
         try:
             place = {"dir": folder, "project": track["project"], "entity": track["entity"]}
-            return WandbTracker(wandb.init(mode=attempt, settings=settings, **place, **facts))
+            return WandbTracker(wandb.init(mode=attempt, settings=settings, **place, **run_fields))
         except Exception as error:
             print(f"wandb: cannot track {attempt}: {_line(error)}", flush=True)
             wandb.teardown()  # its service still holds the run id

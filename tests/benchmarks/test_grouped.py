@@ -44,19 +44,19 @@ def test_the_floor_of_a_step_counts_every_operand():
 @pytest.mark.parametrize("on_device", [False, True])
 def test_weights_are_quantized_as_often_as_the_row_says(weights, calls, on_device, monkeypatch):
     """In the second step; a call for both directions is one."""
-    made, real = [], LinearCall.quantize
+    directions, real = [], LinearCall.quantize
 
     def spy(self, tensor, x, **options):
         if tensor == "weight":
-            made.append(sum(options.get(direction) is not None for direction in DIRECTIONS))
+            directions.append(sum(options.get(direction) is not None for direction in DIRECTIONS))
         return real(self, tensor, x, **options)
 
     monkeypatch.setattr(LinearCall, "quantize", spy)
     step = grouped_step().ours(grouped_linear.StepCase(recipe="mxfp8", weights=weights, on_device=on_device))
     step()
-    made.clear()
+    directions.clear()
     step()
-    assert made == calls
+    assert directions == calls
 
 
 def test_both_ways_of_torch_are_the_same_products():
@@ -77,14 +77,14 @@ def group():
 def test_every_case_runs_and_counts_its_bytes(case, group):
     row = group.quantize(case)
     assert row["us"] > 0 and row["loop_us"] > 0 and ("pass" in row) == (case.goal is not None)
-    made, written = group.grouped(case)(), 0
-    for result in (made.rowwise, made.columnwise):
+    outputs, written = group.grouped(case)(), 0
+    for result in (outputs.rowwise, outputs.columnwise):
         if isinstance(result, GroupedExact):
             tensors = [result.matrix] if result.factor is None else [result.matrix, result.factor]
         else:
             tensors = [] if result is None else list(result.values())
-        given = 4 * len(SIZES) if case.given and tensors and len(tensors) == 3 else 0  # not written anew
-        written += sum(t.nbytes for t in tensors) - given
+        amaxes = 4 * len(SIZES) if case.given and tensors and len(tensors) == 3 else 0  # not written anew
+        written += sum(t.nbytes for t in tensors) - amaxes
     assert group.bytes_moved(case) == case.passes * group.x.nbytes + written
 
 

@@ -16,17 +16,17 @@ def training(case, recipe="mxfp8"):
 
 
 def test_every_case_has_the_same_gradients():
-    made = []
+    grads = []
     for case in offload.CASES:
         a = training(case)
         a.step()
-        made.append([p.grad for p in a.model.parameters()])
-    assert all(torch.equal(x, y) for other in made[1:] for x, y in zip(made[0], other, strict=True))
+        grads.append([p.grad for p in a.model.parameters()])
+    assert all(torch.equal(x, y) for other in grads[1:] for x, y in zip(grads[0], other, strict=True))
 
 
 def test_less_waits_of_layers_that_are_computed_again():
-    kept, again = (training(case).host_bytes() for case in ("offload", "recompute=layer offload"))
-    assert 4 * TOKENS.numel() * CONFIG.dim * CONFIG.layers <= again < kept / 4
+    waiting, again = (training(case).host_bytes() for case in ("offload", "recompute=layer offload"))
+    assert 4 * TOKENS.numel() * CONFIG.dim * CONFIG.layers <= again < waiting / 4
     assert training("none").host_bytes() == 0
 
 

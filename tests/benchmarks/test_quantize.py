@@ -15,8 +15,8 @@ ALL = cases.all_cases()
 
 
 def arguments(tmp_path, **options):
-    given = {"only": cases.SECTIONS, "out": tmp_path / "rows.jsonl", "commit": "abc", "rows": 256, "cols": 256}
-    return argparse.Namespace(**given | options)
+    arguments = {"only": cases.SECTIONS, "out": tmp_path / "rows.jsonl", "commit": "abc", "rows": 256, "cols": 256}
+    return argparse.Namespace(**arguments | options)
 
 
 def find(**fields):

@@ -17,6 +17,6 @@ def test_the_page_names_every_part_and_format():
 
 def test_the_facts_hold_every_pair():
     result = CliRunner().invoke(app, ["doctor", "--json"])
-    facts = json.loads(result.stdout)
-    assert result.exit_code == 0 and set(facts) == {"machine", "products", "reasons"}
-    assert facts["machine"]["torch"]["found"] and len(facts["products"]) == len(FORMATS) * (len(FORMATS) + 1) // 2
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0 and set(document) == {"machine", "products", "reasons"}
+    assert document["machine"]["torch"]["found"] and len(document["products"]) == len(FORMATS) * (len(FORMATS) + 1) // 2

@@ -37,6 +37,6 @@ def test_tensor_cores_by_capability(capability, native):
 
 
 def test_every_pair_has_one_reason_to_stop():
-    found = products((9, 0))
-    assert sum(row["pairs"] for row in reasons(found)) == sum(p.mode != "native" for p in found)
-    assert any("E5M2 does not meet E5M2" in row["reason"] for row in reasons(found))
+    rows = products((9, 0))
+    assert sum(row["pairs"] for row in reasons(rows)) == sum(p.mode != "native" for p in rows)
+    assert any("E5M2 does not meet E5M2" in row["reason"] for row in reasons(rows))

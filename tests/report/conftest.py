@@ -180,7 +180,7 @@ def write_sweep(folder: Path, runs: Sequence[FakeRun]) -> list[Path]:
     """Write `folder` as one sweep; returns its run folders in grid order."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [write_run(folder, run) for run in runs]
-    facts = {
+    document = {
         "name": folder.name,
         "conf": "synthetic",
         "overrides": [],
@@ -188,7 +188,7 @@ def write_sweep(folder: Path, runs: Sequence[FakeRun]) -> list[Path]:
         "arms": list(dict.fromkeys(run.arm for run in runs)),
         "created": "2026-01-01T00:00:00",
     }
-    (folder / "sweep.json").write_text(json.dumps(facts))
+    (folder / "sweep.json").write_text(json.dumps(document))
     return paths
 
 
@@ -210,5 +210,5 @@ def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
 
 @pytest.fixture
 def fake() -> SimpleNamespace:
-    """What a test needs to describe a sweep: fake.Run(...), fake.three_arms(...)."""
+    """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...)."""
     return SimpleNamespace(Run=FakeRun, three_arms=three_arms, entropy=VOCAB_ENTROPY, steps=STEPS)

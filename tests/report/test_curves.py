@@ -1,4 +1,4 @@
-"""What one curve says: trailing means, spikes, tokens to a loss, divergence."""
+"""One curve in numbers: trailing means, spikes, tokens to a loss, divergence."""
 
 import math
 
@@ -14,8 +14,8 @@ from hqsweep.report.frames import load
 @pytest.mark.parametrize(("window", "steps"), [(10, [91, 100]), (0.5, [51, 100]), (0.001, [100, 100]), (500, [1, 100])])
 def test_trailing_window_in_steps_or_as_a_fraction(window, steps):
     rows = pd.DataFrame({"run": "r", "step": range(1, 101), "value": 0.0})
-    kept = trailing(rows, window)["step"]
-    assert [kept.min(), kept.max()] == steps
+    last = trailing(rows, window)["step"]
+    assert [last.min(), last.max()] == steps
 
 
 def test_val_loss_is_averaged_over_the_trailing_window_too(make_sweep, fake):
@@ -51,8 +51,8 @@ def test_spike_score_counts_values_far_from_the_mean_before_them():
     ],
 )
 def test_divergence_is_the_start_of_the_last_stretch_above_the_limit(losses, entropy, step):
-    found = divergence_step(10 * np.arange(1, len(losses) + 1), np.array(losses, dtype=float), entropy)
-    assert found == step if step else math.isnan(found)
+    first = divergence_step(10 * np.arange(1, len(losses) + 1), np.array(losses, dtype=float), entropy)
+    assert first == step if step else math.isnan(first)
 
 
 def test_steps_to_a_loss_lie_on_straight_lines():

@@ -43,9 +43,9 @@ def test_report_in_a_browser(page, tmp_path):
     """One start for all, as a start takes seconds."""
     dom, console = browse(Path(shutil.copy(HARNESS, page.parent)), tmp_path / "profile")
     assert console == []  # drawn without an error, and without asking for the network
-    facts = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
-    assert facts["injected"] == 0
-    desk, phone, keyboard = facts["desk"], facts["phone"], facts["keyboard"]
+    observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+    assert observed["injected"] == 0
+    desk, phone, keyboard = observed["desk"], observed["phone"], observed["keyboard"]
     assert desk["plots"] == 3 + 2 + 6 + 6 + 2 + 1  # gaps, losses, SQNR, underflow, gradients, speed
     assert desk["svgs"] >= desk["plots"] and desk["lines"] > 20 and desk["heatmaps"] == 12
     assert desk["headings"][0] == "Config: where the arms differ"
@@ -54,11 +54,11 @@ def test_report_in_a_browser(page, tmp_path):
         assert view["scroll"] <= view["inner"] and view["widest"] <= view["inner"]
     assert keyboard["controls"] > 30 and keyboard["outlines"] == ["solid"]
     assert [keyboard[fault] for fault in ("mouse_only", "unsaid", "unnamed", "broken")] == [0, 0, 0, 0]
-    lines = facts["interaction"]
+    lines = observed["interaction"]
     assert lines["unticked"] == 3 and lines["without"] == 2 + 2 + 2 and lines["again"] == 0  # curves and gradients
     settled, whole, again = lines["ranges"]
     assert settled == again != whole
-    assert facts["paper"] == [325, 660]
+    assert observed["paper"] == [325, 660]
 
 
 def test_the_page_may_not_fetch_and_the_console_would_tell(page, tmp_path):

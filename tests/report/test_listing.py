@@ -1,4 +1,4 @@
-"""`ls` and `show`: tables and the same facts as JSON."""
+"""`ls` and `show`: tables and the same sweeps as JSON."""
 
 import json
 
@@ -16,24 +16,26 @@ def shown(renderable) -> str:
 
 def test_list_counts_states(make_sweep, fake, tmp_path):
     make_sweep([fake.Run(), fake.Run(seed=1, state="failed", reason="x"), fake.Run(arm="nvfp4")], "first")
-    table, facts = list_sweeps(RunStore(tmp_path / "runs"))
-    assert facts[0]["sweep"] == "first" and facts[0]["runs"] == 3 and facts[0]["states"] == {"finished": 2, "failed": 1}
-    assert facts[0]["arms"] == ["bf16", "nvfp4"] and json.dumps(facts)
+    table, sweeps = list_sweeps(RunStore(tmp_path / "runs"))
+    assert (
+        sweeps[0]["sweep"] == "first" and sweeps[0]["runs"] == 3 and sweeps[0]["states"] == {"finished": 2, "failed": 1}
+    )
+    assert sweeps[0]["arms"] == ["bf16", "nvfp4"] and json.dumps(sweeps)
     assert "first" in shown(table) and "synthetic" in shown(table)
 
 
 def test_an_empty_store_says_what_to_do(tmp_path):
-    table, facts = list_sweeps(RunStore(tmp_path / "none"))
-    assert facts == [] and "no sweep in" in shown(table) and "hqsweep run" in shown(table)
+    table, sweeps = list_sweeps(RunStore(tmp_path / "none"))
+    assert sweeps == [] and "no sweep in" in shown(table) and "hqsweep run" in shown(table)
 
 
 def test_show_has_status_curve_worst_layers_manifest_and_config(make_sweep, fake):
     (run,) = make_sweep([fake.Run(arm="nvfp4", fmt="nvfp4", sqnr_db=20.0)])
-    page, facts = show_run(run)
+    page, document = show_run(run)
     text = shown(page)
     assert "finished, step 200 of 200, 21 s, 8,500 tokens/s" in text and "val_loss  █" in text
-    assert len(facts["worst_sqnr"]) == 5 and json.dumps(facts)
-    worst = [row["sqnr_db"] for row in facts["worst_sqnr"]]
+    assert len(document["worst_sqnr"]) == 5 and json.dumps(document)
+    worst = [row["sqnr_db"] for row in document["worst_sqnr"]]
     assert worst == sorted(worst) and max(worst) < 20 and "lowest SQNR at step 200" in text
     assert "nvfp4 x nvfp4: exact fp32 (8)" in text and "2.13.0+cpu" in text and "lr: 0.001" in text
 
@@ -44,7 +46,7 @@ def test_show_a_failed_and_a_pending_run(make_sweep, fake):
     )
     for name in ("metrics.jsonl", "stats.jsonl", "status.json"):
         (pending.path / name).unlink()
-    page, facts = show_run(failed)
+    page, document = show_run(failed)
     assert "failed: loss is nan at step 9" in shown(page) and "train_loss" in shown(page) and "!" in shown(page)
-    page, facts = show_run(pending)
-    assert "pending" in shown(page) and facts["worst_sqnr"] == [] and facts["loss"]["metric"] is None
+    page, document = show_run(pending)
+    assert "pending" in shown(page) and document["worst_sqnr"] == [] and document["loss"]["metric"] is None

@@ -41,8 +41,8 @@ def test_p_without_spread_or_without_seeds():
 
 
 def test_holm_on_the_example_of_the_textbooks():
-    corrected = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "e": math.nan})
-    assert [corrected[k] for k in "abcd"] == pytest.approx([0.03, 0.06, 0.06, 0.02]) and math.isnan(corrected["e"])
+    claims = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "e": math.nan})
+    assert [claims[k] for k in "abcd"] == pytest.approx([0.03, 0.06, 0.06, 0.02]) and math.isnan(claims["e"])
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0} and holm({}) == {}
 
 
@@ -53,8 +53,8 @@ def test_seeds_needed_are_those_of_the_published_power_tables(effect, seeds):
 
 def test_seeds_needed_find_the_gap_as_often_as_they_say():
     rng, n = np.random.default_rng(1), int(seeds_needed(1.0, -0.9, tests=5))
-    found = [p_value(gaps) < LEVEL / 5 for gaps in rng.normal(-0.9, 1, (2000, n))]
-    assert POWER - 0.03 < np.mean(found) < POWER + 0.08
+    claims = [p_value(gaps) < LEVEL / 5 for gaps in rng.normal(-0.9, 1, (2000, n))]
+    assert POWER - 0.03 < np.mean(claims) < POWER + 0.08
 
 
 def test_seeds_needed_at_the_ends():

@@ -1,4 +1,4 @@
-"""What the tables say, and that a name from a config cannot break out of its cell."""
+"""The tables' cells, and that a name from a config cannot break out of its cell."""
 
 import pandas as pd
 import pytest
@@ -54,9 +54,9 @@ def test_config_diff_shows_only_what_differs(comparison):
 
 def test_provenance_says_where_runs_differ(make_sweep, fake):
     runs = make_sweep([fake.Run(), fake.Run(arm="mxfp8", threads=1), fake.Run(arm="nvfp4", threads=1)])
-    facts = dict(tables.provenance(compare(runs, "bf16").frames.runs).rows)
-    assert facts["threads"] == "2 (1 runs); 1 (2 runs)" and facts["device"] == "cpu"
-    assert "run_id" not in facts and not any(name.startswith("gemm_plan") for name in facts)
+    cells = dict(tables.provenance(compare(runs, "bf16").frames.runs).rows)
+    assert cells["threads"] == "2 (1 runs); 1 (2 runs)" and cells["device"] == "cpu"
+    assert "run_id" not in cells and not any(name.startswith("gemm_plan") for name in cells)
 
 
 def test_gemm_errors_and_plans_per_arm(comparison, fake):

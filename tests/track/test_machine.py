@@ -4,9 +4,9 @@ from hqsweep.track import machine
 
 
 def test_facts_of_this_machine():
-    facts = machine.facts()
-    assert facts["versions"]["torch"] and facts["versions"]["python"].startswith("3.")
-    assert facts["host"] and facts["platform"] and facts["isa"] and facts["threads"] >= 1
+    manifest = machine.facts()
+    assert manifest["versions"]["torch"] and manifest["versions"]["python"].startswith("3.")
+    assert manifest["host"] and manifest["platform"] and manifest["isa"] and manifest["threads"] >= 1
 
 
 def test_threads_are_those_given_to_the_worker(monkeypatch):

@@ -43,12 +43,12 @@ def test_sync_replays_every_row_whatever_the_mirror_had(run):
     partial.finish(1)
     for _ in range(2):  # a second time changes nothing
         (folder,) = sync(run, "offline")
-        found = wandb_file.load(folder)
+        uploaded = wandb_file.load(folder)
         names = {metric for _, metric, _ in ROWS}
-        rows = [(row["_step"], name, row[name]) for row in found.history for name in names & row.keys()]
+        rows = [(row["_step"], name, row[name]) for row in uploaded.history for name in names & row.keys()]
         assert sorted(rows) == sorted(ROWS)
-        assert any("stats.path" in row for row in found.history)
-        assert (found.run.run_id, found.run.run_group, found.exit_code) == (f"grid-{run.name}", "grid", 3)
+        assert any("stats.path" in row for row in uploaded.history)
+        assert (uploaded.run.run_id, uploaded.run.run_group, uploaded.exit_code) == (f"grid-{run.name}", "grid", 3)
         assert folder.is_relative_to(run.path)
 
 

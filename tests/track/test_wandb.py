@@ -51,15 +51,19 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     tracker.table("stats", [{"layer": "a", "sqnr_db": 30.5}, {"layer": "b", "sqnr_db": None}])
     assert tracker.finish(0)
     (folder,) = mirror.offline_folders(run)
-    found = wandb_file.load(folder)
-    assert (found.run.run_group, found.run.job_type, found.run.display_name) == ("grid", "parity", "mxfp8 lr=0.1 s3")
-    assert (found.run.project, found.run.run_id) == ("hqsweep", f"grid-{run.name}")
-    assert {key: found.config[key] for key in CONFIG} == CONFIG
-    assert [(row["_step"], row["train_loss"]) for row in found.history] == [(0, 3.0), (10, -7.0), (20, -17.0)]
-    assert math.isnan(found.history[-1]["val_loss"])
-    table = json.loads((folder / "files" / found.history[-1]["stats.path"]).read_text())
+    mirrored = wandb_file.load(folder)
+    assert (mirrored.run.run_group, mirrored.run.job_type, mirrored.run.display_name) == (
+        "grid",
+        "parity",
+        "mxfp8 lr=0.1 s3",
+    )
+    assert (mirrored.run.project, mirrored.run.run_id) == ("hqsweep", f"grid-{run.name}")
+    assert {key: mirrored.config[key] for key in CONFIG} == CONFIG
+    assert [(row["_step"], row["train_loss"]) for row in mirrored.history] == [(0, 3.0), (10, -7.0), (20, -17.0)]
+    assert math.isnan(mirrored.history[-1]["val_loss"])
+    table = json.loads((folder / "files" / mirrored.history[-1]["stats.path"]).read_text())
     assert (table["columns"], table["data"]) == (["layer", "sqnr_db"], [["a", 30.5], ["b", None]])
-    assert found.exit_code == 0
+    assert mirrored.exit_code == 0
     assert list((tmp_path / "home").iterdir()) == []
     assert [path.name for path in run.sweep_path.iterdir() if "wandb" in path.name] == []
 
@@ -70,9 +74,9 @@ def test_a_resumed_run_keeps_its_id(run):
         tracker.log(step, {"train_loss": 1.0})
         tracker.finish(0)
         time.sleep(1.1)  # its folder's name has seconds
-    found = [wandb_file.load(folder) for folder in mirror.offline_folders(run)]
-    assert len({one.run.run_id for one in found}) == 1
-    assert [row["_step"] for one in found for row in one.history] == [1, 2]
+    mirrored = [wandb_file.load(folder) for folder in mirror.offline_folders(run)]
+    assert len({one.run.run_id for one in mirrored}) == 1
+    assert [row["_step"] for one in mirrored for row in one.history] == [1, 2]
 
 
 def test_a_killed_run_loses_about_a_second(run):
@@ -188,9 +192,9 @@ def test_a_report_becomes_an_artifact_beside_the_runs(run, tmp_path):
     (report / "report.html").write_text("<html>")
     assert mirror.log_report(run.sweep_path, CONFIG["track"], report)
     (folder,) = (run.sweep_path / "wandb").glob("offline-run-*")
-    found = wandb_file.load(folder)
-    assert (found.run.run_group, found.run.job_type) == ("grid", "report")
-    (artifact,) = found.artifacts
+    mirrored = wandb_file.load(folder)
+    assert (mirrored.run.run_group, mirrored.run.job_type) == ("grid", "report")
+    (artifact,) = mirrored.artifacts
     assert (artifact.type, artifact.name) == ("report", "report-grid")
     assert [entry.path for entry in artifact.manifest.contents] == ["report.html"]
     assert Path(os.environ["WANDB_DATA_DIR"]).is_relative_to(run.sweep_path)

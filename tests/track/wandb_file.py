@@ -35,16 +35,16 @@ def items(entries) -> dict:
 def load(folder: Path) -> SimpleNamespace:
     """Run, config, history rows, artifacts and exit code of the one .wandb file in `folder`."""
     (path,) = folder.glob("*.wandb")
-    found = SimpleNamespace(run=None, config={}, history=[], artifacts=[], exit_code=None)
+    contents = SimpleNamespace(run=None, config={}, history=[], artifacts=[], exit_code=None)
     for record in records(path.read_bytes()):
         match record.WhichOneof("record_type"):
             case "run":
-                found.run = record.run
-                found.config |= items(record.run.config.update)
+                contents.run = record.run
+                contents.config |= items(record.run.config.update)
             case "history":
-                found.history.append(items(record.history.item))
+                contents.history.append(items(record.history.item))
             case "artifact":
-                found.artifacts.append(record.artifact)
+                contents.artifacts.append(record.artifact)
             case "exit":
-                found.exit_code = record.exit.exit_code
-    return found
+                contents.exit_code = record.exit.exit_code
+    return contents
