@@ -118,7 +118,7 @@ class DotProductAttention(QuantizedModule):
     scaled_dot_product_attention serves; otherwise the T x T matrices are formed. The leading axes are folded into
     rows, so that T must be a multiple of the blocks that run along it. Roles: QuantizerRole("dpa", tensor, name);
     boundary slots as those of Linear, grad_input being the gradients of q, k and v. UserError for a T that does not
-    fit, for +row_scaled, whose factor per row no batched product takes, and under gemm=native, which has no batched
+    fit, for +row_scaled, whose factor per row no batched product takes, and for gemm=native, which has no batched
     product.
     """
 
@@ -150,11 +150,9 @@ class DotProductAttention(QuantizedModule):
         return call.rounded("output", o.to(self.dtype))
 
     def _check(self, call: _Call, t: int) -> None:
-        faults = list(attention_faults({x: call.quantizer(x) for x in TENSORS}, t))
-        if call.gemm == "native":
-            faults.append("gemm=native has no product for it; leave dpa in high precision, or set gemm=exact")
+        faults = "; ".join(attention_faults({x: call.quantizer(x) for x in TENSORS}, t))
         if faults:
-            raise UserError(f"{self.name} dpa: {'; '.join(faults)}")
+            raise UserError(f"{self.name} dpa: {faults}")
 
     def extra_repr(self) -> str:
         return f"{self.name}: " + ", ".join(f"{tensor} {getattr(self.quantizers, tensor)}" for tensor in TENSORS)

@@ -1,8 +1,9 @@
 """What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import ref
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -24,6 +25,22 @@ class Context:
     microbatch: int = 0
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
+
+    owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Which module draws the random bits of a slot."""
+
+    def claim(self, slot: tuple, module: object) -> None:
+        """Note that the module draws the random bits of the slot (module type, name, expert); UserError where another
+        one does, whose bits would be the same."""
+        owner = self.owners.get(slot)
+        owner = owner and owner()
+        if owner is None:
+            self.owners[slot] = ref(module)
+        elif owner is not module:
+            raise UserError(
+                f"{slot[1]}: two modules ({slot[0]}) of this name round stochastically in one step and would draw the"
+                " same random bits; give each a name of its own, or run each in a quantization() of its own"
+            )
 
     def key(self, slot: str) -> RngKey:
         return RngKey(seed=self.seed, slot=slot, step=self.step or 0)

@@ -19,7 +19,7 @@ from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
-from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
+from hqsweep.nn.recipe_argument import RecipeArgument, check_products, recipe_or_section
 from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.grouped_padding import PaddedSplits
 from hqsweep.ops.plan import in_dtype
@@ -272,11 +272,12 @@ def _roles(name: str, experts: int) -> dict[str, QuantizerRole]:
 
 def _quantizers(recipe: RecipeArgument, name: str, experts: int) -> tuple[LinearQuantizers, str]:
     """The quantizers that all experts have, and the mode of their GEMMs."""
-    chosen = recipe_or_section(recipe, GroupedLinear.module_type, name)
-    if isinstance(chosen, LinearQuantizers):
-        return chosen, "exact"
-    roles = _roles(name, experts)
-    return _section(chosen.resolve(roles.values()), roles, name, experts), chosen.gemm
+    section, gemm = recipe_or_section(recipe, GroupedLinear.module_type, name), "exact"
+    if not isinstance(section, LinearQuantizers):
+        recipe, roles = section, _roles(name, experts)
+        section, gemm = _section(recipe.resolve(roles.values()), roles, name, experts), recipe.gemm
+    check_products([(GroupedLinear.module_type, name, section)], gemm)
+    return section, gemm
 
 
 def _section(

@@ -4,7 +4,8 @@ Quantizers are values. A module holds one frozen section of them; another recipe
 value and leaves everything else as it is, so that what is keyed by a quantizer (a cached weight, a history) survives.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hqsweep.nn.context import autocast_recipe, current
+from hqsweep.errors import UserError
+from hqsweep.nn.context import Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.recipe_argument import check_products
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.schedule import AnyRecipe
-from hqsweep.recipe.sections import Section, slots
+from hqsweep.recipe.sections import Faults, Section, slots
+from hqsweep.recipe.validate import section_faults, unread_overrides
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
@@ -31,6 +35,9 @@ class QuantizedModule(nn.Module):
 
     gemm: str = "exact"
     """The mode of its GEMMs outside of autocast."""
+
+    expert: int | None = None
+    """Of which expert of a grouped linear it has the slots; None: of none."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""
@@ -63,20 +70,25 @@ class QuantizedModule(nn.Module):
         """Fields of the section, from the quantizers of the roles."""
         return {slot: None if role is None else resolved[role] for slot, role in self.slot_roles().items()}
 
-    def rebuild(self, resolved: Mapping[QuantizerRole, HybridQuantizer], gemm: str) -> int:
-        """Take the quantizers of these roles and a mode; returns how many slots have changed by value."""
+    def section_of(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> Section:
+        """The section with the quantizers of these roles; slots that are equal keep the objects that they have."""
+        changed = {slot: q for slot, q in self.chosen(resolved).items() if getattr(self.quantizers, slot) != q}
+        return replace(self.quantizers, **changed) if changed else self.quantizers
+
+    def rebuild(self, quantizers: Section, gemm: str) -> int:
+        """Take these quantizers and a mode; returns how many slots have changed by value."""
         self.gemm = gemm
-        new = self.chosen(resolved)
-        changed = {slot: q for slot, q in new.items() if getattr(self.quantizers, slot) != q}
+        old, new = slots(self.quantizers), slots(quantizers)
+        changed = sum(old[slot] != new[slot] for slot in new)
         if changed:
-            self.quantizers = replace(self.quantizers, **changed)
-            self.states.keep(slots(self.quantizers))
-        return len(changed)
+            self.quantizers = quantizers
+            self.states.keep(new)
+        return changed
 
     def active_quantizers(self) -> Section:
         """The quantizers of this call: those of the innermost autocast, else the module's own.
 
-        Under autocast each slot is resolved once for a recipe, at the first call.
+        Under autocast each slot is resolved once for a recipe, at the first call, which raises as check_products does.
         """
         recipe = autocast_recipe()
         if recipe is None:
@@ -84,22 +96,33 @@ class QuantizedModule(nn.Module):
         if self._autocast is None or (self._autocast[0] is not recipe and self._autocast[0] != recipe):
             roles = self.slot_roles()
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
-            self._autocast = recipe, replace(self.quantizers, **self.chosen(resolved))
+            quantizers = self.section_of(resolved)
+            check_products([(self.module_type, self.name, quantizers)], recipe.gemm)
+            self._autocast = recipe, quantizers
         return self._autocast[1]
 
     def call_facts(self) -> dict[str, Any]:
         """The fields of a Call, as they are now."""
-        recipe = autocast_recipe()
+        recipe, quantizers, context = autocast_recipe(), self.active_quantizers(), current()
+        if quantizers.stochastic:
+            self.claim_bits(context)
         return {
             "module_type": self.module_type,
             "name": self.name,
+            "expert": self.expert,
             "dtype": self.dtype,
             "gemm": self.gemm if recipe is None else recipe.gemm,
-            "quantizers": self.active_quantizers(),
-            "context": current(),
+            "quantizers": quantizers,
+            "context": context,
             "states": self.states,
             "grad": torch.is_grad_enabled(),
         }
+
+    def claim_bits(self, context: Context) -> None:
+        """UserError where another module draws the same random bits in this step; outside of any step nothing is known
+        of others, and a compiled call leaves it to those that are not."""
+        if context.step is not None and not torch.compiler.is_compiling():
+            context.claim((self.module_type, self.name, self.expert), self)
 
     def _save_to_state_dict(self, *args: Any) -> None:
         self.states.add(slots(self.active_quantizers()))  # those of an autocast, too
@@ -141,8 +164,31 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
     Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
 
     Raises:
-        UserError: as recipe.resolve does; the model is then as it was.
+        UserError: as recipe.resolve does; for products whose operands cannot meet, overrides that match no module, two
+            modules of one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
+            model is then as it was.
     """
     modules = quantized_modules(model)
-    resolved = recipe.resolve(role for module in modules for role in module.slot_roles().values())
-    return sum(module.rebuild(resolved, recipe.gemm) for module in modules)
+    if not modules:
+        raise UserError(f"set_recipe: {type(model).__name__} has no module of hqsweep.nn; build it of these")
+    roles = list(dict.fromkeys(role for module in modules for role in module.slot_roles().values() if role is not None))
+    faults = Faults()
+    faults.texts += unread_overrides(recipe, roles)
+    resolved = recipe.resolve(roles)
+    sections = [module.section_of(resolved) for module in modules]
+    named = [(module.module_type, module.name, section) for module, section in zip(modules, sections, strict=True)]
+    faults.texts += section_faults(named, recipe.gemm)
+    faults.texts += _shared_bits(modules, sections)
+    faults.raise_any()
+    return sum(module.rebuild(section, recipe.gemm) for module, section in zip(modules, sections, strict=True))
+
+
+def _shared_bits(modules: Sequence[QuantizedModule], sections: Sequence[Section]) -> Iterator[str]:
+    """Names of several modules that draw random bits, which would be the same ones."""
+    drawing = [m for m, section in zip(modules, sections, strict=True) if section.stochastic]
+    for (module_type, name, _), count in Counter((m.module_type, m.name, m.expert) for m in drawing).items():
+        if count > 1:
+            yield (
+                f"{name}: {count} modules ({module_type}) of this name round stochastically and would draw the same"
+                " random bits; give each a name of its own"
+            )

@@ -6,16 +6,18 @@ alone; a mapping with `linear` or `qfactory` is the config of a recipe. Modules 
 and give it to all of their linears.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hqsweep.errors import UserError
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import module_roles
-from hqsweep.recipe.schedule import AnyRecipe, parse_recipe
+from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import MODULE_SECTIONS, LinearQuantizers, Section
+from hqsweep.recipe.validate import section_faults
 
 RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]
 RECIPE_KEYS = ("linear", "qfactory", "_target_")
@@ -42,14 +44,23 @@ def recipe_or_section(recipe: RecipeArgument, module_type: str, name: str) -> An
 
 
 def module_quantizers(recipe: RecipeArgument, module_type: str, name: str) -> tuple[Section, str]:
-    """The quantizers of the module of that type and name, and the mode of its GEMMs; raises as recipe.resolve does."""
-    chosen = recipe_or_section(recipe, module_type, name)
-    if isinstance(chosen, Section):
-        return chosen, "exact"
-    roles = module_roles(module_type, name)
-    resolved = chosen.resolve(roles)
-    section = MODULE_SECTIONS[module_type](**{role.tensor_type: resolved[role] for role in roles})
-    return section, chosen.gemm
+    """The quantizers of the module of that type and name, and the mode of its GEMMs; raises as recipe.resolve and
+    check_products do."""
+    section, gemm = recipe_or_section(recipe, module_type, name), "exact"
+    if not isinstance(section, Section):
+        recipe, roles = section, module_roles(module_type, name)
+        resolved, gemm = recipe.resolve(roles), recipe.gemm
+        section = MODULE_SECTIONS[module_type](**{role.tensor_type: resolved[role] for role in roles})
+    check_products([(module_type, name, section)], gemm)
+    return section, gemm
+
+
+def check_products(sections: Iterable[tuple[str, str, Section]], gemm: str) -> None:
+    """UserError, with the module and the slots, for products whose operands cannot meet in this mode; sections:
+    (module type, name, quantizers)."""
+    faults = "; ".join(section_faults(sections, gemm))
+    if faults:
+        raise UserError(faults)
 
 
 def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:
@@ -57,4 +68,8 @@ def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:
     chosen = recipe_or_section(recipe, "linear", name)
     if not isinstance(chosen, LinearQuantizers):
         return chosen
+    if chosen.output or chosen.grad_input:
+        raise UserError(
+            f"{name}: recipe has quantizers for output or grad_input, which are of single modules; leave them out"
+        )
     return Recipe(linear=chosen, head=chosen)

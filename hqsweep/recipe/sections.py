@@ -6,6 +6,7 @@ told, each with the key path of the slot.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Self
 
 from hqsweep.errors import UserError, nearest
@@ -64,6 +65,11 @@ class Section:
         parsed = {t: faults.take(parse_quantizer, given[t], f"{where}.{t}") for t in tensors if t not in missing}
         faults.raise_any()
         return cls(**{t: parsed.get(t) or getattr(default, t) for t in tensors})
+
+    @cached_property
+    def stochastic(self) -> bool:
+        """Whether a slot draws random bits."""
+        return any(quantizer is not None and quantizer.stochastic for quantizer in slots(self).values())
 
     def texts(self) -> dict[str, str]:
         """Tensor -> text of its quantizer: what parse takes."""

@@ -1,7 +1,7 @@
 """Checks a recipe against the modules of a model before one of them is built: every GEMM of every module."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -13,6 +13,7 @@ from hqsweep.recipe.pairs import MODULE_GEMMS, hardware_fault, mathematical_faul
 from hqsweep.recipe.roles import QuantizerRole, module_roles
 from hqsweep.recipe.schedule import stages
 from hqsweep.recipe.sectioned import Recipe
+from hqsweep.recipe.sections import Section
 from hqsweep.recipe.select import layers_of
 
 DeviceFault = Callable[[Format, Format, int, int, int], str | None]
@@ -97,14 +98,29 @@ def validate(
 
 
 def _stage_faults(recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None) -> Iterator[str]:
-    if isinstance(recipe, Recipe):
-        yield from _unread(recipe, modules)
-    quantizers = recipe.resolve(role for module in modules for role in module.roles)
-    faults = [
+    roles = [role for module in modules for role in module.roles]
+    yield from unread_overrides(recipe, roles)
+    quantizers = recipe.resolve(roles)
+    yield from _counted(
         (module.name, text)
         for module in modules
         for text in _gemm_faults(module, quantizers, recipe.gemm, device_fault)
-    ]
+    )
+
+
+def section_faults(sections: Iterable[tuple[str, str, Section]], gemm_mode: str) -> Iterator[str]:
+    """Why products of modules, given as (type, name, quantizers), cannot be formed, whatever the sizes are."""
+    faults = []
+    for module_type, name, section in sections:
+        module = GemmModule(module_type=module_type, name=name, shapes={})
+        quantizers = {role: getattr(section, role.tensor_type) for role in module.roles}
+        faults += [(name, text) for text in _gemm_faults(module, quantizers, gemm_mode, None)]
+    yield from _counted(faults)
+
+
+def _counted(faults: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Equal faults of several modules, given as (name, text), once, with the name of the first."""
+    faults = list(faults)
     count = Counter(text for _, text in faults)
     first = {text: name for name, text in reversed(faults)}
     for text, times in count.items():
@@ -119,7 +135,7 @@ def _gemm_faults(
 ) -> Iterator[str]:
     if module.context is not None:
         yield from attention_faults({role.tensor_type: quantizers[role] for role in module.roles}, module.context)
-    for gemm, operands in MODULE_GEMMS[module.module_type].items():
+    for gemm, operands in MODULE_GEMMS.get(module.module_type, {}).items():
         shape = module.shapes.get(gemm, (0, 0, 0))
         formats = [
             getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
@@ -146,12 +162,12 @@ def _native_fault(module_type: str, a: Format, b: Format) -> str | None:
     return f"only the products of linears are built; leave {module_type} in high precision, or set gemm=exact"
 
 
-def _unread(recipe: Recipe, modules: Sequence[GemmModule]) -> Iterator[str]:
-    """What the recipe says and no module would follow, so that nobody takes high precision for something else."""
-    names = [module.name for module in modules]
-    roles = [role for module in modules for role in module.roles]
+def unread_overrides(recipe: AnyRecipe, roles: Sequence[QuantizerRole]) -> Iterator[str]:
+    """Overrides that no module of these roles would follow, so that nobody takes high precision for something else."""
     layers = layers_of(roles)
-    for index, override in enumerate(recipe.overrides):
+    roles = [role for role in roles if role.module_type in MODULE_GEMMS]
+    names = list(dict.fromkeys(role.name for role in roles)) or ["no module with products"]
+    for index, override in enumerate(recipe.overrides if isinstance(recipe, Recipe) else ()):
         where = f"overrides[{index}] ({override})"
         if not any(getattr(override, role.module_type) and override.matches(role, layers) for role in roles):
             named = any(fnmatchcase(name, override.name) for name in names)

@@ -33,9 +33,6 @@ class Expert(Linear):
     module_type = "grouped_linear"
     expert = 0
 
-    def call_facts(self):
-        return super().call_facts() | {"expert": self.expert}
-
 
 def recipe_of(quantizers, **options):
     sections = {"linear": "bf16", "grouped_linear": quantizers}

@@ -1,14 +1,16 @@
 """set_recipe and autocast: what is replaced, what stays, and how often a factory is asked."""
 
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 from hqsweep.config.model import ModelConfig, linear_shapes
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, autocast, quantized_model_init, set_recipe
+from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.module import quantized_modules
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
@@ -237,3 +239,74 @@ def test_a_module_pickles_after_autocast_with_a_lambda():
     with autocast(recipe=CustomRecipe(qfactory=lambda role: "nvfp4")):
         module(x)
     assert torch.equal(outputs(pickle.loads(pickle.dumps(module)), x), outputs(module, x))
+
+
+def test_a_model_without_modules_is_refused():
+    with pytest.raises(UserError, match=r"set_recipe: Sequential has no module of hqsweep.nn; build it of these"):
+        set_recipe(nn.Sequential(nn.Linear(4, 4)), recipe("mxfp8"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            {"name": "layers.0.attn.qvk"},
+            r"overrides\[0\] \('layers.0.attn.qvk'\) matches no module \(did you mean 'layers.0.attn.qkv'",
+        ),
+        ({"layers": 7}, r"overrides\[0\] \(layers 7\) matches no module; the model has layers 0 to 1"),
+        ({"name": "norm"}, r"overrides\[0\] \('norm'\) matches no module.*; the model has layers.0.attn.qkv to head"),
+    ],
+    ids=str,
+)
+def test_overrides_that_match_no_module_are_refused(override, message):
+    model = gpt()
+    before = [module.quantizers for module in quantized_modules(model)]
+    with pytest.raises(UserError, match=message):
+        set_recipe(model, recipe("nvfp4", overrides=[{**override, "linear": "bf16"}]))
+    assert before == [module.quantizers for module in quantized_modules(model)]
+    assert str(linear(recipe("mxfp8", overrides=[{**override, "linear": "bf16"}])).quantizers.input) == "mxfp8"
+
+
+STOCHASTIC = {"input": "nvfp4", "weight": "nvfp4", "grad_output": "nvfp4+sr"}
+
+
+def test_two_modules_of_one_name_that_would_draw_the_same_random_bits_are_refused():
+    model = nn.Sequential(Linear(64, 64, name="a", recipe="mxfp8"), Linear(64, 64, name="a", recipe="mxfp8"))
+    assert set_recipe(model, recipe("nvfp4")) == 6
+    message = r"a: 2 modules \(linear\) of this name round stochastically and would draw the same random bits"
+    with pytest.raises(UserError, match=message):
+        set_recipe(model, recipe(STOCHASTIC))
+    assert str(model[0].quantizers.grad_output) == "nvfp4"
+    model[1].name = "b"
+    assert set_recipe(model, recipe(STOCHASTIC)) == 2
+
+
+@pytest.mark.parametrize("by_autocast", [False, True])
+def test_two_modules_of_one_name_are_refused_when_the_second_draws_in_the_same_step(by_autocast):
+    own, x = "bf16" if by_autocast else STOCHASTIC, torch.randn(32, 64)
+    first, second = (Linear(64, 64, name="a", recipe=own) for _ in range(2))
+    with autocast(recipe=recipe(STOCHASTIC)) if by_autocast else nullcontext():
+        with quantization(step=1):
+            first(first(x))  # the same module again is no other one
+            with pytest.raises(UserError, match=r"a: two modules \(linear\) of this name round stochastically in one"):
+                second(x)
+        with quantization(step=2):
+            second(x)
+        with quantization(step=3):
+            first(x)
+            second.name = "b"
+            second(x)
+        first(x)
+        second(x)
+
+
+def test_two_modules_of_one_name_may_run_where_nothing_is_random():
+    with quantization(step=1):
+        for _ in range(2):
+            Linear(64, 64, name="a", recipe="nvfp4")(torch.randn(32, 64))
+
+
+def test_the_bits_of_a_module_that_is_gone_are_free():
+    with quantization(step=1):
+        for _ in range(3):
+            Linear(64, 64, name="a", recipe=STOCHASTIC)(torch.randn(32, 64))

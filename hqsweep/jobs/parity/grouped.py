@@ -19,7 +19,6 @@ On a GPU the first three run on modules of float32, which the loop computes ther
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,9 +106,6 @@ class _Expert(Linear):
 
     module_type = "grouped_linear"
     expert = 0
-
-    def call_facts(self) -> dict[str, Any]:
-        return super().call_facts() | {"expert": self.expert}
 
 
 class _Problem:
