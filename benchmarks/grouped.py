@@ -33,11 +33,10 @@ from benchmarks.cases import Case
 from benchmarks.grouped_linear import GroupedStep, cases
 from benchmarks.timing import Cuda, copy_call, cpu_medians
 from hqsweep.formats import Format, RngKey, parse
-from hqsweep.ops import quantize as single
-from hqsweep.ops.grouped import quantize_grouped
-from hqsweep.ops.grouped_layout import Splits, splits_to_offsets
-from hqsweep.ops.kernel_grouped import packed_allocations
-from hqsweep.ops.plan import plan_of
+from hqsweep.ops.outputs import Matrices, Wanted, allocations
+from hqsweep.ops.quantize import Quantized, quantize
+from hqsweep.ops.request import Target
+from hqsweep.ops.splits import Splits, splits_to_offsets
 
 SECTIONS = ("quantize", "offsets", "linear")
 GOAL = 0.85
@@ -101,40 +100,39 @@ class Group:
         self.copy = copy_call(self.x)
         self.copy_gbs = 2 * self.x.nbytes / clock.medians({"copy": self.copy})["copy"] * 1e-9
 
-    def grids(self, case: Case) -> dict[str, list[dict[str, Tensor]]]:
-        """Global amaxes, any number that is not 0, where the case says that they come from elsewhere."""
-        amaxes = {}
-        for direction, format in zip(("rowwise", "columnwise"), formats(case), strict=True):
-            name = plan_of(format).amax_name if format and case.given else None
-            if name:
-                one = torch.full((1, 1), 4.0, device=self.x.device)
-                amaxes[f"{direction}_grids"] = [{name: one}] * len(self.sizes)
-        return amaxes
+    def grids(self, case: Case) -> list[dict[str, Tensor] | None]:
+        """Rowwise and columnwise: a global amax, any number that is not 0, where the case has it given."""
+        one = torch.full((1, 1), 4.0, device=self.x.device)
+        names = [format.amax_name if format and case.given else None for format in formats(case)]
+        return [{name: one} if name else None for name in names]
 
-    def grouped(self, case: Case) -> Callable[[], object]:
+    def grouped(self, case: Case) -> Callable[[], Quantized]:
+        """Exact columns lie by rows, as products over all experts take them."""
+        members = len(self.sizes)
+        keys = [RngKey(seed=0, slot=str(e), step=0) for e in range(members)]
+        targets = [
+            Target(format, case.output, keys, grid and [grid] * members, case.output == "exact")
+            for format, grid in zip(formats(case), self.grids(case), strict=True)
+        ]
         options = {"columnwise_source": case.source, "backend": "kernel"}
-        options |= {"rowwise_output": case.output, "columnwise_output": case.output}
-        keys = [RngKey(seed=0, slot=str(e), step=0) for e in range(len(self.sizes))]
-        options |= {"rowwise_keys": keys, "columnwise_keys": keys} | self.grids(case)
-        options |= {"by_rows": case.output == "exact"}  # as products over all experts take them
-        return partial(quantize_grouped, self.x, self.splits, *formats(case), **options)
+        return partial(quantize, self.x, *targets, splits=self.splits, **options)
 
-    def loop(self, case: Case) -> Callable[[], list[single.Quantized]]:
+    def loop(self, case: Case) -> Callable[[], list[Quantized]]:
+        targets = [
+            Target(format, case.output, grid=grid) for format, grid in zip(formats(case), self.grids(case), strict=True)
+        ]
         options = {"columnwise_source": case.source, "backend": "kernel"}
-        options |= {"rowwise_output": case.output, "columnwise_output": case.output}
-        amaxes = {name.removesuffix("s"): grids[0] for name, grids in self.grids(case).items()}
         parts = [self.x[a:b] for a, b in self.splits.spans]
-        return lambda: [single.quantize(part, *formats(case), **options, **amaxes) for part in parts]
+        return lambda: [quantize(part, *targets, **options) for part in parts]
 
     def bytes_moved(self, case: Case) -> int:
-        size, shape = case.passes * self.x.nbytes, (*self.x.shape, len(self.sizes), self.sizes)
+        size, matrices = case.passes * self.x.nbytes, Matrices(*self.x.shape, len(self.sizes), tuple(self.sizes))
         for columns, format in enumerate(formats(case)):
             if format:
-                has_amax, exact = case.given and plan_of(format).amax_name is not None, case.output == "exact"
-                allocations = packed_allocations(
-                    plan_of(format), *shape, bool(columns), exact, has_amax, self.x.is_cuda
-                )
-                size += sum(count * dtype.itemsize for count, dtype in allocations)
+                given = case.given and format.amax_name is not None
+                wanted = Wanted(format.text, bool(columns), case.output == "exact", given)
+                outputs = allocations(matrices, wanted, self.x.is_cuda)
+                size += sum(count * dtype.itemsize for (count,), dtype in outputs)
         return size
 
     def quantize(self, case: Case) -> rows.Row:
@@ -159,7 +157,7 @@ def formats(case: Case) -> list[Format | None]:
     return [parse(text) if text else None for text in (case.rowwise, case.columnwise)]
 
 
-def require_same(group, members: list[single.Quantized]) -> None:
+def require_same(group, members: list[Quantized]) -> None:
     """AssertionError unless every buffer of the group is what the members' are, one after the other."""
     for direction in ("rowwise", "columnwise"):
         packed, parts = getattr(group, direction), [getattr(member, direction) for member in members]

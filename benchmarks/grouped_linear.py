@@ -23,8 +23,7 @@ from benchmarks import rows
 from benchmarks.timing import Call, host_seconds
 from hqsweep.formats import Format
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
-from hqsweep.ops.kernel_grouped import packed_allocations
-from hqsweep.ops.plan import plan_of
+from hqsweep.ops.outputs import Matrices, Wanted, allocations
 from hqsweep.recipe import Recipe
 
 GOAL = 0.9
@@ -124,10 +123,9 @@ class GroupedStep:
 
     def _codes(self, format: Format) -> int:
         """Bytes of x's columnwise operand."""
-        allocations = packed_allocations(
-            plan_of(format), *self.x.shape, len(self.sizes), self.sizes, True, False, False, self.x.is_cuda
-        )
-        return sum(count * dtype.itemsize for count, dtype in allocations)
+        matrices = Matrices(*self.x.shape, len(self.sizes), tuple(self.sizes))
+        outputs = allocations(matrices, Wanted(format.text, True, False, False), self.x.is_cuda)
+        return sum(count * dtype.itemsize for (count,), dtype in outputs)
 
     def measure(self, case: StepCase, copy: Callable[[], Tensor], copied: int) -> rows.Row:
         """The row of a case; `copy`, which moves `copied` bytes, is timed beside it."""
@@ -150,4 +148,4 @@ class GroupedStep:
 
 def _reads(format: Format) -> int:
     """Passes over the tensor: one more finds its amax."""
-    return 2 if plan_of(format).amax_name else 1
+    return 2 if format.amax_name else 1

@@ -21,7 +21,9 @@ from benchmarks.cases import Case
 from benchmarks.quantize_cpu import measure_cpu
 from benchmarks.timing import Cuda, copy_call, host_seconds
 from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Current, RngKey, parse
-from hqsweep.ops import quantize as ops
+from hqsweep.ops.dequantize import dequantize
+from hqsweep.ops.quantize import Quantized, quantize
+from hqsweep.ops.request import Target
 
 KEY = RngKey(seed=0, slot="benchmark", step=0)
 DEFAULT_KHZ = 1.98e6
@@ -53,29 +55,18 @@ def column_source(x: Tensor, case: Case) -> Tensor:
     return row.decode(row.encode(x, None, KEY), tuple(x.shape)).to(x.dtype).t()
 
 
-def call_of(x: Tensor, case: Case) -> Callable[[], ops.Quantized]:
+def call_of(x: Tensor, case: Case) -> Callable[[], Quantized]:
     """The call that is timed, with its amaxes ready where the case has them."""
     row, column = (parse(text) if text else None for text in (case.rowwise, case.columnwise))
-    grids = {}
+    row_grid = column_grid = None
     if case.given:
-        grids["rowwise_grid"] = global_amax(x, row) if row else None
-        grids["columnwise_grid"] = global_amax(column_source(x, case), column) if column else None
-    return partial(
-        ops.quantize,
-        x,
-        row,
-        column,
-        columnwise_source=case.source,
-        rowwise_output=case.output,
-        columnwise_output=case.output,
-        rowwise_key=KEY,
-        columnwise_key=KEY,
-        backend="kernel",
-        **grids,
-    )
+        row_grid = global_amax(x, row) if row else None
+        column_grid = global_amax(column_source(x, case), column) if column else None
+    targets = Target(row, case.output, KEY, row_grid), Target(column, case.output, KEY, column_grid)
+    return partial(quantize, x, *targets, columnwise_source=case.source, backend="kernel")
 
 
-def tensors_of(result: ops.Quantized) -> list[Tensor]:
+def tensors_of(result: Quantized) -> list[Tensor]:
     """Every output of a call, in order."""
     tensors = []
     for operand in (result.rowwise, result.columnwise):
@@ -164,14 +155,14 @@ class Speed:
         for shape in CHECK_SHAPES:
             self.require_exact_decode(sample(*shape, self.x.device), parse(text), dtype)
         format, shape = parse(text), tuple(self.x.shape)
-        buffers = ops.quantize(self.x, format, None).rowwise
+        buffers = quantize(self.x, format, None).rowwise
         size = sum(t.nbytes for t in buffers.values()) + self.x.numel() * dtype.itemsize
-        return self.bandwidth(lambda: ops.dequantize(buffers, format, shape, dtype), size, None)
+        return self.bandwidth(lambda: dequantize(buffers, format, shape, dtype), size, None)
 
     @staticmethod
     def require_exact_decode(x: Tensor, format: Format, dtype: torch.dtype) -> None:
         buffers, shape = format.encode(x), tuple(x.shape)
-        actual, wanted = ops.dequantize(buffers, format, shape, dtype), format.decode(buffers, shape).to(dtype)
+        actual, wanted = dequantize(buffers, format, shape, dtype), format.decode(buffers, shape).to(dtype)
         if not same_bytes(actual, wanted):
             raise AssertionError(f"decoded kernel and reference differ at {shape}; nothing was timed")
 

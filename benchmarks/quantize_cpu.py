@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.timing import copy_call, cpu_medians
 from hqsweep.formats import Format, parse
-from hqsweep.ops import quantize as ops
+from hqsweep.ops.quantize import quantize
 
 FORMATS = ("mxfp8", "nvfp4", "fp8_block", "nvfp4|mxfp8")
 GOALS = {"times_reference": 40.0, "times_torchao": 10.0}
@@ -44,7 +44,7 @@ def reference(x: Tensor, row: Format, column: Format) -> tuple[dict[str, Tensor]
 
 
 def require_exact(x: Tensor, row: Format, column: Format) -> None:
-    actual = ops.quantize(x, row, column, backend="kernel")
+    actual = quantize(x, row, column, backend="kernel")
     for ours, theirs in zip((actual.rowwise, actual.columnwise), reference(x, row, column), strict=True):
         for name, wanted in theirs.items():
             if not torch.equal(ours[name].reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)):
@@ -56,7 +56,7 @@ def measure(text: str, x: Tensor, seconds: float) -> rows.Row:
     row, column = parse(parts[0]), parse(parts[-1])
     require_exact(x[:256], row, column)
     calls = {
-        "kernel": partial(ops.quantize, x, row, column, backend="kernel"),
+        "kernel": partial(quantize, x, row, column, backend="kernel"),
         "reference": partial(reference, x, row, column),
         "copy": copy_call(x),
     }

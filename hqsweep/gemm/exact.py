@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand
-from hqsweep.ops.kernel import direct, scale_product
-from hqsweep.ops.plan import DTYPES, has_kernels, in_dtype
+from hqsweep.ops.kernels import DTYPES, has_kernels, in_dtype
+from hqsweep.ops.operators import direct, scale_product
 from hqsweep.quant.operand import Operand
 
 

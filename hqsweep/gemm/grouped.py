@@ -24,10 +24,10 @@ from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import apply_factors, plain_product
 from hqsweep.gemm.native import multiply
 from hqsweep.gemm.plan import GemmPlan
-from hqsweep.ops.grouped import pack
-from hqsweep.ops.grouped_layout import GroupedExact, GroupLayout, Splits
-from hqsweep.ops.grouped_shapes import ShapesLayout
-from hqsweep.ops.plan import in_dtype
+from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.layout import GroupLayout, ShapesLayout
+from hqsweep.ops.packed import PackedExact, pack
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.operand import Operand
 
@@ -39,7 +39,7 @@ class Members:
     members: Sequence[Operand | ExactOperand]
 
 
-Group = GroupedOperand | GroupedExact | Members
+Group = GroupedOperand | PackedExact | Members
 
 
 def mm_t_tokens(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -> Tensor:
@@ -81,7 +81,7 @@ def _check_members(a: Group, b: Group, *, one_shape: bool) -> None:
             _ = group.layout.one_shape
 
 
-def tokens_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
+def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
     """mm_t_tokens of bfloat16 matrices (on a CPU of float32 ones, too) by torch._grouped_mm, or of equal splits by
     torch.bmm."""
     splits, experts, per_row = a.layout.splits, b.layout.splits.count, a.per_row or b.per_row
@@ -116,7 +116,7 @@ def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
     )  # fmt: skip
 
 
-def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
+def weights_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, equal: bool = False) -> Tensor:
     """mm_t_weights by torch._grouped_mm, or of equal splits by torch.bmm: [experts, n, k]."""
     if equal:
         dw = plain_product(a.stacked(), b.stacked_turned(), _stored(out_dtype))
@@ -125,7 +125,7 @@ def weights_by_kernel(a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype, 
     return _by_experts(dw, a, b, out_dtype)
 
 
-def _by_experts(product: Tensor, a: GroupedExact, b: GroupedExact, out_dtype: torch.dtype) -> Tensor:
+def _by_experts(product: Tensor, a: PackedExact, b: PackedExact, out_dtype: torch.dtype) -> Tensor:
     """apply_factors to a product [experts, m, n] of sides that have at most one factor for each expert."""
     factors = [(group.factor.view(-1, 1), False) for group in (a, b) if group.factor is not None]
     if not factors and a.divisor == b.divisor == 1.0:
@@ -145,9 +145,9 @@ def _stored(out_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
 
 
-def _exact(group: Group) -> GroupedExact:
+def _exact(group: Group) -> PackedExact:
     """Exact matrices in one memory: decoded, and put together, where they are not there already."""
-    return group if isinstance(group, GroupedExact) else _packed(group).operand()
+    return group if isinstance(group, PackedExact) else _packed(group).operand()
 
 
 def _packed(group: GroupedOperand | Members) -> GroupedOperand:

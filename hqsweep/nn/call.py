@@ -11,8 +11,8 @@ from hqsweep.memo import memo
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.weight import rounded
-from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.request import Output
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped_operand import HybridGroup, quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer

@@ -20,9 +20,9 @@ from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
 from hqsweep.nn.recipe_argument import RecipeArgument, check_products, recipe_or_section
-from hqsweep.ops.grouped_layout import Splits
-from hqsweep.ops.grouped_padding import PaddedSplits
-from hqsweep.ops.plan import in_dtype
+from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.padding import PaddedSplits
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.pairs import GEMMS

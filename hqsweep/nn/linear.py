@@ -13,7 +13,7 @@ from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.workspace import WeightWorkspace
-from hqsweep.ops.plan import in_dtype
+from hqsweep.ops.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
 

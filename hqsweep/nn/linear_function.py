@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.parameter import flatten_weights, unflatten_weights
-from hqsweep.ops.plan import in_dtype
+from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.grouped_operand import flatten_any
 
 Gradient = Tensor | None

@@ -12,7 +12,7 @@ from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.router import Router
-from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.splits import Splits
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """y, then of the routing `balance` float32 [], and `tokens` int64 [E]."""

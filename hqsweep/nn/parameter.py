@@ -17,7 +17,7 @@ from hqsweep.errors import UserError
 from hqsweep.gemm.grouped import Members
 from hqsweep.nn.context import current
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
-from hqsweep.ops.plan import in_dtype
+from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.grouped_operand import GroupedOperand, GroupSkeleton, flatten_any, unflatten_any

@@ -1,16 +1,15 @@
-"""Decode an operand: to its values, or to the exact matrix that gemm=exact multiplies."""
-
-from typing import Literal
+"""Decode operands: to their values, or to the exact matrices that gemm=exact multiplies."""
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format
-from hqsweep.ops.plan import DTYPES, Plan, has_kernels, plan_of
-
-Backend = Literal["auto", "reference", "kernel"]
-BACKENDS = ("auto", "reference", "kernel")
+from hqsweep.ops import operators
+from hqsweep.ops.kernels import DTYPES, KernelSpec, has_kernels, spec_of
+from hqsweep.ops.layout import GroupLayout, Layout
+from hqsweep.ops.packed import PackedExact, held_exact, member_buffers, pack
+from hqsweep.ops.request import Backend, check_backend
 
 
 def dequantize(
@@ -22,45 +21,66 @@ def dequantize(
 ) -> Tensor:
     """Buffers of an operand -> its values [rows, cols] in TransformerEngine's order of operations, rounded to dtype
     (default float32). UserError for buffers of other shapes or types than the format's."""
-    dtype, p = dtype or torch.float32, plan_of(format)
-    tensors = _tensors(buffers, p, shape)
-    if _by_kernel(tensors, p, backend, dtype):
-        return torch.ops.hqsweep.dequantize.default(tensors, p.text, *shape, False, dtype)
+    dtype, spec = dtype or torch.float32, spec_of(format)
+    tensors = _tensors(buffers, spec, shape)
+    if _by_kernel(tensors, spec, backend, dtype):
+        return operators.dequantize(tensors, spec.text, *shape, False, dtype)
     return format.decode(buffers, shape).to(dtype)
 
 
 def exact_operand_of(
-    buffers: Buffers, format: Format, shape: tuple[int, int], backend: Backend = "auto"
+    buffers: Buffers, format: Format, layout: tuple[int, int] | Layout, backend: Backend = "auto"
 ) -> ExactOperand:
-    """Buffers of an operand -> what gemm=exact multiplies, as quantize(..., rowwise_output="exact") gives it."""
-    p = plan_of(format)
-    tensors = _tensors(buffers, p, shape)
-    dtype = Plan.exact_dtype(p, tensors[0].is_cuda)
-    if not _by_kernel(tensors, p, backend, dtype):
-        return format.operand(buffers, shape)
-    matrix = torch.ops.hqsweep.dequantize.default(tensors, p.text, *shape, True, dtype)
-    return ExactOperand(matrix, buffers[p.amax_name] if p.amax_name else None, p.divisor)
+    """Buffers of an operand [rows, cols] -> what gemm=exact multiplies, as quantize() to output "exact" gives it.
+
+    With a layout, packed buffers -> those of all members, to the byte, which lie by rows. One call decodes all where
+    there is a kernel and members have one width; nothing waits for splits then.
+    """
+    if isinstance(layout, Layout):
+        return _exact_members(buffers, format, layout)
+    spec = spec_of(format)
+    tensors = _tensors(buffers, spec, layout)
+    dtype = spec.exact_dtypes[tensors[0].is_cuda]
+    if not _by_kernel(tensors, spec, backend, dtype):
+        return format.operand(buffers, layout)
+    matrix = operators.dequantize(tensors, spec.text, *layout, True, dtype)
+    return ExactOperand(matrix, buffers[spec.amax_name] if spec.amax_name else None, spec.divisor)
 
 
-def _tensors(buffers: Buffers, p: Plan, shape: tuple[int, int]) -> list[Tensor]:
+def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedExact:
+    spec, first = spec_of(format), next(iter(buffers.values()))
+    if format.high_precision:
+        return held_exact(buffers["q"], format, layout)
+    if spec.compiled is None or not has_kernels(first.device.type) or not isinstance(layout, GroupLayout):
+        members = zip(member_buffers(buffers, format, layout), layout.shapes, strict=True)
+        exact = [exact_operand_of(own, format, shape) for own, shape in members]
+        return pack(exact, format, layout, by_rows=layout.columnwise)
+    matrix = operators.dequantize(
+        [buffers[name] for name in spec.names], spec.text, layout.splits.rows, layout.width, True,
+        spec.exact_dtypes[first.is_cuda], layout.splits.offsets(first.device), layout.columnwise,
+    )  # fmt: skip
+    kwargs = {"layout": layout, "by_rows": layout.columnwise, "per_row": spec.row_scaled}
+    return PackedExact(matrix, buffers.get(spec.amax_name), spec.divisor, **kwargs)
+
+
+def _tensors(buffers: Buffers, spec: KernelSpec, shape: tuple[int, int]) -> list[Tensor]:
     """The buffers in layout order, contiguous, after a check against the layout."""
     rows, cols = shape
-    made = []
-    for name, down, across, dtype in p.buffers:
+    tensors = []
+    for name, down, across, dtype in spec.buffers:
         tensor, wanted = buffers.get(name), (-(-rows // down) if down else 1, -(-cols // across) if across else 1)
         if tensor is None or tuple(tensor.shape) != wanted or tensor.dtype != dtype:
             got = "missing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UserError(
-                f"dequantize: buffer {name} of a {p.text} operand {tuple(shape)} is {got}, not {dtype} {wanted}"
+                f"dequantize: buffer {name} of a {spec.text} operand {tuple(shape)} is {got}, not {dtype} {wanted}"
             )
-        made.append(tensor)
-    return [t.contiguous() for t in made] if p.spec else made
+        tensors.append(tensor)
+    return [tensor.contiguous() for tensor in tensors] if spec.compiled else tensors
 
 
-def _by_kernel(tensors: list[Tensor], p: Plan, backend: Backend, dtype: torch.dtype) -> bool:
-    if backend not in BACKENDS:
-        raise UserError(f"backend is '{backend}'; allowed: {', '.join(BACKENDS)}")
-    supported = p.spec is not None and has_kernels(tensors[0].device.type) and dtype in DTYPES
+def _by_kernel(tensors: list[Tensor], spec: KernelSpec, backend: Backend, dtype: torch.dtype) -> bool:
+    check_backend(backend)
+    supported = spec.compiled is not None and has_kernels(tensors[0].device.type) and dtype in DTYPES
     if backend == "kernel" and not supported:
-        raise UserError(f"no kernel decodes {p.text} to {dtype} on {tensors[0].device}; use backend reference")
+        raise UserError(f"no kernel decodes {spec.text} to {dtype} on {tensors[0].device}; use backend reference")
     return supported and backend != "reference"

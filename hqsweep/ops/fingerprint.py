@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, RngKey, parse
-from hqsweep.ops.quantize import Backend, quantize
+from hqsweep.ops.quantize import quantize
+from hqsweep.ops.request import Backend, Target
 
 EXPECTED = "c3eb54d3bb66d10b2365dccb18a08576075e0525bfcb9c758189476d41c55c78"
 """The hash of the reference, and of every kernel that keeps its promise."""
@@ -45,20 +46,11 @@ def fingerprint(device: torch.device | str = "cpu", backend: Backend = "auto") -
     for number, text in enumerate(FORMATS):
         x = multiples() if "4over6" in text else wide_range(3 if number % 2 else 23)
         x = x.to(torch.bfloat16 if number % 2 else torch.float32).to(device)
-        column = parse(FORMATS[number - 1])
-        for kind in ("codes", "exact"):
-            made = quantize(
-                x,
-                parse(text),
-                column,
-                columnwise_source="rowwise_dequantized" if number % 4 == 0 else "original",
-                rowwise_output=kind,
-                columnwise_output=kind,
-                rowwise_key=key,
-                columnwise_key=key,
-                backend=backend,
-            )
-            for tensor in _tensors(made.rowwise, made.columnwise):
+        source = "rowwise_dequantized" if number % 4 == 0 else "original"
+        for output in ("codes", "exact"):
+            targets = (Target(format, output, key) for format in (parse(text), parse(FORMATS[number - 1])))
+            quantized = quantize(x, *targets, columnwise_source=source, backend=backend)
+            for tensor in _tensors(quantized.rowwise, quantized.columnwise):
                 digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -87,10 +79,10 @@ def _mixed() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _tensors(*directions: dict[str, Tensor] | ExactOperand) -> Iterator[Tensor]:
-    for made in directions:
-        if isinstance(made, ExactOperand):
-            yield made.matrix.bfloat16()
-            if made.factor is not None:
-                yield made.factor
+    for result in directions:
+        if isinstance(result, ExactOperand):
+            yield result.matrix.bfloat16()
+            if result.factor is not None:
+                yield result.factor
         else:
-            yield from made.values()
+            yield from result.values()

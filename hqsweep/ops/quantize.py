@@ -1,6 +1,6 @@
-"""Quantize a matrix along its rows, its columns, or both in one read: check, dispatch, return."""
+"""Quantize one matrix along its rows, its columns, or both in one read; or many, whose rows follow each other."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,47 +8,49 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
-from hqsweep.ops import kernel
-from hqsweep.ops.dequantize import Backend, dequantize, exact_operand_of
-from hqsweep.ops.plan import NO_KEY, Plan
+from hqsweep.formats import Buffers, ExactOperand, Format, RngKey, RngKeys
+from hqsweep.ops import operators
+from hqsweep.ops.addresses import key_table
+from hqsweep.ops.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.kernels import NO_KEY, KernelSpec, has_kernels
+from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.packed import PackedExact, Result, held_exact, pack
+from hqsweep.ops.reference import by_reference
 from hqsweep.ops.request import (
-    Output,
+    NO_TARGET,
+    Backend,
     Request,
     Source,
+    Target,
     as_matrix,
+    as_target,
+    check_backend,
     check_given,
     check_shape,
     key_words,
     request_of,
     use_kernel,
 )
-from hqsweep.ops.stats import Statistics, gather
-
-Made = dict[str, Tensor] | ExactOperand
+from hqsweep.ops.splits import Splits
+from hqsweep.ops.stats import Statistics
 
 
 class Quantized(NamedTuple):
     """What quantize() made; None for what was not asked for. The columnwise results are those of x.T."""
 
-    rowwise: Made | None = None
-    columnwise: Made | None = None
+    rowwise: Result | None = None
+    columnwise: Result | None = None
     rowwise_statistics: Statistics | None = None
     columnwise_statistics: Statistics | None = None
 
 
 def quantize(
     x: Tensor,
-    rowwise: Format | None,
-    columnwise: Format | None = None,
+    rowwise: Format | Target | None,
+    columnwise: Format | Target | None = None,
     *,
     columnwise_source: Source = "original",
-    rowwise_output: Output = "codes",
-    columnwise_output: Output = "codes",
-    rowwise_key: RngKey | None = None,
-    columnwise_key: RngKey | None = None,
-    rowwise_grid: Buffers | None = None,
-    columnwise_grid: Buffers | None = None,
+    splits: Splits | None = None,
     statistics: bool = False,
     backend: Backend = "auto",
 ) -> Quantized:
@@ -56,201 +58,260 @@ def quantize(
 
     Rowwise blocks run along cols; the columnwise operand encodes x.T [cols, rows]. columnwise_source
     "rowwise_dequantized" makes it from the decoded rowwise operand, rounded to x's dtype (rowwise is needed then).
-    output "codes": the format's buffers; "exact": what gemm=exact multiplies, format.operand(codes), with a float32
-    matrix from the CPU kernel and a bfloat16 one from CUDA and the reference (fp8_block+fp32_scale: always float32).
-    grid: amaxes agreed on elsewhere (another rank, an earlier pass), of the tensor ({"g": ...}, or {"s": ...} of
-    fp8_current and fp8_delayed, which must have one) or of the blocks; the kernels take those of the tensor, the
-    reference all. A given "g" becomes part of the operand as it is, so it must not change afterwards. key: stream of
-    +sr.
+    A Target asks for more than a format's codes. Its output "codes": the format's buffers; "exact": what gemm=exact
+    multiplies, format.operand(codes), with a float32 matrix from the CPU kernel and a bfloat16 one from CUDA and the
+    reference (fp8_block+fp32_scale: always float32). Its grid: amaxes agreed on elsewhere (another rank, an earlier
+    pass), of the tensor ({"g": ...}, or {"s": ...} of fp8_current and fp8_delayed, which must have one) or of the
+    blocks; the kernels take those of the tensor, the reference all. A given "g" becomes part of the operand as it is,
+    so it must not change afterwards.
     statistics: sums of ops.stats, gathered while quantizing. backend "auto": the kernel where there is one, with the
     same bytes. Nothing waits for the device. UserError for a shape that a format cannot hold and for unknown names.
+
+    splits: the rows belong to many matrices, the members. Each is quantized as x[a:b] by itself would be, to the byte,
+    under its own key and grid, and results are packed (ops.packed). One call of the kernel serves all, where there is
+    one for the formats: it does not wait for splits that only the device knows, whose sizes nobody checks then.
+    Otherwise there is a call for each member, which waits; UserError names the member. No statistics.
     """
-    request = request_of(rowwise, columnwise, columnwise_source, rowwise_output, columnwise_output)
+    row, column = as_target(rowwise), as_target(columnwise)
+    request = request_of(row.format, column.format, columnwise_source, row.output, column.output)
     x = as_matrix(x)
+    if splits is not None:
+        return _members(request, x, splits, row, column, statistics, backend)
     check_shape(request, x)
-    keys, grids = (rowwise_key, columnwise_key), (rowwise_grid, columnwise_grid)
     if request.delayed:
-        check_given(request, grids)
-    if rowwise is None and columnwise is None:
+        check_given(request, row.grid, column.grid)
+    if request.row is None and request.column is None:
         return Quantized()
-    if use_kernel(request, x, grids, backend):
-        return _by_kernel(request, x, keys, grids, statistics)
-    if rowwise and columnwise and backend == "auto":  # perhaps one of them has a kernel
-        return _one_by_one(request, x, keys, grids, statistics)
-    return _by_reference(request, x, keys, grids, statistics)
+    if use_kernel(request, x, backend, row.grid, column.grid):
+        return _by_kernel(request, x, _inputs(request, row, column), statistics)
+    if request.row and request.column and backend == "auto":  # perhaps one of them has a kernel
+        return _one_by_one(request, x, row, column, statistics)
+    return Quantized(*by_reference(request, x, row, column, statistics))
 
 
 def encode(
     x: Tensor, format: Format, *, grid: Buffers | None = None, key: RngKey | None = None, backend: Backend = "auto"
 ) -> dict[str, Tensor]:
     """quantize() to the codes of one rowwise format."""
-    return quantize(x, format, rowwise_grid=grid, rowwise_key=key, backend=backend).rowwise
+    return quantize(x, Target(format, key=key, grid=grid), backend=backend).rowwise
 
 
 def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
     """quantize() to the exact operand of one rowwise format."""
-    return quantize(x, format, rowwise_output="exact", rowwise_key=key, backend=backend).rowwise
+    return quantize(x, Target(format, "exact", key), backend=backend).rowwise
 
 
-def find_amax(
-    x: Tensor,
-    rowwise: Format | None,
-    columnwise: Format | None = None,
-    *,
-    columnwise_source: Source = "original",
-    rowwise_key: RngKey | None = None,
-    rowwise_amax: Tensor | None = None,
-    out_rowwise: Tensor | None = None,
-    out_columnwise: Tensor | None = None,
-    backend: Backend = "auto",
-) -> None:
-    """out = max(out, global amax) in place: float32 [1, 1], or [operand rows, 1] for +row_scaled; NaN is ignored.
+class Inputs(NamedTuple):
+    """What the operator takes beside X: keys and amaxes of both directions, of one matrix or of all members."""
 
-    Only directions with an `out` are scanned. With rowwise_dequantized the columnwise amax is that of the decoded
-    rowwise operand, whose own global amax is given as rowwise_amax or found in out_rowwise (fp8_delayed: given).
-    """
-    request = request_of(
-        rowwise if out_rowwise is not None or columnwise_source == "rowwise_dequantized" else None,
-        columnwise if out_columnwise is not None else None, columnwise_source, "codes", "codes",
-    )  # fmt: skip
-    x = as_matrix(x)
-    check_shape(request, x)
-    check_amaxes(request, x, rowwise_amax, out_rowwise, out_columnwise)
-    if not use_kernel(request, x, (None, None), backend):
-        return _amax_by_reference(request, x, rowwise_key, rowwise_amax, (out_rowwise, out_columnwise))
-    if out_rowwise is not None or out_columnwise is not None:
-        kernel.find_amax(
-            x, request.row_text, request.column_text, request.dequantized,
-            key_words(request.row, rowwise_key) if request.dequantized else NO_KEY,
-            rowwise_amax, out_rowwise, out_columnwise,
-        )  # fmt: skip
+    row_key: list[int]
+    column_key: list[int]
+    row_amax: Tensor | None
+    column_amax: Tensor | None
+    row_keys: Tensor | None = None
+    column_keys: Tensor | None = None
 
 
-def check_amaxes(
-    request: Request,
-    x: Tensor,
-    given: Tensor | None,
-    out_row: Tensor | None,
-    out_column: Tensor | None,
-    *,
-    matrices: int = 1,
-) -> None:
-    """Where an amax is wanted there is a format that has one; where a row is decoded its amax is known. matrices: of a
-    group, whose amaxes follow each other."""
-    row, (tall, wide) = request.row, x.shape
-    for name, p, out, rows in (
-        ("rowwise", row, out_row, tall),
-        ("columnwise", request.column, out_column, matrices * wide),
-    ):
-        if out is not None and (p is None or p.amax_name is None):
-            raise UserError(f"find_amax: {p.text if p else 'no format'} has no global amax to find for out_{name}")
-        if p:
-            Plan.check_amax(p, f"out_{name}", out, rows, x, matrices)
-    if row:
-        Plan.check_amax(row, "rowwise_amax", given, tall, x, matrices)
-    if request.dequantized and row.amax_name and given is None and (out_row is None or row.delayed):
-        where = "rowwise_amax" if row.delayed else "rowwise_amax or out_rowwise"
-        raise UserError(f"find_amax: decoding {row.text} rows needs their amax: give {where}")
+NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
 
 
-def _by_kernel(request: Request, x: Tensor, keys, grids, statistics: bool) -> Quantized:
-    row, column = request.row, request.column
+def _inputs(request: Request, row: Target, column: Target) -> Inputs:
+    """Of one matrix."""
     row_key = column_key = NO_KEY
     if request.stochastic:
-        row_key, column_key = key_words(row, keys[0]), key_words(column, keys[1])
-    row_amax = None if grids[0] is None or row is None else grids[0][row.amax_name]
-    column_amax = None if grids[1] is None or column is None else grids[1][column.amax_name]
-    made = kernel.quantize(
+        row_key, column_key = key_words(request.row, row.key), key_words(request.column, column.key)
+    elif row.grid is None and column.grid is None:
+        return NO_INPUTS
+    row_amax = None if row.grid is None or request.row is None else row.grid[request.row.amax_name]
+    column_amax = None if column.grid is None or request.column is None else column.grid[request.column.amax_name]
+    return Inputs(row_key, column_key, row_amax, column_amax)
+
+
+def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) -> Quantized:
+    row, column = request.row, request.column
+    outputs = operators.quantize(
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
-        row_key, column_key, row_amax, column_amax, statistics,
+        inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, statistics,
     )  # fmt: skip
     first = second = first_sums = second_sums = None
     if row is not None:
-        first, first_sums, made = _take(made, row, request.row_exact, row_amax, x, x, statistics)
+        first, outputs = _take(outputs, row, request.row_exact, inputs.row_amax)
+        if statistics:
+            first_sums, outputs = _statistics(outputs, row, first, x, x)
     if column is not None:
-        source = None if request.dequantized or not statistics else x.t()
-        second, second_sums, _ = _take(made, column, request.column_exact, column_amax, x, source, statistics)
+        second, outputs = _take(outputs, column, request.column_exact, inputs.column_amax)
+        if statistics:
+            second_sums, _ = _statistics(outputs, column, second, x, None if request.dequantized else x.t())
     return Quantized(first, second, first_sums, second_sums)
 
 
 def _take(
-    made: list[Tensor], p: Plan, exact: bool, amax: Tensor | None, x: Tensor, source: Tensor | None, statistics: bool
-):
-    """One direction's result and statistics from the operator's outputs, and the outputs that are left."""
-    kept = amax if p.amax_name == "g" else None
-    if kept is not None and kept.dim() != 2:
-        kept = kept.view(-1, 1)
-    if exact:
-        count = 2 if p.amax_name and kept is None else 1
-        factor = made[1] if count == 2 else kept
-        result = ExactOperand(made[0], factor, p.divisor)
-    else:
-        count = len(p.names) if kept is None else len(p.names) - 1
-        result = dict(zip(p.names, made, strict=False))
-        if kept is not None:
-            result["g"] = kept
-    if not statistics:
-        return result, None, made[count:]
-    sums = Statistics(
-        sums=made[count],
-        row_errors=made[count + 1],
-        elements=x.numel(),
-        x=source,
-        format=p.format,
-        buffers=None if exact else result,
-    )
-    return result, sums, made[count + 2 :]
+    outputs: list[Tensor],
+    spec: KernelSpec,
+    exact: bool,
+    amax: Tensor | None,
+    layout: GroupLayout | None = None,
+    by_rows: bool = False,
+) -> tuple[Result, list[Tensor]]:
+    """One direction's result from the operator's outputs, and the outputs that are left."""
+    held = amax if spec.amax_name == "g" else None
+    if held is not None and layout is None and held.dim() != 2:
+        held = held.view(-1, 1)
+    if not exact:
+        buffers = dict(zip(spec.names, outputs, strict=False))
+        if held is None:
+            return buffers, outputs[len(spec.names) :]
+        buffers["g"] = held
+        return buffers, outputs[len(spec.names) - 1 :]
+    count = 2 if spec.amax_name and held is None else 1
+    factor = outputs[1] if count == 2 else held
+    if layout is None:
+        return ExactOperand(outputs[0], factor, spec.divisor), outputs[count:]
+    kwargs = {"layout": layout, "by_rows": by_rows, "per_row": spec.row_scaled}
+    return PackedExact(outputs[0], factor, spec.divisor, **kwargs), outputs[count:]
 
 
-def _one_by_one(request: Request, x: Tensor, keys, grids, statistics: bool) -> Quantized:
+def _statistics(
+    outputs: list[Tensor], spec: KernelSpec, result: Result, x: Tensor, source: Tensor | None
+) -> tuple[Statistics, list[Tensor]]:
+    """One direction's statistics from the operator's outputs, and the outputs that are left."""
+    buffers = None if isinstance(result, ExactOperand) else result
+    fields = {"elements": x.numel(), "x": source, "format": spec.format, "buffers": buffers}
+    return Statistics(sums=outputs[0], row_errors=outputs[1], **fields), outputs[2:]
+
+
+def _one_by_one(request: Request, x: Tensor, row: Target, column: Target, statistics: bool) -> Quantized:
     """Each direction by itself, so that one without a kernel does not cost the other its own."""
-    shape, format = tuple(x.shape), request.row.format
-    options = {"rowwise_key": keys[0], "rowwise_grid": grids[0], "statistics": statistics}
-    output = "exact" if request.row_exact and not request.dequantized else "codes"
-    first = quantize(x, format, rowwise_output=output, **options)
-    made = first.rowwise
+    shape = tuple(x.shape)
+    first = quantize(x, row._replace(output="codes") if request.dequantized else row, statistics=statistics)
+    result = first.rowwise
     if request.dequantized:
-        x = dequantize(made, format, shape, x.dtype)
-        made = exact_operand_of(made, format, shape) if request.row_exact else made
-    options = {"rowwise_key": keys[1], "rowwise_grid": grids[1], "statistics": statistics}
-    output = "exact" if request.column_exact else "codes"
-    second = quantize(x.t(), request.column.format, rowwise_output=output, **options)
-    statistics = second.rowwise_statistics
-    if statistics and request.dequantized:
-        statistics = replace(statistics, x=None)
-    return Quantized(made, second.rowwise, first.rowwise_statistics, statistics)
+        x = dequantize(result, row.format, shape, x.dtype)
+        result = exact_operand_of(result, row.format, shape) if request.row_exact else result
+    second = quantize(x.t(), column, statistics=statistics)
+    column_sums = second.rowwise_statistics
+    if column_sums and request.dequantized:
+        column_sums = replace(column_sums, x=None)
+    return Quantized(result, second.rowwise, first.rowwise_statistics, column_sums)
 
 
-def _by_reference(request: Request, x: Tensor, keys, grids, statistics: bool) -> Quantized:
-    results, sums = [None, None], [None, None]
-    for i, (p, exact) in enumerate(((request.row, request.row_exact), (request.column, request.column_exact))):
-        if p is None:
+def _members(
+    request: Request,
+    x: Tensor,
+    splits: Splits,
+    row: Target,
+    column: Target,
+    statistics: bool,
+    backend: Backend,
+) -> Quantized:
+    """quantize() with splits."""
+    if splits.rows != x.shape[0] or not splits.count:
+        got = f"splits of {splits.rows} rows over {splits.count} experts"
+        raise UserError(f"quantize: {got} for a matrix of shape {tuple(x.shape)}")
+    if statistics:
+        raise UserError("quantize: statistics are those of one matrix; with splits, ask for them member by member")
+    check_backend(backend)
+    if request.holds:
+        return _with_identity(request, x, splits, row, column, backend)
+    if backend != "reference" and kernel_takes(request, x, splits):
+        inputs = _member_inputs(request, row, column, x.device)
+        if inputs is not None:
+            return _members_by_kernel(request, x, splits, inputs, column.by_rows)
+    members = []
+    for member, (start, end) in enumerate(splits.spans):
+        own = (_of_member(target, member) for target in (row, column))
+        source = "rowwise_dequantized" if request.dequantized else "original"
+        try:
+            members.append(quantize(x[start:end], *own, columnwise_source=source, backend=backend))
+        except UserError as error:
+            raise UserError(f"expert {member}: {error}") from None
+    layouts = [GroupLayout.of(splits, x.shape[1], columnwise=columnwise) for columnwise in (False, True)]
+    return Quantized(
+        pack([member.rowwise for member in members], row.format, layouts[0]),
+        pack([member.columnwise for member in members], column.format, layouts[1], by_rows=column.by_rows),
+    )
+
+
+def _of_member(target: Target, member: int) -> Target:
+    key, grid = (values and values[member] for values in (target.key, target.grid))
+    return target._replace(key=key, grid=grid)
+
+
+def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
+    """Whether there is a kernel for all members at once: blocks go into the matrix, and into each member's rows where
+    the host knows them."""
+    if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
+        return False
+    down, across = request.multiples
+    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
+
+
+def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inputs, by_rows: bool) -> Quantized:
+    outputs = operators.quantize(
+        x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
+        inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, False,
+        splits.offsets(x.device), splits.sizes, inputs.row_keys, inputs.column_keys, by_rows,
+    )  # fmt: skip
+    first = second = None
+    if request.row is not None:
+        layout = GroupLayout.of(splits, x.shape[1], columnwise=False)
+        first, outputs = _take(outputs, request.row, request.row_exact, inputs.row_amax, layout)
+    if request.column is not None:
+        layout = GroupLayout.of(splits, x.shape[1], columnwise=True)
+        second, _ = _take(outputs, request.column, request.column_exact, inputs.column_amax, layout, by_rows)
+    return Quantized(first, second)
+
+
+def _member_inputs(request: Request, row: Target, column: Target, device: torch.device) -> Inputs | None:
+    """Of all members; None for those that one call of the kernel does not take, or that each member's call refuses."""
+    if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
+        return NO_INPUTS
+    step, tables, amaxes = None, [], []
+    for spec, target in ((request.row, row), (request.column, column)):
+        try:
+            amaxes.append(_amaxes(spec, target.grid))
+        except LookupError:
+            return None
+        if spec is None or not spec.stochastic:
+            tables.append(None)
             continue
-        format, source = p.format, x.t() if i else x
-        buffers = format.encode(source, _full_grid(format, source, grids[i]), keys[i])
-        shape = tuple(source.shape)
-        results[i] = format.operand(buffers, shape) if exact else buffers
-        if statistics:
-            kept = {"keep_buffers": not exact, "keep_x": i == 0 or not request.dequantized}
-            sums[i] = gather(source, format, buffers, columns=i == 1, **kept)
-        if i == 0 and request.dequantized:
-            x = format.decode(buffers, shape).to(x.dtype)
-    return Quantized(*results, *sums)
+        keys = target.key
+        if keys is None or (not isinstance(keys, RngKeys) and None in keys):
+            return None
+        steps = {keys.step} if isinstance(keys, RngKeys) else {key.step for key in keys}
+        if len(steps | ({step} - {None})) > 1:
+            return None
+        step = steps.pop()
+        tables.append(key_table(keys, device))
+    key = [0, 0, step or 0]
+    return Inputs(key, key, *amaxes, *tables)
 
 
-def _full_grid(format: Format, x: Tensor, grid: Buffers | None) -> Mapping[str, Tensor] | None:
-    """A given grid, with the amaxes that it leaves out."""
-    return grid if grid is None else format.grid(x) | dict(grid)
+def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:
+    """Given global amaxes of all members, one after the other; LookupError for grids that the kernel does not take."""
+    if spec is None or grids is None or all(grid is None for grid in grids):
+        if spec is not None and spec.delayed:
+            raise LookupError
+        return None
+    if any(grid is None or set(grid) != {spec.amax_name} for grid in grids):
+        raise LookupError
+    return torch.cat([grid[spec.amax_name].reshape(-1) for grid in grids])
 
 
-def _amax_by_reference(request: Request, x: Tensor, key: RngKey | None, given: Tensor | None, outs) -> None:
-    for i, (p, out) in enumerate(zip((request.row, request.column), outs, strict=True)):
-        if p is None:
-            continue
-        format, source = p.format, x.t() if i else x
-        if out is not None:
-            out.copy_(torch.maximum(out, format.grid(source)[p.amax_name].view_as(out)))
-        if i == 0 and request.dequantized:
-            known = given if given is not None else out
-            grid = format.grid(x) | ({p.amax_name: known.view(-1, 1)} if known is not None else {})
-            x = format.decode(format.encode(x, grid, key), tuple(x.shape)).to(x.dtype)
+def _with_identity(
+    request: Request, x: Tensor, splits: Splits, row: Target, column: Target, backend: Backend
+) -> Quantized:
+    """Each direction by itself: an identity holds the matrix, whatever the splits, and the other may have a kernel."""
+    source = x.to(row.format.dtype).to(x.dtype) if request.dequantized else x
+    results = []
+    for columnwise, target, matrix in ((False, row, x), (True, column, source)):
+        if target.format is None:
+            results.append(None)
+        elif not target.format.high_precision:
+            targets = (NO_TARGET, target) if columnwise else (target, NO_TARGET)
+            results.append(quantize(matrix, *targets, splits=splits, backend=backend)[columnwise])
+        else:
+            layout = GroupLayout.of(splits, x.shape[1], columnwise=columnwise)
+            held = matrix.to(target.format.dtype).reshape(-1)
+            results.append(held_exact(held, target.format, layout) if target.output == "exact" else {"q": held})
+    return Quantized(*results)

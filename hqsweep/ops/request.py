@@ -1,29 +1,54 @@
 """A request to quantize: formats, source and outputs are checked once and kept; each tensor, when it comes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
-from hqsweep.memo import constant_result
-from hqsweep.ops.dequantize import BACKENDS, Backend
-from hqsweep.ops.plan import DTYPES, NO_KEY, Plan, has_kernels, plan_of
+from hqsweep.memo import memo
+from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, has_kernels, spec_of
 
 Output = Literal["codes", "exact"]
 Source = Literal["original", "rowwise_dequantized"]
+Backend = Literal["auto", "reference", "kernel"]
 OUTPUTS, SOURCES = ("codes", "exact"), ("original", "rowwise_dequantized")
-NOTHING_GIVEN = (None, None)
+BACKENDS = ("auto", "reference", "kernel")
+
+
+class Target(NamedTuple):
+    """What quantize() makes in one direction, and what that takes beside X."""
+
+    format: Format | None
+    output: Output = "codes"
+    """ "codes": the format's buffers; "exact": what gemm=exact multiplies."""
+    key: RngKey | Sequence[RngKey | None] | None = None
+    """The stream of random bits of +sr; with splits, that of each member."""
+    grid: Buffers | Sequence[Buffers | None] | None = None
+    """Amaxes agreed on elsewhere; with splits, those of each member."""
+    by_rows: bool = False
+    """With splits: exact columnwise members lie as [m_e, width], which torch._grouped_mm takes."""
+
+
+NO_TARGET = Target(None)
+
+
+def as_target(wanted: Format | Target | None) -> Target:
+    """A format stands for its codes."""
+    if wanted is None:
+        return NO_TARGET
+    return wanted if type(wanted) is Target else Target(wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
     """What a call asks for beside its tensors: checked once, and laid out so that a call has little left to do."""
 
-    row: Plan | None
-    column: Plan | None
+    row: KernelSpec | None
+    column: KernelSpec | None
     dequantized: bool
     row_exact: bool
     column_exact: bool
@@ -40,30 +65,26 @@ class Request:
     """Whether an operand is the matrix itself, which an identity holds."""
 
 
-_REQUESTS: dict[tuple, Request] = {}
-
-
-@constant_result
+@memo
 def request_of(
     rowwise: Format | None, columnwise: Format | None, source: str, row_output: str, column_output: str
 ) -> Request:
     """The request, made and checked once."""
-    asked = (rowwise, columnwise, source, row_output, column_output)
-    found = _REQUESTS.get(asked)
-    if found is None:
-        found = _REQUESTS[asked] = _checked(*asked)
-    return found
-
-
-def _checked(rowwise, columnwise, source, row_output, column_output) -> Request:
-    given = {"columnwise_source": (source, SOURCES), "rowwise_output": (row_output, OUTPUTS)}
-    for name, (word, known) in (given | {"columnwise_output": (column_output, OUTPUTS)}).items():
+    words = {
+        "columnwise_source": (source, SOURCES),
+        "rowwise output": (row_output, OUTPUTS),
+        "columnwise output": (column_output, OUTPUTS),
+    }
+    for name, (word, known) in words.items():
         if word not in known:
             raise UserError(f"{name} is '{word}'{nearest(word, known)}; allowed: {', '.join(known)}")
     dequantized = source == "rowwise_dequantized" and columnwise is not None
     if dequantized and rowwise is None:
         raise UserError("columnwise_source is rowwise_dequantized but there is no rowwise format")
-    row, column = (f and plan_of(f) for f in (rowwise, columnwise))
+    row, column = (format and spec_of(format) for format in (rowwise, columnwise))
+    specs = [spec for spec in (row, column) if spec]
+    row_holds = row is not None and rowwise.high_precision
+    column_holds = column is not None and columnwise.high_precision and not dequantized
     return Request(
         row=row,
         column=column,
@@ -73,12 +94,10 @@ def _checked(rowwise, columnwise, source, row_output, column_output) -> Request:
         row_text=row.text if row else "",
         column_text=column.text if column else "",
         multiples=(column.multiple if column else 1, row.multiple if row else 1),
-        stochastic=any(p.stochastic for p in (row, column) if p),
-        delayed=any(p.delayed for p in (row, column) if p),
-        kernels=all(p.spec is not None for p in (row, column) if p),
-        holds=bool(
-            (rowwise and rowwise.high_precision) or (columnwise and columnwise.high_precision and not dequantized)
-        ),
+        stochastic=any(spec.stochastic for spec in specs),
+        delayed=any(spec.delayed for spec in specs),
+        kernels=all(spec.compiled is not None for spec in specs),
+        holds=row_holds or column_holds,
     )
 
 
@@ -94,46 +113,59 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def check_shape(request: Request, x: Tensor) -> None:
+    """UserError for a matrix that one of the formats cannot hold."""
     (rows, cols), (down, across) = x.shape, request.multiples
     if rows % down or cols % across:
         wrong = (request.row, "rowwise", "columns") if cols % across else (request.column, "columnwise", "rows")
-        p, direction, axis = wrong
-        height, width = p.format.tile
+        spec, direction, axis = wrong
+        height, width = spec.format.tile
         raise UserError(
-            f"quantize: {direction} {p.text} takes a multiple of {p.multiple} {axis} (its blocks are {height} x "
+            f"quantize: {direction} {spec.text} takes a multiple of {spec.multiple} {axis} (its blocks are {height} x "
             f"{width}), and the matrix has shape {tuple(x.shape)}"
         )
 
 
-def check_given(request: Request, grids: tuple[Buffers | None, Buffers | None]) -> None:
+def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers | None) -> None:
     """UserError for a format with delayed scaling whose amax is not given."""
-    for direction, p, grid in zip(("rowwise", "columnwise"), (request.row, request.column), grids, strict=True):
-        if p and p.delayed and p.amax_name not in (grid or ()):
+    for direction, spec, grid in (
+        ("rowwise", request.row, row_grid),
+        ("columnwise", request.column, column_grid),
+    ):
+        if spec and spec.delayed and spec.amax_name not in (grid or ()):
             raise UserError(
-                f"quantize: {direction} {p.text} takes its scale from the amaxes of earlier steps, which the states of"
-                f" a slot remember; give states, or {direction}_grid={{'{p.amax_name}': amax}}"
+                f"quantize: {direction} {spec.text} takes its scale from the amaxes of earlier steps, which the states"
+                f" of a slot remember; give states, or a target with grid={{'{spec.amax_name}': amax}}"
             )
 
 
-def use_kernel(request: Request, x: Tensor, grids: tuple[Buffers | None, Buffers | None], backend: Backend) -> bool:
-    if backend == "reference":
-        return False
+def check_backend(backend: str) -> None:
+    """UserError for an unknown one."""
     if backend not in BACKENDS:
         raise UserError(f"backend is '{backend}'{nearest(backend, BACKENDS)}; allowed: {', '.join(BACKENDS)}")
+
+
+def use_kernel(
+    request: Request, x: Tensor, backend: Backend, row_grid: Buffers | None = None, column_grid: Buffers | None = None
+) -> bool:
+    """Whether the kernels take one matrix; UserError where backend="kernel" insists on them."""
+    if backend == "reference":
+        return False
+    check_backend(backend)
     supported = request.kernels and has_kernels(x.device.type)
-    if grids != NOTHING_GIVEN:
-        for p, grid in zip((request.row, request.column), grids, strict=True):
-            if p and grid is not None and (len(grid) != 1 or p.amax_name not in grid):
+    if row_grid is not None or column_grid is not None:
+        for spec, grid in ((request.row, row_grid), (request.column, column_grid)):
+            if spec and grid is not None and (len(grid) != 1 or spec.amax_name not in grid):
                 supported = False  # amaxes of blocks
     if backend == "kernel" and not supported:
-        texts = " and ".join(p.text for p in (request.row, request.column) if p)
+        texts = " and ".join(spec.text for spec in (request.row, request.column) if spec)
         raise UserError(f"no kernel for {texts} of {x.dtype} {tuple(x.shape)} on {x.device}; use backend reference")
     return supported
 
 
-def key_words(p: Plan | None, key: RngKey | None) -> list[int]:
-    if p is None or not p.stochastic:
+def key_words(spec: KernelSpec | None, key: RngKey | None) -> list[int]:
+    """The words of a Philox key and the step; NO_KEY where nothing is random."""
+    if spec is None or not spec.stochastic:
         return NO_KEY
     if key is None:
-        raise ValueError(f"{p.text}: encode needs an RngKey")
+        raise ValueError(f"{spec.text}: encode needs an RngKey")
     return [*key.words, key.step]

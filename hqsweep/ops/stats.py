@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
 from hqsweep.formats.base import expand_tiles
-from hqsweep.ops.plan import TILE
+from hqsweep.ops.outputs import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
 """Rounding of scales puts a block's own amax up to an ulp above the top code; that is not counted as saturation."""

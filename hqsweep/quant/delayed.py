@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed, RngKey
 from hqsweep.formats.delayed import end_step
-from hqsweep.ops.grouped_amax import find_amax_grouped
-from hqsweep.ops.grouped_layout import Splits
-from hqsweep.ops.plan import plan_of
-from hqsweep.ops.quantize import find_amax
+from hqsweep.ops.amax import Search, find_amax
+from hqsweep.ops.splits import Splits
 
 NO_STEP = -1
 """In a checkpoint: nothing was recorded, or only for a step to come."""
@@ -133,33 +131,26 @@ class SlotStates:
                 state.step = self.training_step()
 
     def grids(self, formats: Mapping[str, Format | None]) -> dict[str, Buffers]:
-        """Keyword arguments of ops.quantize: the amaxes under which these directions are encoded.
+        """Direction -> the amaxes under which it is encoded, where its format is delayed.
 
         UserError for a call that is to be recorded and has no step.
         """
-        return {f"{d}_grid": grids[0] for d, grids in grids_of([self], formats).items()}
+        return {direction: grids[0] for direction, grids in grids_of([self], formats).items()}
 
     def note(self, x: Tensor, formats: Mapping[str, Format | None], source: str, key: RngKey | None) -> None:
         """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories; key: the rowwise one."""
-        outs = {f"out_{d}": self.states[d].history[:1] for d in self.delayed(formats)}
+        outs = {direction: self.states[direction].history[:1] for direction in self.delayed(formats)}
         if not (self.record and outs):
             return
-        row, given = formats["rowwise"], None
-        if source == "rowwise_dequantized" and "out_columnwise" in outs:
-            name = plan_of(row).amax_name
-            if "out_rowwise" in outs:
-                given = self.states["rowwise"].amax
-            elif name:  # found once more, to decode by
-                outs["out_rowwise"] = x.new_zeros(row.layout[name].shape(*x.shape), dtype=torch.float32)
-        find_amax(
-            x.detach(),
-            row,
-            formats["columnwise"],
-            columnwise_source=source,
-            rowwise_key=key,
-            rowwise_amax=given,
-            **outs,
-        )
+        row, amax = formats["rowwise"], None
+        if source == "rowwise_dequantized" and "columnwise" in outs:
+            if "rowwise" in outs:
+                amax = self.states["rowwise"].amax
+            elif row.amax_name:  # found once more, to decode by
+                outs["rowwise"] = x.new_zeros(row.layout[row.amax_name].shape(*x.shape), dtype=torch.float32)
+        rowwise = Search(row, outs.get("rowwise"), amax, key)
+        columnwise = Search(formats["columnwise"], outs.get("columnwise"))
+        find_amax(x.detach(), rowwise, columnwise, columnwise_source=source)
 
     def training_step(self) -> int:
         """UserError where there is none."""
@@ -209,17 +200,15 @@ def note_group(
     if source != "rowwise_dequantized" or "columnwise" not in delayed:
         found = dict.fromkeys(delayed, x.new_zeros(len(slots), dtype=torch.float32))
         direction, format = next(iter(delayed.items()))
-        find_amax_grouped(x.detach(), splits, format, out_rowwise=found[direction])
+        find_amax(x.detach(), Search(format, found[direction]), splits=splits)
     else:
         found = {d: x.new_zeros(len(slots), dtype=torch.float32) for d in delayed}
-        outs = {f"out_{d}": amaxes for d, amaxes in found.items()}
-        options = {"columnwise_source": source, "rowwise_keys": keys}
-        row, name = formats["rowwise"], plan_of(formats["rowwise"]).amax_name
+        row, out, amaxes = formats["rowwise"], found.get("rowwise"), None
         if "rowwise" in delayed:
-            options["rowwise_amaxes"] = torch.cat([slot.states["rowwise"].amax.view(-1) for slot in slots])
-        elif name:  # found once more, to decode by
-            count = len(x) if plan_of(row).row_scaled else len(slots)
-            outs["out_rowwise"] = x.new_zeros(count, dtype=torch.float32)
-        find_amax_grouped(x.detach(), splits, row, formats["columnwise"], **options, **outs)
+            amaxes = torch.cat([slot.states["rowwise"].amax.view(-1) for slot in slots])
+        elif row.amax_name:  # found once more, to decode by
+            out = x.new_zeros(len(x) if row.row_scaled else len(slots), dtype=torch.float32)
+        searches = Search(row, out, amaxes, keys), Search(formats["columnwise"], found["columnwise"])
+        find_amax(x.detach(), *searches, columnwise_source=source, splits=splits)
     histories = [slot.states[d].history[:1] for d in delayed for slot in slots]
     torch._foreach_maximum_(histories, [amax for d in delayed for amax in found[d].split(1)])

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.ops.grouped_shapes import Shapes
-from hqsweep.ops.member_layout import refuse_unlike
+from hqsweep.ops.layout import refuse_unlike
+from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped_metadata import GroupMetadata
 from hqsweep.quant.grouped_operand import GroupedOperand, HybridGroup, quantize_group

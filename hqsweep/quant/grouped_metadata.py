@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import RngKey, RngKeys
-from hqsweep.ops.grouped_layout import GroupLayout, Splits
-from hqsweep.ops.grouped_shapes import Shapes
-from hqsweep.ops.member_layout import MemberLayout
+from hqsweep.ops.layout import GroupLayout, Layout
+from hqsweep.ops.shapes import Shapes
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.metadata import Metadata
 
@@ -50,7 +50,7 @@ class GroupMetadata(Metadata):
         matrix = self.shapes.members[expert] if self.shapes else self._equal
         return Metadata(matrix=matrix, key=self.key_of(expert), **facts)
 
-    def layout(self, direction: str) -> MemberLayout:
+    def layout(self, direction: str) -> Layout:
         """Of the members' operands in packed buffers."""
         columnwise = direction == "columnwise"
         if self.shapes:

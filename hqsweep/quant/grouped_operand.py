@@ -9,11 +9,13 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKey, RngKeys
-from hqsweep.ops.grouped import GroupQuantized, exact_group, member_buffers, pack, quantize_grouped
-from hqsweep.ops.grouped_layout import GroupedExact, Splits
-from hqsweep.ops.grouped_shapes import Shapes
-from hqsweep.ops.member_layout import MemberLayout
-from hqsweep.ops.request import Output
+from hqsweep.ops.dequantize import exact_operand_of
+from hqsweep.ops.layout import GroupLayout, Layout
+from hqsweep.ops.packed import PackedExact, member_buffers, pack
+from hqsweep.ops.quantize import Quantized, quantize
+from hqsweep.ops.request import Output, Target
+from hqsweep.ops.shapes import Shapes
+from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates, grids_of, note_group
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
@@ -24,7 +26,7 @@ class GroupedOperand:
     """One direction of every expert's matrix. The columnwise member of X_e [m_e, k_e] has the shape [k_e, m_e]."""
 
     format: Format
-    layout: MemberLayout
+    layout: Layout
     dtype: torch.dtype
     """Of the matrices that it was made from."""
     buffers: dict[str, Tensor]
@@ -39,9 +41,9 @@ class GroupedOperand:
             for shape, own in zip(self.layout.shapes, buffers, strict=True)
         ]
 
-    def operand(self) -> GroupedExact:
+    def operand(self) -> PackedExact:
         """Exact matrices, by rows, and epilogue factors; nothing waits where a kernel decodes."""
-        return exact_group(self.buffers, self.format, self.layout)
+        return exact_operand_of(self.buffers, self.format, self.layout)
 
     @property
     def nbytes(self) -> int:
@@ -49,7 +51,7 @@ class GroupedOperand:
         return sum(t.nbytes for t in self.buffers.values())
 
 
-Group = GroupedOperand | GroupedExact
+Group = GroupedOperand | PackedExact
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +67,7 @@ class GroupSkeleton:
     """A GroupedOperand without its tensors."""
 
     format: Format
-    layout: MemberLayout
+    layout: Layout
     dtype: torch.dtype
 
 
@@ -103,7 +105,7 @@ def quantize_group(
     by_rows: bool = False,
 ) -> HybridGroup:
     """[rows, width] -> operands of the directions asked for; member e is what quantizer.quantize makes of the rows of
-    expert e, to the byte, under its own key and states. by_rows: see quantize_grouped.
+    expert e, to the byte, under its own key and states. by_rows: see Target.
 
     With Shapes x is flat, contiguous, and may have room to spare. Members of one width are then quantized at once, as
     with Splits; others by a call for each, unless their rows alone are wanted and Shapes.folded finds a matrix.
@@ -114,27 +116,25 @@ def quantize_group(
         return _of_shapes(x, splits, quantizer, rowwise, columnwise, keys, states, by_rows)
     if has_own_quantize(quantizer):
         parts = [x[start:end] for start, end in splits.spans]
-        layouts = [splits.layout(x.shape[1], columnwise=direction == "columnwise") for direction in DIRECTIONS]
+        layouts = [GroupLayout.of(splits, x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS]
         return _one_by_one(parts, layouts, quantizer, rowwise, columnwise, keys, states, by_rows)
     source = quantizer.columnwise_source if columnwise else "original"
     row_format = quantizer.rowwise if rowwise or source == "rowwise_dequantized" else None
     column_format = quantizer.columnwise if columnwise else None
     row_output, column_output = rowwise or "codes", columnwise or "codes"
     if keys is None and states is None:
-        made = quantize_grouped(
-            x, splits, row_format, column_format, columnwise_source=source, rowwise_output=row_output,
-            columnwise_output=column_output, by_rows=by_rows,
-        )  # fmt: skip
+        targets = Target(row_format, row_output), Target(column_format, column_output, by_rows=by_rows)
+        made = quantize(x, *targets, columnwise_source=source, splits=splits)
         return _groups(made, quantizer, splits, x, rowwise)
     recorded = states is not None and all(states)
     formats = {"rowwise": row_format, "columnwise": column_format}
-    options = {"rowwise_output": row_output, "columnwise_output": column_output, "by_rows": by_rows}
-    options |= {f"{d}_keys": own for d, own in _direction_keys(quantizer, keys).items()}
+    own_keys = _direction_keys(quantizer, keys)
+    grids = grids_of(states, formats) if recorded else {}
+    row = Target(row_format, row_output, own_keys["rowwise"], grids.get("rowwise"))
+    column = Target(column_format, column_output, own_keys["columnwise"], grids.get("columnwise"), by_rows)
+    made = quantize(x, row, column, columnwise_source=source, splits=splits)
     if recorded:
-        options |= {f"{d}_grids": own for d, own in grids_of(states, formats).items()}
-    made = quantize_grouped(x, splits, **formats, columnwise_source=source, **options)
-    if recorded:
-        note_group(states, x, splits, formats, source, options["rowwise_keys"])
+        note_group(states, x, splits, formats, source, own_keys["rowwise"])
     return _groups(made, quantizer, splits, x, rowwise)
 
 
@@ -149,7 +149,7 @@ def _direction_keys(
 
 
 def _groups(
-    made: GroupQuantized, quantizer: HybridQuantizer, splits: Splits, x: Tensor, rowwise: Output | None
+    made: Quantized, quantizer: HybridQuantizer, splits: Splits, x: Tensor, rowwise: Output | None
 ) -> HybridGroup:
     row, column = made.rowwise if rowwise else None, made.columnwise
     if type(row) is dict:
@@ -190,7 +190,7 @@ def _of_shapes(
 
 def _one_by_one(
     parts: Sequence[Tensor],
-    layouts: Sequence[MemberLayout],
+    layouts: Sequence[Layout],
     quantizer: HybridQuantizer,
     rowwise: Output | None,
     columnwise: Output | None,
@@ -216,9 +216,9 @@ def _one_by_one(
 
 
 def _group(
-    made: dict[str, Tensor] | GroupedExact | None, format: Format, splits: Splits, x: Tensor, columnwise: bool
+    made: dict[str, Tensor] | PackedExact | None, format: Format, splits: Splits, x: Tensor, columnwise: bool
 ) -> Group | None:
-    if made is None or isinstance(made, GroupedExact):
+    if made is None or isinstance(made, PackedExact):
         return made
-    layout = splits.layout(x.shape[1], columnwise=columnwise)
+    layout = GroupLayout.of(splits, x.shape[1], columnwise=columnwise)
     return GroupedOperand(format=format, layout=layout, dtype=x.dtype, buffers=made)

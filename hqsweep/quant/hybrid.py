@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
-from hqsweep.ops import quantize as ops
-from hqsweep.ops.request import SOURCES, Output
+from hqsweep.ops.quantize import Quantized, quantize
+from hqsweep.ops.request import SOURCES, Output, Target
 from hqsweep.ops.stats import gather
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.operand import HybridOperand, Operand
@@ -124,8 +124,7 @@ class HybridQuantizer:
             "rowwise": self.rowwise if needs_row else None,
             "columnwise": self.columnwise if columnwise else None,
         }
-        outputs = {"rowwise_output": rowwise or "codes", "columnwise_output": columnwise or "codes"}
-        made = self._quantize(x, formats, key, states, **outputs)
+        made = self._quantize(x, formats, key, states, (rowwise or "codes", columnwise or "codes"))
         shape = tuple(x.shape)
         row = _operand(made.rowwise, self.rowwise, shape, x.dtype) if rowwise else None
         return HybridOperand(rowwise=row, columnwise=_operand(made.columnwise, self.columnwise, shape[::-1], x.dtype))
@@ -139,7 +138,8 @@ class HybridQuantizer:
         rowwise_dequantized the columnwise one is decoded and compared again. States are read and stay as they are.
         """
         formats = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        made = self._quantize(x, formats, key, states and replace(states, record=False), statistics=True)
+        states = states and replace(states, record=False)
+        made = self._quantize(x, formats, key, states, ("codes", "codes"), statistics=True)
         column = made.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
             column = gather(x.t(), self.columnwise, made.columnwise)
@@ -151,15 +151,20 @@ class HybridQuantizer:
         formats: Mapping[Direction, Format | None],
         key: RngKey | None,
         states: SlotStates | None,
-        **options: Any,
-    ) -> ops.Quantized:
+        outputs: tuple[Output, Output],
+        *,
+        statistics: bool = False,
+    ) -> Quantized:
         source = self.columnwise_source if formats["columnwise"] else "original"
         if states is None and not self.stochastic:
-            return ops.quantize(x, **formats, columnwise_source=source, **options)
+            row, column = Target(formats["rowwise"], outputs[0]), Target(formats["columnwise"], outputs[1])
+            return quantize(x, row, column, columnwise_source=source, statistics=statistics)
         keys = self.direction_keys(key)
-        given = states.grids(formats) if states else {}
-        given |= {f"{direction}_key": own for direction, own in keys.items()}
-        made = ops.quantize(x, **formats, columnwise_source=source, **given, **options)
+        grids = states.grids(formats) if states else {}
+        targets = [
+            Target(formats[d], output, keys[d], grids.get(d)) for d, output in zip(DIRECTIONS, outputs, strict=True)
+        ]
+        made = quantize(x, *targets, columnwise_source=source, statistics=statistics)
         if states:
             states.note(x, formats, source, keys["rowwise"])
         return made

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
-from hqsweep.ops import quantize as ops
+from hqsweep.ops.dequantize import dequantize, exact_operand_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,11 +27,11 @@ class Operand:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the source's)."""
-        return ops.dequantize(self.buffers, self.format, self.shape, dtype or self.dtype)
+        return dequantize(self.buffers, self.format, self.shape, dtype or self.dtype)
 
     def operand(self) -> ExactOperand:
         """Exact matrix and epilogue factor for gemm=exact."""
-        return ops.exact_operand_of(self.buffers, self.format, self.shape)
+        return exact_operand_of(self.buffers, self.format, self.shape)
 
     @property
     def nbytes(self) -> int:

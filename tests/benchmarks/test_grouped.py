@@ -6,7 +6,7 @@ from host_clock import HostClock
 
 from benchmarks import grouped, grouped_linear
 from hqsweep.nn.linear_call import LinearCall
-from hqsweep.ops.grouped_layout import GroupedExact
+from hqsweep.ops.packed import PackedExact
 from hqsweep.quant.hybrid import DIRECTIONS
 
 SIZES = (0, 32, 64, 0, 16)
@@ -79,7 +79,7 @@ def test_every_case_runs_and_counts_its_bytes(case, group):
     assert row["us"] > 0 and row["loop_us"] > 0 and ("pass" in row) == (case.goal is not None)
     outputs, written = group.grouped(case)(), 0
     for result in (outputs.rowwise, outputs.columnwise):
-        if isinstance(result, GroupedExact):
+        if isinstance(result, PackedExact):
             tensors = [result.matrix] if result.factor is None else [result.matrix, result.factor]
         else:
             tensors = [] if result is None else list(result.values())

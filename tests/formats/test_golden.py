@@ -29,7 +29,8 @@ from hqsweep.formats.delayed import end_step
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
 from hqsweep.formats.fp8 import FLT_MAX, fp8_scale
 from hqsweep.formats.nvfp4 import stochastic_e2m1
-from hqsweep.ops.quantize import dequantize, quantize
+from hqsweep.ops.dequantize import dequantize
+from hqsweep.ops.quantize import quantize
 
 
 def check_quantizer(case: dict, arrays: Arrays) -> None:

@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.formats import RngKey, RngKeys
-from hqsweep.ops import kernel_grouped
+from hqsweep.ops.addresses import key_table
 
 SLOTS = tuple(f"layers.0.experts/grouped_linear/input/{e}" for e in range(5))
 SEED, STEP = 2**32 + 7, 2**40 + 3
@@ -24,10 +24,10 @@ def test_the_table_of_a_kernel_is_the_same_however_keys_are_given():
     """Of other seeds, slots and parts another one."""
     cpu, tables = torch.device("cpu"), []
     for keys in (RngKeys(seed=SEED, slots=SLOTS, step=0), RngKeys(seed=3, slots=SLOTS, step=0).under("columnwise")):
-        table = kernel_grouped.key_table(keys, cpu)
-        assert torch.equal(table, kernel_grouped.key_table(list(keys), cpu))
+        table = key_table(keys, cpu)
+        assert torch.equal(table, key_table(list(keys), cpu))
         unsigned = [[word & 0xFFFFFFFF for word in row] for row in table.tolist()]
         assert unsigned == [list(key.words) for key in keys]
-        assert kernel_grouped.key_table(keys, cpu) is table
+        assert key_table(keys, cpu) is table
         tables.append(table)
     assert not torch.equal(*tables)

@@ -10,12 +10,12 @@ A failure prints the case: `check(Case(...))` is the same failure again.
 import instruction_sets
 import pytest
 import torch
+from calls import quantize
 from fuzz_cases import DISTRIBUTIONS, DTYPES, NAMES, Case, differences, reference, tensor, texts, variants
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from hqsweep.formats import Identity
-from hqsweep.ops.quantize import quantize
 
 FEW_CASES, CPU_CASES, GPU_CASES, SHARDS, BATCH = 250, 10_000, 2_000, 4, 25
 PARTNERS = {name: texts(name) for name in (*NAMES, "bf16", "fp16", "fp32")}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from calls import quantize
 from fuzz_cases import differences
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.elements import E2M1
-from hqsweep.ops.quantize import quantize
 
 SR = parse("nvfp4+sr")
 KEYS, ROWS = 128, 16

@@ -19,7 +19,7 @@ from hqsweep.gemm.grouped import (
 )
 from hqsweep.gemm.native import capability_of
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
-from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.grouped_operand import quantize_group
 

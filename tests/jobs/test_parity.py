@@ -11,7 +11,7 @@ from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import LayerNormMoE, linear_call
 from hqsweep.nn import call as call_module
-from hqsweep.ops import kernel
+from hqsweep.ops import operators
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, parse_recipe
 from hqsweep.sweep.compose import load_recipe
@@ -50,7 +50,7 @@ def test_routing_covers_all_ordered_pairs(tmp_path):
 
 
 def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):
-    right = kernel.quantize
+    right = operators.quantize
 
     def wrong(x, rowwise, *arguments):
         made = right(x, rowwise, *arguments)
@@ -58,7 +58,7 @@ def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):
             made[0][3, 5] ^= 1
         return made
 
-    monkeypatch.setattr(kernel, "quantize", wrong)
+    monkeypatch.setattr(operators, "quantize", wrong)
     failed = [r for r in run("kernel", tmp_path=tmp_path) if r["status"] == "FAIL"]
     assert {r["subject"] for r in failed} == {"mxfp8"} and len(failed) == 4
     assert failed[0]["first_index"] == "rowwise q[3, 5]"
@@ -66,7 +66,7 @@ def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):
 
 
 def test_a_wrong_count_or_sum_in_the_statistics_is_found(tmp_path, monkeypatch):
-    right, change = kernel.quantize, {}
+    right, change = operators.quantize, {}
 
     def wrong(x, rowwise, *arguments):
         made = right(x, rowwise, *arguments)
@@ -75,7 +75,7 @@ def test_a_wrong_count_or_sum_in_the_statistics_is_found(tmp_path, monkeypatch):
             sums[0][0, change["entry"]] = sums[0][0, change["entry"]] * change["factor"] + change["more"]
         return made
 
-    monkeypatch.setattr(kernel, "quantize", wrong)
+    monkeypatch.setattr(operators, "quantize", wrong)
     for change["entry"], change["factor"], change["more"] in ((5, 1, 1), (1, 1.001, 0)):
         failed = [r for r in run("statistics", tmp_path=tmp_path) if r["status"] == "FAIL"]
         assert {r["subject"] for r in failed} == {"mxfp8"} and failed[0]["mismatches"] == 1

@@ -24,7 +24,7 @@ import hqsweep.nn.grouped_linear
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, set_recipe
-from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.splits import Splits
 
 
 @pytest.mark.parametrize(

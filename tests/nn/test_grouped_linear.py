@@ -69,13 +69,13 @@ def test_recomputation_microbatches_and_cached_weights(quantizers):
 
 def test_a_weight_is_quantized_once_for_all_microbatches(monkeypatch):
     place, made = hqsweep.quant.grouped_operand, []
-    module, real = grouped(), place.quantize_grouped
+    module, real = grouped(), place.quantize
 
-    def spy(x, splits, *formats, **options):
+    def spy(x, *targets, splits, **options):
         made.append(splits.sizes)
-        return real(x, splits, *formats, **options)
+        return real(x, *targets, splits=splits, **options)
 
-    monkeypatch.setattr(place, "quantize_grouped", spy)
+    monkeypatch.setattr(place, "quantize", spy)
     for microbatch in range(3):
         with quantization(step=1, microbatch=microbatch, cache_weights=True):
             module(draw("normal", ROWS, K).requires_grad_(), SPLITS).float().sum().backward()

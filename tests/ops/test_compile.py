@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops import kernel
-from hqsweep.ops.quantize import dequantize, find_amax, quantize
+from hqsweep.ops.dequantize import dequantize
+from hqsweep.ops.kernels import has_kernels
 
 KEY = RngKey(seed=7, slot="test", step=5)
 PAIRS = [("mxfp8", "nvfp4+sr"), ("fp8_current", "fp8_block+2d"), ("nvfp4+row_scaled", "mxfp4+floor")]
@@ -204,5 +205,5 @@ def test_another_gpu_than_the_current_one_is_used():
         pytest.skip("needs two GPUs")
     x = draw("heavy", 64, 160)
     on_second = quantize(x.to("cuda:1"), parse("mxfp8"), parse("nvfp4"))
-    assert on_second.rowwise["q"].device.index == 1 and kernel.has_kernels("cuda")
+    assert on_second.rowwise["q"].device.index == 1 and has_kernels("cuda")
     assert torch.equal(on_second.rowwise["q"].cpu(), quantize(x, parse("mxfp8"), None).rowwise["q"])

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from calls import quantize
 from cases import KERNELS
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops import grouped, kernel_grouped
+from hqsweep.ops import operators
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
-from hqsweep.ops.grouped import quantize_grouped
-from hqsweep.ops.grouped_layout import GroupLayout, Splits
+from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.packed import member_buffers
+from hqsweep.ops.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
@@ -32,18 +34,18 @@ def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, widt
         x = draw("heavy", sum(sizes), width, dtype=torch.bfloat16).to(device)
         formats = {"rowwise": None, "columnwise": format} if columnwise else {"rowwise": format}
         keys = [RngKey(seed=7, slot=f"experts/{e}", step=5) for e in range(len(sizes))]
-        own = {"rowwise_keys": keys, "columnwise_keys": keys}
+        own = {"rowwise_key": keys, "columnwise_key": keys}
         for splits in (Splits.of(sizes, len(x)), device_splits(sizes, device)):
-            made = quantize_grouped(x, splits, **formats, **own)
+            made = quantize(x, splits=splits, **formats, **own)
             packed = made[columnwise]
             layout = GroupLayout(splits=splits, width=width, columnwise=columnwise)
-            buffers = grouped.member_buffers(packed, format, layout)
+            buffers = member_buffers(packed, format, layout)
             for exact, dtype in ((True, None), (False, torch.float32), (False, torch.bfloat16), (False, torch.float16)):
                 members = [decoded(b, format, s, exact, dtype) for b, s in zip(buffers, layout.shapes, strict=True)]
                 wanted = torch.cat([(m.t() if columnwise else m).reshape(-1) for m in members])
                 tensors = [packed[name] for name in format.layout]
-                actual = kernel_grouped.dequantize_grouped(
-                    tensors, text, columnwise, splits.offsets(x.device), len(x), width, exact, wanted.dtype
+                actual = operators.dequantize(
+                    tensors, text, len(x), width, exact, wanted.dtype, splits.offsets(x.device), columnwise
                 )
                 assert actual.dtype == wanted.dtype and torch.equal(actual.view(torch.uint8), wanted.view(torch.uint8))
 
@@ -54,7 +56,7 @@ def decoded(buffers, format, shape, exact, dtype):
 
 def test_what_decoding_at_once_refuses():
     format, splits = parse("mxfp8"), Splits.of((32, 16), 48)
-    buffers = list(quantize_grouped(torch.zeros(48, 32), splits, format).rowwise.values())
+    buffers = list(quantize(torch.zeros(48, 32), format, splits=splits).rowwise.values())
     rest, offsets = (48, 32, True, torch.float32), splits.offsets(torch.device("cpu"))
     for message, tensors, given in (
         (r"buffer q is torch.uint8 \(1535,\) on cpu; it takes 1536", [buffers[0][1:], buffers[1]], offsets),
@@ -63,4 +65,4 @@ def test_what_decoding_at_once_refuses():
         ("expert 0 has rows 0 to 64 of 48", buffers, torch.tensor([0, 64])),
     ):
         with pytest.raises(ValueError, match=message):
-            kernel_grouped.dequantize_grouped(tensors, "mxfp8", False, given, *rest)
+            operators.dequantize(tensors, "mxfp8", *rest, given)

@@ -56,7 +56,7 @@ def test_one_other_bit_changes_the_hash(text, monkeypatch):
 
     def broken(x, rowwise, columnwise, **options):
         made = real(x, rowwise, columnwise, **options)
-        if str(rowwise) == text and options["rowwise_output"] == "codes":
+        if str(rowwise.format) == text and rowwise.output == "codes":
             made.rowwise["q"][-1, -1] ^= 1
         return made
 

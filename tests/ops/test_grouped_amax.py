@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from calls import find_amax
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKeys, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops import grouped_amax
-from hqsweep.ops.grouped_amax import find_amax_grouped
-from hqsweep.ops.grouped_layout import Splits
-from hqsweep.ops.plan import plan_of
-from hqsweep.ops.quantize import find_amax
+from hqsweep.ops.kernels import spec_of
+from hqsweep.ops.splits import Splits
 
 SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
 KEYS = RngKeys(seed=7, slots=tuple(map(str, range(8))), step=2**33 + 5)
@@ -35,11 +33,11 @@ def arguments(case, sizes, width, device):
     experts, made = len(sizes), {}
     generator = torch.Generator().manual_seed(0)
     for name, format, lines in (("out_rowwise", row, sum(sizes)), ("out_columnwise", column, experts * width)):
-        if format and plan_of(format).amax_name:
-            count = lines if plan_of(format).row_scaled else experts
+        if format and spec_of(format).amax_name:
+            count = lines if spec_of(format).row_scaled else experts
             made[name] = (torch.rand(count, generator=generator) ** 8 * 1e3).to(device)
-    if source != "original" and plan_of(row).delayed:
-        made["rowwise_amaxes"] = torch.rand(experts, generator=generator).to(device) * 4
+    if source != "original" and spec_of(row).delayed:
+        made["rowwise_amax"] = torch.rand(experts, generator=generator).to(device) * 4
     return (row, column), {"columnwise_source": source}, made
 
 
@@ -50,7 +48,7 @@ def one_by_one(x, sizes, formats, given, made):
         for name, amaxes in made.items():
             lines = (start, start + size) if name != "out_columnwise" else (e * width, (e + 1) * width)
             part = amaxes[e : e + 1] if len(amaxes) == len(sizes) else amaxes[slice(*lines)]
-            own[name.replace("amaxes", "amax")] = part
+            own[name] = part
         if size:
             find_amax(x[start : start + size], *formats, **given, rowwise_key=KEYS[e], **own)
         start += size
@@ -76,8 +74,8 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, 
         theirs = {name: amaxes.clone() for name, amaxes in ours.items()}
         one_by_one(x, sizes, formats, given, theirs)
         if backend == "auto":
-            monkeypatch.setattr(grouped_amax, "find_amax", lambda *_, **__: pytest.fail("a call for one expert"))
-        find_amax_grouped(x, splits, *formats, **given, rowwise_keys=KEYS, **ours, backend=backend)
+            monkeypatch.setattr("hqsweep.ops.amax._own", lambda *_, **__: pytest.fail("a call for one expert"))
+        find_amax(x, *formats, splits=splits, **given, rowwise_key=KEYS, **ours, backend=backend)
         monkeypatch.undo()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert splits.sizes or "host" not in vars(splits) or backend == "reference"
@@ -88,9 +86,7 @@ def test_rows_beyond_the_last_expert_are_not_read(device):
     sizes, x, out = (16, 0, 32), torch.ones(64, 32, device=device), torch.zeros(3, device=device)
     x[48:] = 9
     given = torch.tensor(sizes, device=device)
-    find_amax_grouped(
-        x, Splits(rows=64, count=3, sizes=None, device_sizes=given), parse("fp8_delayed"), out_rowwise=out
-    )
+    find_amax(x, parse("fp8_delayed"), splits=Splits(rows=64, count=3, sizes=None, device_sizes=given), out_rowwise=out)
     assert out.tolist() == [1, 0, 1]
 
 
@@ -98,13 +94,13 @@ def test_what_is_refused():
     x, out, delayed = torch.ones(48, 32), torch.zeros(2), parse("fp8_delayed")
     for splits, options, message in (
         (Splits.of((16, 16), 32), {"out_rowwise": out}, r"splits of 32 rows for a matrix of shape \(48, 32\)"),
-        (Splits.of((48,), 48), {"out_rowwise": out}, "out_rowwise .* takes 1 contiguous float32"),
-        (Splits.of((16, 32), 48), {"out_columnwise": out}, "no format has no global amax to find for out_columnwise"),
+        (Splits.of((48,), 48), {"out_rowwise": out}, "rowwise out .* takes 1 contiguous float32"),
+        (Splits.of((16, 32), 48), {"out_columnwise": out}, "no format has no global amax to find for columnwise out"),
     ):
         with pytest.raises(UserError, match=message):
-            find_amax_grouped(x, splits, delayed, **options)
+            find_amax(x, delayed, splits=splits, **options)
     formats = (parse("nvfp4+sr"), delayed)
     options = {"columnwise_source": "rowwise_dequantized", "out_rowwise": torch.zeros(2), "out_columnwise": out}
     with pytest.raises(ValueError, match="encode needs an RngKey"):
-        find_amax_grouped(x, Splits.of((16, 32), 48), *formats, **options)
-    find_amax_grouped(x, Splits.of((16, 32), 48), delayed)  # nothing asked for
+        find_amax(x, *formats, splits=Splits.of((16, 32), 48), **options)
+    find_amax(x, delayed, splits=Splits.of((16, 32), 48))  # nothing asked for

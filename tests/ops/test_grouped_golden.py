@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from calls import quantize
 from golden_cases import (
     DIRECTIONS,
     QUANTIZER_CASES,
@@ -14,8 +15,9 @@ from golden_cases import (
 )
 
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.grouped import member_buffers, quantize_grouped
-from hqsweep.ops.grouped_layout import Splits
+from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.packed import member_buffers
+from hqsweep.ops.splits import Splits
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -34,9 +36,9 @@ def test_an_expert_among_others_has_the_golden_bytes(case, device):
         Splits.of(sizes, len(together)),
         Splits(rows=len(together), count=5, sizes=None, device_sizes=given),
     ):
-        made = quantize_grouped(together, splits, *(formats.get(direction) for direction in DIRECTIONS))
+        made = quantize(together, *(formats.get(direction) for direction in DIRECTIONS), splits=splits)
         for direction, format in formats.items():
-            layout = splits.layout(x.shape[1], columnwise=direction == "columnwise")
+            layout = GroupLayout.of(splits, x.shape[1], columnwise=direction == "columnwise")
             own = member_buffers(getattr(made, direction), format, layout)[2]
             got = {name: buffer.cpu() for name, buffer in own.items()}
             golden = golden_buffers(case, arrays, direction, format, *layout.shapes[2])

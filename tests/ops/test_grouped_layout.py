@@ -5,8 +5,8 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.ops import grouped_layout
-from hqsweep.ops.grouped_layout import GroupLayout, Splits, splits_to_offsets
+from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.splits import Splits, splits_to_offsets
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 17, 255, 256, 257, 513, 1024, 100_000])
@@ -65,7 +65,7 @@ def test_splits_of_a_device_are_read_when_they_must_be():
 @pytest.mark.parametrize("kernel", [False, True])
 def test_starts_are_where_the_members_buffers_begin(text, columnwise, kernel, monkeypatch):
     if not kernel:
-        monkeypatch.setattr(grouped_layout, "has_kernels", lambda _: False)
+        monkeypatch.setattr("hqsweep.ops.splits.has_kernels", lambda _: False)
     layout = GroupLayout(splits=Splits.of((48, 0, 16, 176), 240), width=96, columnwise=columnwise)
     format = parse(text)
     starts = layout.starts(format, torch.device("cpu"))

@@ -5,9 +5,8 @@ import pickle
 import pytest
 import torch
 
-from hqsweep.ops import grouped_layout
-from hqsweep.ops.grouped_layout import Splits
-from hqsweep.ops.grouped_padding import PaddedSplits
+from hqsweep.ops.padding import PaddedSplits
+from hqsweep.ops.splits import Splits
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -24,7 +23,7 @@ def padded(sizes, multiple, device="cpu", dtype=torch.int32):
 def test_places_are_the_rows_of_whole_blocks(device, multiple, kernel, monkeypatch):
     """And the matrix has room for the worst splits of so many rows, in whole blocks."""
     if not kernel:
-        monkeypatch.setattr(grouped_layout, "has_kernels", lambda _: False)
+        monkeypatch.setattr("hqsweep.ops.splits.has_kernels", lambda _: False)
     generator = torch.Generator().manual_seed(multiple)
     drawn = [torch.randint(-4, 40, (9,), generator=generator).clamp(0).tolist() for _ in range(20)]
     for sizes in (*drawn, [1] * 9, [0, 0, 3], [multiple] * 3, [multiple + 1] * 4, [5]):

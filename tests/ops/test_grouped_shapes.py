@@ -5,8 +5,8 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.ops.grouped_layout import GroupLayout
-from hqsweep.ops.grouped_shapes import Shapes, ShapesLayout
+from hqsweep.ops.layout import GroupLayout, ShapesLayout
+from hqsweep.ops.shapes import Shapes
 
 
 def test_members_follow_each_other_and_leave_the_rest_alone():

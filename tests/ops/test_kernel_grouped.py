@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from calls import quantize
 from cases import KERNELS
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops import grouped
-from hqsweep.ops.grouped import quantize_grouped
-from hqsweep.ops.grouped_layout import Splits
-from hqsweep.ops.quantize import quantize
+from hqsweep.ops.kernels import NO_KEY
+from hqsweep.ops.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
@@ -38,10 +37,10 @@ def formats_of(case):
 def one_by_one(x, sizes, case, **options):
     """Packed results of a call for each expert, {direction: {buffer: flat}}."""
     made, start = [], 0
-    per_expert = {name: options.pop(name) for name in list(options) if name.endswith("_grids")}
+    per_expert = {name: options.pop(name) for name in list(options) if name.endswith("_grid")}
     for e, size in enumerate(sizes):
         own = {f"{d}_key": keys(len(sizes), d)[e] for d in ("rowwise", "columnwise")}
-        own |= {name.removesuffix("s"): grids[e] for name, grids in per_expert.items()}
+        own |= {name: grids[e] for name, grids in per_expert.items()}
         made.append(quantize(x[start : start + size], **formats_of(case), **own, **options))
         start += size
     packed = {}
@@ -60,9 +59,9 @@ def tensors_of(result) -> dict[str, torch.Tensor]:
 
 def at_once(x, splits, case, monkeypatch, **options):
     """The same from one call, which must not fall back on calls for each expert."""
-    monkeypatch.setattr(grouped, "quantize", lambda *_, **__: pytest.fail("a call for one expert"))
-    own = {f"{d}_keys": keys(splits.count, d) for d in ("rowwise", "columnwise")}
-    made = quantize_grouped(x, splits, **formats_of(case), **own, **options)
+    monkeypatch.setattr("hqsweep.ops.quantize._of_member", lambda *_, **__: pytest.fail("a call for one expert"))
+    own = {f"{d}_key": keys(splits.count, d) for d in ("rowwise", "columnwise")}
+    made = quantize(x, splits=splits, **formats_of(case), **own, **options)
     monkeypatch.undo()
     return {direction: tensors_of(getattr(made, direction)) for direction in ("rowwise", "columnwise")}
 
@@ -179,7 +178,7 @@ def test_given_amaxes_are_the_experts_own(text, device, monkeypatch):
     for direction in ("rowwise", "columnwise"):
         tall = [(size if direction == "rowwise" else 128) if "row" in text else 1 for size in SIXTEENS]
         amaxes = [1.0 + e + torch.arange(float(rows)).view(-1, 1) for e, rows in enumerate(tall)]
-        grids[f"{direction}_grids"] = [{name: amax.to(device)} for amax in amaxes]
+        grids[f"{direction}_grid"] = [{name: amax.to(device)} for amax in amaxes]
     case = (text, text, "original")
     expected = one_by_one(x, SIXTEENS, case, **grids)
     assert_same(at_once(x, Splits.of(SIXTEENS, len(x)), case, monkeypatch, **grids), expected)
@@ -188,18 +187,19 @@ def test_given_amaxes_are_the_experts_own(text, device, monkeypatch):
 def test_what_a_call_for_each_expert_refuses_is_refused():
     x, format = torch.zeros(48, 32), parse("nvfp4")
     with pytest.raises(UserError, match=r"expert 1: .* takes a multiple of 16 rows"):
-        quantize_grouped(x, Splits.of((32, 12, 4), 48), None, format)
+        quantize(x, None, format, splits=Splits.of((32, 12, 4), 48))
     with pytest.raises(UserError, match=r"expert 0: .* takes its scale from the amaxes of earlier steps"):
-        quantize_grouped(x, Splits.of((48,), 48), parse("fp8_delayed"))
+        quantize(x, parse("fp8_delayed"), splits=Splits.of((48,), 48))
     with pytest.raises(ValueError, match="encode needs an RngKey"):
-        quantize_grouped(x, Splits.of((48,), 48), parse("nvfp4+sr"))
+        quantize(x, parse("nvfp4+sr"), splits=Splits.of((48,), 48))
 
 
 def operator_arguments(x, offsets, **changes):
-    given = {"sizes": None, "rowwise": "mxfp8", "columnwise": "mxfp8", "dequantized": False}
-    given |= {"rowwise_exact": False, "columnwise_exact": False, "rowwise_keys": None, "columnwise_keys": None}
-    given |= {"step": 0, "rowwise_amax": None, "columnwise_amax": None}
-    return (x, offsets, *(given | changes).values())
+    arguments = {"rowwise": "mxfp8", "columnwise": "mxfp8", "dequantized": False}
+    arguments |= {"rowwise_exact": False, "columnwise_exact": False, "rowwise_key": NO_KEY, "columnwise_key": NO_KEY}
+    arguments |= {"rowwise_amax": None, "columnwise_amax": None, "statistics": False, "offsets": offsets}
+    arguments |= {"sizes": None, "rowwise_keys": None, "columnwise_keys": None, "by_rows": False}
+    return (x, *(arguments | changes).values())
 
 
 @pytest.mark.parametrize(
@@ -211,21 +211,21 @@ def operator_arguments(x, offsets, **changes):
         ("expert 1 has rows 16 to 64 of 48", [0, 16, 64], {}),
         ("expert 0: the contracted axis has 8 elements, must be a multiple of 16", [0, 8], {"columnwise": "nvfp4"}),
         (r"offsets are torch.int32 \(2,\) on cpu; they take int64", torch.tensor([0, 48], dtype=torch.int32), {}),
-        (r"2 sizes of 48 rows for 1 experts", [0, 48], {"sizes": [16, 32]}),
-        (r"1 sizes of 32 rows for 1 experts and a matrix of shape \(48, 32\)", [0, 48], {"sizes": [32]}),
+        (r"2 sizes of 48 rows for 1 members", [0, 48], {"sizes": [16, 32]}),
+        (r"1 sizes of 32 rows for 1 members and a matrix of shape \(48, 32\)", [0, 48], {"sizes": [32]}),
         (r"keys are torch.int64 \(1, 2\) on cpu", [0, 48], {"rowwise_keys": torch.zeros(1, 2, dtype=torch.int64)}),
     ],
 )
 def test_wrong_arguments_of_the_operator(message, offsets, changes):
     offsets = offsets if isinstance(offsets, torch.Tensor) else torch.tensor(offsets)
     with pytest.raises(ValueError, match=message):
-        torch.ops.hqsweep.quantize_grouped(*operator_arguments(torch.zeros(48, 32), offsets, **changes))
+        torch.ops.hqsweep.quantize(*operator_arguments(torch.zeros(48, 32), offsets, **changes))
 
 
 @devices
 def test_rows_beyond_the_last_expert_are_left_out(device):
     x = draw("heavy", 96, 128, dtype=torch.bfloat16).to(device)
-    made = torch.ops.hqsweep.quantize_grouped(*operator_arguments(x, torch.tensor([0, 32, 80], device=device)))
+    made = torch.ops.hqsweep.quantize(*operator_arguments(x, torch.tensor([0, 32, 80], device=device)))
     expected = one_by_one(x[:80], (32, 48), ("mxfp8", "mxfp8", "original"))
     wanted = [tensor for direction in expected.values() for tensor in direction.values()]
     assert all(torch.equal(got[: tensor.numel()], tensor) for got, tensor in zip(made, wanted, strict=True))
@@ -238,13 +238,13 @@ def test_the_operators_keep_the_rules_of_torch_library(sizes, exact):
     changes = {"sizes": sizes, "rowwise_exact": exact, "columnwise_exact": exact, "columnwise": "fp8_current"}
     arguments = operator_arguments(x, offsets, **changes)
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")  # unwritten bytes differ by run
-    torch.library.opcheck(torch.ops.hqsweep.quantize_grouped.default, arguments, test_utils=utilities)
-    decoded = ([x.new_zeros(96 * 64, dtype=torch.uint8), x.new_zeros(64 * 4, dtype=torch.uint8)], "mxfp8", True)
-    arguments = (*decoded, offsets, 96, 64, exact, torch.float32)
-    torch.library.opcheck(torch.ops.hqsweep.dequantize_grouped.default, arguments, test_utils=utilities)
-    facts = ("fp8_delayed", "fp8_current", False, None, 0, None, torch.zeros(2), torch.zeros(2))
-    arguments = (torch.ones(48, 32), torch.tensor([0, 16, 48]), *facts)
-    torch.library.opcheck(torch.ops.hqsweep.find_amax_grouped_.default, arguments, test_utils=utilities)
+    torch.library.opcheck(torch.ops.hqsweep.quantize.default, arguments, test_utils=utilities)
+    buffers = [x.new_zeros(96 * 64, dtype=torch.uint8), x.new_zeros(64 * 4, dtype=torch.uint8)]
+    arguments = (buffers, "mxfp8", 96, 64, exact, torch.float32, offsets, True)
+    torch.library.opcheck(torch.ops.hqsweep.dequantize.default, arguments, test_utils=utilities)
+    amaxes = (None, torch.zeros(2), torch.zeros(2))
+    arguments = (torch.ones(48, 32), "fp8_delayed", "fp8_current", False, NO_KEY, *amaxes, torch.tensor([0, 16, 48]))
+    torch.library.opcheck(torch.ops.hqsweep.find_amax_.default, arguments, test_utils=utilities)
     torch.library.opcheck(torch.ops.hqsweep.split_offsets.default, (torch.tensor([3, 4]), [1, 32], [5, 6], False))
 
 
@@ -255,11 +255,11 @@ def test_gpu_graph_serves_other_splits_without_waiting(case):
     x = draw("heavy", sum(SIXTEENS), 256, dtype=torch.bfloat16).cuda()
     splits = Splits(rows=len(x), count=len(SIXTEENS), sizes=None, device_sizes=None)
     offsets = torch.zeros(len(SIXTEENS) + 1, dtype=torch.int64, device="cuda")
-    splits.__dict__["_offsets"] = {x.device: offsets}
-    own = {f"{d}_keys": keys(splits.count, d) for d in ("rowwise", "columnwise")}
+    splits.cached("offsets", lambda device: offsets, x.device)
+    own = {f"{d}_key": keys(splits.count, d) for d in ("rowwise", "columnwise")}
 
     def call():
-        return quantize_grouped(x, splits, **formats_of(case), **own, backend="kernel")
+        return quantize(x, splits=splits, **formats_of(case), **own, backend="kernel")
 
     offsets.copy_(torch.tensor([0, *[len(x)] * len(SIXTEENS)]))
     call()

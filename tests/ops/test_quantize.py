@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.ops import kernel
+from hqsweep.ops.kernels import supports
 from hqsweep.ops.quantize import encode, exact_operand
 
 KEY = RngKey(seed=7, slot="test", step=2**33 + 5)
@@ -48,7 +48,7 @@ def test_exact_operand_equals_decoding_the_codes(text):
 
 def test_identity_and_given_grids_take_the_reference():
     x = draw("normal", 16, 32)
-    assert not kernel.supports(x, parse("bf16"))
+    assert not supports(x, parse("bf16"))
     format = parse("mxfp8")
     doubled = {"s": format.grid(x)["s"] * 2}
     assert torch.equal(encode(x, format, grid=doubled)["s"], encode(x, format)["s"] + 1)
@@ -108,8 +108,8 @@ def test_gpu_exact_operand_is_the_reference_operand(text, distribution):
 @pytest.mark.gpu
 def test_gpu_kernel_serves_every_format_but_identity():
     x = draw("normal", 96, 160).cuda()
-    assert all(kernel.supports(x, parse(text)) for text in KERNELS)
-    assert not kernel.supports(x, parse("bf16"))
+    assert all(supports(x, parse(text)) for text in KERNELS)
+    assert not supports(x, parse("bf16"))
 
 
 @pytest.mark.gpu

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from calls import find_amax, quantize
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.quantize import dequantize, exact_operand_of, find_amax, quantize
+from hqsweep.ops.dequantize import dequantize, exact_operand_of
 
 KEY = RngKey(seed=7, slot="test", step=5)
 X = draw("heavy", 48, 80)
@@ -39,8 +40,8 @@ def test_words_that_nobody_knows():
     mxfp8 = parse("mxfp8")
     wrong = {
         "columnwise_source": ("orignal", "columnwise_source is 'orignal' .did you mean 'original'"),
-        "rowwise_output": ("code", "rowwise_output is 'code' .did you mean 'codes'"),
-        "columnwise_output": ("bytes", "columnwise_output is 'bytes'.*allowed: codes, exact"),
+        "rowwise_output": ("code", "rowwise output is 'code' .did you mean 'codes'"),
+        "columnwise_output": ("bytes", "columnwise output is 'bytes'.*allowed: codes, exact"),
         "backend": ("kernal", "backend is 'kernal' .did you mean 'kernel'"),
     }
     for name, (word, message) in wrong.items():
@@ -119,10 +120,10 @@ def test_a_found_amax_given_to_quantize_changes_nothing(texts, source):
 
 def test_amaxes_that_cannot_be_found():
     out, nvfp4 = torch.zeros(1, 1), parse("nvfp4")
-    refused("mxfp8 has no global amax to find for out_rowwise", find_amax, X, parse("mxfp8"), out_rowwise=out)
-    refused("no format has no global amax to find for out_columnwise", find_amax, X, nvfp4, out_columnwise=out)
+    refused("mxfp8 has no global amax to find for rowwise out", find_amax, X, parse("mxfp8"), out_rowwise=out)
+    refused("no format has no global amax to find for columnwise out", find_amax, X, nvfp4, out_columnwise=out)
     dequantized = {"columnwise_source": "rowwise_dequantized", "out_columnwise": out}
-    refused("give rowwise_amax or out_rowwise", find_amax, X, nvfp4, nvfp4, **dequantized)
+    refused("give rowwise amax or out", find_amax, X, nvfp4, nvfp4, **dequantized)
     refused("it takes 1 contiguous float32", find_amax, X, nvfp4, out_rowwise=torch.zeros(3, 1))
     find_amax(X, nvfp4, nvfp4)  # nothing asked for
 

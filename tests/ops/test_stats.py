@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.quantize import quantize
 from hqsweep.ops.stats import finite_or_none, output_error, tensor_error
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from calls import quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.quantize import quantize
 from hqsweep.ops.stream import stream_statistics
 
 

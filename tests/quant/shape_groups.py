@@ -1,10 +1,10 @@
 """Members of any shapes for tests of groups, and what each is alone."""
 
 import torch
+from calls import quantize
 
 from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.quantize import quantize
 from hqsweep.quant import GroupedTensor, HybridQuantizer
 from hqsweep.quant.delayed import DelayedState, SlotStates
 

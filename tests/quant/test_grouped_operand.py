@@ -9,9 +9,9 @@ from cases import STATELESS
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.grouped_layout import GroupLayout, Splits
-from hqsweep.ops.kernel_grouped import packed_allocations
-from hqsweep.ops.plan import plan_of
+from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.outputs import Matrices, Wanted, allocations
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer, Operand
 from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatten_group
 
@@ -68,10 +68,9 @@ def test_only_what_is_asked_for_is_made(text):
 
 def capacity(format, sizes, width, columnwise):
     """Buffer -> entries that the kernel makes room for where it does not know the sizes; {} without a kernel."""
-    p = plan_of(format)
-    shape = (sum(sizes), width, len(sizes), None)
-    made = packed_allocations(p, *shape, columnwise, False, False, False) if p.buffers else []
-    return {name: count for (name, *_), (count, _) in zip(p.buffers, made, strict=True)}
+    matrices, wanted = Matrices(sum(sizes), width, len(sizes)), Wanted(format.text, columnwise, False, False)
+    made = allocations(matrices, wanted, False)
+    return {name: count for name, ((count,), _) in zip(format.layout, made, strict=True)}
 
 
 @pytest.mark.parametrize("text", STATELESS)

@@ -10,8 +10,7 @@ from golden_cases import QUANTIZER_CASES, Arrays, as_matrix, check_encoded, dire
 from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
 from hqsweep.formats import Identity
-from hqsweep.ops import grouped as grouped_ops
-from hqsweep.ops.grouped_shapes import Shapes
+from hqsweep.ops.shapes import Shapes
 from hqsweep.quant import GroupedTensor, HybridQuantizer, grouped_operand
 from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatten_group
 
@@ -88,9 +87,8 @@ def assert_exact(members, expected):
 def test_rows_alone_are_one_call(text, monkeypatch):
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES["wide"])
     expected, calls = alone(x, quantizer, columnwise=False), []
-    for module in (grouped_ops, grouped_operand):
-        monkeypatch.setattr(module, "quantize_grouped", _counted(module.quantize_grouped, calls))
-    monkeypatch.setattr(grouped_ops, "quantize", lambda *_, **__: pytest.fail("a call for one member"))
+    monkeypatch.setattr(grouped_operand, "quantize", _counted(grouped_operand.quantize, calls))
+    monkeypatch.setattr("hqsweep.ops.quantize._of_member", lambda *_: pytest.fail("a call for one member"))
     w = GroupedTensor.quantize(x, quantizer, key=KEY, directions=("rowwise",))
     assert_members(w.rowwise, expected, "rowwise")
     assert len(calls) == 1

@@ -19,6 +19,7 @@ from hqsweep.jobs.calibrate.row import Expectation, calibration_row
 from hqsweep.jobs.calibrate.sqnr_tables import ROWS, emulated_db, published_db
 from hqsweep.jobs.calibrate.sqnr_theory import theoretical_sqnr_db
 from hqsweep.ops.quantize import quantize
+from hqsweep.ops.request import Target
 
 ROUNDED_DB = 0.1
 """Room for the rounding of published numbers, and for one draw."""
@@ -68,7 +69,7 @@ def sqnr_rows(
     x = draw(distribution, *shape, seed).to(device)
     for format in map(parse, formats):
         key = RngKey(seed=seed, slot=f"calibrate/{distribution}", step=0)
-        measured = quantize(x, format, rowwise_key=key, statistics=True).rowwise_statistics.row()
+        measured = quantize(x, Target(format, key=key), statistics=True).rowwise_statistics.row()
         known = list(expectations(format, distribution, shape))
         for expected in known or [None]:
             yield calibration_row("sqnr", str(format), distribution, measured["sqnr_db"], expected, measured)

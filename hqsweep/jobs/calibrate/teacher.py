@@ -19,6 +19,7 @@ from hqsweep.jobs.calibrate.row import Expectation, calibration_row
 from hqsweep.jobs.calibrate.sqnr import draw, expectations
 from hqsweep.nn import Linear, quantization
 from hqsweep.ops.quantize import quantize
+from hqsweep.ops.request import Target
 from hqsweep.ops.stats import output_error
 from hqsweep.optim import FusedAdam
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -108,7 +109,7 @@ def _nsr(format: Format) -> float:
     if known is not None:
         return 10 ** (-known.expected_db / 10)
     key = RngKey(seed=0, slot="calibrate", step=0)
-    made = quantize(draw("normal", GEMM_DIM, GEMM_DIM, 0), format, rowwise_key=key, statistics=True)
+    made = quantize(draw("normal", GEMM_DIM, GEMM_DIM, 0), Target(format, key=key), statistics=True)
     return 10 ** (-made.rowwise_statistics.row()["sqnr_db"] / 10)
 
 

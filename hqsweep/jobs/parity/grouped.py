@@ -32,8 +32,8 @@ from hqsweep.jobs.parity.compare_bytes import named_pairs, row
 from hqsweep.jobs.parity.training import Check, Rows
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.router import Routing
-from hqsweep.ops.grouped_layout import Splits
 from hqsweep.ops.request import SOURCES
+from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import DIRECTIONS
 from hqsweep.recipe.sectioned import Recipe

@@ -31,8 +31,8 @@ from hqsweep.jobs.parity.outcomes import gathered, outcomes, same_up_to_rounding
 from hqsweep.jobs.parity.training import TRAINING_CHECKS, Check, Rows
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
-from hqsweep.ops import kernel
 from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.ops.kernels import supports
 from hqsweep.ops.request import SOURCES
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
@@ -67,7 +67,7 @@ def kernel_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> Rows:
-    if not kernel.supports(x, format):
+    if not supports(x, format):
         yield skip("cpu", str(format), case, "no compiled kernel: the reference is what runs")
         return
     expected = outcomes(format, x, KEY, "reference")
@@ -84,7 +84,7 @@ def statistics_check(config: ParityConfig, device: torch.device) -> Rows:
     for format in _formats(config):
         for distribution in config.parity.distributions:
             x = draw(distribution, *STATISTICS_SHAPE, config.seed).to(device)
-            if not kernel.supports(x, format):
+            if not supports(x, format):
                 yield skip("statistics", str(format), distribution, "no compiled kernel: the reference is what runs")
                 continue
             expected, actual = (gathered(format, x, KEY, backend) for backend in ("reference", "kernel"))

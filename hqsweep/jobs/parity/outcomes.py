@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import ExactOperand, Format, RngKey
-from hqsweep.ops import quantize as ops
+from hqsweep.ops.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.quantize import quantize
+from hqsweep.ops.request import Target
 from hqsweep.ops.stats import Statistics
 
 SUMS_RTOL = 1e-5
@@ -16,21 +18,19 @@ SUMS_ATOL = 1e-33
 def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
     """Codes, scales, amaxes and exact matrices of both directions in one call each, with found and with given amaxes,
     and what decoding the codes gives."""
-    options = {"rowwise_key": key, "columnwise_key": key, "backend": backend}
-    made = ops.quantize(x, format, format, **options)
-    exact = ops.quantize(x, format, format, rowwise_output="exact", columnwise_output="exact", **options)
-    amaxes, name = {}, format.amax_name
+    codes, exact = (Target(format, output, key) for output in ("codes", "exact"))
+    made, exact = (quantize(x, target, target, backend=backend) for target in (codes, exact))
+    grids, name = (None, None), format.amax_name
     if name:
-        for direction, matrix in (("rowwise", x), ("columnwise", x.t())):
-            amaxes[f"{direction}_grid"] = {name: format.grid(matrix)[name] * 2}
-    given = ops.quantize(x, format, format, **amaxes, **options)
+        grids = tuple({name: format.grid(matrix)[name] * 2} for matrix in (x, x.t()))
+    given = quantize(x, *(codes._replace(grid=grid) for grid in grids), backend=backend)
     results = {}
     for direction, shape in (("rowwise", tuple(x.shape)), ("columnwise", tuple(x.shape)[::-1])):
         buffers = getattr(made, direction)
         results |= {f"{direction} {name}": tensor for name, tensor in buffers.items()}
         results |= {f"{direction} {name}, given amax": t for name, t in getattr(given, direction).items()}
-        decoded = ops.dequantize(buffers, format, shape, x.dtype, backend)
-        again = ops.exact_operand_of(buffers, format, shape, backend)
+        decoded = dequantize(buffers, format, shape, x.dtype, backend)
+        again = exact_operand_of(buffers, format, shape, backend)
         results[f"{direction} dequantized"] = one_nan(decoded)
         results[f"{direction} exact operand"] = _exact_matrix(getattr(exact, direction), format)
         results[f"{direction} exact operand of codes"] = _exact_matrix(again, format)
@@ -39,7 +39,7 @@ def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
 
 def gathered(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
     """Sums and counts of every tile and sums of every row, of both directions, as float32."""
-    made = ops.quantize(x, format, format, rowwise_key=key, columnwise_key=key, statistics=True, backend=backend)
+    made = quantize(x, Target(format, key=key), Target(format, key=key), statistics=True, backend=backend)
     rowwise, columnwise = _tensors(made.rowwise_statistics), _tensors(made.columnwise_statistics)
     named = {f"rowwise {name}": t for name, t in rowwise.items()}
     return named | {f"columnwise {name}": t for name, t in columnwise.items()}

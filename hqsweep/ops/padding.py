@@ -1,16 +1,16 @@
-"""Splits that only a device knows, filled up there: every expert gets whole blocks of rows, and nothing waits.
+"""Splits that only a device knows, filled up there: every member gets whole blocks of rows, and nothing waits.
 
 Nobody but the device knows how many rows that takes, so the matrix has as many as any splits of so many rows can need;
-what is left over stands behind the last expert and belongs to none. Kernels leave it out.
+what is left over stands behind the last member and belongs to none. Kernels leave it out.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from hqsweep.ops.grouped_layout import Splits, offsets_of
+from hqsweep.ops.splits import Splits, offsets_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,19 +24,15 @@ class PaddedSplits(Splits):
 
     @classmethod
     def over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
-        """Of splits whose sizes the host does not know, on that device. Made once."""
-        kept = base.__dict__.setdefault("_padded", {})
-        made = kept.get((multiple, device))
-        if made is None:
-            most = base.rows + min(base.count, base.rows) * (multiple - 1)
-            starts = offsets_of(base.on(device), [1, multiple], [1, multiple])
-            made = cls(
-                rows=most // multiple * multiple, count=base.count, sizes=None, device_sizes=starts[1].diff(),
-                base=base, multiple=multiple, starts=starts,
-            )  # fmt: skip
-            if type(starts) is Tensor:  # and not one of a trace
-                kept[multiple, device] = made
-        return made
+        """Those over splits whose sizes the host does not know, on that device. Made once."""
+        return base.cached("padded", partial(cls._over, base), multiple, device)
+
+    @classmethod
+    def _over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
+        most = base.rows + min(base.count, base.rows) * (multiple - 1)
+        starts = offsets_of(base.on(device), [1, multiple], [1, multiple])
+        fields = {"rows": most // multiple * multiple, "count": base.count, "sizes": None}
+        return cls(**fields, device_sizes=starts[1].diff(), base=base, multiple=multiple, starts=starts)
 
     @cached_property
     def host(self) -> tuple[int, ...]:
@@ -50,13 +46,13 @@ class PaddedSplits(Splits):
         return moved + torch.arange(self.base.rows, device=moved.device)
 
     @cached_property
-    def _experts(self) -> Tensor:
-        """int64 [rows]: whose each row is; the last one's where it is nobody's."""
+    def _members(self) -> Tensor:
+        """int64 [rows]: the member of each row; padding rows count as the last member's."""
         rows = torch.arange(self.rows, device=self.starts.device)
         return torch.bucketize(rows, self.starts[1, 1:], right=True).clamp(max=self.count - 1)
 
     def spread(self, values: Tensor) -> Tensor:
-        return values.index_select(0, self._experts)
+        return values.index_select(0, self._members)
 
     def _make_offsets(self, device: torch.device) -> Tensor:
         return self.starts[1].to(device)

@@ -9,14 +9,13 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
 
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Format
-from hqsweep.ops.grouped_layout import Splits
-from hqsweep.ops.member_layout import MemberLayout, refuse_unlike
+from hqsweep.ops.layout import GroupLayout, Layout, ShapesLayout
+from hqsweep.ops.splits import Splits
 
 WIDEST = 4096
 """Columns of a folded matrix, at most: the kernels work in tiles, of which fewer rows would leave a part empty."""
@@ -32,17 +31,17 @@ class Shapes:
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]]) -> "Shapes":
         """From the shapes of one member or more; UserError for one that is not [rows, columns]."""
-        made = tuple(tuple(map(operator.index, shape)) for shape in shapes)
-        for member, shape in enumerate(made):
+        members = tuple(tuple(map(operator.index, shape)) for shape in shapes)
+        for member, shape in enumerate(members):
             if len(shape) != 2 or min(shape) < 0:
                 raise UserError(f"member {member} of a group has the shape {list(shape)}; it takes [rows, columns]")
-        if not made:
+        if not members:
             raise UserError("a group has one member or more, and no shapes were given")
-        return cls(made)
+        return cls(members)
 
     @property
     def count(self) -> int:
-        """Of members."""
+        """Number of members."""
         return len(self.members)
 
     @cached_property
@@ -77,11 +76,11 @@ class Shapes:
         pieces = flat[: self.total].split_with_sizes(self.sizes)
         return [piece.view(shape) for piece, shape in zip(pieces, self.members, strict=True)]
 
-    def layout(self, *, columnwise: bool) -> MemberLayout:
-        """Of the operands: GroupLayout for members of one width."""
+    def layout(self, *, columnwise: bool) -> Layout:
+        """The layout of the operands: GroupLayout for members of one width."""
         if self.width is not None:
-            return self.splits.layout(self.width, columnwise=columnwise)
-        return ShapesLayout(members=self, columnwise=columnwise)
+            return GroupLayout.of(self.splits, self.width, columnwise=columnwise)
+        return ShapesLayout(members=self.members, columnwise=columnwise)
 
     def folded(self, format: Format) -> tuple[int, Splits] | None:
         """(width, splits) of a matrix on the same elements whose members have the same packed operands: those of a
@@ -94,25 +93,3 @@ class Shapes:
                 return None
         sizes = tuple(size // width for size in self.sizes)
         return width, Splits(rows=sum(sizes), count=self.count, sizes=sizes)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShapesLayout(MemberLayout):
-    """That of members of unlike widths, which no matrix [rows, width] holds."""
-
-    members: Shapes
-    columnwise: bool
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """Of the members."""
-        return [(k, m) if self.columnwise else (m, k) for m, k in self.members.members]
-
-    @property
-    def splits(self) -> NoReturn:
-        """Asked for by what multiplies all members at once."""
-        self.refuse_product()
-
-    def refuse_product(self) -> NoReturn:
-        """UserError that names a member."""
-        refuse_unlike(self.members.members, "a grouped product", one_width=True)

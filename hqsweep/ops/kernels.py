@@ -1,0 +1,119 @@
+"""KernelSpec: what the compiled extension needs to know about a format, worked out once."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Format, parse
+from hqsweep.memo import constant_result, memo
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types of elements, by the extension's numbers."""
+NO_KEY = [0, 0, 0]
+"""Philox key words and step where nothing is random."""
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), skipping the call when the dtype already matches."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+@cache
+def extension():
+    """The compiled module hqsweep._C, or None when it was not built."""
+    try:
+        from hqsweep import _C
+    except ImportError:
+        return None
+    return _C
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    if extension() is None:
+        return ()
+    return ("cpu", "cuda") if extension().build_info()["cuda"] else ("cpu",)
+
+
+@constant_result
+def has_kernels(device_type: str) -> bool:
+    """Whether the extension was built, and for that type of device."""
+    return device_type in _devices()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelSpec:
+    """What all calls of the kernels for one format share.
+
+    It has no methods, because torch.compile cannot guard bound methods of objects that a constant_result returns.
+    """
+
+    format: Format
+    text: str
+    """The canonical text, by which operators name the format."""
+    compiled: object | None
+    """The extension's Spec, or None without a kernel."""
+    names: tuple[str, ...]
+    """The format's buffers in the order of its layout, which is that of the operators."""
+    buffers: tuple[tuple[str, int, int, torch.dtype], ...]
+    """Name, rows and columns per entry, dtype (plain values, which graphs can be traced through)."""
+    amax_name: str | None
+    """The buffer of a grid that is a global amax: the only one that kernels take."""
+    delayed: bool
+    """Whether that amax must be given, because the format's comes from earlier steps."""
+    multiple: int
+    """What the length of the contracted axis must be a multiple of."""
+    row_scaled: bool
+    stochastic: bool
+    divisor: float
+    """The divisor of the exact operand."""
+    exact_dtypes: tuple[torch.dtype, torch.dtype]
+    """dtype of the matrix that gemm=exact multiplies, on the CPU and on a GPU."""
+
+
+@memo
+def spec_of(format: Format) -> KernelSpec:
+    """The kernel spec of a format, made once."""
+    fields, compiled = format.kernel_fields, None
+    if fields and extension():
+        compiled = extension().Spec(**fields, tile_rows=format.tile[0], tile_cols=format.tile[1])
+    return KernelSpec(
+        format=format,
+        text=format.text,
+        compiled=compiled,
+        names=tuple(format.layout),
+        buffers=tuple((name, b.rows, b.cols, b.dtype) for name, b in format.layout.items()),
+        amax_name=format.amax_name,
+        delayed=format.delayed,
+        multiple=format.column_multiple,
+        row_scaled=format.row_scaled,
+        stochastic=format.stochastic,
+        divisor=format.divisor,
+        exact_dtypes=(format.exact_dtype(False), format.exact_dtype(True)),
+    )
+
+
+@memo
+def spec_named(text: str) -> KernelSpec:
+    """The kernel spec of a format's text, as operators know it."""
+    return spec_of(parse(text))
+
+
+def supports(x: Tensor, *formats: Format) -> bool:
+    """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
+    known = all(spec_of(format).compiled is not None for format in formats)
+    return x.dtype in DTYPES and has_kernels(x.device.type) and known
+
+
+def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:
+    """UserError unless `amax` holds the `count` numbers that the kernels read through its address."""
+    if amax is None:
+        return
+    if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:
+        return
+    got = f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}"
+    got += "" if amax.is_contiguous() else ", not contiguous"
+    raise UserError(f"{name} for {spec.text} is {got}; it takes {count} contiguous float32 on {x.device}")

@@ -1,0 +1,136 @@
+"""Which tensors the quantize operator returns, and which addresses of the extension's Direction they are."""
+
+from typing import NamedTuple
+
+import torch
+
+from hqsweep.memo import memo
+from hqsweep.ops.kernels import DTYPES, KernelSpec, spec_named
+
+TILE = 128
+"""Side of the tiles of X over which statistics are summed."""
+SUMS = 8
+"""Sums per tile (csrc/quantize.h, TileSums)."""
+Allocation = tuple[tuple[int, ...], torch.dtype]
+ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
+"""Arguments of the extension's Direction, from its fifth on."""
+
+
+class Matrices(NamedTuple):
+    """The size of X, and whose rows they are. Without members X is one matrix."""
+
+    rows: int
+    cols: int
+    members: int | None = None
+    """How many matrices own the rows, one after the other."""
+    sizes: tuple[int, ...] | None = None
+    """The rows of each member where the host knows them."""
+
+
+class Wanted(NamedTuple):
+    """What one direction is asked for."""
+
+    text: str
+    columnwise: bool
+    exact: bool
+    given: bool
+    """Whether its global amaxes are given."""
+    statistics: bool = False
+    by_rows: bool = False
+    """Exact values of columnwise members stand where the elements of X do that they come from."""
+
+
+class Outputs(NamedTuple):
+    """The tensors of one direction, for all calls of one shape."""
+
+    spec: KernelSpec
+    tensors: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    """Shape, stride and dtype, in the order of the operator's outputs; then scratch."""
+    scratch: int
+    """How many of the last tensors are no outputs, and only needed until the call has run."""
+    places: list[tuple[int, int]]
+    """Pairs of a tensor and its place in ADDRESSES."""
+    exact_dtype: int
+    amaxes: int
+    """How many global amaxes there are."""
+    by_rows: bool
+
+
+def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
+    """Shape and dtype of the operator's outputs in one direction: the format's buffers, or the exact matrix and its
+    factor; then sums and row errors. A given global amax that is itself a buffer is not among them.
+
+    Members are packed, flat: exactly where the host knows the sizes, otherwise with room for any.
+    """
+    spec = spec_named(wanted.text)
+    held = "g" if wanted.given and spec.amax_name == "g" else None
+    if wanted.exact:
+        buffers = [(1, 1, spec.exact_dtypes[on_gpu])]
+        if spec.amax_name and spec.amax_name != held:
+            factor = spec.format.layout[spec.amax_name]
+            buffers.append((factor.rows, factor.cols, torch.float32))
+    else:
+        buffers = [(down, across, dtype) for name, down, across, dtype in spec.buffers if name != held]
+    if x.members is not None:
+        return [((_packed_entries(x, wanted.columnwise, down, across),), dtype) for down, across, dtype in buffers]
+    rows, cols = (x.cols, x.rows) if wanted.columnwise else (x.rows, x.cols)
+    shapes: list[Allocation] = [
+        ((-(-rows // down) if down else 1, -(-cols // across) if across else 1), dtype)
+        for down, across, dtype in buffers
+    ]
+    if wanted.statistics:
+        tiles_down, tiles_across = -(-rows // TILE), -(-cols // TILE)
+        shapes += [((tiles_down * tiles_across, SUMS), torch.float32), ((rows, tiles_across), torch.float32)]
+    return shapes
+
+
+def _packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
+    """Entries of a packed buffer each of which covers `down` x `across` elements of a member's operand (0: all)."""
+    ragged, other = (across, down) if columnwise else (down, across)
+    if x.sizes is not None:
+        along = sum(-(-size // ragged) if ragged else 1 for size in x.sizes)
+    else:
+        along = x.rows // ragged + x.members * (ragged > 1) if ragged else x.members
+    return along * (-(-x.cols // other) if other else 1)
+
+
+def amax_count(spec: KernelSpec, x: Matrices, columnwise: bool) -> int:
+    """How many global amaxes a direction of X has: one for each matrix, or one for each row of its operands."""
+    members = 1 if x.members is None else x.members
+    if not spec.row_scaled:
+        return members
+    return members * x.cols if columnwise else x.rows
+
+
+@memo
+def outputs_of(x: tuple, rowwise: tuple | None, columnwise: tuple | None, on_gpu: bool) -> tuple[Outputs | None, ...]:
+    """The Outputs of both directions; the arguments are Matrices, Wanted and Wanted as plain tuples, which cost less to
+    make. Made once, because a training repeats its shapes."""
+    x = Matrices(*x)
+    if x.sizes is not None and (len(x.sizes) != x.members or sum(x.sizes) != x.rows):
+        got = f"{len(x.sizes)} sizes of {sum(x.sizes)} rows"
+        raise ValueError(f"{got} for {x.members} members and a matrix of shape {(x.rows, x.cols)}")
+    return tuple(wanted and _outputs(x, Wanted(*wanted), on_gpu) for wanted in (rowwise, columnwise))
+
+
+def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
+    if wanted.statistics and x.members is not None:
+        raise ValueError("statistics are gathered for one matrix, and offsets are given")
+    spec, shapes = spec_named(wanted.text), allocations(x, wanted, on_gpu)
+    names = ["exact" if wanted.exact else "codes"]
+    if wanted.exact:
+        factor = None if wanted.given and spec.amax_name == "g" else spec.amax_name
+        names += {"g": ["global"], "s": ["scales"]}.get(factor, [])
+    else:
+        names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics]
+    names += ["sums", "row_errors"] * wanted.statistics
+    exact_dtype, scratch = DTYPES[shapes[0][1]] if wanted.exact else 0, 0
+    if spec.amax_name == "s" and not wanted.given:  # found apart from the scale, which takes its buffer in the end
+        shapes.append(((1 if x.members is None else x.members,), torch.float32))
+        names.append("found")
+        scratch = 1
+    places = [(i, ADDRESSES.index(name)) for i, name in enumerate(names)]
+    places += [(i, ADDRESSES.index("found")) for i, name in enumerate(names) if name == "global"]
+    tensors = [(shape, (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in shapes]
+    amaxes = amax_count(spec, x, wanted.columnwise)
+    return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, wanted.by_rows)

@@ -1,0 +1,190 @@
+"""Splits: which rows of a matrix belong to each of its members, and where these begin."""
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.ops.kernels import has_kernels
+from hqsweep.ops.operators import split_offsets
+
+T = TypeVar("T")
+INT64_MAX = 2**63 - 1
+INTEGERS = (torch.int64, torch.int32)
+
+
+def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check: bool = False) -> Tensor:
+    """Sizes [E] -> int64 [E + 1] on their device: 0, then stride times the sum of the first, the first two and so on.
+
+    Sizes may be negative. UserError where a value leaves int64: always on the CPU; on a GPU with `check`, which waits
+    for it, and otherwise values wrap. One launch.
+    """
+    if isinstance(splits, Tensor) and (splits.dtype not in INTEGERS or splits.dim() != 1):
+        raise UserError(f"splits are {splits.dtype} {tuple(splits.shape)}; they take int32 or int64 with one axis")
+    if isinstance(splits, Tensor) and (splits.device.type != "cpu" or has_kernels("cpu")):
+        try:
+            return offsets_of(splits, [1], [stride], check)[0]
+        except OverflowError:
+            raise UserError(f"offsets of {len(splits)} splits times {stride} leave the range of int64") from None
+    sizes = splits.tolist() if isinstance(splits, Tensor) else [int(size) for size in splits]
+    offsets = [total * stride for total in accumulate(sizes, initial=0)]
+    if max(offsets) > INT64_MAX or min(offsets) < -INT64_MAX - 1:
+        raise UserError(f"offsets of {len(sizes)} splits times {stride} leave the range of int64")
+    return torch.tensor(offsets, dtype=torch.int64)
+
+
+def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
+    """split_offsets, or the same by torch where there is no kernel."""
+    if has_kernels(splits.device.type):
+        return split_offsets(splits, divisors, strides, check)
+    rules = zip(divisors, strides, strict=True)
+    units = [(-(-splits.long() // by) if by else torch.ones_like(splits)) for by in divisors]
+    sums = [torch.cumsum(u, 0, dtype=torch.int64) * stride for u, (_, stride) in zip(units, rules, strict=True)]
+    return torch.nn.functional.pad(torch.stack(sums), (1, 0))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Splits:
+    """Which rows of a matrix belong to each member (expert): its first ones to the first, and so on."""
+
+    rows: int
+    """Rows of the matrix."""
+    count: int
+    """Number of members."""
+    sizes: tuple[int, ...] | None
+    """None where only the device knows them."""
+    device_sizes: Tensor | None = None
+
+    @classmethod
+    def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int, *, experts: int | None = None) -> "Splits":
+        """From a list or a tensor of integers; one that is on a device is not waited for.
+
+        UserError for anything else, for another number of splits than `experts`, and for values that the host knows and
+        that are negative, or do not add up to `rows`.
+        """
+        result = splits if isinstance(splits, Splits) else cls._of(splits, rows)
+        if experts is not None and result.count != experts:
+            raise UserError(f"m_splits has {result.count} entries for {experts} experts")
+        if result.rows != rows:
+            raise UserError(f"m_splits is of {result.rows} rows, and the matrix has {rows}")
+        if result is not splits and result.sizes is not None:
+            result._check(result.sizes)
+        return result
+
+    @classmethod
+    def _of(cls, splits: Sequence[int] | Tensor, rows: int) -> "Splits":
+        if isinstance(splits, Tensor):
+            if splits.dtype not in INTEGERS or splits.dim() != 1:
+                got = f"{splits.dtype} {tuple(splits.shape)}"
+                raise UserError(f"m_splits is {got}; it takes int32 or int64 with one axis")
+            if splits.device.type != "cpu":
+                return cls(rows=rows, count=len(splits), sizes=None, device_sizes=splits)
+            splits = splits.tolist()
+        try:
+            sizes = tuple(map(operator.index, splits))
+        except TypeError:
+            raise UserError(
+                f"m_splits is {splits!r}; it takes a list, or an int32 or int64 tensor, of the rows of each expert"
+            ) from None
+        return cls(rows=rows, count=len(sizes), sizes=sizes)
+
+    @classmethod
+    def uniform(cls, count: int, size: int) -> "Splits":
+        """The same number of rows for each member."""
+        return cls(rows=count * size, count=count, sizes=(size,) * count)
+
+    def _check(self, sizes: Sequence[int]) -> None:
+        negative = [f"{size} for expert {e}" for e, size in enumerate(sizes) if size < 0]
+        if negative:
+            raise UserError(f"m_splits has {', '.join(negative)}; numbers of rows are not negative")
+        if sum(sizes) != self.rows:
+            raise UserError(f"m_splits adds up to {sum(sizes)} rows, and the matrix has {self.rows}")
+
+    @cached_property
+    def host(self) -> tuple[int, ...]:
+        """The sizes; waits for the device where only that knows them."""
+        if self.sizes is not None:
+            return self.sizes
+        sizes = tuple(self.device_sizes.tolist())
+        self._check(sizes)
+        return sizes
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """(first row, end) of each member; waits as `host` does."""
+        return list(pairwise(accumulate(self.host, initial=0)))
+
+    @cached_property
+    def equal(self) -> int:
+        """The rows of each member where the host knows that all have equally many; otherwise, and without rows, 0."""
+        sizes = self.sizes
+        return sizes[0] if sizes and sizes.count(sizes[0]) == len(sizes) else 0
+
+    def padded(self, multiple: int) -> "Splits":
+        """Every size rounded up to a multiple; self where that changes none. Waits as `host` does, but not for 1."""
+        if multiple == 1 or self.divisor % multiple == 0:
+            return self
+        sizes = tuple(-(-size // multiple) * multiple for size in self.host)
+        return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The sizes as an int64 tensor there; nothing waits. Made once."""
+        return self.cached("sizes", self._make_sizes, device)
+
+    def _make_sizes(self, device: torch.device) -> Tensor:
+        if self.device_sizes is not None:
+            return self.device_sizes.to(device, torch.int64)
+        sizes = torch.tensor(self.sizes, dtype=torch.int64)
+        return sizes if device.type == "cpu" else sizes.pin_memory().to(device, non_blocking=True)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """values [E, ...] -> [rows, ...]: for every row that of its member, on their device; nothing waits."""
+        sizes = self.equal or self.on(values.device)
+        return values.repeat_interleave(sizes, dim=0, output_size=self.rows)
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits. Made once."""
+        return self.cached("offsets", self._make_offsets, device)
+
+    def ends(self, device: torch.device) -> Tensor:
+        """The offsets but the first, int32 [E], as torch._grouped_mm takes them. Made once."""
+        return self.cached("ends", lambda device: self.offsets(device)[1:].int(), device)
+
+    def _make_offsets(self, device: torch.device) -> Tensor:
+        if self.sizes is None:
+            return splits_to_offsets(self.on(device))
+        offsets = torch.tensor(list(accumulate(self.sizes, initial=0)), dtype=torch.int64)
+        return offsets if device.type == "cpu" else offsets.pin_memory().to(device, non_blocking=True)
+
+    def cached(self, name: str, make: Callable[..., T], *arguments: Hashable) -> T:
+        """make(*arguments), made once where the result can be kept."""
+        cache = self.__dict__.setdefault("_cache", {})
+        result = cache.get((name, *arguments))
+        if result is None:
+            result = make(*arguments)
+            if self._lasts(result.device_sizes if isinstance(result, Splits) else result):
+                cache[name, *arguments] = result
+        return result
+
+    def _lasts(self, result: object) -> bool:
+        """False for tensors of a trace, and for those made from the host's sizes during the capture of a CUDA graph,
+        which are only filled on replay."""
+        if not isinstance(result, Tensor):
+            return True
+        captured = self.sizes is not None and result.is_cuda and torch.cuda.is_current_stream_capturing()
+        return type(result) is Tensor and not captured
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def divisor(self) -> int:
+        """The largest number that divides every size, 0 where all are 0; waits as `host` does."""
+        return math.gcd(*self.host)

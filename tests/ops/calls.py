@@ -1,0 +1,24 @@
+"""quantize and find_amax with the options of each direction by name, as tests over both directions build them."""
+
+from hqsweep.ops import amax
+from hqsweep.ops import quantize as module
+from hqsweep.ops.request import Target
+
+DIRECTIONS = ("rowwise", "columnwise")
+
+
+def quantize(x, rowwise=None, columnwise=None, *, by_rows=False, **options):
+    """rowwise_output, columnwise_key, rowwise_grid and so on become fields of the Targets; the rest is passed on."""
+    targets = []
+    for direction, format in zip(DIRECTIONS, (rowwise, columnwise), strict=True):
+        fields = {name: options.pop(f"{direction}_{name}", None) for name in ("key", "grid")}
+        output = options.pop(f"{direction}_output", "codes")
+        targets.append(Target(format, output, **fields, by_rows=by_rows and direction == "columnwise"))
+    return module.quantize(x, *targets, **options)
+
+
+def find_amax(x, rowwise=None, columnwise=None, **options):
+    """out_rowwise, out_columnwise, rowwise_amax and rowwise_key become fields of the Searches."""
+    fields = [options.pop(name, None) for name in ("out_rowwise", "rowwise_amax", "rowwise_key")]
+    column = amax.Search(columnwise, options.pop("out_columnwise", None))
+    return amax.find_amax(x, amax.Search(rowwise, *fields), column, **options)
