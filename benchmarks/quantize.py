@@ -20,7 +20,7 @@ from benchmarks import cases, rows
 from benchmarks.cases import Case
 from benchmarks.quantize_cpu import measure_cpu
 from benchmarks.timing import Cuda, copy_call, host_seconds
-from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Current, RngKey, parse
+from hqsweep.formats import ExactOperand, Format, RngKey, parse
 from hqsweep.ops.dequantize import dequantize
 from hqsweep.ops.quantize import Quantized, quantize
 from hqsweep.ops.request import Target
@@ -43,7 +43,7 @@ COLUMNS = (
 
 def global_amax(x: Tensor, format: Format) -> dict[str, Tensor] | None:
     """The amax that a format keeps for the whole matrix, under the name that encode takes it by."""
-    name = {NVFP4: "g", Fp8Current: "s"}.get(type(format))
+    name = None if format.delayed else format.amax_name
     return {name: format.grid(x)[name]} if name else None
 
 
