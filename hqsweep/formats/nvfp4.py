@@ -26,7 +26,7 @@ from hqsweep.formats.base import (
 )
 from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
 from hqsweep.formats.hadamard import hadamard
-from hqsweep.formats.nvfp4_scales import BLOCK, FLT_MAX, block_encode_scale, choose_scale
+from hqsweep.formats.nvfp4_scales import BLOCK, FLT_MAX, FourOverSix, block_encode_scale
 from hqsweep.formats.random import RngKey, random_bytes
 
 
@@ -131,6 +131,11 @@ class NVFP4(Format):
         }
 
     @cached_property
+    def scale_choice(self) -> FourOverSix:
+        """How +4over6 decides."""
+        return FourOverSix(tile=self.tile, error_mode=self.error_mode, fast_error=self.fast_error, divisor=self.divisor)
+
+    @cached_property
     def layout(self) -> dict[str, Buffer]:
         return {
             "q": Buffer(1, 2, torch.uint8),
@@ -152,7 +157,7 @@ class NVFP4(Format):
         x = self._transform(x).float()
         encode_scale = self.global_scale(grid["g"])
         if self.four_over_six:
-            codes, scales = choose_scale(x, grid["s"], grid["g"], encode_scale, self)
+            codes, scales = self.scale_choice.choose(x, grid["s"], grid["g"], encode_scale)
             return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
         sixth = encode_scale * torch.full_like(encode_scale, 1.0 / 6.0)
         scales = E4M3.encode((grid["s"] * sixth).clamp(max=FLT_MAX))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.memo import constant_result
+from hqsweep.memo import memo
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -44,7 +44,7 @@ class RngKey:
 class RngKeys(Sequence[RngKey]):
     """The streams of the experts of a group in one step: keys that differ in their slots only.
 
-    What depends on every expert is computed once for the slots, which a training repeats.
+    The words of all slots are computed once, because every step of a training has the same slots.
     """
 
     seed: int
@@ -59,39 +59,24 @@ class RngKeys(Sequence[RngKey]):
 
     @property
     def words(self) -> tuple[int, tuple[int, ...]]:
-        """The words of RngKey: that of the seed, and those of the slots."""
-        return self.seed & _MASK, _of_slots(self.slots, "")[1]
+        """The words of each RngKey: the seed's, which all share, and one word for each slot."""
+        return self.seed & _MASK, _parts(self.slots, "")[1]
 
     def under(self, name: str) -> "RngKeys":
         """The streams of a part of every slot."""
-        return replace(self, slots=_of_slots(self.slots, name)[0])
+        return replace(self, slots=_parts(self.slots, name)[0])
 
 
-_SLOT_WORDS: dict[str, int] = {}
-
-
-@constant_result
+@memo
 def _slot_word(slot: str) -> int:
-    word = _SLOT_WORDS.get(slot)
-    if word is None:
-        word = _SLOT_WORDS[slot] = int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
-    return word
+    return int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
 
 
-_OF_SLOTS: dict[tuple, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-_KEPT_SLOTS = 8192
-
-
-@constant_result
-def _of_slots(slots: tuple[str, ...], name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The slots, or the parts of this name of them, and their words. Kept."""
-    found = _OF_SLOTS.get((slots, name))
-    if found is None:
-        if len(_OF_SLOTS) >= _KEPT_SLOTS:
-            _OF_SLOTS.clear()
-        parts = tuple(f"{slot}/{name}" for slot in slots) if name else slots
-        found = _OF_SLOTS[slots, name] = parts, tuple(map(_slot_word, parts))
-    return found
+@memo
+def _parts(slots: tuple[str, ...], name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The part of this name of every slot ("": the slot itself), and the words of these parts."""
+    parts = tuple(f"{slot}/{name}" for slot in slots) if name else slots
+    return parts, tuple(map(_slot_word, parts))
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
