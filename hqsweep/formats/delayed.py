@@ -1,9 +1,9 @@
 """FP8 with delayed scaling: one scale for the tensor, from the amaxes of earlier steps.
 
-The format says how a tensor is encoded under an amax that is given; who remembers the amaxes is quant/delayed.py. The
-arithmetic is that of TransformerEngine's fused update (common/recipe/delayed_scaling.cu, kernel_bulk at d0067d0da6cb)
-with margin 0. TransformerEngine keeps the scale; here the amax that it came from is kept: scale = S(amax), which is 1
-for amax 0, as at the first step, and a scale that stays is an amax that stays.
+The format says how a tensor is encoded under a given amax; quant/delayed.py remembers the amaxes. The arithmetic is
+that of TransformerEngine's fused update (common/recipe/delayed_scaling.cu, kernel_bulk at d0067d0da6cb) with margin 0.
+TransformerEngine stores the scale; this stores the amax that the scale comes from: scale = S(amax), which is 1 for
+amax 0, as at the first step, and a scale that does not change is an amax that does not change.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ class Element:
     max: float
     """Largest finite magnitude that encode produces (E4M3 448, E5M2 57344, E2M1 6, E2M3 7.5, E3M2 28)."""
     nan_code: int
-    """What encode makes of NaN; its sign is dropped. Elements without a NaN take their largest positive code."""
+    """The code of NaN, whatever its sign. Elements without a NaN take their largest positive code."""
 
     @property
     def bits(self) -> int:

@@ -123,7 +123,7 @@ class Fp8Current(Fp8PerTensor):
     pow2: bool = False
     """The scale is truncated to a power of two."""
     amax_epsilon: float = 0.0
-    """An amax below it counts as it."""
+    """Smaller amaxes are raised to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class Fp8Block(_ScaledFp8):
     pow2: bool = True
     """Scales are truncated to powers of two."""
     amax_epsilon: float = 0.0
-    """An amax below it counts as it."""
+    """Smaller amaxes are raised to it."""
     two_d: bool = False
     """Scales over 128x128 tiles."""
 

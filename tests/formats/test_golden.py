@@ -14,6 +14,7 @@ from golden_cases import (
     DIRECTIONS,
     QUANTIZER_CASES,
     QUANTIZERS,
+    ROOT,
     Arrays,
     as_matrix,
     assert_same,
@@ -28,9 +29,13 @@ from hqsweep.formats import Format, parse
 from hqsweep.formats.delayed import end_step
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
 from hqsweep.formats.fp8 import FLT_MAX, fp8_scale
+from hqsweep.formats.hadamard import SIGNS
 from hqsweep.formats.nvfp4 import stochastic_e2m1
+from hqsweep.formats.random import philox
 from hqsweep.ops.dequantize import dequantize
 from hqsweep.ops.quantize import quantize
+
+LOW_WORD = 0xFFFFFFFF
 
 
 def check_quantizer(case: dict, arrays: Arrays) -> None:
@@ -93,8 +98,20 @@ def check_casts(case: dict, arrays: Arrays) -> None:
     np.testing.assert_array_equal(e8m0_decode(torch.arange(256)).numpy(), arrays["e8m0_decode"])
 
 
+def halves(number: int) -> tuple[int, int]:
+    """The low and the high 32 bits."""
+    return number & LOW_WORD, number >> 32
+
+
 def check_stochastic_rounding(case: dict, arrays: Arrays) -> None:
     bits = torch.from_numpy(arrays["rbits8"].astype(np.uint8))
+    for (seed, sequence, offset), words in zip(
+        arrays["philox_seed_seq_offset"].tolist(), arrays["philox_u32"], strict=True
+    ):
+        block = offset + torch.arange(len(words) // 4)
+        counter = (block & LOW_WORD, block >> 32, *(torch.full_like(block, word) for word in halves(sequence)))
+        drawn = torch.stack(philox(halves(seed), counter), dim=-1).flatten()
+        np.testing.assert_array_equal(drawn.numpy(), words, err_msg=f"Philox of {seed}, {sequence}, {offset}")
     codes = stochastic_e2m1(torch.from_numpy(arrays["x"]), bits)
     assert_same(codes, torch.from_numpy(arrays["e2m1_code"]), "codes")
     np.testing.assert_array_equal(ELEMENTS["e2m1"].decode(codes).numpy(), arrays["e2m1_value"])
@@ -103,6 +120,8 @@ def check_stochastic_rounding(case: dict, arrays: Arrays) -> None:
 def check_rht_matrix(case: dict, arrays: Arrays) -> None:
     for name, text in (("matrix_with_sign", "nvfp4+rht"), ("matrix_no_sign", "nvfp4+rht+nosign")):
         assert_same(parse(text).basis(torch.eye(16)), torch.from_numpy(arrays[name]), name)
+    assert tuple(arrays["sign_vector"]) == SIGNS
+    assert arrays["sign_mask_u16"].item() == sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 
 
 def check_nonfinite(case: dict, arrays: Arrays) -> None:
@@ -113,7 +132,9 @@ def check_nonfinite(case: dict, arrays: Arrays) -> None:
         kind, fp8 = name.split("_")
         fields = {"prefix": prefix, "input_key": f"{source}/input", "fp8": fp8, "pow2": False}
         part = case | fields | {"format": {"mxfp8": "mxfp8", "fp8cs": "fp8_current"}[kind]}
-        check_quantizer(part, Arrays(part))
+        own = Arrays(part)
+        check_quantizer(part, own)
+        arrays.read |= own.read
 
 
 def check_delayed(case: dict, arrays: Arrays) -> None:
@@ -144,7 +165,23 @@ CASES = find_cases()
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
 def test_case(case):
-    CHECKS[case["format"]](case, Arrays(case))
+    """And no array of the case is left unread."""
+    arrays = Arrays(case)
+    CHECKS[case["format"]](case, arrays)
+    assert arrays.unread() == []
+
+
+@pytest.mark.parametrize("file", sorted({case["file"] for case in CASES}))
+def test_every_array_belongs_to_a_case(file):
+    cases = [case for case in CASES if case["file"] == file]
+    inputs = {case["input_key"] for case in cases if "input_key" in case} | {"__meta__"}
+    prefixes = tuple(f"{case['prefix']}/" if case["prefix"] else "" for case in cases)
+    assert {key for key in Arrays(cases[0]).keys if not key.startswith(prefixes)} <= inputs
+
+
+def test_every_file_has_cases():
+    files = {path.relative_to(ROOT).as_posix() for pattern in ("*.npz", "te_*") for path in ROOT.rglob(pattern)}
+    assert files - {"torchao_mx.npz"} == {case["file"] for case in CASES}  # tests/formats/test_mx_scales.py reads it
 
 
 @pytest.mark.parametrize("case", QUANTIZER_CASES, ids=lambda case: case["id"])

@@ -5,18 +5,18 @@ test_quantize.py); `variants` derives many cases of one draw from a seed, as hyp
 """
 
 import functools
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cases import KERNELS, LOW
 
-from hqsweep.errors import UserError
-from hqsweep.formats import NVFP4, ExactOperand, Format, Fp8Current, Identity, RngKey, options, parse
+from hqsweep.formats import FORMATS, ExactOperand, Format, RngKey, parse, spellings
 from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.elements import ELEMENTS
 
-NAMES = ("fp8_current", "fp8_block", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
+NAMES = tuple(name for name in LOW if name in KERNELS)
+"""Formats without options that a kernel quantizes without a history."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = ("row", "row", "column", "wide", "tall", "gaps", "unaligned", "3d")
 OUTPUTS = ("codes", "exact")
@@ -49,16 +49,9 @@ cached_parse = functools.cache(parse)
 
 
 def texts(name: str) -> list[str]:
-    """Every valid combination of a format's options."""
-    found, words = [], options(name)
-    for count in range(len(words) + 1):
-        for chosen in itertools.combinations(words, count):
-            try:
-                found.append(str(parse("+".join((name, *chosen)))))
-            except UserError:
-                continue  # options that exclude each other
-    found += [f"{name}+eps{e}" for e in ("1e-06", "16.0") if name in ("fp8_current", "fp8_block")]
-    return sorted(set(found))
+    """Every combination of a format's options, and two epsilons where it takes one."""
+    epsilons = [f"{name}+eps{e}" for e in ("1e-06", "16.0") if "eps" in FORMATS[name][0].NUMBERED]
+    return sorted([*spellings(name), *epsilons])
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -181,29 +174,25 @@ def reference(case: Case, x: torch.Tensor) -> list[tuple]:
 
 def encode(format: Format, x: torch.Tensor, factor: float | None, key: RngKey) -> tuple[dict, dict | None]:
     """Buffers, and the global amax if the case gives one: the true one times the factor."""
-    grid, name, given = format.grid(x), global_name(format), None
+    grid, name, given = format.grid(x), format.amax_name, None
     if factor is not None and name:
         given = {name: (grid[name] * factor).nan_to_num(nan=0.0, posinf=torch.inf)}
     return format.encode(x, grid | (given or {}), key), given
 
 
-def global_name(format: Format) -> str | None:
-    return "s" if isinstance(format, Fp8Current) else "g" if isinstance(format, NVFP4) else None
-
-
 def output(format: Format, buffers: dict, shape, kind: str):
     if kind == "codes":
         return buffers
-    if isinstance(format, Identity):
+    if format.high_precision:
         return format.operand(buffers, tuple(shape))
-    matrix, name = format.element.decode(format.codes(buffers)), global_name(format)
-    if not isinstance(format, Fp8Current):
+    matrix, name = format.element.decode(format.codes(buffers)), format.amax_name
+    if format.scaling != "tensor":
         matrix = matrix * expand_tiles(format.scales(buffers), tuple(shape), *format.tile)
-    return ExactOperand(matrix, buffers.get(name), 6.0 * format.scale_max if isinstance(format, NVFP4) else 1.0)
+    return ExactOperand(matrix, buffers.get(name), 6.0 * format.scale_max if format.scaling == "nvfp4" else 1.0)
 
 
 def differences(got, expected) -> list[str]:
-    """What differs in one direction, byte for byte; NaNs of an exact operand are equal whatever their bits."""
+    """Names of the tensors that differ in one direction, byte for byte; any two NaNs of an exact operand are equal."""
     if isinstance(expected, ExactOperand):
         if got.divisor != expected.divisor:
             return ["divisor"]

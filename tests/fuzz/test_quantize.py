@@ -11,14 +11,14 @@ import instruction_sets
 import pytest
 import torch
 from calls import quantize
+from cases import HIGH
 from fuzz_cases import DISTRIBUTIONS, DTYPES, NAMES, Case, differences, reference, tensor, texts, variants
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from hqsweep.formats import Identity
 
 FEW_CASES, CPU_CASES, GPU_CASES, SHARDS, BATCH = 250, 10_000, 2_000, 4, 25
-PARTNERS = {name: texts(name) for name in (*NAMES, "bf16", "fp16", "fp32")}
+PARTNERS = {name: texts(name) for name in (*NAMES, *HIGH)}
 
 
 @st.composite
@@ -63,7 +63,7 @@ def call(case: Case, x: torch.Tensor, grids: list[dict | None]):
         columnwise_key=case.keys()[1],
         rowwise_grid=grids[0],
         columnwise_grid=grids[1],
-        backend="auto" if any(isinstance(format, Identity) for format in case.formats()) else "kernel",
+        backend="auto" if any(format and format.high_precision for format in case.formats()) else "kernel",
     )
 
 
@@ -92,7 +92,7 @@ def run_cases(name: str, device: str, wanted: int, shard: int = 0) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_cases_of_the_cpu_kernel_equal_the_reference(name):
-    """What `make test-fast` has of the next test, with the best instruction set."""
+    """A small part of the next test, for `make test-fast`, with the best instruction set."""
     run_cases(name, "cpu", FEW_CASES)
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from hqsweep.formats import Format, parse
+from hqsweep.ops.swizzle import swizzle
 
 COMMITTED = Path(__file__).parent
 ROOT = Path(os.environ.get("HQSWEEP_GOLDEN", COMMITTED))
@@ -36,6 +37,11 @@ H200_BLOCK = {
     "rowwise_scale": "_rowwise_scale_inv",
     "columnwise_scale": "_columnwise_scale_inv",
 }
+UNREAD = {
+    "unfused_history": "TransformerEngine's Python path; the formats reproduce its fused update",
+    "unfused_scale": "as unfused_history",
+}
+"""Arrays that no check compares, by their last name, and why."""
 QUANTIZERS = {"fp8_current", "fp8_block1d", "fp8_block2d", "mxfp8", "mxfp8_2d", "nvfp4"}
 
 
@@ -65,6 +71,7 @@ class Arrays:
         self.names = case.get("names", {})
         self.prefix = f"{case['prefix']}/" if case["prefix"] else ""
         self.keys = set(self.file.keys())
+        self.read: set[str] = set()
 
     def _key(self, name: str) -> str:
         return self.prefix + self.names.get(name, name)
@@ -76,10 +83,16 @@ class Arrays:
         return self.raw(self._key(name))
 
     def raw(self, key: str) -> np.ndarray:
+        self.read.add(key)
         if self.native:
             return self.file[key]
         tensor = self.file.get_tensor(key)
         return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+    def unread(self) -> list[str]:
+        """Arrays of the case that no check has read, without those of UNREAD."""
+        own = {key for key in self.keys - self.read if key.startswith(self.prefix) and key != "__meta__"}
+        return sorted(key for key in own if key.rsplit("/", 1)[-1] not in UNREAD)
 
 
 def format_of(case: dict, direction: str) -> Format:
@@ -115,11 +128,20 @@ def as_matrix(array: np.ndarray) -> torch.Tensor:
     return (x.view(torch.bfloat16) if x.dtype == torch.uint16 else x).reshape(-1, x.shape[-1])
 
 
+def is_untransposed(case: dict, name: str) -> bool:
+    """Whether a columnwise array has the orientation of x, as MXFP8's have; all others are stored transposed."""
+    return case["format"].startswith("mxfp8") and "columnwise" in name
+
+
+def golden_codes(case: dict, arrays: Arrays, name: str, rows: int) -> torch.Tensor:
+    """An array of codes as the buffer q of a matrix with that many rows."""
+    data = torch.from_numpy(arrays[name])
+    return (data.T if is_untransposed(case, name) else data).reshape(rows, -1)
+
+
 def golden_buffers(case: dict, arrays: Arrays, direction: str, format: Format, rows: int, cols: int) -> dict:
     """Golden arrays of one direction as the format's buffers for the matrix [rows, cols] that is encoded."""
-    transpose = case["format"].startswith("mxfp8") and direction == "columnwise"  # all others are stored transposed
-    data = torch.from_numpy(arrays[f"{direction}_data"])
-    buffers = {"q": (data.T if transpose else data).reshape(rows, -1)}
+    buffers = {"q": golden_codes(case, arrays, f"{direction}_data", rows)}
     if case["format"] == "fp8_current":
         return buffers | {"s": torch.from_numpy(arrays["scale_inv"]).reshape(1, 1)}
     scale = torch.from_numpy(arrays[f"{direction}_scale"])
@@ -128,7 +150,7 @@ def golden_buffers(case: dict, arrays: Arrays, direction: str, format: Format, r
     elif case["format"] == "fp8_block2d":
         scale = scale[:, : -(-cols // 128)]
     else:
-        scale = scale.T if transpose else scale
+        scale = scale.T if is_untransposed(case, f"{direction}_scale") else scale
         tile_rows = format.tile[0]  # the scale of a tile is stored once for each of its rows
         assert torch.equal(scale, scale[::tile_rows].repeat_interleave(tile_rows, 0)[: len(scale)])
         scale = scale[::tile_rows]
@@ -152,15 +174,23 @@ def directions(arrays: Arrays) -> list[str]:
 
 
 def check_encoded(case: dict, arrays: Arrays, direction: str, got: dict, expected: dict) -> None:
+    """Buffers against golden ones, the codes against TransformerEngine's other kernels, too, but for signs of zero, and
+    the scales against those in the layout of tensor cores where the vectors have it."""
     format = format_of(case, direction)
     where = f"{direction} {format}"
     assert got.keys() == expected.keys() == format.layout.keys()
     for name in set(expected) - {"q"}:
         assert_same(got[name], expected[name], f"{where}: {name}")
-    codes, golden = format.codes(got), format.codes(expected)
-    if "disputed" in case or any(f"{word}_{direction}_data" in arrays for word in ("specialized", "kernel")):
-        codes, golden = (unsigned_zero(each, format.element_bits) for each in (codes, golden))
-    assert_same(codes, golden, f"{where}: codes")
+    codes, golden = format.codes(got), [format.codes(expected)]
+    others = [name for word in ("specialized", "kernel") if (name := f"{word}_{direction}_data") in arrays]
+    golden += [format.codes({"q": golden_codes(case, arrays, name, len(expected["q"]))}) for name in others]
+    if "disputed" in case or others:
+        codes, *golden = (unsigned_zero(each, format.element_bits) for each in (codes, *golden))
+    for each in golden:
+        assert_same(codes, each, f"{where}: codes")
+    if f"{direction}_scale_swizzled" in arrays:
+        scales = got["s"].repeat_interleave(format.tile[0], 0)[: len(codes)]
+        assert_same(swizzle(scales), torch.from_numpy(arrays[f"{direction}_scale_swizzled"]), f"{where}: swizzled")
 
 
 def unsigned_zero(codes: torch.Tensor, bits: int) -> torch.Tensor:
