@@ -16,7 +16,6 @@ from fuzz_cases import DISTRIBUTIONS, DTYPES, NAMES, Case, differences, referenc
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-
 FEW_CASES, CPU_CASES, GPU_CASES, SHARDS, BATCH = 250, 10_000, 2_000, 4, 25
 PARTNERS = {name: texts(name) for name in (*NAMES, *HIGH)}
 
