@@ -1,4 +1,4 @@
-"""The README is true: its sweeps compose, its commands and options exist, its paths are there."""
+"""The README and the pages of docs/ are true: sweeps compose, commands, options, targets and paths exist, code runs."""
 
 import re
 import shlex
@@ -11,11 +11,21 @@ from typer.testing import CliRunner
 
 from hqsweep.cli.main import app
 from hqsweep.formats import options, parse
-from hqsweep.recipe import parse_recipe
+from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text().replace("\\\n", " ")
-COMMANDS = [line.split(" #")[0].strip() for line in README.splitlines() if line.startswith("    hqsweep ")]
+# docs/tutorial.md is run as a whole by tests/docs, docs/reference is compared with the code there
+PAGES = {path.name: path.read_text() for path in [*(ROOT / "docs").glob("*.md"), ROOT / "docs/ci/README.md"]}
+PAGES["README.md"] = (ROOT / "README.md").read_text()
+COMMANDS = sorted(
+    {
+        line.split(" #")[0].strip()
+        for name, page in PAGES.items()
+        if name != "tutorial.md"
+        for line in page.splitlines()
+        if line.startswith("    hqsweep ")
+    }
+)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " in c])
@@ -34,22 +44,42 @@ def test_commands_and_their_options_exist(command):
     assert shown and all(word in shown for word in (name, *words) if word.startswith("--")), command
 
 
-def test_targets_and_paths_exist():
-    targets = set(re.findall(r"`?make ([a-z-]+)", README))
-    makefile = (ROOT / "Makefile").read_text()
-    assert {"quickstart", "test", "gpu-test"} <= targets and all(f"\n{t}:" in makefile for t in targets)
-    for path in re.findall(r"`((?:hqsweep|csrc|tests|reports)/[^`]*)`", README):
-        assert (ROOT / path).exists(), path
+@pytest.mark.parametrize("name", PAGES)
+def test_targets_and_paths_exist(name):
+    page, makefile = PAGES[name], (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|    )make ([a-z-]+)", page):
+        assert f"\n{target}:" in makefile, target
+    for path in re.findall(r"`((?:hqsweep|csrc|tests|reports/benchmarks|benchmarks|conf|docs)/[^`*{ ]*)`", page):
+        if path not in ("conf/mine.yaml", "conf/recipe/mine.yaml"):
+            assert (ROOT / path).exists(), path
 
 
-def test_the_recipe_shown_is_valid():
-    block = README[README.index("    recipe:\n") :].split("\n\n")[0]
+@pytest.mark.parametrize("name", [*PAGES, "CHANGELOG.md"])
+def test_lines_of_prose_are_at_most_120_characters(name):
+    for line in PAGES.get(name, (ROOT / "CHANGELOG.md").read_text()).splitlines():
+        assert len(line) <= 120 or line.startswith("|"), line
+
+
+def test_the_readme_shows_its_commands_and_their_result_on_one_screen():
+    first = PAGES["README.md"].splitlines()[:40]
+    assert {"make quickstart", "make test"} <= {line.split("#")[0].strip() for line in first}
+    assert any("check passed" in line for line in first)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for link in re.findall(r"\]\(([^)#]+)\)", PAGES["README.md"]):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("name", ["README.md", "recipes.md"])
+def test_the_recipe_shown_is_valid(name):
+    block = PAGES[name][PAGES[name].index("    recipe:\n") :].split("\n\n")[0]
     recipe = parse_recipe(yaml.safe_load(block)["recipe"])
     assert recipe.schedule and len(recipe.overrides) == 2
 
 
 def test_formats_and_options_of_the_table_exist():
-    rows = [line.split("|") for line in README.splitlines() if re.match(r"\| `[a-z]", line)]
+    rows = [line.split("|") for line in PAGES["recipes.md"].splitlines() if re.match(r"\| `[a-z]", line)]
     named = {name: re.findall(r"\+(\w+)", row[4]) for row in rows for name in re.findall(r"`(\w+)`", row[1])}
     assert len(named) == 11
     for name, listed in named.items():
@@ -58,7 +88,16 @@ def test_formats_and_options_of_the_table_exist():
 
 
 def test_the_python_shown_runs():
-    code = README.split("## From Python\n\n")[1].split("\n\n`hqsweep.nn` has")[0]
+    code = PAGES["python.md"].split("# From Python\n\n")[1].split("\n\n- ")[0]
     names = {}
-    exec(compile(textwrap.dedent(code), "README.md", "exec"), names)
+    exec(compile(textwrap.dedent(code), "python.md", "exec"), names)
     assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.input) == "bf16"
+
+
+def test_what_is_experimental_is_called_so_in_the_docs_and_where_it_is_defined():
+    section = PAGES["python.md"].split("## Experimental\n")[1]
+    for thing in (QuantizerRole, CustomRecipe):
+        assert f"hqsweep.quant.{thing.__name__}`" in section and "Experimental" in thing.__doc__
+    import hqsweep.compat
+
+    assert "`hqsweep.compat`" in section and "Experimental" in hqsweep.compat.__doc__

@@ -6,7 +6,7 @@
 Names and arguments are those of TransformerEngine d0067d0 (custom_recipes/, tensor/, quantization.py). What the calls
 return are this package's frozen quantizers. Three kinds of arguments say nothing here: `rowwise` and `columnwise` (the
 GEMM decides which directions are made), `device`, and `internal`. An option that would change a number and is not there
-is an error.
+is an error. Experimental, as roles and custom recipes are there.
 
 `hqsweep recipe export NAME --to transformer-engine` is the way back.
 """

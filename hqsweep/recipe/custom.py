@@ -18,7 +18,7 @@ from hqsweep.recipe.sections import HIGH_PRECISION
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRecipe:
-    """qfactory(role) gives the quantizer of a slot; it is called once for each slot of a model.
+    """qfactory(role) gives the quantizer of a slot; it is called once for each slot of a model. Experimental.
 
     It returns a HybridQuantizer, its text ("nvfp4|mxfp8"), or a request: an object whose quantizer(role) gives one.
     It is asked for every tensor that a product reads: those of linears (the head is the one named "head") and grouped

@@ -21,7 +21,7 @@ GRADIENTS = ("grad_output", "do", "dp")
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """A value: equal fields mean the same slot. Empty fields are unknown and not printed."""
+    """A value: equal fields mean the same slot. Empty fields are unknown and not printed. Experimental."""
 
     module_type: str = ""
     tensor_type: str = ""
