@@ -21,6 +21,7 @@ from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
+from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
@@ -92,6 +93,7 @@ class _AttentionFunction(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         call, (s, *saved) = ctx.call, ctx.saved_tensors
         parts = torch.arange(len(saved)).split(ctx.counts)
@@ -137,6 +139,7 @@ class DotProductAttention(QuantizedModule):
         """Whether nothing is quantized."""
         return _is_high_precision(self.quantizers)
 
+    @outside_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
         call = _Call(**self.call_facts(), causal=is_causal)
         if _is_high_precision(call.quantizers):

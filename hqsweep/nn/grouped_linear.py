@@ -19,6 +19,7 @@ from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
+from hqsweep.nn.products import outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, check_products, recipe_or_section
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.padding import PaddedSplits
@@ -155,6 +156,7 @@ class GroupedLinear(LinearBase):
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
         return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
+    @outside_autocast
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
         if x.shape[-1] != self.in_features:
             raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")

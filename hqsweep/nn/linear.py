@@ -11,6 +11,7 @@ from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, link_states
+from hqsweep.nn.products import outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
@@ -104,6 +105,7 @@ class Linear(LinearBase):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @outside_autocast
     def forward(self, x: Tensor) -> Tensor:
         call = LinearCall(**self.linear_facts())
         biases = () if self.bias is None else (self.bias,)

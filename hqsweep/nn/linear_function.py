@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.parameter import flatten_weights, unflatten_weights
+from hqsweep.nn.products import once_differentiable
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.grouped_operand import flatten_any
 
@@ -45,6 +46,7 @@ class LinearFunction(torch.autograd.Function):
         return _add_biases(call, y, biases) if biases else y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
         call, count, needs_dx = ctx.call, ctx.count, ctx.needs_input_grad[0]
         needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hqsweep.errors import UserError
+
 ROUTER_STD = 0.02
-"""Of the initial weights: small, so that a training starts with nearly equal loads."""
+"""Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routing:
-    """Of M tokens to k of E experts each."""
+    """How M tokens go to k of E experts each."""
 
     chosen: Tensor
     """int64 [M, k]: experts, the most probable first."""
@@ -62,8 +64,19 @@ class Router(nn.Module):
         self.experts, self.top_k = experts, top_k
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, dim), std=ROUTER_STD))
 
+    def _logits(self, x: Tensor) -> Tensor:
+        """float32 [M, E], under torch.autocast, too, inside of which backward is then refused."""
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return F.linear(x.float(), self.weight.float())
+        with torch.autocast(device, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+        if logits.requires_grad:
+            logits.register_hook(_refuse_autocast)
+        return logits
+
     def forward(self, x: Tensor) -> Routing:
-        probabilities = F.softmax(F.linear(x.float(), self.weight.float()), dim=-1)
+        probabilities = F.softmax(self._logits(x), dim=-1)
         order = torch.sort(probabilities.detach(), dim=-1, descending=True, stable=True).indices
         chosen = order[:, : self.top_k].contiguous()
         hits = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)
@@ -72,6 +85,11 @@ class Router(nn.Module):
         share = tokens.float() / chosen.numel()
         balance = self.experts * (share * probabilities.mean(dim=0)).sum()
         return Routing(chosen=chosen, weights=top / top.sum(dim=-1, keepdim=True), tokens=tokens, balance=balance)
+
+
+def _refuse_autocast(gradient: Tensor) -> None:
+    if torch.is_autocast_enabled(gradient.device.type):
+        raise UserError("router: torch.autocast would round its float32 gradients; call backward outside of it")
 
 
 class _Dispatch(torch.autograd.Function):

@@ -1,0 +1,52 @@
+"""Decorators of what forms products: torch's autocast does not reach them, and gradients of gradients are refused.
+
+torch.autocast would give a float32 product of exact operands to bfloat16, in forward, and in backward where that is
+called inside of it. A backward whose operands are quantized is no differentiable function: autograd would take its
+tensors for constants, and second derivatives would be wrong.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+
+Result = TypeVar("Result")
+
+
+def outside_autocast(forward: Callable[..., Result]) -> Callable[..., Result]:
+    """forward(module, x, ...) with torch's autocast disabled on x's device."""
+
+    @wraps(forward)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Result:
+        x = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return forward(module, *args, **kwargs)
+        return forward(module, *args, **kwargs)
+
+    return run
+
+
+def once_differentiable(backward: Callable[[Any, Tensor], Result]) -> Callable[[Any, Tensor], Result]:
+    """backward(ctx, gradient) of a function with ctx.call, with torch's autocast disabled; UserError where autograd
+    records it, for create_graph=True."""
+
+    @wraps(backward)
+    def run(ctx: Any, gradient: Tensor) -> Result:
+        if torch.is_grad_enabled():
+            raise UserError(
+                f"{ctx.call.name}: create_graph=True asks for gradients of gradients; a quantized backward has none;"
+                " leave it out, or take a module of torch.nn in this place"
+            )
+        device = gradient.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return backward(ctx, gradient)
+        return backward(ctx, gradient)
+
+    return run

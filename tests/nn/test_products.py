@@ -1,0 +1,101 @@
+"""Products of modules under torch.autocast, which changes no bit, and second derivatives, which are refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import (
+    DotProductAttention,
+    GroupedLinear,
+    LayerNormLinear,
+    LayerNormMoE,
+    Linear,
+    MoEOptions,
+    TransformerLayer,
+)
+from hqsweep.recipe import Recipe
+
+DIM = 64
+MIXED = {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8"}
+RHT = {"input": "nvfp4+rht", "weight": "nvfp4", "grad_output": "nvfp4+rht"}
+MODULES = {
+    "Linear": lambda recipe: Linear(DIM, 96, name="m", recipe=recipe, bias=True),
+    "GroupedLinear": lambda recipe: GroupedLinear(2, DIM, 96, name="m", recipe=recipe),
+    "LayerNormLinear": lambda recipe: LayerNormLinear(DIM, 96, name="m", recipe=recipe),
+    "TransformerLayer": lambda recipe: TransformerLayer(DIM, 96, 2, name="m", recipe=recipe),
+    "LayerNormMoE": lambda recipe: LayerNormMoE(
+        DIM, 96, name="m", recipe=recipe, options=MoEOptions(experts=4, top_k=2)
+    ),
+}
+
+
+def run(name, recipe, forward=nullcontext, backward=nullcontext):
+    """Output and gradients of a module of fixed weights."""
+    torch.manual_seed(0)
+    module = MODULES[name](recipe)
+    x = draw("normal", 64, DIM).float().view(2, 32, DIM).requires_grad_()
+    with forward():
+        y = module(x, [24, 40]) if name == "GroupedLinear" else module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    with backward():
+        y.backward(draw("normal", y.numel(), 1, 1).view(y.shape).to(y.dtype))
+    return [y.detach(), x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def assert_the_same(results, expected):
+    assert len(results) == len(expected)
+    for result, other in zip(results, expected, strict=True):
+        assert result.dtype == other.dtype and torch.equal(result, other)
+
+
+@pytest.mark.parametrize("inside", ["forward", "both"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block+fp32_scale", MIXED, RHT], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_torchs_autocast_changes_no_bit(name, recipe, inside):
+    backward = autocast if inside == "both" else nullcontext
+    if name == "LayerNormMoE" and inside == "both":
+        with pytest.raises(UserError, match=r"router: torch.autocast would round its float32 gradients"):
+            run(name, recipe, autocast, backward)
+        return
+    assert_the_same(run(name, recipe, autocast, backward), run(name, recipe))
+
+
+@pytest.mark.parametrize("dpa", ["fp32", "mxfp8"])
+def test_torchs_autocast_changes_no_bit_of_attention(dpa):
+    results = []
+    for forward, backward in ((nullcontext, nullcontext), (autocast, nullcontext), (autocast, autocast)):
+        module = DotProductAttention(name="m", recipe=dpa, dtype=torch.float32)
+        q, k, v = (draw("normal", 128, 32, seed).float().view(2, 2, 32, 32).requires_grad_() for seed in range(3))
+        with forward():
+            o = module(q=q, k=k, v=v, is_causal=True)
+        with backward():
+            o.backward(draw("normal", 128, 32, 3).float().view(o.shape))
+        results.append([o.detach(), q.grad, k.grad, v.grad])
+    expected, *others = results
+    for other in others:
+        assert_the_same(other, expected)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_gradients_are_refused(name, recipe):
+    module, x = MODULES[name](recipe), draw("normal", 64, DIM).float().view(2, 32, DIM).requires_grad_()
+    y = module(x, [24, 40]) if name == "GroupedLinear" else module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    with pytest.raises(UserError, match=r"m\S*: create_graph=True asks for gradients of gradients; a quantized"):
+        torch.autograd.grad(y.float().tanh().sum(), x, create_graph=True)
+
+
+def test_gradients_of_gradients_of_attention_are_refused():
+    section = Recipe.from_config({"linear": "bf16", "dpa": "mxfp8"})
+    q = draw("normal", 128, 32).float().view(2, 2, 32, 32).requires_grad_()
+    o = DotProductAttention(name="m.dpa", recipe=section)(q, q, q)
+    with pytest.raises(UserError, match=r"m.dpa: create_graph=True asks for gradients of gradients"):
+        torch.autograd.grad(o.float().square().sum(), q, create_graph=True)
