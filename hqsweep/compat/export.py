@@ -214,9 +214,10 @@ def _request(format: Fp8Delayed, tensor: str) -> str:
     """The request for fp8_delayed: TransformerEngine keeps the state, and under HYBRID gives gradients E5M2."""
     hybrid = (format.element_name == "e5m2") == (tensor in GRADIENTS)
     algorithm = "most_recent" if format.most_recent else "max"
+    local = ", reduce_amax=False" if format.local_amax else ""
     return (
         f"DelayedScalingRequest(fp8_format=Format.{'HYBRID' if hybrid else 'E4M3'},"
-        f' amax_history_len={format.history}, amax_compute_algo="{algorithm}")'
+        f' amax_history_len={format.history}, amax_compute_algo="{algorithm}"{local})'
     )
 
 

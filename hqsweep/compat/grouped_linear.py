@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hqsweep.errors import UserError
 from hqsweep.nn.context import HIGH_PRECISION
 from hqsweep.nn.grouped_linear import GroupedLinear as _GroupedLinear
 from hqsweep.nn.options import GroupedLinearOptions
 
-SAYS_NOTHING = ("device", "get_rng_state_tracker", "rng_tracker_name", "sequence_parallel", "tp_group")
-"""Arguments that change no number on one rank."""
+SAYS_NOTHING = ("device", "get_rng_state_tracker", "rng_tracker_name", "sequence_parallel")
+"""Arguments that change no number where tensor parallelism has one rank, which it has here."""
 
 
 class GroupedLinear(_GroupedLinear):
@@ -20,7 +21,7 @@ class GroupedLinear(_GroupedLinear):
 
     parallel_mode notes on the parameters how they are cut (set_tensor_parallel_attributes). init_method draws the
     weights [out_features, in_features], one after the other. UserError for an option that would change a number and is
-    not there, such as tp_size=2.
+    not there, such as tp_size=2 or a tp_group of 2 ranks.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class GroupedLinear(_GroupedLinear):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         tp_size: int = 1,
+        tp_group: ProcessGroup | None = None,
         name: str | None = None,
         fuse_wgrad_accumulation: bool = False,
         save_original_input: bool = False,
@@ -41,7 +43,9 @@ class GroupedLinear(_GroupedLinear):
         single_grouped_bias: bool = False,
         **unsupported: Any,
     ) -> None:
+        ranks = 1 if tp_group is None else tp_group.size()
         unsupported |= {"tp_size": tp_size if tp_size != 1 else None}
+        unsupported |= {"tp_group of size": ranks if ranks > 1 else None}
         given = [f"{n}={v!r}" for n, v in unsupported.items() if n not in SAYS_NOTHING and v not in (None, False, 0)]
         if given:
             raise UserError(f"GroupedLinear: {', '.join(given)} has no counterpart here; leave it out")

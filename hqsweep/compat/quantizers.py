@@ -160,7 +160,11 @@ def NVFP4Quantizer(
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScalingRequest:
-    """fp8_delayed, whose scale comes from the amaxes of earlier steps: a history for each slot and direction."""
+    """fp8_delayed, whose scale comes from the amaxes of earlier steps: a history for each slot and direction.
+
+    reduce_amax: amaxes are the largest over the ranks of torch.distributed (quantization's amax_group); without it
+    every rank has its own, and DistributedDataParallel needs broadcast_buffers=False.
+    """
 
     fp8_format: Format = Format.HYBRID
     margin: int = 0
@@ -184,6 +188,7 @@ class DelayedScalingRequest:
         options = [
             "+e5m2" if element == "e5m2" else "",
             "+most_recent" if self.amax_compute_algo == "most_recent" else "",
+            "" if self.reduce_amax else "+local_amax",
             f"+history{self.amax_history_len}" if self.amax_history_len != 1024 else "",
         ]
         return "fp8_delayed" + "".join(options)

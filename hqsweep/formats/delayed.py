@@ -24,11 +24,17 @@ class Fp8Delayed(Fp8PerTensor):
 
     name = "fp8_delayed"
     delayed = True
-    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "most_recent": {"most_recent": True}}
+    OPTIONS: ClassVar = {
+        "e5m2": {"element_name": "e5m2"},
+        "most_recent": {"most_recent": True},
+        "local_amax": {"local_amax": True},
+    }
     NUMBERED: ClassVar = {"history": "history"}
 
     most_recent: bool = False
     """The amax of the last step instead of the largest of the history."""
+    local_amax: bool = False
+    """Every process of a torch.distributed training has amaxes of its own, instead of the largest over all of them."""
     history: int = 1024
     """How many steps are remembered, the present one included."""
 

@@ -1,6 +1,7 @@
 """Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,12 @@ class Call:
         quantizer = self.quantizer(tensor)
         if quantizer is None or not quantizer.delayed:
             return None
-        return self.states.of(tensor, quantizer, device=x.device, step=self.context.step, record=self.grad)
+        return self.states.of(tensor, quantizer, device=x.device, **self.recording)
+
+    @property
+    def recording(self) -> dict[str, Any]:
+        """Under which step, whether and with which ranks the states of delayed scaling record this call."""
+        return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
 
     @property
     def product_takes(self) -> Output:

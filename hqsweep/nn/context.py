@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ref
 
 from hqsweep.errors import UserError
@@ -25,6 +26,8 @@ class Context:
     microbatch: int = 0
     cache_weights: bool = False
     """Whether linears keep the operands of their weights for later calls."""
+    amax_group: Any = None
+    """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
 
     owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Which module draws the random bits of a slot."""
@@ -62,7 +65,13 @@ def autocast_recipe() -> AnyRecipe | None:
 
 
 def quantization(
-    *, seed: int = 0, step: int = 0, probe: Probe | None = None, microbatch: int = 0, cache_weights: bool = False
+    *,
+    seed: int = 0,
+    step: int = 0,
+    probe: Probe | None = None,
+    microbatch: int = 0,
+    cache_weights: bool = False,
+    amax_group: Any = None,
 ) -> Entered[Context]:
     """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
     delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
@@ -70,10 +79,11 @@ def quantization(
     microbatch: index of the part of the step's batch; weights, which are those of the step, draw without it.
     cache_weights: quantize a weight once for as long as nobody writes to it, for microbatches and evaluation, and in
     forward for backward, too, from one read; it costs 2 bytes an element and direction.
+    amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
+    Where ranks hold different experts, a group of those that hold the same ones.
     """
-    return _CONTEXT.entered(
-        Context(seed=seed, step=step, probe=probe, microbatch=microbatch, cache_weights=cache_weights)
-    )
+    options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
+    return _CONTEXT.entered(Context(seed=seed, step=step, **options))
 
 
 @contextmanager

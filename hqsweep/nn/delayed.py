@@ -34,13 +34,13 @@ class DelayedStates(nn.ModuleDict):
         quantizer: HybridQuantizer | None,
         *,
         device: torch.device,
-        step: int | None = None,
-        record: bool = False,
+        **call: Any,
     ) -> SlotStates | None:
-        """The states of a slot for one call; None where no direction is delayed."""
+        """The states of a slot for one call, whose step, record and group are those of SlotStates; None where no
+        direction is delayed."""
         if quantizer is None or not quantizer.delayed:
             return None
-        return slots_of([self], slot, quantizer, device=device, step=step, record=record)[0]
+        return slots_of([self], slot, quantizer, device=device, **call)[0]
 
     def add(self, quantizers: Quantizers) -> None:
         """Make the states that these quantizers need and that are not there, on torch's default device."""
@@ -101,13 +101,12 @@ class ExpertStates(nn.ModuleList):
         quantizer: HybridQuantizer | None,
         *,
         device: torch.device,
-        step: int | None = None,
-        record: bool = False,
+        **call: Any,
     ) -> list[SlotStates] | None:
         """DelayedStates.of for every expert."""
         if quantizer is None or not quantizer.delayed:
             return None
-        return slots_of(self, slot, quantizer, device=device, step=step, record=record)
+        return slots_of(self, slot, quantizer, device=device, **call)
 
     def add(self, quantizers: Quantizers) -> None:
         """DelayedStates.add for every expert, which all have these quantizers."""
@@ -132,13 +131,14 @@ def slots_of(
     quantizer: HybridQuantizer,
     *,
     device: torch.device,
-    step: int | None,
-    record: bool,
+    step: int | None = None,
+    record: bool = False,
+    group: Any = None,
 ) -> list[SlotStates]:
     """DelayedStates.of for each of several owners, such as experts, and a quantizer that is delayed."""
     formats = _formats({slot: quantizer})
     each = [{name.rpartition("_")[2]: own.state(name, f, device) for name, f in formats.items()} for own in owners]
-    return [SlotStates(states=states, step=step, record=record) for states in each]
+    return [SlotStates(states=states, step=step, record=record, group=group) for states in each]
 
 
 def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:

@@ -114,7 +114,7 @@ class LinearCall(Call):
         """Note that this step uses weights that are held quantized in fp8_delayed."""
         if is_held(weights) and weights[0].quantizer.delayed:
             for states in link_states(weights, self.states):
-                replace(states, step=self.context.step, record=self.grad).use()
+                replace(states, **self.recording).use()
 
     def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | GroupSkeleton | None) -> AnyOperand:
         """The columnwise operand of x, from what was saved of it."""

@@ -40,6 +40,6 @@ class QuantizedWeight(QuantizedModule):
     def quantized_weight(self) -> Tensor:
         """self.weight, rounded as `rounded` does."""
         quantizer, context, role = self.active_quantizers().weight, current(), self.slot_roles()["weight"]
-        rest = {"device": self.weight.device, "step": context.step, "record": torch.is_grad_enabled()}
-        states = self.states.of("weight", quantizer, **rest)
+        call = {"step": context.step, "record": torch.is_grad_enabled(), "group": context.amax_group}
+        states = self.states.of("weight", quantizer, device=self.weight.device, **call)
         return rounded(self.weight, quantizer, context.key(str(role)), states)

@@ -3,6 +3,10 @@
 TransformerEngine updates all states at the end of a step. Here a state ends its step when it is next used, at another
 step, so that all microbatches of a step, and a recomputation within it, quantize under the same scale and add to the
 same amax, and nobody has to say that a step is over.
+
+Where torch.distributed is initialized, an amax that is recorded is at once the largest over the ranks, so that every
+rank has the same states at any time, for the next step, an evaluation or a checkpoint. It follows that all ranks call
+the same modules in the same order, as data parallelism has it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +15,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed, RngKey
@@ -123,6 +129,8 @@ class SlotStates:
     """Whether this call is part of the training; without it no state changes."""
     held: bool = False
     """Whether a tensor that is held as codes is written: once between two steps that use it."""
+    group: Any = None
+    """The process group whose ranks share amaxes; None: all ranks."""
 
     def use(self) -> None:
         """A step of the training uses a tensor that is held."""
@@ -139,9 +147,10 @@ class SlotStates:
 
     def note(self, x: Tensor, formats: Mapping[str, Format | None], source: str, key: RngKey | None) -> None:
         """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories; key: the rowwise one."""
-        outs = {direction: self.states[direction].history[:1] for direction in self.delayed(formats)}
-        if not (self.record and outs):
+        delayed = self.delayed(formats)
+        if not (self.record and delayed):
             return
+        outs = {direction: self.states[direction].history[:1] for direction in delayed}
         row, amax = formats["rowwise"], None
         if source == "rowwise_dequantized" and "columnwise" in outs:
             if "rowwise" in outs:
@@ -151,6 +160,7 @@ class SlotStates:
         rowwise = Search(row, outs.get("rowwise"), amax, key)
         columnwise = Search(formats["columnwise"], outs.get("columnwise"))
         find_amax(x.detach(), rowwise, columnwise, columnwise_source=source)
+        _share([self], delayed)
 
     def training_step(self) -> int:
         """UserError where there is none."""
@@ -212,3 +222,26 @@ def note_group(
         find_amax(x.detach(), *searches, columnwise_source=source, splits=splits)
     histories = [slot.states[d].history[:1] for d in delayed for slot in slots]
     torch._foreach_maximum_(histories, [amax for d in delayed for amax in found[d].split(1)])
+    _share(slots, delayed)
+
+
+def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> None:
+    """Have the ranks of a group agree on the amaxes of the present step, in one collective for all slots.
+
+    A weight that is held as codes is left out: it is written wherever its rank is, as when a model is built. UserError
+    for +local_amax within a DistributedDataParallel that gives every rank the states of rank 0.
+    """
+    if slots[0].held or not (dist.is_available() and dist.is_initialized()):
+        return
+    shared, group = [d for d, format in formats.items() if not format.local_amax], slots[0].group
+    parallel = DistributedDataParallel._get_active_ddp_module()
+    if len(shared) < len(formats) and parallel is not None and parallel.broadcast_buffers:
+        raise UserError(
+            "+local_amax keeps amaxes of each rank, but DistributedDataParallel gives all ranks those of rank 0; build"
+            " it with broadcast_buffers=False"
+        )
+    if shared and dist.get_world_size(group) > 1:
+        recorded = [slot.states[d].history[:1] for d in shared for slot in slots]
+        amaxes = torch.cat(recorded)
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
+        torch._foreach_copy_(recorded, amaxes.split(1))

@@ -7,7 +7,7 @@ all others read dequantize(), and those in place quantize what they computed (qu
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -235,6 +235,14 @@ class HybridQuantizedTensor(torch.Tensor):
         held = {f"{d}_{name}": getattr(self, d).buffers[name] for d, name in self.metadata.stored}
         preserved = self.high_precision_init_val
         return held if preserved is None else {**held, INIT_VAL: preserved}
+
+    @property
+    def fsdp_pre_all_gather(self) -> NoReturn:
+        """Where torch's fully_shard asks how a parameter is gathered: UserError, as it would gather decoded values."""
+        raise UserError(
+            f"fully_shard: a weight held in {self.quantizer} cannot be sharded; build the model outside of"
+            " quantized_model_init, whose weights are quantized at every use"
+        )
 
     def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
         """A tensor of these views of the buffers, with `changes` to the metadata, that shares the key."""

@@ -54,6 +54,7 @@ def test_an_exported_recipe_is_the_recipe(name):
         {"linear": "mxfp8", "overrides": [{"layers": 3, "grouped_linear": "bf16|mxfp8"}]},
         {"linear": "mxfp8", "overrides": [{"name": "head", "linear": "nvfp4"}]},
         {"linear": {"input": "fp8_delayed+most_recent+history4", "weight": "mxfp8", "grad_output": "fp8_delayed"}},
+        {"linear": "fp8_delayed+local_amax"},
         {"linear": "mxfp8", "overrides": [{"layers": "first(2)", "name": "*.qk?", "linear": "bf16"}]},
     ],
     ids=str,

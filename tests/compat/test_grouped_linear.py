@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from hqsweep.compat import CustomRecipe, DType, GroupedLinear, GroupedTensor, MXFP8Quantizer, autocast
 from hqsweep.errors import UserError
@@ -46,3 +47,13 @@ def test_options(held):
 def test_what_would_change_a_number_and_is_not_here_is_refused():
     with pytest.raises(UserError, match="GroupedLinear: ub_overlap_ag=True, tp_size=2 has no counterpart here"):
         GroupedLinear(2, 32, 32, ub_overlap_ag=True, tp_size=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_of_tensor_parallelism_has_one_rank(ranks):
+    group = ProcessGroup(0, ranks)
+    if ranks == 1:
+        GroupedLinear(2, 32, 32, tp_group=group, tp_size=1, sequence_parallel=True)
+        return
+    with pytest.raises(UserError, match="GroupedLinear: tp_group of size=2 has no counterpart here"):
+        GroupedLinear(2, 32, 32, tp_group=group, sequence_parallel=True, parallel_mode="column")

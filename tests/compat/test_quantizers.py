@@ -68,6 +68,8 @@ def test_delayed_scaling_asks_for_the_format_by_slot():
     texts = [request.text(QuantizerRole("linear", t, "fc")) for t in ("input", "weight", "grad_output")]
     assert texts == ["fp8_delayed", "fp8_delayed", "fp8_delayed+e5m2"]
     assert request == compat.delayed_scaling_factory(None)
+    local = compat.DelayedScalingRequest(reduce_amax=False)
+    assert local.text(QuantizerRole("linear", "input", "fc")) == "fp8_delayed+local_amax"
     assert THEIRS["nvfp4_linear_fp8_dpa"](attention).text(attention) == "fp8_delayed+e5m2+most_recent+history1"
 
 

@@ -1,0 +1,61 @@
+"""fully_shard: weights in high precision train as without it; those that are held quantized are refused in words."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hqsweep.errors import UserError
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
+from hqsweep.optim import FusedAdam
+from hqsweep.recipe import LinearQuantizers, Recipe
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def linear(text):
+    torch.manual_seed(0)
+    return Linear(64, 96, name="l", recipe=LinearQuantizers.parse(text, "test"))
+
+
+def experts(text):
+    options = GroupedLinearOptions(single_grouped_weight=True)
+    return GroupedLinear(2, 64, 96, name="e", recipe=Recipe.from_config({"linear": text}), options=options)
+
+
+@pytest.mark.parametrize("text", ["bf16", "mxfp8", "nvfp4|mxfp8", "fp8_current"])
+@pytest.mark.parametrize("build", [linear, experts])
+def test_held_weights_are_refused(text, build, mesh):
+    with quantized_model_init():
+        module = build(text)
+    with pytest.raises(UserError, match=r"fully_shard: a weight held in .* build the model outside of"):
+        fully_shard(module, mesh=mesh)
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr|mxfp8", "fp8_delayed"])
+def test_plain_weights_train_as_without(text, mesh):
+    losses = []
+    for sharded in (False, True):
+        model = nn.Sequential(linear(text))
+        if sharded:
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        for step in (1, 2, 3):
+            with quantization(step=step):
+                loss = (model(draw("normal", 32, 64, step)).float() - 1).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
