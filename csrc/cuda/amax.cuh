@@ -10,8 +10,8 @@ namespace hq {
 constexpr int kAmaxThreads = 512;
 constexpr int kAmaxUnits = 8;  // 16-byte loads in flight in a thread
 
-// found = max(found, amax of units first, first + step, ... below `units`), of 16 bytes each. The whole thread block, whose
-// threads have neighbouring `first`.
+// found = max(found, amax of units first, first + step, ... below `units`), of 16 bytes each. The whole thread block
+// takes part, and neighbouring threads have neighbouring `first`.
 template <class T>
 __device__ __forceinline__ void raise_to_amax(const uint4* data, int64_t first, int64_t units, int64_t step,
                                               float* found) {

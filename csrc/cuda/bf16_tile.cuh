@@ -1,5 +1,5 @@
-// A tile of bf16 words in shared memory, as the encoders of whole tiles use it: on its way there and from there, and what
-// a thread takes and puts.
+// A tile of bf16 words in shared memory, as the fast encoders use it: how it gets there and leaves, and which words a
+// thread reads and writes.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r
   }
 }
 
-// `rows` rows, or as many as a tile has.
+// Loads `rows` rows, at most as many as a tile has.
 __device__ __forceinline__ void load_rows_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
                                                 uint32_t* tile) {
   if (rows < kTile)
@@ -93,7 +93,7 @@ __device__ __forceinline__ void wait_tile() {
   __syncwarp();
 }
 
-// For group h of a thread's words of rows, and those before it.
+// Waits until group h of a thread's words of rows has arrived, and those before it.
 __device__ __forceinline__ void wait_rows(int h) {
   switch (h) {
     case 0: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void wait_rows(int h) {
   __syncwarp();
 }
 
-// `rows` rows of the tile to [.., pitch] at `to`, in lines of 256 bytes.
+// Stores `rows` rows of the tile to [.., pitch] at `to`, in lines of 256 bytes.
 __device__ __forceinline__ void store_tile(const uint32_t* tile, uint16_t* to, uint64_t pitch, uint32_t rows) {
   const uint32_t row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
   const uint32_t* from = tile + word_offset<Bf16>(row, unit * 4);

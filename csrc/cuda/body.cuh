@@ -1,6 +1,6 @@
-// What a thread block does with its tile, in launches for one matrix and for the experts of a group: both directions of
-// 128 x 128 elements from one read of them. Rows are encoded from registers, columns through shared memory, to which the
-// row encoder puts decoded values where the column is made from those.
+// The general encoder: what a thread block does with its tile, for one matrix and for the experts of a group. Both
+// directions of 128 x 128 elements come from one read of them: rows from registers, columns through shared memory, where
+// the row encoder puts decoded values if the column is made from those.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void run_tile(const QuantizeJob& job, const Corner& a
   x.rows = at.begin + at.rows;
   load_tile<W>(x, at.begin + at.r0, at.c0, job.vector_in, tile);
   const bool replace = job.has_column && job.dequantized;
-  // A thread takes segments of rows that it has put there itself, and replaces them; columns need everybody's.
+  // A thread reads and replaces segments of rows that it has put there itself; columns need those of all threads.
   if (job.has_row) run_direction<RowOrder, W, kSums>(job.row, job.find_row, row, tile, replace, x.dtype);
   if (!job.has_column) return;
   __syncthreads();

@@ -13,7 +13,7 @@ inline void check(cudaError_t status, const char* binding) {
     throw std::runtime_error(std::string("hqsweep._C.") + binding + ": " + cudaGetErrorString(status));
 }
 
-// The thread blocks of a launch; what: says in words that there are too many.
+// The number of thread blocks as a launch takes it; `what` says in words that there are too many.
 inline unsigned grid_of(int64_t blocks, const char* binding, const char* what) {
   if (blocks > 0x7FFFFFFF) throw std::runtime_error(std::string("hqsweep._C.") + binding + ": " + what);
   return static_cast<unsigned>(blocks);

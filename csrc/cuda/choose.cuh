@@ -25,7 +25,7 @@ inline bool is_mxfp8(const Direction& to) {
          (spec.element == Element::e4m3 || spec.element == Element::e5m2);
 }
 
-// More, or less, than codes and scales.
+// Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
 // What training needs: no amax per row, no 4over6, MX scales rounded up, no transform of scale tiles of several rows,
@@ -75,7 +75,7 @@ inline bool fast_takes_matrix(const QuantizeJob& job) {
          !job.column.exact_turned && (has_whole_tiles_of_rows(x) || !wants_statistics(job));
 }
 
-// quantize_mx_flat: MXFP8 rows alone, of a matrix without gaps, whose blocks of 32 no row cuts.
+// quantize_mx_flat: MXFP8 rows alone, of a matrix without gaps whose rows are whole blocks of 32.
 inline bool flat_takes_matrix(const QuantizeJob& job) {
   const Source& x = job.source;
   return !job.has_column && job.has_row && is_mxfp8(job) && is_usual(job.row, job.vector_row) &&
@@ -140,7 +140,7 @@ inline bool encoder_stores_scale_inv(const QuantizeJob& job) {
 
 __device__ __forceinline__ bool has_tall_scale_tiles(const Direction& to) { return to.spec.tile_rows > 1; }
 __device__ __forceinline__ bool is_nvfp4(const Direction& to) { return to.spec.family == Family::nvfp4; }
-// No output of the columns stands in lines of its own.
+// The only output of the columns is stored by rows of X.
 __device__ __forceinline__ bool is_only_turned(const Direction& to) { return to.exact && to.exact_turned && !to.codes; }
 
 // All rows of the tile are the matrix's. They are lines of the columnwise operand, which are aligned or not.

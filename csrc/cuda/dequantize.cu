@@ -42,7 +42,7 @@ __device__ Piece locate(const DecodeJob& job, int64_t index) {
   return {row, col, row < job.rows ? static_cast<int>(left < kCount ? left : kCount) : 0};
 }
 
-// What the piece's codes are multiplied by.
+// The factor of the piece's codes.
 __device__ float load_scale(const DecodeJob& job, const Piece& piece) {
   if (job.family == Family::current) return job.exact ? 1.0f : *static_cast<const float*>(job.scales);
   const int64_t tile = (piece.row >> job.row_shift) * job.tiles_across + (piece.col >> job.col_shift);

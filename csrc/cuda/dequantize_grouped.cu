@@ -1,8 +1,8 @@
 // CUDA decode of the packed operands of many experts in one launch, to the places of X's own elements. The grid is that of
 // quantize_grouped.cu: a thread block has 128 x 128 elements of one expert, found from the offsets on the device. Rows are
 // pieces of one 16-byte store. Columns are turned in registers: a thread takes 16 codes of each of two neighbouring
-// columns of X and stores 16 pairs, which are lines of 128 bytes with those of its warp. The arithmetic is that of
-// dequantize.cu.
+// columns of X and stores 16 pairs, which are lines of 128 bytes with those of its warp. The arithmetic is
+// the same as in dequantize.cu.
 #include <cuda_runtime.h>
 
 #include "cuda/check.cuh"
@@ -96,8 +96,8 @@ __device__ __forceinline__ void decode_rows(const MemberCodes& member, int64_t r
   }
 }
 
-// 16 codes, the first one in the lowest bits. Those that are not aligned come as aligned words, none of which is without
-// a byte that is wanted.
+// 16 codes, the first one in the lowest bits. Codes that are not aligned are read as aligned words, and only as words that
+// have one of them.
 template <int kBits>
 __device__ __forceinline__ void load_turned(const uint8_t* from, int count, uint32_t words[kBits / 2]) {
   constexpr int kWords = kBits / 2, kBytes = kWords * 4;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void store_pair(typename Out::Word* to, float low, fl
   }
 }
 
-// c0, r0: of the tile of X, whose columns are the operand's rows.
+// (r0, c0) is the corner of the tile of X, whose columns are the operand's rows.
 template <class E, class Out>
 __device__ __forceinline__ void decode_columns(const MemberCodes& member, int64_t r0, int64_t c0,
                                                typename Out::Word* to) {

@@ -13,8 +13,8 @@
 
 namespace hq {
 
-// A direction as a thread block sees it. In a grouped launch an expert's, whose part of the outputs begins at
-// `starts`; these are 0 for one matrix.
+// A direction as a thread block sees it. In a grouped launch it is an expert's, whose part of the outputs begins at
+// `starts`; for one matrix these are 0.
 struct Frame {
   int64_t rows, cols;       // of the operand
   int64_t row0, col0;       // of the tile
@@ -194,7 +194,7 @@ __device__ __forceinline__ float2 errors_of(const uint32_t words[kGroupWords<Ord
   return candidate_errors(x[0], x[1], x[2], x[3], amax, global_amax, spec);
 }
 
-// What the scales of a direction follow from: its global amax, or the segment's row's.
+// The amax from which the scales of a segment follow: the direction's, or that of the segment's row.
 __device__ __forceinline__ GlobalScale global_of(const Spec& spec, const Frame& frame, const Place& place) {
   if (spec.family == Family::current) return {*frame.amax, 0.0f, 0.0f, 0.0f};
   return nvfp4_global(spec.row_scaled ? (place.count > 0 ? frame.amax[place.row] : 1.0f) : *frame.amax, spec);

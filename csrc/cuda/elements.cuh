@@ -9,7 +9,7 @@
 
 namespace hq {
 
-// What the loops are compiled for: 4-bit codes, or codes in a byte of their own; the element itself is known at run time.
+// The loops are compiled for 4-bit codes and for codes of a byte; which element it is, is known at run time.
 template <bool kFour>
 constexpr int kCodeWords = kFour ? 2 : 4;  // of a segment
 
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t e5m2_pair(float low, float high) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Two halves.
+// Two fp16 values.
 __device__ __forceinline__ uint32_t e4m3_values(uint32_t codes) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
@@ -90,7 +90,7 @@ __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   return static_cast<uint32_t>(__vimin3_s32(__float_as_int(first), __float_as_int(second), __float_as_int(third)));
 }
 
-// The same of a + random / 256 of its step, rounded down: stochastic rounding as encode_e2m1_stochastic has it. byte:
+// The magnitude of a + random / 256 of its step, rounded down: stochastic rounding as in encode_e2m1_stochastic. byte:
 // kMagic with the random byte in its lowest bits.
 __device__ __forceinline__ uint32_t e2m1_stochastic_magnitude(float a, float byte) {
   const float power = to_float(to_bits(a) & kInfBits);
@@ -191,7 +191,7 @@ __device__ __forceinline__ void decode_four(const uint32_t codes[2], float v[kSe
   }
 }
 
-// The same of E5M2 (wide) or E4M3.
+// Values of E5M2 (wide) or E4M3 codes, without scale.
 __device__ __forceinline__ void eight_values(bool wide, const uint32_t codes[4], float v[kSegment]) {
 #if __CUDA_ARCH__ >= 890
   uint32_t halves[8];

@@ -1,7 +1,7 @@
-// A direction with what training needs and nothing else: a whole tile of bf16 words, aligned outputs, no amax per row, no
-// 4over6, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's four segments stays a
-// loop, because the code of two directions must fit the instruction cache (benchmarks/NOTES.md). The bytes are those of
-// direction.cuh.
+// The fast encoder: a direction with what training needs and nothing else. A whole tile of bf16 words, aligned outputs,
+// no amax per row, no 4over6, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's
+// four segments stays a loop, because the code of two directions must fit the instruction cache (benchmarks/NOTES.md).
+// The bytes are those of direction.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -14,8 +14,9 @@ namespace hq {
 
 enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic };
 
-// What a tile is: one of a matrix of whole tiles; a whole one of other rows, where the last blocks of columns may be
-// parts, and exact columns wanted by rows; one that ends early, or whose columns begin at any byte.
+// matrix: a tile of a matrix that has only whole tiles. whole: a whole tile of other rows, where the last blocks of
+// columns may be parts, and exact columns may be stored by rows. ragged: a tile that ends early, or whose columns begin
+// at any byte.
 enum class Part { matrix, whole, ragged };
 
 template <Kind kKind>
@@ -25,7 +26,7 @@ constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
 template <Kind kKind>
 constexpr int kBlock = kNvfp4<kKind> ? 16 : (kKind == Kind::block ? kTile : 32);
 
-// NVFP4: what multiplies elements, by the code of their block scale, so that no division is left in the loops.
+// NVFP4: the factor of elements for each code of a block scale, so that no division is left in the loops.
 struct Nvfp4Scales {
   float encode[128];
   GlobalScale global;
@@ -147,8 +148,8 @@ __device__ __forceinline__ void store_fast(void* to, const uint32_t words[kCount
   }
 }
 
-// exact, or replace (rows only): what decoded values v are for. Turned exact values are put into the tile, which is
-// stored when it has all of them.
+// Writes decoded values v: to `exact`, or (replace, rows only) over the elements that they came from. Exact columns that
+// are stored by rows of X go into the tile, which is stored when it has all of them.
 template <class Order, Kind kKind, Part kPart>
 __device__ __forceinline__ void use_values(const FastSide& side, const float v[kSegment], uint64_t element, int q,
                                            const BlockScale& scale, bool nan, uint32_t* tile) {

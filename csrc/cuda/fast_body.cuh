@@ -14,7 +14,7 @@ struct FastSpace {
   float strips[8][8];
 };
 
-// One for all that a kernel may do with a tile.
+// One shared allocation for all code that a kernel may run on a tile.
 static __device__ __forceinline__ FastSpace& fast_space() {
   __shared__ FastSpace space;
   return space;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
     __syncthreads();
   const FastSide row{job.row, job.row_facts, at.r0, at.c0, cols, scales[0], strips, nan, replace, here.row.amax,
                      at.rows, here.row.key, at.first, here.row.first_scale};
-  // With what is known once the rows are done.
+  // Made after the rows, which may change strips and nan.
   const auto column = [&] {
     return FastSide{job.column, job.column_facts, at.c0, at.r0, at.rows, scales[1], strips, nan, false,
                     here.column.amax, cols, here.column.key, at.first, here.column.first_scale};
@@ -90,7 +90,7 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
   }
 }
 
-// A tile of rows that need not be whole tiles.
+// A tile of a matrix, or of an expert, whose rows end anywhere.
 __device__ __forceinline__ void run_any_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
   if (is_whole_tile(job, here.at))
     run_fast_tile<false, Part::whole>(job, here, tile);

@@ -1,4 +1,4 @@
-// Which expert a thread block works for, found on the device from the offsets: no host needs to know them.
+// The expert of a thread block, found on the device from the offsets: no host needs to know them.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -7,7 +7,7 @@
 
 namespace hq {
 
-// An expert, and the first row of the tile. rows 0: no expert has a tile of that number.
+// An expert, and the first row of the tile; rows is 0 where no expert has a tile of that number.
 struct Member {
   Before before;
   int rows, r0;
@@ -81,7 +81,7 @@ __device__ __forceinline__ bool search(const Group& group, const Units& units, i
                              : search<4>(group, units, rows, wanted, member);
 }
 
-// The same for all threads, after a barrier: `member` is shared. The first warp.
+// search() by the first warp, into a shared `member` that all threads may read after a barrier.
 __device__ __forceinline__ void find_member(const Group& group, const Units& units, int64_t rows_of_x, uint32_t wanted,
                                             Member& member) {
   Member mine;

@@ -1,4 +1,4 @@
-// What a launch of a quantization kernel is given, and where its thread blocks stand.
+// The arguments of quantization kernels, and the place of a thread block in them.
 #pragma once
 #include <cstdint>
 
@@ -34,7 +34,7 @@ struct Corner {
   int64_t r0, c0, index;  // counted from `begin`; the tile's number along rows of tiles
 };
 
-// The same as the fast encoders take it.
+// A corner as the fast encoders take it.
 struct FastCorner {
   uint32_t begin, rows, r0, c0;
   uint64_t first;  // elements of X before `begin`

@@ -1,6 +1,6 @@
-// MXFP8, E4M3 or E5M2 in blocks of 32 with scales rounded up, in few instructions: two bf16 elements at a time until the
-// conversion, scales of two blocks at a time in integers, nothing compiled in that other formats want. It takes two thirds
-// of the instructions of fast.cuh (benchmarks/NOTES.md), whose bytes it gives.
+// The encoder of MXFP8: E4M3 or E5M2 in blocks of 32 with scales rounded up, in few instructions. Two bf16 elements at a
+// time until the conversion, scales of two blocks at a time in integers, and no code for other formats. It takes two
+// thirds of the instructions of fast.cuh (benchmarks/NOTES.md) and gives the same bytes.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,7 +10,7 @@
 
 namespace hq {
 
-// Thread blocks that an SM holds at a time, by registers.
+// Thread blocks that fit an SM at a time, as far as registers go.
 template <bool kExact, bool kRagged>
 constexpr int kMxBlocks = kExact ? 4 : (kRagged ? 5 : 6);
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool near_scales(uint32_t amax, MxScales& scales) {
   return (over & 0xFFFFu) <= most && over >> 16 <= most;
 }
 
-// The same of any amaxes. NaN counts as 0.
+// The scales of any amaxes. NaN counts as 0.
 __device__ __forceinline__ MxScales far_scales(float low, float high, const ElementFacts& facts) {
   const BlockScale a = mx_scale_up(low, facts), b = mx_scale_up(high, facts);
   return {permute(to_bits(a.encode), to_bits(b.encode), 0x7632), permute(to_bits(a.exact), to_bits(b.exact), 0x7632),
@@ -74,7 +74,7 @@ __device__ __forceinline__ void exact_pairs(const uint32_t codes[4], bool wide, 
 
 // ---- rows ----------------------------------------------------------------------------------------------------------
 
-// The scales of a segment's block, of which the next or the last lane has the other half. nan: raised for one in it.
+// The scales of a segment's block, whose other half the next or the previous lane has. nan: set if the block has one.
 template <bool kWide>
 __device__ __forceinline__ MxScales scales_of_row(const uint32_t words[kWords<Bf16>], const ElementFacts& facts,
                                                   bool& nan) {
@@ -248,7 +248,7 @@ __device__ __forceinline__ void run_mx_tile(const QuantizeJob& job, const FastTi
   }
 }
 
-// As run_any_tile.
+// run_any_tile for MXFP8.
 template <bool kExact>
 __device__ __forceinline__ void run_any_mx_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
   if (is_whole_tile(job, here.at))

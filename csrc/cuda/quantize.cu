@@ -1,6 +1,6 @@
 // CUDA quantization of one matrix: both directions of a tile of 128 x 128 elements from one read of it (body.cuh),
 // for every format. The arithmetic is numerics.h, so the bytes are the CPU's. Everything is enqueued on the caller's
-// stream; global amaxes that are not given are found in passes before.
+// stream; passes before it find the global amaxes that are not given.
 #include <cuda_runtime.h>
 
 #include <utility>

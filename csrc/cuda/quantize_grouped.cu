@@ -1,6 +1,6 @@
-// CUDA quantization of the rows of many experts in one launch. The grid has a thread block for each tile that there can
-// be at most, M / 128 + experts rows of them; a block finds its expert from the offsets on the device, and those beyond
-// the last tile leave. So nothing waits for the offsets, and one captured graph serves all of them. A tile is encoded by
+// CUDA quantization of the rows of many experts in one launch. The grid has M / 128 + experts rows of tiles, the most that
+// there can be; a thread block finds its expert from the offsets on the device, and blocks beyond the last tile leave. So
+// nothing waits for the offsets, and one captured graph serves all of them. A tile is encoded by
 // the code for one matrix (body.cuh), and the bytes are those of a call for each expert.
 #include <cuda_runtime.h>
 

@@ -1,6 +1,5 @@
-// Stores to rows that begin at any byte, as those of an expert's columnwise operand do whose number of rows is no
-// multiple of 16: lanes hand the end of their piece to the next one, so that all but the ends of a line leave as aligned
-// stores.
+// Stores to rows that begin at any byte, as in the columnwise operand of an expert whose number of rows is no multiple of
+// 16. Lanes hand the end of their piece to the next one, so that all but the ends of a line are aligned stores.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -14,7 +14,7 @@ struct BlockScale {
   uint32_t code;  // E8M0 (mx) or E4M3 (nvfp4)
 };
 
-// What follows from one global amax of NVFP4, or the amax of current scaling.
+// All that follows from one global amax of NVFP4, or from the amax of current scaling.
 struct GlobalScale {
   float amax;
   float encode, decode, sixth;  // nvfp4
@@ -35,7 +35,7 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
 #endif
 }
 
-// encode: what multiplies elements under that code.
+// encode: the factor of elements under that code.
 __device__ __forceinline__ BlockScale nvfp4_scale_of(uint32_t code, float encode, const GlobalScale& global,
                                                      const Spec& spec) {
   const float exact = e4m3_value(code);
@@ -119,7 +119,7 @@ __device__ __forceinline__ float quad_error(float sum, const float4& quad, const
   return sum;
 }
 
-// Errors of a segment with both, each summed over its elements in order. Not inlined: few formats need it.
+// Errors of a segment with both scales, each summed over its elements in order. Not inlined: few formats need it.
 static __device__ __noinline__ float2 candidate_errors(float4 a, float4 b, float4 c, float4 d, float amax,
                                                        float global_amax, const Spec& spec) {
   const GlobalScale global = nvfp4_global(global_amax, spec);

@@ -1,4 +1,4 @@
-// What leaves a thread: 16 codes, 16 multiplied values, a scale, sums of errors.
+// Stores of a thread: 16 codes, 16 multiplied values, a scale, sums of errors.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_exact(const Direction& to, int64_t first, 
   }
 }
 
-// One thread of each scale tile writes its scale. first: as above, among scales.
+// One thread of each scale tile writes its scale. first: where the operand's scales begin in the packed output.
 __device__ __forceinline__ void store_scale(const Direction& to, int64_t first, const Place& place, int64_t cols,
                                             const BlockScale& scale) {
   const Spec& spec = to.spec;

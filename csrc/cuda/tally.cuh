@@ -1,5 +1,5 @@
-// Statistics of whole tiles of bf16, gathered beside the encoding in few instructions: what a thread counts, and how a
-// thread block joins it in a fixed order.
+// Statistics of whole tiles of bf16, gathered beside the encoding in few instructions: a thread counts, and the thread
+// block joins the counts in a fixed order.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -21,7 +21,7 @@ struct NoTally {
                                       const ElementFacts&, int) {}
 };
 
-// What a thread block shares of one direction.
+// Shared memory of a thread block for the statistics of one direction.
 struct TallySpace {
   float errors[kTile][8];          // of the segments of each row: (x - q)^2
   TileSums warps[kThreads / 32];

@@ -92,7 +92,7 @@ def heatmap(
     measure: Measure = DECIBEL,
     x_title: str | None = None,
 ) -> go.Figure:
-    """Numbers of lines by columns of one level or two; formats are shown beside a value that is pointed at."""
+    """Numbers as colours, lines by columns of one level or two; formats are shown beside a value that is pointed at."""
     values, (low, high) = grid.to_numpy(), scale
     cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
     written = len(grid) <= WRITTEN and len(grid.columns) <= WRITTEN_COLUMNS

@@ -44,7 +44,7 @@ class Panels:
 
 
 def panels(comparison: Comparison) -> Panels:
-    """Every figure that there is something to draw in."""
+    """Every figure that has something to draw."""
     smooth = figures.smoothing(comparison)
     rolling = f", rolling mean of {smooth} rows" if smooth > 1 else ""
     gaps = [

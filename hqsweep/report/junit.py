@@ -43,5 +43,5 @@ def run_rows(run_dirs: Iterable[RunDir]) -> list[dict[str, Any]]:
 
 
 def _legal(text: str) -> str:
-    """Without the control characters that XML 1.0 has no way to write."""
+    """`text` without the control characters that XML 1.0 has no way to write."""
     return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)

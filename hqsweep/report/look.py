@@ -46,7 +46,7 @@ class Panel:
 
 
 def label(name: str) -> str:
-    """A name as plotly must get it to show it as it is."""
+    """A name escaped, so that plotly shows it as it is."""
     return html.escape(name, quote=False)
 
 

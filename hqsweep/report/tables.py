@@ -150,7 +150,7 @@ def provenance(runs: pd.DataFrame) -> TextTable:
 
 
 def gemm_plans(runs: pd.DataFrame) -> TextTable:
-    """Which operands each GEMM of an arm got and which plan computed it, with the number of modules."""
+    """The operands that each GEMM of an arm got and the plan that computed it, with the number of modules."""
     rows = [(arm, *line) for arm, part in runs.groupby("arm", sort=False) for line in arm_lines(part)]
     return TextTable(header=("arm", "GEMM", "operands: plan (modules)"), rows=tuple(rows))
 
