@@ -1,4 +1,4 @@
-"""The one exception that is meant for people.
+"""The one exception that is meant for people, and the exit codes of commands and workers.
 
 Everything a user can get wrong (a format string, a config key, a path) raises UserError with one clear sentence:
 where, what came, what is allowed, what to do. The command line prints it and exits 2; it never shows a traceback.
@@ -6,6 +6,19 @@ where, what came, what is allowed, what to do. The command line prints it and ex
 
 import difflib
 from collections.abc import Iterable
+
+EXIT_MISMATCH = 1
+"""A regression, a loss outside its band, or a check that FAILs."""
+EXIT_USAGE = 2
+"""Wrong words on the command line, or a wrong config."""
+EXIT_FAILED = 3
+"""A run failed, which says why in its status, or is missing."""
+EXIT_UNDECIDED = 4
+"""No usable baseline, or too few seeds to decide."""
+EXIT_STORAGE = 74
+"""A worker cannot write in its run folder, so neither its status nor a reason (EX_IOERR of sysexits.h)."""
+EXIT_BUSY = 75
+"""A worker found its run folder locked by another (EX_TEMPFAIL)."""
 
 
 class UserError(ValueError):

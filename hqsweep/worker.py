@@ -11,8 +11,8 @@ and the exit code:
 import argparse
 import contextlib
 import faulthandler
-import importlib
 import os
+import pkgutil
 import signal
 import socket
 import sys
@@ -24,19 +24,18 @@ from types import FrameType
 from typing import Any
 
 from hqsweep.config.job import parse
-from hqsweep.errors import UserError
+from hqsweep.config.jobs import JOBS
+from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, UserError
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.process import stop_with_parent
-from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, STORAGE_EXIT, RunDir
+from hqsweep.sweep.store import CANCELLED, RunDir
 from hqsweep.track.machine import facts
+from hqsweep.track.open import open_tracker
 from hqsweep.track.rows import RowSink
-from hqsweep.track.tracker import MIRRORED_TABLES, NullTracker, Tracker, open_tracker
+from hqsweep.track.tables import MIRRORED_TABLES
+from hqsweep.track.tracker import NullTracker, Tracker
 
-JOBS = {name: f"hqsweep.jobs.{name}" for name in ("convergence", "parity", "calibrate")}
-"""Job name -> module with run(config, sink, workspace)."""
-
-FAILED_EXIT = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RAISE_AGAIN_S = 0.5
 LOCK_WAIT_S = 2.0
@@ -56,21 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hqsweep.worker", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this is no longer the parent process")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     faulthandler.enable()
-    if given.parent is not None:
-        stop_with_parent(given.parent)
-    run = RunDir(given.run_dir)
+    if options.parent is not None:
+        stop_with_parent(options.parent)
+    run = RunDir(options.run_dir)
     try:
         with run.lock(wait_s=LOCK_WAIT_S):
             return _work(run)
     except RunBusy:
         print(f"{run.name}: another worker has this run", flush=True)
-        return BUSY_EXIT
+        return EXIT_BUSY
     except OSError:
         with contextlib.suppress(OSError):  # the log is on the same disk
             traceback.print_exc()
-        os._exit(STORAGE_EXIT)  # the exit handlers would try to write what stdout still holds
+        os._exit(EXIT_STORAGE)  # the exit handlers would try to write what stdout still holds
 
 
 def _work(run: RunDir) -> int:
@@ -93,7 +92,7 @@ def _work(run: RunDir) -> int:
         outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
     except Exception as error:
         traceback.print_exc()
-        outcome = {"state": "failed", "reason": _reason(error), "exit_code": FAILED_EXIT}
+        outcome = {"state": "failed", "reason": _reason(error), "exit_code": EXIT_FAILED}
     _deafen()
     run.write_status(**outcome, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3))
     for table in MIRRORED_TABLES:
@@ -112,7 +111,7 @@ def _do_job(run: RunDir, tracker: Tracker) -> None:
         sink.manifest(**facts())
         if not any(run.checkpoint.glob("step_*.pt")):
             sink.rewind(-1)  # an attempt that left no checkpoint is repeated from the start
-        importlib.import_module(JOBS[config.job]).run(config, sink, run.path)
+        pkgutil.resolve_name(JOBS[config.job].run)(config, sink, run.path)
         sink.write_parquet()
     finally:
         sink.close()

@@ -1,8 +1,14 @@
-"""A module imports only from the layers above it (the order of the list), and importing the package starts nothing."""
+"""The floor plan: a module imports only from the layers above it (the order of the list), no files import each other in
+a circle, chains of imports are short, and importing the package starts nothing.
+
+Every import counts, also one inside a function or under TYPE_CHECKING. `from package import name` counts as an import
+of the module that defines the name, so that a package's __init__ hides nothing.
+"""
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,42 +17,128 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo"), ("formats",), ("ops",), ("quant",), ("recipe",), ("config", "gemm"), ("nn",), ("optim",),
-    ("compat",), ("train",), ("jobs",), ("sweep",), ("track",), ("report",), ("worker", "doctor"), ("cli",),
-    ("__main__",),
+    ("errors", "memo", "track.tables", "config.jobs"), ("formats",), ("ops",), ("quant",), ("recipe",),
+    ("config", "gemm"), ("nn",), ("optim",), ("compat",), ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
+    ("worker", "doctor"), ("cli",), ("__main__",),
 ]  # fmt: skip
+"""Packages, and files that stand elsewhere than their package."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+LONGEST_CHAIN = 30
+ROOT_FILES = 6
 
 
-def imports(path: Path):
-    """(line, first part below hqsweep) of every import that runs, TYPE_CHECKING blocks left out."""
-    tree = ast.parse(path.read_text())
-    guarded = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
+def name_of(path: Path) -> str:
+    """Dotted name below hqsweep; "" for hqsweep itself."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def is_package(name: str) -> bool:
+    return FILES[name].name == "__init__.py"
+
+
+def imported(tree: ast.AST) -> list[tuple[str, str, ast.AST]]:
+    """(module below hqsweep, name imported from it or "", node) of every import of our own."""
+    found = []
     for node in ast.walk(tree):
-        if id(node) in guarded:
-            continue
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "hqsweep" else [f"hqsweep.{a.name}" for a in node.names]
-        for name in names:
-            if name.startswith("hqsweep."):
-                yield node.lineno, name.split(".")[1]
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "", node) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            found += [(node.module, alias.name, node) for alias in node.names]
+    ours = [each for each in found if each[0].split(".")[0] == "hqsweep"]
+    return [(module.removeprefix("hqsweep").removeprefix("."), name, node) for module, name, node in ours]
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_only_from_above(path):
-    parts = path.relative_to(PACKAGE).parts
-    own = parts[0].removesuffix(".py")
-    if own in ("__init__", "conf"):
-        return
+@cache
+def defines(module: str, name: str) -> str:
+    """The module that an import of `name` from `module` leads to."""
+    inside = f"{module}.{name}".strip(".")
+    if inside in FILES:
+        return inside
+    if name and is_package(module):
+        for source, re_exported, _ in imported(TREES[module]):
+            if re_exported == name:
+                return defines(source, name)
+    return module
+
+
+def late(tree: ast.AST) -> set[int]:
+    """Ids of the nodes that do not run when the module is imported: in functions, or under TYPE_CHECKING."""
+    blocks = (
+        block
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test))
+    )
+    return {id(node) for block in blocks for node in ast.walk(block)}
+
+
+def edges(name: str, *, only_top: bool = False) -> set[str]:
+    """The modules that a module imports."""
+    if is_package(name):
+        return set()
+    skipped = late(TREES[name]) if only_top else set()
+    targets = {
+        defines(module, what)
+        for module, what, node in imported(TREES[name])
+        if id(node) not in skipped and what != "_C"
+    }
+    return targets - {name, "", "_C"}
+
+
+def layer(name: str) -> str:
+    """The entry of LAYERS that a module belongs to."""
+    return name if name in RANK else name.split(".")[0]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name and not name.startswith("conf.")])
+def test_imports_only_from_above(name):
+    own = layer(name)
     assert own in RANK, f"{own} stands in no layer"
-    wrong = [(line, name) for line, name in imports(path) if name != "_C" and RANK[name] > RANK[own]]
-    assert not wrong, f"{path.relative_to(PACKAGE)} imports from below: {wrong}"
+    targets = {defines(module, what) for module, what, _ in imported(TREES[name])} - {"", "_C"}
+    wrong = [to for to in targets if layer(to) != own and RANK[layer(to)] >= RANK[own]]
+    assert not wrong, f"hqsweep.{name} imports what does not stand above it: {wrong}"
+
+
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen, ahead = set(), [start]
+    while ahead:
+        for to in graph[ahead.pop()] - seen:
+            seen.add(to)
+            ahead.append(to)
+    return seen
+
+
+def test_no_two_files_import_each_other():
+    graph = {name: edges(name) for name in FILES}
+    circles = {name for name in graph if name in reachable(name, graph)}
+    assert not circles, f"circles of imports: {sorted(circles)}"
+
+
+def test_nothing_is_imported_for_types_alone():
+    guarded = [name for name, tree in TREES.items() if "TYPE_CHECKING" in ast.dump(tree)]
+    assert not guarded, f"the order of layers makes TYPE_CHECKING needless: {guarded}"
+
+
+def longest_chain(graph: dict[str, set[str]]) -> list[str]:
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        return (name, *max((chain(to) for to in graph[name]), key=len, default=()))
+
+    return list(max(map(chain, graph), key=len))
+
+
+def test_chains_of_imports_are_short():
+    chain = longest_chain({name: edges(name, only_top=True) for name in FILES})
+    assert len(chain) <= LONGEST_CHAIN, f"{len(chain)} files: {' > '.join(chain)}"
+
+
+def test_few_files_stand_in_the_root():
+    assert len(list(PACKAGE.glob("*.py"))) <= ROOT_FILES
 
 
 def test_import_starts_nothing():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,12 +15,13 @@ from rich.console import Console
 
 from hqsweep import worker
 from hqsweep.config.job import parse
-from hqsweep.errors import UserError
+from hqsweep.config.jobs import JOBS
+from hqsweep.errors import EXIT_BUSY, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.local import run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, RunDir, RunStore
+from hqsweep.sweep.store import CANCELLED, RunDir, RunStore
 
 CONFIG = {
     "job": "convergence", "sweep": "tiny",
@@ -60,7 +62,7 @@ def job(monkeypatch):
         module = ModuleType("fake_job")
         module.run = function
         monkeypatch.setitem(sys.modules, "fake_job", module)
-        monkeypatch.setitem(worker.JOBS, "convergence", "fake_job")
+        monkeypatch.setitem(JOBS, "convergence", replace(JOBS["convergence"], run="fake_job:run"))
 
     return install
 
@@ -139,7 +141,7 @@ def test_a_locked_or_finished_run_is_left_alone(run, job, monkeypatch):
     monkeypatch.setattr(worker, "LOCK_WAIT_S", 0.05)
     before = run.status_path.read_bytes()
     with run.lock():
-        assert worker.main([str(run.path)]) == BUSY_EXIT
+        assert worker.main([str(run.path)]) == EXIT_BUSY
     assert run.status_path.read_bytes() == before
     run.write_status(state="finished")
     assert worker.main([str(run.path)]) == 0

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 
 from docs.generate.source import table
 from hqsweep.cli.candidates import groups, names
-from hqsweep.config.job import JOBS, Job
+from hqsweep.config.job import Job, config_class
+from hqsweep.config.jobs import JOBS
 
 HEADER = ("key", "type", "default", "what it is")
 CONF = files("hqsweep") / "conf"
@@ -32,7 +33,8 @@ def page() -> str:
     ]
     parts += ["\n## Sweeps and groups\n", table(("word", "what it is"), _offers())]
     parts += ["## Keys of all jobs\n", *_job(Job, Job.model_fields)]
-    for job, model in JOBS.items():
+    for job in JOBS:
+        model = config_class(job)
         parts += [f"## Job {job}\n", inspect.getdoc(model), ""]
         parts += _job(model, [name for name in model.model_fields if name not in Job.model_fields])
     return "\n".join(parts)

@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
+from hqsweep.config.jobs import JOBS
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunStore
 
 PACKAGED = files("hqsweep") / "conf"
 OWN = Path("conf")
-JOBS = ("convergence", "parity", "calibrate")
-"""The packaged files that have all keys of a job."""
 
 
 def run_word(beginning: str, config_dir: Path | None = None) -> list[str]:
@@ -59,7 +58,7 @@ def groups(folders: Sequence[Path]) -> list[str]:
 
 def keys(folders: Sequence[Path]) -> list[str]:
     """Dotted paths of all values of the jobs' configs and of the groups, sections left out."""
-    found = [key for job in JOBS for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]
+    found = [key for job in JOBS for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]  # which have all keys of a job
     for group in groups(folders):
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from hqsweep.cli.output import AsJson, Junit, OneSentence, Runs, RunsDir, print_result
-
-RUN_MISSING = 3
+from hqsweep.errors import EXIT_FAILED
 
 app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="Keep the baseline that the gate compares with.")
 Baseline = Annotated[Path, typer.Option(metavar="FILE", help="The stored baseline, a JSON file to keep in git.")]
@@ -64,4 +63,4 @@ def update(runs: Runs, baseline: Baseline, runs_dir: RunsDir = Path("runs"), as_
 
     change = update(RunStore(runs_dir).resolve(runs), baseline)
     print_result(as_json, asdict(change), change.table())
-    raise typer.Exit(RUN_MISSING if change.refused else 0)
+    raise typer.Exit(EXIT_FAILED if change.refused else 0)

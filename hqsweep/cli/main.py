@@ -27,10 +27,7 @@ from hqsweep.cli.output import (
     print_result,
     rows_table,
 )
-from hqsweep.errors import UserError
-
-MISMATCH, RUN_FAILED = 1, 3
-
+from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
 app = typer.Typer(
     cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
@@ -82,6 +79,7 @@ def run(
     """
     from rich.console import Console
 
+    from hqsweep.config.jobs import CHECKED_TABLES
     from hqsweep.report import junit
     from hqsweep.report.job_tables import job_tables
     from hqsweep.sweep import launch
@@ -96,7 +94,7 @@ def run(
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)
         return
-    rows = {table: [row for run in runs for row in run.rows(table)] for table in launch.CHECKED}
+    rows = {table: [row for run in runs for row in run.rows(table)] for table in CHECKED_TABLES}
     checked = [row for part in rows.values() for row in part]
     if junit_file:
         junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
@@ -105,8 +103,8 @@ def run(
     print_result(as_json, results, *job_tables(rows), *tables)
     _hint(as_json, results, plan.first.sweep)
     if failed:
-        raise typer.Exit(RUN_FAILED)
-    raise typer.Exit(MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0)
+        raise typer.Exit(EXIT_FAILED)
+    raise typer.Exit(EXIT_MISMATCH if any(row["status"] == "FAIL" for row in checked) else 0)
 
 
 @app.command()
@@ -143,7 +141,7 @@ def compare(
     good, line = within_band(comparison, band) if band is not None else (True, "")
     facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
     print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
-    raise typer.Exit(0 if good else MISMATCH)
+    raise typer.Exit(0 if good else EXIT_MISMATCH)
 
 
 @app.command()

@@ -4,17 +4,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.errors import UserError
+from hqsweep.errors import EXIT_USAGE, UserError
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
+Shown = Any
+"""What rich prints: text or a RenderableType, which would have to be imported for its name."""
 FILE_WIDTH = 200
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
@@ -49,10 +48,10 @@ class OneSentence(TyperGroup):
 
 def _refuse(message: str) -> int:
     typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
-    return 2
+    return EXIT_USAGE
 
 
-def print_result(as_json: bool, facts: Any, *shown: "RenderableType") -> None:
+def print_result(as_json: bool, facts: Any, *shown: Shown) -> None:
     """The facts as JSON, or what is shown to a person. JSON has no NaN and no infinity: both are null there."""
     if as_json:
         plain = json.loads(json.dumps(facts, default=str), parse_constant=lambda name: None)
@@ -75,7 +74,7 @@ RESULT_COLUMNS = {
 SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
 
 
-def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:
     """Rows as a table; the keys of `columns` are those of a row, its values the headings."""
     from hqsweep.report.text import TextTable, number, text, to_rich
 

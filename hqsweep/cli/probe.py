@@ -1,16 +1,13 @@
 """`hqsweep probe`: error statistics of the tensors of a safetensors file, and the recipe that they suggest."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hqsweep.cli.output import AsJson, print_result
 from hqsweep.errors import UserError
-
-if TYPE_CHECKING:
-    from hqsweep.jobs.probe.tensor_files import Matrix
-    from hqsweep.quant.hybrid import HybridQuantizer
 
 
 def probe(
@@ -67,8 +64,8 @@ def probe(
     print_result(as_json, facts, table, *lines, *([text.rstrip()] if text else []))
 
 
-def _rows(matrices: "list[Matrix]", quantizers: "dict[str, HybridQuantizer]") -> list[dict[str, Any]]:
-    """All rows, with a bar on stderr that counts elements."""
+def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of jobs.probe for all matrices and quantizers, with a bar on stderr that counts elements."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,17 +1,12 @@
 """`hqsweep recipe`: list, show, compare and export recipes. NAME is a recipe of the package or of ./conf, or a file."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, OneSentence, print_result
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.cli.output import AsJson, OneSentence, Shown, print_result
 
 app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare and export recipes.")
 
@@ -111,7 +106,7 @@ def export(
     typer.echo(f"wrote {out}", err=True)
 
 
-def _load(name: str, config_dir: Path | None) -> "AnyRecipe":
+def _load(name: str, config_dir: Path | None) -> Any:
     from hqsweep.errors import UserError
     from hqsweep.recipe.schedule import parse_recipe
     from hqsweep.sweep.compose import load_recipe
@@ -129,7 +124,7 @@ def _when(at: float) -> str:
     return f"after {at} updates" if at >= 1 else f"after {100 * at:g} % of the updates"
 
 
-def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> "RenderableType":
+def _table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:
     from hqsweep.report.text import TextTable, text, to_rich
 
     def cell(value: Any) -> str:

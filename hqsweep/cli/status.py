@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import typer
 
 from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table
+from hqsweep.errors import EXIT_FAILED
 
-RUN_FAILED = 3
 STATUS_COLUMNS = {
     "run": "run", "state": "state", "step": "step", "loss": "loss", "tokens_per_s": "tokens/s", "seconds": "seconds",
     "job": "Slurm job", "reason": "reason",
@@ -39,7 +39,7 @@ def status(
     rows = observer.status_rows(found)
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
-    raise typer.Exit(RUN_FAILED if any(row["state"] in ("failed", "interrupted") for row in rows) else 0)
+    raise typer.Exit(EXIT_FAILED if any(row["state"] in ("failed", "interrupted") for row in rows) else 0)
 
 
 @app.command()

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from hqsweep.errors import UserError
 from hqsweep.formats import MX, NVFP4, Format, Fp8Block, Fp8Current, Fp8Delayed, Identity
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.roles import GRADIENTS
-from hqsweep.recipe.schedule import AnyRecipe
 from hqsweep.recipe.sectioned import HEAD, HIGH_PRECISION, Override, Recipe
 from hqsweep.recipe.sections import Section
 

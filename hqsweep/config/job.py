@@ -6,6 +6,7 @@ conf/; a test holds them together. A run's config.yaml is `config.model_dump(mod
 canonical form, so that equal runs have equal dicts.
 """
 
+import pkgutil
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from hqsweep.config.checks import CalibrateSection, ParitySection
 from hqsweep.config.data import DataConfig
 from hqsweep.config.engine import EngineConfig, TrackConfig
 from hqsweep.config.errors import sentence
+from hqsweep.config.jobs import JOBS
 from hqsweep.config.model import ModelConfig, gemm_modules
 from hqsweep.config.recipe import RecipeConfig
 from hqsweep.config.train import StatsConfig, TrainConfig
@@ -98,9 +100,6 @@ class CalibrateConfig(Job):
 
 
 Config = ConvergenceConfig | ParityConfig | CalibrateConfig
-JOBS: dict[str, type[Config]] = {
-    "convergence": ConvergenceConfig, "parity": ParityConfig, "calibrate": CalibrateConfig,
-}  # fmt: skip
 
 
 def parse(config: Mapping[str, Any]) -> Config:
@@ -115,7 +114,13 @@ def parse(config: Mapping[str, Any]) -> Config:
         raise UserError(
             f"job: {fault}; must be one of {', '.join(JOBS)} (defaults: [convergence] in a YAML gives all keys)"
         )
+    model = config_class(job)
     try:
-        return JOBS[job].model_validate(dict(config))
+        return model.model_validate(dict(config))
     except ValidationError as error:
-        raise UserError(sentence(error, JOBS[job])) from None
+        raise UserError(sentence(error, model)) from None
+
+
+def config_class(job: str) -> type[Job]:
+    """The class of a job's config."""
+    return pkgutil.resolve_name(JOBS[job].config)

@@ -47,7 +47,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     for done in trainer.steps():
         if done.step == first:
             sink.manifest(saved_for_backward=saved_facts(trainer))
-        sink.stats(done.stats)
+        sink.rows("stats", done.stats)
         if done.captured:
             save_captured(done, workspace / "captured")
         if done.metrics:

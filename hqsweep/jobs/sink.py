@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from hqsweep.track.tables import TABLES
+
 
 class Diverged(Exception):
     """The loss is NaN or infinite: the run has failed, whatever it would do next."""
@@ -16,14 +18,8 @@ class Sink(Protocol):
     def metric(self, step: int, values: dict[str, float]) -> None:
         """One row for each name: train_loss, val_loss (nats a token), grad_norm, lr."""
 
-    def stats(self, rows: list[dict]) -> None:
-        """Rows of a Probe."""
-
-    def parity(self, rows: list[dict]) -> None:
-        """Rows of the parity job."""
-
-    def calibrate(self, rows: list[dict]) -> None:
-        """Rows of the calibrate job."""
+    def rows(self, table: str, rows: list[dict]) -> None:
+        """Rows of the table "stats" (those of a Probe), "parity" or "calibrate"."""
 
     def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
         """For the display and the run's status."""
@@ -39,23 +35,14 @@ class ListSink:
     """Keeps everything in memory."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict] = []
-        self.stat_rows: list[dict] = []
-        self.parity_rows: list[dict] = []
-        self.calibrate_rows: list[dict] = []
+        self.tables: dict[str, list[dict]] = {name: [] for name in TABLES}
         self.facts: dict[str, object] = {}
 
     def metric(self, step: int, values: dict[str, float]) -> None:
-        self.metrics += [{"step": step, "metric": name, "value": value} for name, value in values.items()]
+        self.tables["metrics"] += [{"step": step, "metric": name, "value": value} for name, value in values.items()]
 
-    def stats(self, rows: list[dict]) -> None:
-        self.stat_rows += rows
-
-    def parity(self, rows: list[dict]) -> None:
-        self.parity_rows += rows
-
-    def calibrate(self, rows: list[dict]) -> None:
-        self.calibrate_rows += rows
+    def rows(self, table: str, rows: list[dict]) -> None:
+        self.tables[table] += rows
 
     def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
         pass
@@ -64,5 +51,10 @@ class ListSink:
         self.facts |= facts
 
     def rewind(self, step: int) -> None:
-        self.metrics = [row for row in self.metrics if row["step"] <= step]
-        self.stat_rows = [row for row in self.stat_rows if row["step"] <= step]
+        for table in ("metrics", "stats"):
+            self.tables[table] = [row for row in self.tables[table] if row["step"] <= step]
+
+    @property
+    def metrics(self) -> list[dict]:
+        """Rows of the table "metrics"."""
+        return self.tables["metrics"]

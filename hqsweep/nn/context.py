@@ -10,7 +10,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.scoped import Entered, Scoped
-from hqsweep.recipe.schedule import AnyRecipe
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
 

@@ -18,8 +18,8 @@ from hqsweep.nn.context import Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.recipe_argument import check_products
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
-from hqsweep.recipe.schedule import AnyRecipe
 from hqsweep.recipe.sections import Faults, Section, slots
 from hqsweep.recipe.validate import section_faults, unread_overrides
 

@@ -9,13 +9,9 @@ from hqsweep.ops.stats import finite_or_none, output_error
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
+from hqsweep.track.tables import ERRORS, LOADS
 
 SLOTS = LinearQuantizers.tensors()
-ERRORS = (
-    "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
-    "row_sqnr_db_median", "row_sqnr_db_p5",
-)  # fmt: skip
-COLUMNS = (*ERRORS, "tokens", "load")
 ROUTED = "routed"
 """`tensor` of the rows that say how many tokens an expert got."""
 
@@ -78,4 +74,4 @@ class Probe:
         self, layer: str, tensor: str, direction: str, format: str | None, values: Mapping[str, float | None]
     ) -> None:
         row = {"step": self.step, "layer": layer, "tensor": tensor, "direction": direction, "format": format}
-        self.rows.append(row | dict.fromkeys(COLUMNS) | finite_or_none(values))
+        self.rows.append(row | dict.fromkeys((*ERRORS, *LOADS)) | finite_or_none(values))

@@ -19,11 +19,7 @@ import pandas as pd
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import NOT_IN_ID, RunDir
-
-METRIC_COLUMNS = ["step", "metric", "value"]
-STATS_COLUMNS = ["step", "layer", "tensor", "direction", "format", "sqnr_db", "rel_l2", "cosine", "amax",
-                 "underflow_pct", "saturation_pct", "scale_min", "scale_max", "row_sqnr_db_median",
-                 "row_sqnr_db_p5", "tokens", "load"]  # fmt: skip
+from hqsweep.track.tables import TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +73,9 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
         raise UserError("runs: no run to read; give the names of runs or sweeps, as `hqsweep ls` lists them")
     runs = unique_arms(pd.DataFrame([row for row, *_ in read.values()]))
     runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64"))
-    metrics = _long(runs, [rows for _, rows, _, _ in read.values()], METRIC_COLUMNS)
+    metrics = _long(runs, [rows for _, rows, _, _ in read.values()], "metrics")
     metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
-    stats = _long(runs, [rows for _, _, rows, _ in read.values()], STATS_COLUMNS)
+    stats = _long(runs, [rows for _, _, rows, _ in read.values()], "stats")
     broken = metrics[~metrics["metric"].eq("grad_norm") & ~np.isfinite(metrics["value"])]
     runs["diverged"] = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
     parity = tuple(row for _, _, _, rows in read.values() for row in rows)
@@ -113,13 +109,14 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
 
 
-def _long(runs: pd.DataFrame, rows: list[list[dict]], columns: list[str]) -> pd.DataFrame:
+def _long(runs: pd.DataFrame, rows: list[list[dict]], table: str) -> pd.DataFrame:
     """The rows of all runs in one frame, led by run, arm and seed."""
+    columns = TABLES[table]
     flat = [row for part in rows for row in part]
     values = pd.DataFrame({name: [row.get(name) for row in flat] for name in columns})
     whose = runs.loc[runs.index.repeat([len(part) for part in rows]), ["run", "arm", "seed"]]
     frame = pd.concat([whose.reset_index(drop=True), values], axis=1)
-    numbers = [name for name in columns if name not in ("step", "metric", "layer", "tensor", "direction", "format")]
+    numbers = [name for name, kind in columns.items() if kind is float]
     return frame.astype(dict.fromkeys(numbers, "float64") | {"step": "int64"})
 
 

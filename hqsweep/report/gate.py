@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from rich.table import Table
 
-from hqsweep.errors import UserError
+from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED, UserError
 from hqsweep.report.baseline import EQUAL, UPDATE, Entries, Entry, comparable, difference, gap, measure, read_baseline
 from hqsweep.report.frames import load
 from hqsweep.report.paired import LEVEL, holm, interval, p_value, seeds_needed
@@ -29,6 +29,10 @@ from hqsweep.sweep.store import RunDir
 
 ALARM_LEVEL = LEVEL / 2
 STYLE = {"pass": "green", "new": "yellow", "inconclusive": "yellow"}
+EXIT_CODES = {
+    "pass": 0, "regression": EXIT_MISMATCH, "failed": EXIT_FAILED, "inconclusive": EXIT_UNDECIDED,
+    "no baseline": EXIT_UNDECIDED,
+}  # fmt: skip
 JUNIT = {"pass": "PASS", "new": "PASS", "inconclusive": "SKIP"}
 
 
@@ -71,7 +75,7 @@ class Verdicts:
     @property
     def exit_code(self) -> int:
         """0 all good; 1 a regression; 3 a failed or missing run; 4 no baseline, or one with too few seeds to decide."""
-        return {"pass": 0, "regression": 1, "failed": 3, "inconclusive": 4, "no baseline": 4}[self.outcome]
+        return EXIT_CODES[self.outcome]
 
     def rows(self) -> list[dict[str, Any]]:
         """The arms, and the problem if there is one, as rows for junit.write."""

@@ -5,10 +5,10 @@ recipe_schedule (first_step, and the gemm_plan of the modules that differ from t
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pandas as pd  # `hqsweep ls` does without the 0.4 s of importing it
+Runs = Any
+"""A pandas DataFrame, as Frames.runs; `hqsweep ls` does without the 0.4 s of importing pandas for its name."""
 
 GemmPlans = Mapping[str, Mapping[str, str]]
 """Module -> GEMM -> how it is computed: "a x b: plan"."""
@@ -23,14 +23,14 @@ def plan_lines(plans: GemmPlans, schedule: Sequence[Mapping[str, Any]] = ()) -> 
     return lines
 
 
-def arm_lines(runs: "pd.DataFrame") -> list[tuple[str, str]]:
+def arm_lines(runs: Runs) -> list[tuple[str, str]]:
     """Items of plan_lines of the runs (rows of Frames.runs) of one arm, each once."""
     return list(
         dict.fromkeys(line for plans, schedule in _manifests(runs) for line in plan_lines(plans, schedule).items())
     )
 
 
-def computed_by(runs: "pd.DataFrame") -> str:
+def computed_by(runs: Runs) -> str:
     """The plans alone, each once: "exact: bf16 operands, float32 GEMM"; "-" where no run has started."""
     texts = {}
     for plans, schedule in _manifests(runs):
@@ -47,7 +47,7 @@ def _counted(plans: GemmPlans) -> dict[str, str]:
     return {gemm: "; ".join(f"{how} ({times})" for how, times in ways.items()) for gemm, ways in counts.items()}
 
 
-def _manifests(runs: "pd.DataFrame") -> Iterator[tuple[GemmPlans, list[Mapping[str, Any]]]]:
+def _manifests(runs: Runs) -> Iterator[tuple[GemmPlans, list[Mapping[str, Any]]]]:
     """gemm_plan and recipe_schedule of every run."""
     columns = (runs[f"manifest.{key}"].map(json.loads) for key in ("gemm_plan", "recipe_schedule"))
     return zip(*columns, strict=True)

@@ -12,7 +12,6 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
 from hqsweep.sweep.null_arm import NULL_ARM, null_points
+from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.store import NOT_IN_ID
 
 PACKAGED = files("hqsweep") / "conf"
@@ -41,20 +41,6 @@ FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 _FIELD = re.compile(r"^recipe\.(linear\.)?")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridPoint:
-    """One run of a grid.
-
-    config: resolved, as plain dicts and lists. overrides: all that were given, this point's choices among them.
-    changed: those of them that were swept. arm: the label of the run's recipe in this sweep, equal for all seeds.
-    """
-
-    config: dict[str, Any]
-    overrides: tuple[str, ...]
-    changed: tuple[str, ...]
-    arm: str
 
 
 def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[GridPoint]:

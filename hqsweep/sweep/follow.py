@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hqsweep.errors import EXIT_FAILED
 from hqsweep.sweep.files import read_json
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import Display
@@ -25,7 +26,7 @@ SILENCE_S = 30.0
 """Seconds more after a question that it did not answer."""
 LAG_S = 30.0
 """How long after the end of a job a shared file system may still show its run's old status."""
-SPOKEN = (0, 3)
+SPOKEN = (0, EXIT_FAILED)
 """Exit codes of jobs whose run has written how it ended."""
 ENDS = ("finished", "failed")
 """States in which no job changes anything."""

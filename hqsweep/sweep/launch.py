@@ -12,21 +12,20 @@ from typing import Any
 import torch
 
 from hqsweep.config.job import Config, ConvergenceConfig, parse
+from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
-from hqsweep.sweep.compose import GridPoint, expand, known_confs
+from hqsweep.sweep.compose import expand, known_confs
 from hqsweep.sweep.local import run_local
+from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.store import RunDir, RunStore, run_name
 from hqsweep.train.loop import pick_device
 
-CHECKED = ("parity", "calibrate")
-"""Tables whose rows have a status: PASS, FAIL or SKIP."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """A checked grid; the points' configs are canonical, with every leaf, and `configs` the same as objects."""
 
     conf: str
@@ -48,7 +47,7 @@ class Plan:
         ]  # fmt: skip
 
 
-def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> Plan:
+def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> SweepPlan:
     """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers.
 
     Raises:
@@ -60,7 +59,7 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     points = expand(conf, overrides, config_dir)
     configs = _parse_all(points)
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(points, configs, strict=True)]
-    return Plan(conf=conf, words=tuple(overrides), points=tuple(typed), configs=tuple(configs))
+    return SweepPlan(conf=conf, words=tuple(overrides), points=tuple(typed), configs=tuple(configs))
 
 
 def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
@@ -73,12 +72,12 @@ def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[st
         hint = f" (did you mean 'conf={meant}'?)" if meant else ""
         raise UserError(f"conf=NAME is missing{hint}; known are {', '.join(known)}, or give conf=PATH.yaml")
     if len(confs) > 1 or "," in confs[0] or not confs[0]:
-        given = " ".join(f"conf={conf}" for conf in confs)
-        raise UserError(f"{given}: a sweep has one conf; give one name, and sweep keys within it")
+        words = " ".join(f"conf={conf}" for conf in confs)
+        raise UserError(f"{words}: a sweep has one conf; give one name, and sweep keys within it")
     return confs[0], rest
 
 
-def start(plan: Plan, display: Display, *, force: bool = False) -> list[RunDir]:
+def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
     """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
     folders in grid order."""
     first = plan.first
@@ -118,12 +117,12 @@ def result(run: RunDir) -> dict[str, Any]:
         "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
-        **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED},
+        **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED_TABLES},
     }  # fmt: skip
 
 
 def _parse_all(points: Sequence[GridPoint]) -> list[Config]:
-    """Typed configs; a fault of some points only is told with the first of these."""
+    """Typed configs. If only some points fail, the message names the first of these."""
     configs, faults = [], {}
     for point in points:
         try:

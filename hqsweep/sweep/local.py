@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from hqsweep.errors import EXIT_BUSY
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.process import WorkerProcess
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slots import cores, slots, thread_limits
-from hqsweep.sweep.store import BUSY_EXIT, CANCELLED, RunDir
+from hqsweep.sweep.store import CANCELLED, RunDir
 
 POLL_S = 0.05
 """Seconds between two looks at the worker processes."""
@@ -210,7 +211,7 @@ class _Pool:
         self.active.remove(active)
         self.slots.append(active.slot)
         task = active.task
-        if active.worker.exit_code == BUSY_EXIT:
+        if active.worker.exit_code == EXIT_BUSY:
             self.queue.append(task)
             return
         status = active.worker.settle()

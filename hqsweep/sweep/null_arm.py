@@ -6,12 +6,10 @@ noise, because a smaller one (1e-5) stays on the baseline's trajectory for long 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hqsweep.errors import UserError
-
-if TYPE_CHECKING:
-    from hqsweep.sweep.compose import GridPoint
+from hqsweep.sweep.point import GridPoint
 
 NULL_ARM = "null_arm"
 """The switch in a sweep's YAML and among its overrides. It is no part of a run's config."""
@@ -20,7 +18,7 @@ NOISE = 0.01
 BASELINE = "bf16"
 
 
-def null_points(points: Sequence["GridPoint"], wanted: Any) -> list["GridPoint"]:
+def null_points(points: Sequence[GridPoint], wanted: Any) -> list[GridPoint]:
     """The runs that null_arm=true adds: those of the baseline with model.init_noise=0.01, as recipe and arm "null".
 
     The baseline is bf16, or else the recipe of the first point; where other keys are swept, each of their values gets
@@ -35,7 +33,7 @@ def null_points(points: Sequence["GridPoint"], wanted: Any) -> list["GridPoint"]
     return [_perturbed(point) for point in points if _section(point, "recipe") == baseline]
 
 
-def _perturbed(point: "GridPoint") -> "GridPoint":
+def _perturbed(point: GridPoint) -> GridPoint:
     recipe, model = _section(point, "recipe"), _section(point, "model")
     noise = f"model.init_noise={NOISE}"
     return replace(
@@ -51,7 +49,7 @@ def _without(overrides: Sequence[str], key: str) -> list[str]:
     return [text for text in overrides if text.lstrip("+").partition("=")[0] != key]
 
 
-def _section(point: "GridPoint", key: str) -> dict[str, Any]:
+def _section(point: GridPoint, key: str) -> dict[str, Any]:
     """A section of a config that nothing has checked yet."""
     section = point.config.get(key)
     return section if isinstance(section, dict) else {}

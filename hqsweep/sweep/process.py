@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from hqsweep.errors import EXIT_STORAGE
 from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.store import CANCELLED, STORAGE_EXIT, RunDir
+from hqsweep.sweep.store import CANCELLED, RunDir
 
 GRACE_S = 10.0
 """Seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
@@ -112,7 +113,7 @@ class WorkerProcess:
         code = self._process.returncode
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        if code == STORAGE_EXIT:
+        if code == EXIT_STORAGE:
             return f"cannot write in {self.run.path}; is the disk full or read-only?"
         with self.run.log.open("rb") as log:
             log.seek(self._log_start)

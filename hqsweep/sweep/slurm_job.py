@@ -12,13 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
+from hqsweep.errors import EXIT_FAILED
 from hqsweep.sweep.local import run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.scheduler import find_jobs, requeue_job
 from hqsweep.sweep.store import RunDir
 
-FAILED_EXIT = 3
-"""Exit code of a job whose run failed and says why in its status."""
 NEAR_LIMIT_S = 30.0
 """How much earlier than announced Slurm may send the signal (it checks in steps of up to a minute)."""
 
@@ -42,7 +41,7 @@ def work(path: Path, limit_s: float | None, options: dict[str, Any]) -> None:
         requeue_job(job.id)
         raise
     if status["state"] != "finished":
-        raise SystemExit(FAILED_EXIT)
+        raise SystemExit(EXIT_FAILED)
 
 
 def _checkpoints(run: RunDir) -> list[str]:
@@ -53,8 +52,8 @@ def _give_up(run: RunDir, used_s: float) -> None:
     """Fail a run that would be the same in its next job. Raises SystemExit."""
     with run.lock(wait_s=1.0):
         run.write_status(
-            state="failed", exit_code=FAILED_EXIT,
+            state="failed", exit_code=EXIT_FAILED,
             reason=f"no new checkpoint in the {used_s:.0f} s of its Slurm job; raise engine.slurm.time_min or lower"
             " train.checkpoint_every",
         )  # fmt: skip
-    raise SystemExit(FAILED_EXIT)
+    raise SystemExit(EXIT_FAILED)

@@ -38,10 +38,6 @@ PENDING: dict[str, Any] = {
 `seconds` is the time of all attempts together, `progress` is {"step", "steps", "loss", "tokens_per_s", "eta_s"}."""
 
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-BUSY_EXIT = 75
-"""Exit code of a worker that found its run folder locked (EX_TEMPFAIL of sysexits.h)."""
-STORAGE_EXIT = 74
-"""Exit code of a worker that cannot write in its run folder, so neither its status nor a reason (EX_IOERR)."""
 LOCK_WAIT_S = 10.0
 """Seconds to wait for who changes the sweep's list of runs."""
 CANCELLED = "cancelled"

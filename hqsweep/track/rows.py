@@ -1,8 +1,9 @@
 """Local rows, the source of truth: what a job puts out, appended to the run's folder as it comes.
 
-Rows are long and tidy; TABLES fixes the columns of each table, and a row with other columns is refused. A row is on its
-way to the disk when the call returns (one write per call), so a killed worker loses nothing but what it had not said;
-a resumed one takes back what came after its checkpoint (`rewind`). Finished runs get a Parquet copy of each table.
+Rows are long and tidy; track/tables.py fixes the columns of each table, and a row with other columns is refused. A row
+is on its way to the disk when the call returns (one write per call), so a killed worker loses nothing but what it had
+not said; a resumed one takes back what came after its checkpoint (`rewind`). Finished runs get a Parquet copy of each
+table.
 """
 
 import math
@@ -17,29 +18,10 @@ import pyarrow.parquet as pq
 
 from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows, write_bytes
 from hqsweep.sweep.store import RunDir
+from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
 
-INT, REAL, TEXT = pa.int64(), pa.float64(), pa.string()
-TABLES = {
-    "metrics": pa.schema({"step": INT, "metric": TEXT, "value": REAL}),
-    "stats": pa.schema({
-        "step": INT, "layer": TEXT, "tensor": TEXT, "direction": TEXT, "format": TEXT,
-        "sqnr_db": REAL, "rel_l2": REAL, "cosine": REAL, "amax": REAL,
-        "underflow_pct": REAL, "saturation_pct": REAL, "scale_min": REAL, "scale_max": REAL,
-        "row_sqnr_db_median": REAL, "row_sqnr_db_p5": REAL,
-        "tokens": REAL, "load": REAL,
-    }),
-    "parity": pa.schema({
-        "check": TEXT, "case": TEXT, "subject": TEXT, "status": TEXT, "mismatches": INT, "total": INT,
-        "first_index": TEXT, "got": TEXT, "expected": TEXT, "note": TEXT,
-    }),
-    "calibrate": pa.schema({
-        "check": TEXT, "case": TEXT, "subject": TEXT, "status": TEXT, "measured_db": REAL, "source": TEXT,
-        "expected_db": REAL, "low_db": REAL, "high_db": REAL, "row_sqnr_db_median": REAL, "row_sqnr_db_p5": REAL,
-        "underflow_pct": REAL, "note": TEXT,
-    }),
-}  # fmt: skip
-"""Columns of each table: SQNR in dB, underflow and saturation in % of the elements; what a row has not is null."""
+ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 PROGRESS_EVERY_S = 0.5
 """Seconds between two writes of the progress to status.json."""
@@ -93,7 +75,7 @@ class RowSink:
 
     def __init__(self, run: RunDir, tracker: Tracker) -> None:
         self._run, self._tracker = run, tracker
-        self._tables = {name: RowFile(run.jsonl(name), schema) for name, schema in TABLES.items()}
+        self._tables = {name: RowFile(run.jsonl(name), _schema(columns)) for name, columns in TABLES.items()}
         self._opened_s = time.monotonic()
         self._seconds_before: float = run.written_status()["seconds"]
         self._first: tuple[int, float] | None = None
@@ -105,17 +87,9 @@ class RowSink:
         self._tables["metrics"].append({"step": step, "metric": name, "value": value} for name, value in floats.items())
         self._tracker.log(step, floats)
 
-    def stats(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Error statistics, in the columns of TABLES["stats"]."""
-        self._tables["stats"].append(rows)
-
-    def parity(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Results of parity checks, in the columns of TABLES["parity"]."""
-        self._tables["parity"].append(rows)
-
-    def calibrate(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Measured and expected decibels, in the columns of TABLES["calibrate"]."""
-        self._tables["calibrate"].append(rows)
+    def rows(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
+        """Rows of any other table, in the columns of TABLES."""
+        self._tables[table].append(rows)
 
     def manifest(self, **entries: Any) -> None:
         """Add facts to the run's manifest."""
@@ -149,3 +123,7 @@ class RowSink:
         """Parquet copies of all tables that have rows."""
         for name, table in self._tables.items():
             table.write_parquet(self._run.parquet(name))
+
+
+def _schema(columns: Mapping[str, type]) -> pa.Schema:
+    return pa.schema({name: ARROW[kind] for name, kind in columns.items()})

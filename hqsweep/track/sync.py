@@ -7,7 +7,7 @@ from pathlib import Path
 from hqsweep.errors import UserError
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.store import RunDir
-from hqsweep.track.tracker import MIRRORED_TABLES
+from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.wandb import offline_folders, open_run
 
 

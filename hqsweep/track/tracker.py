@@ -1,14 +1,7 @@
 """A tracker mirrors a run's rows somewhere else. No tracker is a tracker too: the one that does nothing."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Protocol
-
-from hqsweep.errors import UserError
-from hqsweep.sweep.store import RunDir
-
-MIRRORED_TABLES = ("stats", "parity", "calibrate")
-"""Tables that a tracker gets as a whole, beside the metrics."""
 
 
 class Tracker(Protocol):
@@ -35,23 +28,3 @@ class NullTracker:
 
     def finish(self, exit_code: int) -> bool:
         return True
-
-
-def open_tracker(run: RunDir) -> Tracker:
-    """The tracker that the `track` section of the run's config asks for.
-
-    Raises UserError when it asks for wandb and there is none.
-    """
-    config = run.config()
-    if config["track"]["kind"] == "none":
-        return NullTracker()
-    if find_spec("wandb") is None:
-        raise UserError("track.kind: 'wandb' needs the package wandb; `pip install wandb`, or set track=none")
-    from hqsweep.track.background import BackgroundTracker
-
-    def opened() -> Tracker:
-        from hqsweep.track.wandb import open_run  # only here, so that track=none works without wandb
-
-        return open_run(run, config)
-
-    return BackgroundTracker(opened)

@@ -8,7 +8,8 @@ import pytest
 
 from hqsweep.cli.candidates import keys, names, run_or_sweep, run_word
 from hqsweep.config.errors import leaves
-from hqsweep.config.job import JOBS
+from hqsweep.config.job import config_class
+from hqsweep.config.jobs import JOBS
 from hqsweep.sweep.compose import known_confs, known_recipes
 from hqsweep.sweep.null_arm import NULL_ARM
 
@@ -24,7 +25,7 @@ def test_names_are_those_of_the_commands(tmp_path: Path, monkeypatch: pytest.Mon
 def test_keys_are_those_of_the_typed_configs() -> None:
     offered = set(keys([PACKAGED]))
     free = ("recipe.", "calibrate.students")  # mappings, with keys of the user's
-    typed = {leaf for job in JOBS.values() for leaf in leaves(job)}
+    typed = {leaf for job in map(config_class, JOBS) for leaf in leaves(job)}
     values = {key for key in typed if not any(other.startswith(f"{key}.") for other in typed)}
     assert {key for key in values - offered if not key.startswith(free)} == {"sweep"}
     assert {key for key in offered - typed if not key.startswith(free)} == {NULL_ARM}

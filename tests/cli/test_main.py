@@ -263,7 +263,7 @@ def test_a_parity_mismatch_exits_1(status: str, code: int, folder: Path, monkeyp
     row = {"check": "kernel", "case": "normal", "subject": "mxfp8", "status": status, "mismatches": 1, "total": 9,
            "first_index": "q[3, 5]", "got": "0x7e", "expected": "0x7f", "note": None}  # fmt: skip
 
-    def start(plan: launch.Plan, display: object, *, force: bool) -> list[RunDir]:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list[RunDir]:
         (run,) = RunStore(folder / "runs").create(sweep="parity", conf="parity", overrides=[], runs=plan.points)
         run.jsonl("parity").write_text(json.dumps(row) + "\n")
         run.write_status(state="finished")

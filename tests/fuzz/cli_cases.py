@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hqsweep.config.errors import leaves
-from hqsweep.config.job import JOBS
+from hqsweep.config.job import config_class
+from hqsweep.config.jobs import JOBS
 from hqsweep.formats import FORMATS, options
 from hqsweep.sweep.compose import known_confs, known_recipes
 
@@ -28,7 +29,7 @@ CONFS = [
 RECIPES = [*known_recipes(), "own", "conf/recipe/own.yaml", "conf/own.yaml", "nowhere", "bytes.bin", ".", ""]
 GROUPS = ["recipe", "model", "data", "train", "stats", "track", "engine"]
 KEYS = [
-    *(key for job in JOBS.values() for key in leaves(job)), *GROUPS, "recipe.linear.input",
+    *(key for job in map(config_class, JOBS) for key in leaves(job)), *GROUPS, "recipe.linear.input",
     "recipe.linear.weight.columnwise", "recipe.linear.grad_output.columnwise_source", "recipe.dpa.qkv",
     "recipe.grouped_linear.input", "recipe._target_", "recipe.overrides.0.linear", "recipe.schedule.0.at",
     "train.lr.deeper", "seed.x", "null_arm", "hydra.job.name", "hydra/launcher", "a", "a.b.c", ".", "train.",

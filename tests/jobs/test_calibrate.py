@@ -65,7 +65,7 @@ def config(**section):
 def run(tmp_path, **section):
     sink = ListSink()
     calibrate.run(config(**section), sink, tmp_path)
-    return sink.calibrate_rows
+    return sink.tables["calibrate"]
 
 
 def test_every_check_passes(tmp_path):

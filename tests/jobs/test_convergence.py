@@ -133,7 +133,9 @@ def test_the_operands_of_a_step_are_written_for_the_probe(tmp_path):
     found = {matrix.name: matrix for matrix in find_matrices(file)[0]}
     assert set(found) == {f"{name}.{tensor}" for name in linears for tensor in ("input", "weight", "grad_output")}
     assert found["head.input"].shape == (4 * 36, 32) and found["head.weight"].shape == (16, 32)
-    sampled = [row for row in sink.stat_rows if row["layer"] == "layers.0.attn.proj" and row["direction"] != "output"]
+    sampled = [
+        row for row in sink.tables["stats"] if row["layer"] == "layers.0.attn.proj" and row["direction"] != "output"
+    ]
     assert len(sampled) == 6
     for row in sampled:  # made in the training, from the tensors themselves
         rows = probe(found[f"layers.0.attn.proj.{row['tensor']}"], parse_quantizers(["mxfp8"]))

@@ -33,7 +33,7 @@ def config(*checks):
 def run(*checks, tmp_path):
     sink = ListSink()
     parity.run(config(*checks), sink, tmp_path)
-    return sink.parity_rows
+    return sink.tables["parity"]
 
 
 @pytest.mark.parametrize("check", list(parity.CHECKS))

@@ -163,7 +163,7 @@ def test_a_training_run_reaches_the_figures_and_the_pages(make_sweep, fake, tmp_
     folders = make_sweep([fake.Run(arm=recipe, fmt=recipe) for recipe in ("bf16", "nvfp4")])
     for folder, recipe in zip(folders, ("bf16", "nvfp4"), strict=True):
         sink = trained(recipe, folder.path)
-        for table, rows in (("metrics", sink.metrics), ("stats", sink.stat_rows)):
+        for table, rows in (("metrics", sink.metrics), ("stats", sink.tables["stats"])):
             folder.jsonl(table).write_text("".join(json.dumps(row) + "\n" for row in rows))
     compared = compare(folders, "bf16")
     rows, loads = error_rows(compared), load_rows(compared)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hqsweep.errors import EXIT_BUSY
 from hqsweep.sweep import process, slurm_job
 from hqsweep.sweep.local import run_local
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import BUSY_EXIT, RunDir, RunStore
+from hqsweep.sweep.store import RunDir, RunStore
 
 
 def command(run: RunDir) -> list[str]:
@@ -87,7 +88,7 @@ def main(path: Path, role: str, number: int) -> int:
         with run.lock(wait_s=1):
             return work(run)
     except RunBusy:
-        return BUSY_EXIT
+        return EXIT_BUSY
 
 
 if __name__ == "__main__":

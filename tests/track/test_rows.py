@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from hqsweep.sweep.store import RunDir
-from hqsweep.track.rows import TABLES, RowSink
+from hqsweep.track.rows import RowSink
+from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import NullTracker
 
 
@@ -30,11 +31,11 @@ def sink(run):
 
 
 def stats_row(step, **changes):
-    return dict.fromkeys(TABLES["stats"].names) | {"step": step, "layer": "l", "tensor": "x", "sqnr_db": 30.5} | changes
+    return dict.fromkeys(TABLES["stats"]) | {"step": step, "layer": "l", "tensor": "x", "sqnr_db": 30.5} | changes
 
 
 def parity_row(case):
-    return dict.fromkeys(TABLES["parity"].names) | {"check": "c", "case": case, "status": "PASS", "mismatches": 0}
+    return dict.fromkeys(TABLES["parity"]) | {"check": "c", "case": case, "status": "PASS", "mismatches": 0}
 
 
 def test_rows_are_on_disk_when_the_call_returns(run, sink):
@@ -43,13 +44,13 @@ def test_rows_are_on_disk_when_the_call_returns(run, sink):
         {"step": 3, "metric": "train_loss", "value": 2.5},
         {"step": 3, "metric": "lr", "value": 1e-3},
     ]
-    sink.stats([stats_row(3)])
-    sink.parity([parity_row("a")])
+    sink.rows("stats", [stats_row(3)])
+    sink.rows("parity", [parity_row("a")])
     assert (len(run.rows("stats")), len(run.rows("parity"))) == (1, 1)
 
 
 def test_no_rows_no_file(run, sink):
-    sink.stats([])
+    sink.rows("stats", [])
     sink.write_parquet()
     assert list(run.path.iterdir()) == []
 
@@ -57,7 +58,7 @@ def test_no_rows_no_file(run, sink):
 def test_scalars_of_numpy_and_torch_are_numbers(run, sink):
     np, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     sink.metric(0, {"train_loss": torch.tensor(1.5)})
-    sink.stats([stats_row(0, amax=np.float32(0.5), cosine=torch.tensor(1.0))])
+    sink.rows("stats", [stats_row(0, amax=np.float32(0.5), cosine=torch.tensor(1.0))])
     assert run.rows("metrics")[0]["value"] == 1.5
     assert (run.rows("stats")[0]["amax"], run.rows("stats")[0]["cosine"]) == (0.5, 1.0)
 
@@ -66,14 +67,14 @@ def test_a_row_with_other_columns_is_refused_by_name(sink):
     row = stats_row(0)
     row["sqnr"] = row.pop("sqnr_db")
     with pytest.raises(ValueError, match=r"stats\.jsonl: .* wrong columns; missing or unknown: sqnr, sqnr_db"):
-        sink.stats([row])
+        sink.rows("stats", [row])
 
 
 def test_rewind_drops_later_rows_and_appending_goes_on(run, sink):
     for step in range(5):
         sink.metric(step, {"train_loss": float(step)})
-        sink.stats([stats_row(step)])
-    sink.parity([parity_row("a")])
+        sink.rows("stats", [stats_row(step)])
+    sink.rows("parity", [parity_row("a")])
     sink.rewind(2)
     sink.metric(3, {"train_loss": 30.0})
     assert [row["value"] for row in run.rows("metrics")] == [0.0, 1.0, 2.0, 30.0]
@@ -101,7 +102,7 @@ def test_a_torn_tail_is_cut_before_the_next_row(run):
 
 def test_parquet_has_the_rows_with_fixed_types(run, sink):
     sink.metric(1, {"train_loss": math.nan, "val_loss": math.inf})
-    sink.stats([stats_row(1)])
+    sink.rows("stats", [stats_row(1)])
     sink.write_parquet()
     metrics, stats = (pd.read_parquet(run.parquet(name)) for name in ("metrics", "stats"))
     assert metrics["metric"].tolist() == ["train_loss", "val_loss"]

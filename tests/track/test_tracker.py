@@ -6,7 +6,8 @@ import yaml
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunDir
-from hqsweep.track.tracker import NullTracker, open_tracker
+from hqsweep.track.open import open_tracker
+from hqsweep.track.tracker import NullTracker
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ import wandb_file
 
 from hqsweep.sweep.store import RunStore
 from hqsweep.track import wandb as mirror
-from hqsweep.track.tracker import NullTracker, open_tracker
+from hqsweep.track.open import open_tracker
+from hqsweep.track.tracker import NullTracker
 
 CONFIG = {
     "job": "parity", "sweep": "grid", "seed": 3, "deep": {"er": [1, 2.5, None]},

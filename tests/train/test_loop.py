@@ -218,14 +218,14 @@ def test_divergence_is_an_error_with_its_step(tmp_path):
 def test_statistics_are_sampled_at_their_steps(tmp_path):
     sink = ListSink()
     convergence.run(config("mxfp8", stats={"every": 4, "gemm": True}), sink, tmp_path)
-    assert {r["step"] for r in sink.stat_rows} == {4, 8}
-    assert {r["layer"] for r in sink.stat_rows} == {
+    assert {r["step"] for r in sink.tables["stats"]} == {4, 8}
+    assert {r["layer"] for r in sink.tables["stats"]} == {
         "layers.0.attn.qkv", "layers.0.attn.proj", "layers.0.mlp.fc1", "layers.0.mlp.fc2", "head"
     }  # fmt: skip
-    assert len(sink.stat_rows) == 2 * 5 * (6 + 3)
+    assert len(sink.tables["stats"]) == 2 * 5 * (6 + 3)
     without = ListSink()
     convergence.run(config("mxfp8", stats={"every": 4, "gemm": False}), without, tmp_path / "b")
-    assert len(without.stat_rows) == 2 * 5 * 6
+    assert len(without.tables["stats"]) == 2 * 5 * 6
     assert without.metrics == sink.metrics  # looking changes nothing
 
 
@@ -294,4 +294,4 @@ def test_packaged_recipes_with_delayed_scaling_see_every_step(name, tmp_path):
         steps = 8 - ("grad_output" in key)  # behind a head of zeros the first gradient is zero
         assert (state.step, int(state.history.count_nonzero())) == (8, min(steps, len(state.history))), key
         assert state.amax > 0, key
-    assert {row["step"] for row in sink.stat_rows} == {2, 4, 6, 8}
+    assert {row["step"] for row in sink.tables["stats"]} == {2, 4, 6, 8}

@@ -160,7 +160,7 @@ def test_a_run_says_how_experts_are_multiplied_and_what_they_keep(tmp_path):
     assert plan["fprop"] == "nvfp4+row_scaled x nvfp4: exact: bf16 operands, float32 GEMM, for each expert"
     kept = sink.facts["saved_for_backward"]["input_bytes_per_element"]
     assert kept["layers.*.mlp.shared.fc1"] == kept["layers.*.mlp.fc1"] == 1 + 1 / 32
-    routed = [row for row in sink.stat_rows if row["tensor"] == "routed"]
+    routed = [row for row in sink.tables["stats"] if row["tensor"] == "routed"]
     assert [row["layer"] for row in routed] == [f"layers.1.mlp.{e}" for e in range(EXPERTS)]
     assert sum(row["tokens"] for row in routed) == 4 * 32 * 2
     assert {"aux_loss", "expert_load_max"} <= {row["metric"] for row in sink.metrics}

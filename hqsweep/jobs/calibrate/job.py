@@ -29,9 +29,9 @@ def run(config: CalibrateConfig, sink: Sink, workspace: Path) -> None:
     sink.manifest(device=name, kernel_digest=fingerprint(device))
     count = len(section.distributions) + len(section.students)
     for i, distribution in enumerate(section.distributions, start=1):
-        sink.calibrate(list(sqnr_rows(section.formats, distribution, tuple(section.shape), seed, device)))
+        sink.rows("calibrate", list(sqnr_rows(section.formats, distribution, tuple(section.shape), seed, device)))
         sink.progress(i, count, None, None)
     for i, (name, quantizers) in enumerate(section.students.items(), start=len(section.distributions) + 1):
-        sink.calibrate([*gemm_rows(name, quantizers, seed, device)])
-        sink.calibrate([teacher_row(name, quantizers, section.steps, seed, device)])
+        sink.rows("calibrate", [*gemm_rows(name, quantizers, seed, device)])
+        sink.rows("calibrate", [teacher_row(name, quantizers, section.steps, seed, device)])
         sink.progress(i, count, None, None)

@@ -12,8 +12,7 @@ from torch import Tensor
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.jobs.parity.compare_bytes import named_pairs, row
-from hqsweep.jobs.parity.training import Check, Rows
+from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.nn import Linear
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import HybridQuantizer

@@ -1,7 +1,15 @@
-"""Byte comparison of tensors, as rows of the parity job."""
+"""A check of the parity job, and the byte comparison of tensors that its rows hold."""
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+from hqsweep.config.job import ParityConfig
+
+Rows = Iterator[dict[str, object]]
+Check = Callable[[ParityConfig, torch.device], Rows]
+"""A check of the parity job, and the rows that it gives."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

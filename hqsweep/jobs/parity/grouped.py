@@ -28,8 +28,7 @@ from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.native import Capability, capability_of
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
-from hqsweep.jobs.parity.compare_bytes import named_pairs, row
-from hqsweep.jobs.parity.training import Check, Rows
+from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.router import Routing
 from hqsweep.ops.request import SOURCES

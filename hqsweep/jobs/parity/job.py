@@ -23,12 +23,12 @@ from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.causality import CAUSALITY_CHECKS
-from hqsweep.jobs.parity.compare_bytes import named_pairs, row, skip
+from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row, skip
 from hqsweep.jobs.parity.composed import composed
 from hqsweep.jobs.parity.grouped import GROUPED_CHECKS, everywhere
 from hqsweep.jobs.parity.modules import MODULE_CHECKS
 from hqsweep.jobs.parity.outcomes import gathered, outcomes, same_up_to_rounding
-from hqsweep.jobs.parity.training import TRAINING_CHECKS, Check, Rows
+from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
 from hqsweep.ops.fingerprint import fingerprint
@@ -51,7 +51,7 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
     names = config.parity.checks
     for i, name in enumerate(names, start=1):
         rows = list(CHECKS[name](config, device))
-        sink.parity(rows)
+        sink.rows("parity", rows)
         sink.progress(i, len(names), None, None)
 
 

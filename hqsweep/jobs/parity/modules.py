@@ -17,9 +17,8 @@ from hqsweep.compat.export import to_transformer_engine
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import bases
 from hqsweep.formats.inputs import draw
-from hqsweep.jobs.parity.compare_bytes import named_pairs, row
+from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.jobs.parity.composed import composed
-from hqsweep.jobs.parity.training import Check, Rows
 from hqsweep.nn import (
     LayerNormLinear,
     LayerNormMLP,

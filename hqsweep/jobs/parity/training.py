@@ -10,20 +10,17 @@ offload    training whose activations wait in CPU memory against training that k
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hqsweep.config.job import ParityConfig
-from hqsweep.jobs.parity.compare_bytes import named_pairs, row
+from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
 
-Rows = Iterator[dict[str, object]]
-Check = Callable[[ParityConfig, torch.device], Rows]
 RECIPES = {
     "bf16": "bf16",
     "mxfp8": "mxfp8",

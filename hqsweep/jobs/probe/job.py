@@ -10,10 +10,10 @@ from typing import Any
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.jobs.probe.tensor_files import Matrix
-from hqsweep.nn.probe import ERRORS
 from hqsweep.ops.stats import finite_or_none
 from hqsweep.ops.stream import DIRECTIONS, stream_statistics
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.track.tables import ERRORS
 
 Row = dict[str, Any]
 

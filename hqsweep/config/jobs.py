@@ -1,0 +1,41 @@
+"""The registry of jobs: a new job is a line here. The parts stand in other packages and are named as text, for
+pkgutil.resolve_name: whoever needs one imports it, and nobody else.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobKind:
+    """The parts of a job."""
+
+    config: str
+    """Class of its config."""
+    run: str
+    """Function (config, sink, workspace) that does it."""
+    table: str
+    """Table of its rows in track/tables.py."""
+    printer: str | None = None
+    """Function that prints the table, for rows that PASS, FAIL or SKIP."""
+
+
+JOBS = {
+    "convergence": JobKind(
+        config="hqsweep.config.job:ConvergenceConfig", run="hqsweep.jobs.convergence:run", table="metrics"
+    ),
+    "parity": JobKind(
+        config="hqsweep.config.job:ParityConfig",
+        run="hqsweep.jobs.parity.job:run",
+        table="parity",
+        printer="hqsweep.report.parity:matrix",
+    ),
+    "calibrate": JobKind(
+        config="hqsweep.config.job:CalibrateConfig",
+        run="hqsweep.jobs.calibrate.job:run",
+        table="calibrate",
+        printer="hqsweep.report.calibrate:tables",
+    ),
+}
+"""Name of the job, as in `job: parity` of a config -> its parts."""
+CHECKED_TABLES = tuple(kind.table for kind in JOBS.values() if kind.printer)
+"""Tables whose rows have a status: PASS, FAIL or SKIP."""

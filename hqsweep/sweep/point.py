@@ -1,0 +1,18 @@
+"""GridPoint: one run of a grid, as composition gives it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridPoint:
+    """One run of a grid.
+
+    config: resolved, as plain dicts and lists. overrides: all that were given, this point's choices among them.
+    changed: those of them that were swept. arm: the label of the run's recipe in this sweep, equal for all seeds.
+    """
+
+    config: dict[str, Any]
+    overrides: tuple[str, ...]
+    changed: tuple[str, ...]
+    arm: str

@@ -1,0 +1,30 @@
+"""The tables that jobs write, and their columns: the one place that names them. It imports nothing, so that what
+measures (ops, nn), what writes (track) and what reads (report) can all have them from here.
+"""
+
+ERRORS = (
+    "sqnr_db", "rel_l2", "cosine", "amax", "underflow_pct", "saturation_pct", "scale_min", "scale_max",
+    "row_sqnr_db_median", "row_sqnr_db_p5",
+)  # fmt: skip
+"""Columns of the error statistics of one tensor in one direction; ops/stats.py says what each is."""
+LOADS = ("tokens", "load")
+"""Columns of how many tokens an expert got, and of that over the mean of all experts."""
+WHERE = {"step": int, "layer": str, "tensor": str, "direction": str, "format": str}
+CHECKED = {"check": str, "case": str, "subject": str, "status": str}
+"""Columns of every table whose rows PASS, FAIL or SKIP."""
+
+TABLES: dict[str, dict[str, type]] = {
+    "metrics": {"step": int, "metric": str, "value": float},
+    "stats": WHERE | dict.fromkeys((*ERRORS, *LOADS), float),
+    "parity": CHECKED | {
+        "mismatches": int, "total": int, "first_index": str, "got": str, "expected": str, "note": str,
+    },
+    "calibrate": CHECKED | {
+        "measured_db": float, "source": str, "expected_db": float, "low_db": float, "high_db": float,
+        "row_sqnr_db_median": float, "row_sqnr_db_p5": float, "underflow_pct": float, "note": str,
+    },
+}  # fmt: skip
+"""Table -> column -> type: SQNR in dB, underflow and saturation in % of the elements; what a row has not is null."""
+
+MIRRORED_TABLES = tuple(name for name in TABLES if name != "metrics")
+"""Tables that a tracker gets as a whole, beside the metrics."""
