@@ -11,7 +11,7 @@ from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
-from hqsweep.nn.weight import rounded
+from hqsweep.nn.rounding import rounded
 from hqsweep.ops.request import Output
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates

@@ -3,7 +3,7 @@
 import torch
 
 from hqsweep.formats import RngKey, parse
-from hqsweep.nn.weight import rounded
+from hqsweep.nn.rounding import rounded
 from hqsweep.quant import HybridQuantizer
 
 KEY = RngKey(seed=0, slot="norm/norm/weight", step=0)
