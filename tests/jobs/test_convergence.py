@@ -13,7 +13,7 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.probe.job import parse_quantizers, probe
 from hqsweep.jobs.probe.tensor_files import find_matrices
 from hqsweep.jobs.sink import ListSink
-from hqsweep.nn import GroupedLinear, call
+from hqsweep.nn import GroupedLinear
 from hqsweep.recipe import parse_recipe
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
@@ -70,7 +70,7 @@ def test_plans_say_native_where_it_is(monkeypatch):
     trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
     monkeypatch.setattr(native, "capability_of", lambda device: (10, 0))
     facts = convergence.facts(trainer)
-    pair, exact = "fp8_current x fp8_current", "exact: bf16 operands, float32 GEMM"
+    pair, exact = "fp8_current x fp8_current", "exact: bf16 operands, bfloat16 tensor cores, float32 accumulation"
     tensor_cores = "native: tensor cores of sm_100 through torch._scaled_mm, not yet run on such hardware"
     assert facts["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {exact}"
     second, third = (stage["gemm_plan"] for stage in facts["recipe_schedule"])
@@ -96,7 +96,7 @@ def test_a_training_follows_the_schedule_of_modes(monkeypatch):
         modes[trainer.step].add((str(a.format), str(b.format)))
         return mm_t(a, b, **options)
 
-    monkeypatch.setattr(call, "mm_t_native", spy)
+    monkeypatch.setattr(native, "mm_t_native", spy)
     losses = [done.metrics.get("train_loss") for done in trainer.steps()]
     high, low = ("bf16", "bf16"), ("fp8_current", "fp8_current")
     assert modes == {1: set(), 2: set(), 3: {high, low}, 4: set()}
