@@ -72,7 +72,8 @@ def quantize(
     one for the formats: it does not wait for splits that only the device knows, whose sizes nobody checks then.
     Otherwise there is a call for each member, which waits; UserError names the member. No statistics.
     """
-    row, column = as_target(rowwise), as_target(columnwise)
+    row = rowwise if type(rowwise) is Target else as_target(rowwise)
+    column = columnwise if type(columnwise) is Target else as_target(columnwise)
     request = request_of(row.format, column.format, columnwise_source, row.output, column.output)
     x = as_matrix(x)
     if splits is not None:

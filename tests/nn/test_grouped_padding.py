@@ -7,6 +7,7 @@ from experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped, hidden, id
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, quantization
+from hqsweep.ops.padding import PaddedSplits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import CustomRecipe
 
@@ -94,9 +95,11 @@ def test_a_forward_alone_fills_nothing_up(monkeypatch):
 def test_layers_share_what_was_found_out_about_splits():
     """fc1 and fc2 of a mixture of experts are given the same object."""
     module, splits, x = grouped("nvfp4"), hidden(UNEVEN), draw("normal", TOKENS, K)
-    (_, (first,)) = module(x, splits), splits._padded.values()
-    (_, (second,)) = module(x, splits), splits._padded.values()
-    assert first is second and "places" in vars(first)
+    module(x, splits)
+    padded = PaddedSplits.over(splits, 16, x.device)
+    places = vars(padded)["places"]
+    module(x, splits)
+    assert PaddedSplits.over(splits, 16, x.device) is padded and vars(padded)["places"] is places
 
 
 class Halved(HybridQuantizer):
