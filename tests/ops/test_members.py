@@ -1,4 +1,4 @@
-"""One call for all experts gives the bytes of a call for each, on the CPU and on a GPU."""
+"""quantize with splits: one call for all members gives the bytes of a call for each, on the CPU and on a GPU."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from cases import KERNELS
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.kernels import NO_KEY
 from hqsweep.ops.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
@@ -192,60 +191,6 @@ def test_what_a_call_for_each_expert_refuses_is_refused():
         quantize(x, parse("fp8_delayed"), splits=Splits.of((48,), 48))
     with pytest.raises(ValueError, match="encode needs an RngKey"):
         quantize(x, parse("nvfp4+sr"), splits=Splits.of((48,), 48))
-
-
-def operator_arguments(x, offsets, **changes):
-    arguments = {"rowwise": "mxfp8", "columnwise": "mxfp8", "dequantized": False}
-    arguments |= {"rowwise_exact": False, "columnwise_exact": False, "rowwise_key": NO_KEY, "columnwise_key": NO_KEY}
-    arguments |= {"rowwise_amax": None, "columnwise_amax": None, "statistics": False, "offsets": offsets}
-    arguments |= {"sizes": None, "rowwise_keys": None, "columnwise_keys": None, "by_rows": False}
-    return (x, *(arguments | changes).values())
-
-
-@pytest.mark.parametrize(
-    ("message", "offsets", "changes"),
-    [
-        ("expert 1 has rows 32 to 16 of 48", [0, 32, 16, 48], {}),
-        ("offsets begin with 16, must begin with 0", [16, 48], {}),
-        ("expert 0 has rows 0 to -16 of 48", [0, -16, 48], {}),
-        ("expert 1 has rows 16 to 64 of 48", [0, 16, 64], {}),
-        ("expert 0: the contracted axis has 8 elements, must be a multiple of 16", [0, 8], {"columnwise": "nvfp4"}),
-        (r"offsets are torch.int32 \(2,\) on cpu; they take int64", torch.tensor([0, 48], dtype=torch.int32), {}),
-        (r"2 sizes of 48 rows for 1 members", [0, 48], {"sizes": [16, 32]}),
-        (r"1 sizes of 32 rows for 1 members and a matrix of shape \(48, 32\)", [0, 48], {"sizes": [32]}),
-        (r"keys are torch.int64 \(1, 2\) on cpu", [0, 48], {"rowwise_keys": torch.zeros(1, 2, dtype=torch.int64)}),
-    ],
-)
-def test_wrong_arguments_of_the_operator(message, offsets, changes):
-    offsets = offsets if isinstance(offsets, torch.Tensor) else torch.tensor(offsets)
-    with pytest.raises(ValueError, match=message):
-        torch.ops.hqsweep.quantize(*operator_arguments(torch.zeros(48, 32), offsets, **changes))
-
-
-@devices
-def test_rows_beyond_the_last_expert_are_left_out(device):
-    x = draw("heavy", 96, 128, dtype=torch.bfloat16).to(device)
-    made = torch.ops.hqsweep.quantize(*operator_arguments(x, torch.tensor([0, 32, 80], device=device)))
-    expected = one_by_one(x[:80], (32, 48), ("mxfp8", "mxfp8", "original"))
-    wanted = [tensor for direction in expected.values() for tensor in direction.values()]
-    assert all(torch.equal(got[: tensor.numel()], tensor) for got, tensor in zip(made, wanted, strict=True))
-
-
-@pytest.mark.parametrize("sizes", [None, [16, 0, 80]])
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_operators_keep_the_rules_of_torch_library(sizes, exact):
-    x, offsets = draw("heavy", 96, 64), torch.tensor([0, 16, 16, 96])
-    changes = {"sizes": sizes, "rowwise_exact": exact, "columnwise_exact": exact, "columnwise": "fp8_current"}
-    arguments = operator_arguments(x, offsets, **changes)
-    utilities = ("test_schema", "test_faketensor", "test_autograd_registration")  # unwritten bytes differ by run
-    torch.library.opcheck(torch.ops.hqsweep.quantize.default, arguments, test_utils=utilities)
-    buffers = [x.new_zeros(96 * 64, dtype=torch.uint8), x.new_zeros(64 * 4, dtype=torch.uint8)]
-    arguments = (buffers, "mxfp8", 96, 64, exact, torch.float32, offsets, True)
-    torch.library.opcheck(torch.ops.hqsweep.dequantize.default, arguments, test_utils=utilities)
-    amaxes = (None, torch.zeros(2), torch.zeros(2))
-    arguments = (torch.ones(48, 32), "fp8_delayed", "fp8_current", False, NO_KEY, *amaxes, torch.tensor([0, 16, 48]))
-    torch.library.opcheck(torch.ops.hqsweep.find_amax_.default, arguments, test_utils=utilities)
-    torch.library.opcheck(torch.ops.hqsweep.split_offsets.default, (torch.tensor([3, 4]), [1, 32], [5, 6], False))
 
 
 @pytest.mark.gpu
