@@ -50,7 +50,10 @@ class Context:
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
-_CONTEXT = Scoped("hqsweep_quantization", Context())
+OUTSIDE = Context()
+"""What current() gives outside of any quantization()."""
+
+_CONTEXT = Scoped("hqsweep_quantization", OUTSIDE)
 _RECIPE: Scoped[AnyRecipe | None] = Scoped("hqsweep_autocast", None)
 
 

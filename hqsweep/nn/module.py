@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hqsweep.errors import UserError
-from hqsweep.nn.context import Context, autocast_recipe, current
+from hqsweep.nn.context import OUTSIDE, Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
 from hqsweep.nn.recipe_argument import check_products
 from hqsweep.quant.hybrid import HybridQuantizer
@@ -25,6 +25,8 @@ from hqsweep.recipe.validate import section_faults, unread_overrides
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""
+
+_AUTOCAST, _QUANTIZATION = 1, 2
 
 
 class QuantizedModule(nn.Module):
@@ -46,6 +48,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self.states = DelayedStates()
         self._autocast: tuple[AnyRecipe, Section] | None = None
+        self._last_scope = 0
 
     @property
     def quantizers(self) -> Section:
@@ -91,8 +94,9 @@ class QuantizedModule(nn.Module):
         Under autocast each slot is resolved once for a recipe, at the first call, which raises as check_products does.
         """
         recipe = autocast_recipe()
-        if recipe is None:
-            return self._quantizers
+        return self._quantizers if recipe is None else self._quantizers_under(recipe)
+
+    def _quantizers_under(self, recipe: AnyRecipe) -> Section:
         if self._autocast is None or (self._autocast[0] is not recipe and self._autocast[0] != recipe):
             roles = self.slot_roles()
             resolved = {role: recipe.quantizer(role) for role in dict.fromkeys(roles.values()) if role is not None}
@@ -103,7 +107,9 @@ class QuantizedModule(nn.Module):
 
     def call_facts(self) -> dict[str, Any]:
         """The fields of a Call, as they are now."""
-        recipe, quantizers, context = autocast_recipe(), self.active_quantizers(), current()
+        recipe, context = autocast_recipe(), current()
+        quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
+        self.check_scope(recipe, context)
         if quantizers.stochastic:
             self.claim_bits(context)
         return {
@@ -124,12 +130,31 @@ class QuantizedModule(nn.Module):
         if context.step is not None and not torch.compiler.is_compiling():
             context.claim((self.module_type, self.name, self.expert), self)
 
+    def check_scope(self, recipe: AnyRecipe | None, context: Context) -> None:
+        """UserError for a call within a backward pass that has left the autocast() of the call before, or the
+        quantization() where that drew random bits: torch.utils.checkpoint would compute something else again."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        scope = (_AUTOCAST if recipe is not None else 0) + (_QUANTIZATION if context is not OUTSIDE else 0)
+        if scope == self._last_scope:
+            return
+        left = self._last_scope & ~scope
+        lost = ["autocast()"] if left & _AUTOCAST else []
+        lost += ["quantization()"] if left & _QUANTIZATION and self.active_quantizers().stochastic else []
+        if lost and torch._C._current_graph_task_id() != -1:
+            raise UserError(
+                f"{self.name}: called within a backward pass, as torch.utils.checkpoint does, but outside of the"
+                f" {' and '.join(lost)} that its last call ran in; run backward inside of it, or compute again by"
+                " hqsweep.nn.recompute.recomputed"
+            )
+        self._last_scope = scope
+
     def _save_to_state_dict(self, *args: Any) -> None:
         self.states.add(slots(self.active_quantizers()))  # those of an autocast, too
         super()._save_to_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_autocast": None}
+        return super().__getstate__() | {"_autocast": None, "_last_scope": 0}
 
 
 class Boundary:

@@ -2,7 +2,9 @@
 
 torch.utils.checkpoint, reentrant or not, gives the same bytes as no checkpoint for every module here: nothing is drawn
 from a generator's state (random bits are keyed by seed, slot, step and index), saving is pure, and modules keep nothing
-between calls that a second run would find changed.
+between calls that a second run would find changed. Those of torch compute again under the autocast() and the
+quantization() of the backward pass, which has to run inside of them; a module refuses a second run outside of those of
+the first where that would give other bytes.
 """
 
 from collections.abc import Callable

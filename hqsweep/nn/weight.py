@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hqsweep.nn.context import current
+from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.rounding import rounded
 from hqsweep.recipe.sections import WeightQuantizers
@@ -17,6 +17,7 @@ class QuantizedWeight(QuantizedModule):
     def quantized_weight(self) -> Tensor:
         """self.weight, rounded as `rounded` does."""
         quantizer, context, role = self.active_quantizers().weight, current(), self.slot_roles()["weight"]
+        self.check_scope(autocast_recipe(), context)
         call = {"step": context.step, "record": torch.is_grad_enabled(), "group": context.amax_group}
         states = self.states.of("weight", quantizer, device=self.weight.device, **call)
         return rounded(self.weight, quantizer, context.key(str(role)), states)

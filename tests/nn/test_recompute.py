@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hqsweep.config.job import parse
+from hqsweep.errors import UserError
 from hqsweep.nn import Linear, Probe, TransformerOptions, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
@@ -221,6 +222,30 @@ def test_ours_may_run_backward_outside_of_the_contexts(name):
         y.backward(draw(*y.shape, seed=9).to(y.dtype))
         made.append((x.grad, module.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("left", ["autocast", "quantization"])
+def test_those_of_torch_may_not(way, left):
+    """Under a recipe of its own, or other random bits, what is computed again would be something else."""
+    within = {"autocast": autocast(recipe=Recipe(linear=LinearQuantizers.parse("mxfp8", "test")))}
+    within["quantization"] = quantization(seed=1, step=5)
+    module, x = linear("bf16" if left == "autocast" else "nvfp4|nvfp4+sr"), draw(32, 64).requires_grad_()
+    with within[left]:
+        y = WAYS[way](module, x)
+    with pytest.raises(UserError, match=rf"layer: called within a backward pass.* outside of the {left}\(\)"):
+        y.sum().backward()
+    y = WAYS[way](module, x)  # outside of all
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+def test_those_of_torch_may_where_it_changes_nothing(way):
+    module, x = linear("mxfp8"), draw(32, 64).requires_grad_()
+    with quantization(seed=1, step=5):
+        y = WAYS[way](module, x)
+    y.sum().backward()
+    assert module.weight.grad is not None
 
 
 @ways
