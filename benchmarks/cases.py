@@ -14,14 +14,14 @@ SECTIONS = ("floors", "single", "pairs", "dequantized", "exact", "statistics", "
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One quantization. goal: share of a copy's bandwidth; given: the global amax comes from elsewhere."""
+    """One quantization. goal: share of a copy's bandwidth; has_amax: the global amax comes from elsewhere."""
 
     section: str
     rowwise: str | None = None
     columnwise: str | None = None
     source: str = "original"
     output: str = "codes"
-    given: bool = True
+    has_amax: bool = True
     goal: float | None = None
 
     @property
@@ -33,13 +33,13 @@ class Case:
         text = f"{self.rowwise or '-'}|{self.columnwise or '-'}"
         text += "@rowwise_dequantized" if self.source != "original" else ""
         text += " exact" if self.output == "exact" else ""
-        return text + ("" if self.given else " with amax pass")
+        return text + ("" if self.has_amax else " with amax pass")
 
     @property
     def passes(self) -> int:
         """How often the input has to be read."""
         needs_amax = any(f.amax_name and not f.delayed for f in self.formats)
-        return 2 if needs_amax and not self.given else 1
+        return 2 if needs_amax and not self.has_amax else 1
 
 
 def single_cases() -> list[Case]:
@@ -57,8 +57,8 @@ def single_cases() -> list[Case]:
     cases = [c for text in ("mxfp8", "fp8_block") for c in directions(text, (0.85, 0.85, 0.85))]
     cases += directions("nvfp4", (0.80, 0.80, 0.70))
     cases += directions("fp8_current", (0.85, 0.85, 0.85))
-    cases += directions("nvfp4", (0.85, 0.85, 0.85), given=False)
-    cases += directions("fp8_current", (0.85, 0.85, 0.85), given=False)
+    cases += directions("nvfp4", (0.85, 0.85, 0.85), has_amax=False)
+    cases += directions("fp8_current", (0.85, 0.85, 0.85), has_amax=False)
     cases += [
         Case(section="single", rowwise="fp8_block+2d", columnwise="fp8_block+2d", goal=0.92),
         Case(section="single", rowwise="mxfp8+2d", columnwise="mxfp8+2d", goal=0.85),

@@ -48,8 +48,8 @@ CASES = (
     Case(section="quantize", rowwise="fp8_block", columnwise="fp8_block"),
     Case(section="quantize", rowwise="nvfp4", columnwise="nvfp4"),
     Case(section="quantize", rowwise="nvfp4", columnwise="mxfp8", source="rowwise_dequantized"),
-    Case(section="quantize", rowwise="nvfp4+row_scaled", columnwise="mxfp8", given=False),
-    Case(section="quantize", rowwise="fp8_current", columnwise="fp8_current", given=False),
+    Case(section="quantize", rowwise="nvfp4+row_scaled", columnwise="mxfp8", has_amax=False),
+    Case(section="quantize", rowwise="fp8_current", columnwise="fp8_current", has_amax=False),
 )
 STEP_HEAD_START = 5e-3
 """Seconds; longer than the host needs for a step."""
@@ -101,9 +101,9 @@ class Group:
         self.copy_gbs = 2 * self.x.nbytes / clock.medians({"copy": self.copy})["copy"] * 1e-9
 
     def grids(self, case: Case) -> list[dict[str, Tensor] | None]:
-        """Rowwise and columnwise: a global amax, any number that is not 0, where the case has it given."""
+        """Rowwise and columnwise: a global amax, any number that is not 0, where the case has one."""
         one = torch.full((1, 1), 4.0, device=self.x.device)
-        names = [format.amax_name if format and case.given else None for format in formats(case)]
+        names = [format.amax_name if format and case.has_amax else None for format in formats(case)]
         return [{name: one} if name else None for name in names]
 
     def grouped(self, case: Case) -> Callable[[], Quantized]:
@@ -129,8 +129,8 @@ class Group:
         size, matrices = case.passes * self.x.nbytes, Matrices(*self.x.shape, len(self.sizes), tuple(self.sizes))
         for columns, format in enumerate(formats(case)):
             if format:
-                given = case.given and format.amax_name is not None
-                wanted = Wanted(format.text, bool(columns), case.output == "exact", given)
+                has_amax = case.has_amax and format.amax_name is not None
+                wanted = Wanted(format.text, bool(columns), case.output == "exact", has_amax)
                 outputs = allocations(matrices, wanted, self.x.is_cuda)
                 size += sum(count * dtype.itemsize for (count,), dtype in outputs)
         return size

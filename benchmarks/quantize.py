@@ -59,7 +59,7 @@ def call_of(x: Tensor, case: Case) -> Callable[[], Quantized]:
     """The call that is timed, with its amaxes ready where the case has them."""
     row, column = (parse(text) if text else None for text in (case.rowwise, case.columnwise))
     row_grid = column_grid = None
-    if case.given:
+    if case.has_amax:
         row_grid = global_amax(x, row) if row else None
         column_grid = global_amax(column_source(x, case), column) if column else None
     targets = Target(row, case.output, KEY, row_grid), Target(column, case.output, KEY, column_grid)

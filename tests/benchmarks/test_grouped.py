@@ -83,7 +83,7 @@ def test_every_case_runs_and_counts_its_bytes(case, group):
             tensors = [result.matrix] if result.factor is None else [result.matrix, result.factor]
         else:
             tensors = [] if result is None else list(result.values())
-        amaxes = 4 * len(SIZES) if case.given and tensors and len(tensors) == 3 else 0  # not written anew
+        amaxes = 4 * len(SIZES) if case.has_amax and tensors and len(tensors) == 3 else 0  # not written anew
         written += sum(t.nbytes for t in tensors) - amaxes
     assert group.bytes_moved(case) == case.passes * group.x.nbytes + written
 

@@ -52,9 +52,9 @@ def test_names_are_unique_within_a_section():
 
 
 def test_passes_count_the_search_for_a_global_amax():
-    assert Case(section="s", rowwise="nvfp4", given=False).passes == 2
+    assert Case(section="s", rowwise="nvfp4", has_amax=False).passes == 2
     assert Case(section="s", rowwise="nvfp4").passes == 1
-    assert Case(section="s", rowwise="mxfp8", given=False).passes == 1
+    assert Case(section="s", rowwise="mxfp8", has_amax=False).passes == 1
 
 
 def test_predicted_bytes_are_those_written():

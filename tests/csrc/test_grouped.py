@@ -3,30 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from kernel_calls import ISAS, KEY, MX, NVFP4, SPECS
 
 from hqsweep import _C
 
-MX = {"family": "mx", "element": "e4m3", "tile_rows": 1, "tile_cols": 32}
-NVFP4 = {"family": "nvfp4", "element": "e2m1", "tile_rows": 1, "tile_cols": 16}
-SPECS = {
-    "current": {"family": "current", "element": "e5m2", "tile_rows": 0, "tile_cols": 0},
-    "block": {"family": "block", "element": "e4m3", "tile_rows": 1, "tile_cols": 128, "pow2": True},
-    "block_2d": {"family": "block", "element": "e4m3", "tile_rows": 128, "tile_cols": 128},
-    "mxfp8": MX,
-    "mxfp8_2d": MX | {"tile_rows": 32},
-    "mxfp4": MX | {"element": "e2m1"},
-    "nvfp4_2d": NVFP4 | {"tile_rows": 16},
-    "nvfp4_rht_sr": NVFP4 | {"rht": True, "sr": True, "step": 2**40 + 3},
-    "nvfp4_row_scaled": NVFP4 | {"row_scaled": True},
-    "nvfp4_4over6": NVFP4 | {"four_over_six": "mae", "e4m3_max": 256.0},
-}
-ISAS = _C.build_info()["isas"].split()
-ISAS = ISAS[: ISAS.index(_C.build_info()["isa"]) + 1]
 SIZES = (0, 48, 128, 0, 16, 272)
 ROWS, COLS = sum(SIZES), 208
 OFFSETS = np.array([0, *np.cumsum(SIZES)], np.int64)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-KEY = ("key0", "key1", "step")
 
 
 def sample(rows: int, cols: int, device: str) -> torch.Tensor:
@@ -37,7 +21,7 @@ def sample(rows: int, cols: int, device: str) -> torch.Tensor:
 
 
 def memory(count: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Garbage."""
+    """Memory full of garbage."""
     return torch.full((max(count, 1) * dtype.itemsize,), 0xA5, dtype=torch.uint8, device=device).view(dtype)
 
 
@@ -45,7 +29,7 @@ def buffers(fields: dict, rows: int, cols: int, device: str) -> dict[str, torch.
     """Everything that a direction can give for one operand."""
     tiles = [-(-n // fields[name]) if fields[name] else 1 for n, name in ((rows, "tile_rows"), (cols, "tile_cols"))]
     floats = fields["family"] in ("current", "block")
-    made = {
+    sizes = {
         "codes": (rows * cols // (2 if fields["element"] == "e2m1" else 1), torch.uint8),
         "scales": (tiles[0] * tiles[1], torch.float32 if floats else torch.uint8),
         "global_": (rows if fields.get("row_scaled") else 1, torch.float32),
@@ -53,7 +37,7 @@ def buffers(fields: dict, rows: int, cols: int, device: str) -> dict[str, torch.
         "sums": (-(-rows // 128) * -(-cols // 128) * 8, torch.float32),
         "row_errors": (rows * -(-cols // 128), torch.float32),
     }
-    return {name: memory(count, dtype, device)[:count] for name, (count, dtype) in made.items()}
+    return {name: memory(count, dtype, device)[:count] for name, (count, dtype) in sizes.items()}
 
 
 def direction(fields: dict, to: dict[str, torch.Tensor], found: torch.Tensor, keys: torch.Tensor | None = None):
@@ -61,8 +45,8 @@ def direction(fields: dict, to: dict[str, torch.Tensor], found: torch.Tensor, ke
     pointers = {name: tensor.data_ptr() for name, tensor in to.items()}
     if fields["family"] != "nvfp4":
         pointers.pop("global_", None)
-    given = {name: fields.get(name, 0) for name in KEY} | pointers
-    return _C.Direction(spec, found=found.data_ptr(), **given, keys=0 if keys is None else keys.data_ptr())
+    words = {name: fields.get(name, 0) for name in KEY} | pointers
+    return _C.Direction(spec, found=found.data_ptr(), **words, keys=0 if keys is None else keys.data_ptr())
 
 
 def run(x: torch.Tensor, row, column, *, offsets: torch.Tensor | None = None, **options) -> None:
@@ -76,26 +60,26 @@ def run(x: torch.Tensor, row, column, *, offsets: torch.Tensor | None = None, **
 
 def member(x, fields: dict, start: int, end: int, words: list[int] | None) -> list[dict[str, torch.Tensor]]:
     """Row and column of one expert."""
-    part, made = x[start:end], []
+    part, sides = x[start:end], []
     fields = fields | ({"key0": words[0], "key1": words[1]} if words else {})
     for rows, cols in (part.shape, part.shape[::-1]):
         found = memory(max(rows, 1), torch.float32, x.device.type)
-        made.append((buffers(fields, rows, cols, x.device.type), found))
-    run(part, *(direction(fields, to, found) for to, found in made))
-    return [to for to, _ in made]
+        sides.append((buffers(fields, rows, cols, x.device.type), found))
+    run(part, *(direction(fields, to, found) for to, found in sides))
+    return [to for to, _ in sides]
 
 
 def packed(x, fields: dict, keys: torch.Tensor | None, **options) -> list[dict[str, torch.Tensor]]:
     """Row and column of all experts."""
-    device, made = x.device.type, []
+    device, sides = x.device.type, []
     for columns in (False, True):
         shapes = [(COLS, m) if columns else (m, COLS) for m in SIZES]
         parts = [buffers(fields, *shape, device) for shape in shapes]
         to = {name: memory(sum(p[name].numel() for p in parts), t.dtype, device) for name, t in parts[0].items()}
-        made.append((to, memory(ROWS + len(SIZES) * COLS, torch.float32, device)))
+        sides.append((to, memory(ROWS + len(SIZES) * COLS, torch.float32, device)))
     offsets = torch.from_numpy(OFFSETS).to(device)
-    run(x, *(direction(fields, to, found, keys) for to, found in made), offsets=offsets, **options)
-    return [to for to, _ in made]
+    run(x, *(direction(fields, to, found, keys) for to, found in sides), offsets=offsets, **options)
+    return [to for to, _ in sides]
 
 
 @devices
@@ -126,18 +110,18 @@ def test_every_output_is_that_of_a_call_for_each_expert(spec, device):
 def test_columns_alone_are_those_of_both_directions(name, shape, device):
     """Square blocks: without a row, or with a row whose codes and scales have null addresses."""
     x = sample(*shape, device)
-    made, outputs = [], ("codes", "scales", "global_")
-    for kept in (outputs, None, ("global_",)):
+    columns, outputs = [], ("codes", "scales", "global_")
+    for wanted in (outputs, None, ("global_",)):
         sides = [buffers(SPECS[name], *size, device) for size in (shape, shape[::-1])]
         found = [memory(1, torch.float32, device) for _ in sides]
-        row = kept and direction(SPECS[name], {n: sides[0][n] for n in kept}, found[0])
+        row = wanted and direction(SPECS[name], {n: sides[0][n] for n in wanted}, found[0])
         column = direction(SPECS[name], {n: sides[1][n] for n in outputs}, found[1])
         run(x, row, column)
-        made.append(sides[1])
-        untouched = [n for n in outputs if n not in (kept or ())]
+        columns.append(sides[1])
+        untouched = [n for n in outputs if n not in (wanted or ())]
         assert all(bool((sides[0][n].view(torch.uint8) == 0xA5).all()) for n in untouched)
-    for other in made[1:]:
-        assert all(torch.equal(other[n].view(torch.uint8), made[0][n].view(torch.uint8)) for n in outputs[:2])
+    for other in columns[1:]:
+        assert all(torch.equal(other[n].view(torch.uint8), columns[0][n].view(torch.uint8)) for n in outputs[:2])
 
 
 @pytest.mark.parametrize("side", ["row", "column"])

@@ -24,10 +24,10 @@ elements = pytest.mark.parametrize("element", MAX)
 
 
 def golden(name: str) -> np.lib.npyio.NpzFile:
-    found = sorted(GOLDEN.rglob(name))
-    if not found:
+    paths = sorted(GOLDEN.rglob(name))
+    if not paths:
         pytest.skip(f"{GOLDEN} has no {name}")
-    return np.load(found[0])
+    return np.load(paths[0])
 
 
 def cast(element: str, x: np.ndarray) -> np.ndarray:

@@ -14,8 +14,15 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 
 def offsets(splits: np.ndarray, rules: dict[int, int], device: str, *, check: bool = False) -> np.ndarray:
-    given, out = torch.from_numpy(splits).to(device), torch.full((len(rules), len(splits) + 1), -7, device=device)
-    call = given.data_ptr(), splits.dtype == np.int64, len(splits), list(rules), list(rules.values()), out.data_ptr()
+    there, out = torch.from_numpy(splits).to(device), torch.full((len(rules), len(splits) + 1), -7, device=device)
+    call = (
+        there.data_ptr(),
+        splits.dtype == np.int64,
+        len(splits),
+        list(rules),
+        list(rules.values()),
+        out.data_ptr(),
+    )
     if device == "cpu":
         _C.offsets_cpu(*call)
         return out.numpy()
@@ -27,7 +34,7 @@ def offsets(splits: np.ndarray, rules: dict[int, int], device: str, *, check: bo
 
 
 def expected(splits: np.ndarray, rules: dict[int, int]) -> np.ndarray:
-    """By Python's integers."""
+    """The offsets by Python's integers."""
     rows = []
     for divisor, stride in rules.items():
         units = [-(-int(split) // divisor) if divisor else 1 for split in splits]

@@ -3,133 +3,30 @@
 import itertools
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kernel_calls import (
+    BLOCK,
+    CURRENT,
+    ISAS,
+    MX,
+    NVFP4,
+    SPECS,
+    Result,
+    quantize,
+    quantize_on_gpu,
+    sample,
+    source,
+    to_bf16,
+)
 
 from hqsweep import _C
 
 GOLDEN = Path(os.environ.get("HQSWEEP_GOLDEN", Path(__file__).parents[1] / "golden"))
-MX = {"family": "mx", "element": "e4m3", "tile_rows": 1, "tile_cols": 32}
-NVFP4 = {"family": "nvfp4", "element": "e2m1", "tile_rows": 1, "tile_cols": 16}
-CURRENT = {"family": "current", "element": "e4m3", "tile_rows": 0, "tile_cols": 0}
-BLOCK = {"family": "block", "element": "e4m3", "tile_rows": 1, "tile_cols": 128, "pow2": True}
-SPECS = {
-    "current": CURRENT,
-    "block": BLOCK,
-    "block_2d": BLOCK | {"tile_rows": 128, "pow2": False, "element": "e5m2"},
-    "mxfp8": MX,
-    "mxfp8_2d": MX | {"tile_rows": 32},
-    "mxfp6_e2m3": MX | {"element": "e2m3"},
-    "mxfp6_e3m2": MX | {"element": "e3m2"},
-    "mxfp4": MX | {"element": "e2m1"},
-    "nvfp4": NVFP4,
-    "nvfp4_2d": NVFP4 | {"tile_rows": 16},
-    "nvfp4_rht_sr": NVFP4 | {"rht": True, "sr": True, "key0": 7, "key1": 9, "step": 2**40 + 3},
-    "nvfp4_row_scaled": NVFP4 | {"row_scaled": True},
-    "nvfp4_4over6": NVFP4 | {"four_over_six": "mae", "e4m3_max": 256.0},
-    "nvfp4_4over6_2d": NVFP4 | {"four_over_six": "mse", "tile_rows": 16},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    q: np.ndarray
-    s: np.ndarray
-    g: np.ndarray
-    exact: np.ndarray  # uint16 are bfloat16 bits
-
-    def same_bytes(self, other: "Result") -> bool:
-        mine, theirs = vars(self).values(), vars(other).values()
-        return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
-
-
-def outputs(shape: tuple[int, int], spec: dict, exact_dtype: type = np.float32) -> Result:
-    """Arrays for all results of a call, full of garbage."""
-    rows, cols = shape
-    packed = 2 if spec["element"] == "e2m1" else 1  # codes per byte
-    tiles = [-(-n // spec[name]) if spec[name] else 1 for n, name in ((rows, "tile_rows"), (cols, "tile_cols"))]
-    return Result(
-        q=np.full((rows, cols // packed), 0xAA, np.uint8),
-        s=np.full(tiles, 77, np.float32 if spec["family"] in ("current", "block") else np.uint8),
-        g=np.full(rows if spec.get("row_scaled") else 1, np.nan, np.float32),
-        exact=np.full((rows, cols), 0x7FC0 if exact_dtype is np.uint16 else np.nan, exact_dtype),
-    )
-
-
-DTYPES = {"float32": 0, "uint16": 1, "float16": 2}  # uint16 means bfloat16 bits
-KEY = ("key0", "key1", "step")
-ISAS = _C.build_info()["isas"].split()
-ISAS = ISAS[: ISAS.index(_C.build_info()["isa"]) + 1]
-
-
-def source(x: np.ndarray) -> tuple:
-    """dtype, shape and strides of a 2-D array as the extension takes them."""
-    return DTYPES[x.dtype.name], *x.shape, *(stride // x.itemsize for stride in x.strides)
-
-
-def direction(fields: dict, pointers: dict[str, int], exact_dtype: type, amax: int, found: int) -> _C.Direction:
-    """A Direction that writes to those addresses; a found amax goes where the format keeps it, or to `found`."""
-    key = [fields.get(name, 0) for name in KEY]
-    spec = _C.Spec(**{name: value for name, value in fields.items() if name not in KEY})
-    scales = pointers["s"]
-    keeps = pointers["g"] if fields["family"] == "nvfp4" else 0
-    found = 0 if amax else (keeps or found)
-    target = (pointers["q"], scales, keeps, pointers["exact"], DTYPES[np.dtype(exact_dtype).name])
-    return _C.Direction(spec, *key, amax, found, *target)
-
-
-def quantize(
-    x: np.ndarray,
-    *,
-    threads: int = 1,
-    isa: str = "",
-    amax: np.ndarray | None = None,
-    exact_dtype: type = np.float32,
-    **spec,
-) -> Result:
-    """Quantize a 2-D array of any strides along its rows on the CPU."""
-    result, found = outputs(x.shape, spec, exact_dtype), np.zeros(1, np.float32)
-    pointers = {name: array.ctypes.data for name, array in vars(result).items()}
-    given = 0 if amax is None else amax.ctypes.data
-    to = direction(spec, pointers, exact_dtype, given, found.ctypes.data)
-    _C.quantize_cpu(x.ctypes.data, *source(x), to, None, False, threads, isa)
-    return result
-
-
-def quantize_on_gpu(x: np.ndarray, *, amax: np.ndarray | None = None, exact_dtype: type = np.float32, **spec) -> Result:
-    """quantize() on the GPU: the memory that x spans is copied as it is, so offsets, gaps and strides are kept."""
-    span = 1 + sum((n - 1) * stride // x.itemsize for n, stride in zip(x.shape, x.strides, strict=True))
-    memory = to_gpu(np.lib.stride_tricks.as_strided(x, (span,), (x.itemsize,)))
-    garbage = vars(outputs(x.shape, spec, exact_dtype))
-    arrays = {name: to_gpu(array) for name, array in garbage.items()}
-    given = None if amax is None else to_gpu(amax)
-    found = torch.zeros(1, device="cuda")
-    pointers = {name: array.data_ptr() for name, array in arrays.items()}
-    to = direction(spec, pointers, exact_dtype, 0 if given is None else given.data_ptr(), found.data_ptr())
-    stream = torch.cuda.current_stream().cuda_stream
-    _C.quantize_cuda(memory.data_ptr(), *source(x), to, None, False, stream)
-    back = {name: array.cpu().numpy().view(garbage[name].dtype) for name, array in arrays.items()}
-    return Result(**{name: array.reshape(garbage[name].shape) for name, array in back.items()})
-
-
-def to_gpu(x: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x).reshape(-1).view(np.uint8)).cuda()
-
-
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def sample(rows: int, cols: int, seed: int = 0) -> np.ndarray:
-    """Normal values over many binades, with zeros of both signs, as bfloat16 bits."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rows, cols)) * np.exp2(rng.integers(-20, 20, (rows, cols)))
-    x[rng.random((rows, cols)) < 0.02] = -0.0
-    return to_bf16(x)
 
 
 def golden_cases() -> list[dict]:
@@ -275,11 +172,11 @@ def test_any_strides_threads_and_instruction_set_give_the_same_bytes(spec, dtype
 @pytest.mark.parametrize("name", ["current", "nvfp4", "nvfp4_row_scaled"])
 def test_given_amax_replaces_the_scan(name):
     x = sample(32, 64)
-    found = quantize(x, **SPECS[name])
+    scanned = quantize(x, **SPECS[name])
     magnitudes = np.abs((x.astype(np.uint32) << 16).view(np.float32))
     amax = magnitudes.max(axis=1 if name == "nvfp4_row_scaled" else None, keepdims=True).reshape(-1)
-    assert quantize(x, amax=amax, **SPECS[name]).same_bytes(found)
-    assert not quantize(x, amax=amax * 4, **SPECS[name]).same_bytes(found)
+    assert quantize(x, amax=amax, **SPECS[name]).same_bytes(scanned)
+    assert not quantize(x, amax=amax * 4, **SPECS[name]).same_bytes(scanned)
 
 
 def test_stochastic_rounding_follows_key_step_and_position():
