@@ -128,7 +128,7 @@ def _members(
 
 
 def _own(amaxes: Tensor | None, spec: KernelSpec, lines: tuple[int, int], member: int) -> Tensor | None:
-    """Those of one member, whose operand has these lines of all that follow each other."""
+    """The amaxes of one member, whose operand has these lines of all that follow each other."""
     if amaxes is None:
         return None
     return amaxes[slice(*lines)] if spec.row_scaled else amaxes[member : member + 1]

@@ -46,7 +46,7 @@ def has_kernels(device_type: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KernelSpec:
-    """What all calls of the kernels for one format share.
+    """Everything that calls of the kernels for one format share.
 
     It has no methods, because torch.compile cannot guard bound methods of objects that a constant_result returns.
     """
@@ -65,7 +65,7 @@ class KernelSpec:
     delayed: bool
     """Whether that amax must be given, because the format's comes from earlier steps."""
     multiple: int
-    """What the length of the contracted axis must be a multiple of."""
+    """The number that the length of the contracted axis must be a multiple of."""
     row_scaled: bool
     stochastic: bool
     divisor: float

@@ -26,12 +26,12 @@ class Layout:
         raise NotImplementedError
 
     def check(self, format: Format) -> None:
-        """UserError, naming the expert, for a member that the format cannot hold."""
-        for expert, shape in enumerate(self.shapes):
+        """UserError, naming the member, for one that the format cannot hold."""
+        for member, shape in enumerate(self.shapes):
             try:
                 format.check_shape(*shape)
             except UserError as error:
-                raise UserError(f"expert {expert}: {error}") from None
+                raise UserError(f"expert {member}: {error}") from None
 
     def views(self, flat: Tensor, shapes: Sequence[tuple[int, int]], *, by_rows: bool = False) -> list[Tensor]:
         """Members of a packed buffer, which may have room to spare; by_rows: they lie there transposed."""

@@ -28,7 +28,7 @@ class Matrices(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What one direction is asked for."""
+    """The result that one direction is asked for."""
 
     text: str
     columnwise: bool

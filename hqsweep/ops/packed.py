@@ -65,7 +65,7 @@ def stored_by_rows(format: Format, columnwise: bool) -> bool:
 
 
 def held_exact(held: Tensor, format: Format, layout: Layout) -> PackedExact:
-    """What gemm=exact multiplies of the operands of an identity, which lie by rows in both directions."""
+    """The exact operands of an identity, which lie by rows in both directions."""
     held = held if format.fits_bf16 else held.float()
     by_rows = stored_by_rows(format, layout.columnwise)
     return PackedExact(held, layout=layout, by_rows=by_rows, per_row=False)

@@ -1,18 +1,16 @@
 """Quantize one matrix along its rows, its columns, or both in one read; or many, whose rows follow each other."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Buffers, ExactOperand, Format, RngKey, RngKeys
+from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.ops import operators
-from hqsweep.ops.addresses import key_table
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
-from hqsweep.ops.kernels import NO_KEY, KernelSpec, has_kernels
+from hqsweep.ops.inputs import Inputs, matrix_inputs, member_inputs, of_member
+from hqsweep.ops.kernels import KernelSpec, has_kernels
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import PackedExact, Result, held_exact, pack
 from hqsweep.ops.reference import by_reference
@@ -27,7 +25,6 @@ from hqsweep.ops.request import (
     check_backend,
     check_given,
     check_shape,
-    key_words,
     request_of,
     use_kernel,
 )
@@ -36,7 +33,7 @@ from hqsweep.ops.stats import Statistics
 
 
 class Quantized(NamedTuple):
-    """What quantize() made; None for what was not asked for. The columnwise results are those of x.T."""
+    """The results of quantize(); None for what was not asked for. The columnwise results are those of x.T."""
 
     rowwise: Result | None = None
     columnwise: Result | None = None
@@ -84,7 +81,7 @@ def quantize(
     if request.row is None and request.column is None:
         return Quantized()
     if use_kernel(request, x, backend, row.grid, column.grid):
-        return _by_kernel(request, x, _inputs(request, row, column), statistics)
+        return _by_kernel(request, x, matrix_inputs(request, row, column), statistics)
     if request.row and request.column and backend == "auto":  # perhaps one of them has a kernel
         return _one_by_one(request, x, row, column, statistics)
     return Quantized(*by_reference(request, x, row, column, statistics))
@@ -100,32 +97,6 @@ def encode(
 def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backend: Backend = "auto") -> ExactOperand:
     """quantize() to the exact operand of one rowwise format."""
     return quantize(x, Target(format, "exact", key), backend=backend).rowwise
-
-
-class Inputs(NamedTuple):
-    """What the operator takes beside X: keys and amaxes of both directions, of one matrix or of all members."""
-
-    row_key: list[int]
-    column_key: list[int]
-    row_amax: Tensor | None
-    column_amax: Tensor | None
-    row_keys: Tensor | None = None
-    column_keys: Tensor | None = None
-
-
-NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
-
-
-def _inputs(request: Request, row: Target, column: Target) -> Inputs:
-    """Of one matrix."""
-    row_key = column_key = NO_KEY
-    if request.stochastic:
-        row_key, column_key = key_words(request.row, row.key), key_words(request.column, column.key)
-    elif row.grid is None and column.grid is None:
-        return NO_INPUTS
-    row_amax = None if row.grid is None or request.row is None else row.grid[request.row.amax_name]
-    column_amax = None if column.grid is None or request.column is None else column.grid[request.column.amax_name]
-    return Inputs(row_key, column_key, row_amax, column_amax)
 
 
 def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) -> Quantized:
@@ -215,12 +186,12 @@ def _members(
     if request.holds:
         return _with_identity(request, x, splits, row, column, backend)
     if backend != "reference" and kernel_takes(request, x, splits):
-        inputs = _member_inputs(request, row, column, x.device)
+        inputs = member_inputs(request, row, column, x.device)
         if inputs is not None:
             return _members_by_kernel(request, x, splits, inputs, column.by_rows)
     members = []
     for member, (start, end) in enumerate(splits.spans):
-        own = (_of_member(target, member) for target in (row, column))
+        own = (of_member(target, member) for target in (row, column))
         source = "rowwise_dequantized" if request.dequantized else "original"
         try:
             members.append(quantize(x[start:end], *own, columnwise_source=source, backend=backend))
@@ -231,11 +202,6 @@ def _members(
         pack([member.rowwise for member in members], row.format, layouts[0]),
         pack([member.columnwise for member in members], column.format, layouts[1], by_rows=column.by_rows),
     )
-
-
-def _of_member(target: Target, member: int) -> Target:
-    key, grid = (values and values[member] for values in (target.key, target.grid))
-    return target._replace(key=key, grid=grid)
 
 
 def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
@@ -261,42 +227,6 @@ def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inpu
         layout = GroupLayout.of(splits, x.shape[1], columnwise=True)
         second, _ = _take(outputs, request.column, request.column_exact, inputs.column_amax, layout, by_rows)
     return Quantized(first, second)
-
-
-def _member_inputs(request: Request, row: Target, column: Target, device: torch.device) -> Inputs | None:
-    """Of all members; None for those that one call of the kernel does not take, or that each member's call refuses."""
-    if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
-        return NO_INPUTS
-    step, tables, amaxes = None, [], []
-    for spec, target in ((request.row, row), (request.column, column)):
-        try:
-            amaxes.append(_amaxes(spec, target.grid))
-        except LookupError:
-            return None
-        if spec is None or not spec.stochastic:
-            tables.append(None)
-            continue
-        keys = target.key
-        if keys is None or (not isinstance(keys, RngKeys) and None in keys):
-            return None
-        steps = {keys.step} if isinstance(keys, RngKeys) else {key.step for key in keys}
-        if len(steps | ({step} - {None})) > 1:
-            return None
-        step = steps.pop()
-        tables.append(key_table(keys, device))
-    key = [0, 0, step or 0]
-    return Inputs(key, key, *amaxes, *tables)
-
-
-def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:
-    """Given global amaxes of all members, one after the other; LookupError for grids that the kernel does not take."""
-    if spec is None or grids is None or all(grid is None for grid in grids):
-        if spec is not None and spec.delayed:
-            raise LookupError
-        return None
-    if any(grid is None or set(grid) != {spec.amax_name} for grid in grids):
-        raise LookupError
-    return torch.cat([grid[spec.amax_name].reshape(-1) for grid in grids])
 
 
 def _with_identity(

@@ -1,4 +1,4 @@
-"""A request to quantize: formats, source and outputs are checked once and kept; each tensor, when it comes."""
+"""What a call asks for: formats, source and outputs are checked once and remembered; each tensor, when it comes."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ BACKENDS = ("auto", "reference", "kernel")
 
 
 class Target(NamedTuple):
-    """What quantize() makes in one direction, and what that takes beside X."""
+    """One direction of quantize(): the result that is wanted, and what that takes beside X."""
 
     format: Format | None
     output: Output = "codes"
@@ -45,7 +45,7 @@ def as_target(wanted: Format | Target | None) -> Target:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """What a call asks for beside its tensors: checked once, and laid out so that a call has little left to do."""
+    """The options of a call, less its tensors: checked once, and laid out so that a call has little left to do."""
 
     row: KernelSpec | None
     column: KernelSpec | None
@@ -56,7 +56,7 @@ class Request:
     """As operators name the format; "" for none."""
     column_text: str
     multiples: tuple[int, int]
-    """What X's rows and columns must be multiples of."""
+    """The numbers that X's rows and columns must be multiples of."""
     stochastic: bool
     delayed: bool
     kernels: bool

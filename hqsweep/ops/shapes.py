@@ -67,7 +67,7 @@ class Shapes:
 
     @cached_property
     def splits(self) -> Splits:
-        """Of the matrix [rows, width] that members of one width are."""
+        """The splits of the matrix [rows, width] that members of one width are."""
         rows = tuple(m for m, _ in self.members)
         return Splits(rows=sum(rows), count=self.count, sizes=rows)
 

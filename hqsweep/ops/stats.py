@@ -30,7 +30,7 @@ SATURATION_MARGIN = 1 + 2.0**-8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Statistics:
-    """What was gathered about one operand. The tensors stay on the device until row() reads them."""
+    """Sums gathered about one operand. The tensors stay on the device until row() reads them."""
 
     sums: Tensor
     """[tiles of X in row-major order, 8]: x^2, error^2, q^2, amax, counts of non-zero, lost, saturated; unused."""
@@ -38,8 +38,8 @@ class Statistics:
     """[operand rows, tiles across]: sums of (x - Qx)^2 over 128 elements of a row."""
     elements: int
     x: Tensor | None
-    """What was quantized, in the operand's orientation: read once more for the power of each row, so unchanged. None
-    for an operand made from decoded values, which nobody holds; its rows' SQNR is NaN."""
+    """The matrix that was quantized, in the operand's orientation: read once more for the power of each row, so
+    unchanged. None for an operand made from decoded values, which are not kept; its rows' SQNR is NaN."""
     format: Format
     buffers: Buffers | None
     """For the scales, which are NaN without."""
@@ -78,7 +78,7 @@ class Sums:
     """[operand rows]: sums of (x - Qx)^2."""
 
     def joined(self, other: "Sums", *, below: bool) -> "Sums":
-        """Of this part and another: below it, with operand rows of its own, or beside it, with more of the same."""
+        """The sums of this part and another: below it, with more operand rows, or beside it, with more of the same."""
         totals = self.totals + other.totals
         totals[3] = torch.maximum(self.totals[3], other.totals[3])
         join = (lambda a, b: torch.cat([a, b])) if below else torch.add

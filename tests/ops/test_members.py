@@ -58,7 +58,7 @@ def tensors_of(result) -> dict[str, torch.Tensor]:
 
 def at_once(x, splits, case, monkeypatch, **options):
     """The same from one call, which must not fall back on calls for each expert."""
-    monkeypatch.setattr("hqsweep.ops.quantize._of_member", lambda *_, **__: pytest.fail("a call for one expert"))
+    monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_, **__: pytest.fail("a call for one expert"))
     own = {f"{d}_key": keys(splits.count, d) for d in ("rowwise", "columnwise")}
     made = quantize(x, splits=splits, **formats_of(case), **own, **options)
     monkeypatch.undo()

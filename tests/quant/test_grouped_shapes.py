@@ -88,7 +88,7 @@ def test_rows_alone_are_one_call(text, monkeypatch):
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES["wide"])
     expected, calls = alone(x, quantizer, columnwise=False), []
     monkeypatch.setattr(grouped_operand, "quantize", _counted(grouped_operand.quantize, calls))
-    monkeypatch.setattr("hqsweep.ops.quantize._of_member", lambda *_: pytest.fail("a call for one member"))
+    monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_: pytest.fail("a call for one member"))
     w = GroupedTensor.quantize(x, quantizer, key=KEY, directions=("rowwise",))
     assert_members(w.rowwise, expected, "rowwise")
     assert len(calls) == 1

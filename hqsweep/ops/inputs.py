@@ -1,0 +1,81 @@
+"""What the operator takes beside X, from the targets of both directions: keys of random bits, and amaxes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import Buffers, RngKeys
+from hqsweep.ops.addresses import key_table
+from hqsweep.ops.kernels import NO_KEY, KernelSpec
+from hqsweep.ops.request import Request, Target, key_words
+
+
+class Inputs(NamedTuple):
+    """The keys and amaxes that the operator takes beside X, of one matrix or of all members."""
+
+    row_key: list[int]
+    column_key: list[int]
+    row_amax: Tensor | None
+    column_amax: Tensor | None
+    row_keys: Tensor | None = None
+    column_keys: Tensor | None = None
+
+
+NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
+
+
+def matrix_inputs(request: Request, row: Target, column: Target) -> Inputs:
+    """The inputs of one matrix."""
+    row_key = column_key = NO_KEY
+    if request.stochastic:
+        row_key, column_key = key_words(request.row, row.key), key_words(request.column, column.key)
+    elif row.grid is None and column.grid is None:
+        return NO_INPUTS
+    row_amax = None if row.grid is None or request.row is None else row.grid[request.row.amax_name]
+    column_amax = None if column.grid is None or request.column is None else column.grid[request.column.amax_name]
+    return Inputs(row_key, column_key, row_amax, column_amax)
+
+
+def of_member(target: Target, member: int) -> Target:
+    """The target of one member alone."""
+    key, grid = (values and values[member] for values in (target.key, target.grid))
+    return target._replace(key=key, grid=grid)
+
+
+def member_inputs(request: Request, row: Target, column: Target, device: torch.device) -> Inputs | None:
+    """The inputs of all members; None for those that one call of the kernel does not take, or that a member's own call
+    refuses."""
+    if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
+        return NO_INPUTS
+    step, tables, amaxes = None, [], []
+    for spec, target in ((request.row, row), (request.column, column)):
+        try:
+            amaxes.append(_amaxes(spec, target.grid))
+        except LookupError:
+            return None
+        if spec is None or not spec.stochastic:
+            tables.append(None)
+            continue
+        keys = target.key
+        if keys is None or (not isinstance(keys, RngKeys) and None in keys):
+            return None
+        steps = {keys.step} if isinstance(keys, RngKeys) else {key.step for key in keys}
+        if len(steps | ({step} - {None})) > 1:
+            return None
+        step = steps.pop()
+        tables.append(key_table(keys, device))
+    key = [0, 0, step or 0]
+    return Inputs(key, key, *amaxes, *tables)
+
+
+def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:
+    """Given global amaxes of all members, one after the other; LookupError for grids that the kernel does not take."""
+    if spec is None or grids is None or all(grid is None for grid in grids):
+        if spec is not None and spec.delayed:
+            raise LookupError
+        return None
+    if any(grid is None or set(grid) != {spec.amax_name} for grid in grids):
+        raise LookupError
+    return torch.cat([grid[spec.amax_name].reshape(-1) for grid in grids])
