@@ -11,6 +11,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.quant.tensor_dispatch import dispatch
 
 KEY = RngKey(seed=3, slot="layer/linear/weight", step=5)
 
@@ -107,6 +108,8 @@ def test_in_place_operations_compute_on_values_and_return_self(text):
             done = w.clone()
             assert getattr(done, name)(*arguments) is done
             assert_same_bytes(done.buffers, expected.buffers)
+        for operator in (torch.ops.aten.mul_.Scalar, torch.ops.aten.fill_.Scalar):  # torch's methods return self anyway
+            assert dispatch(HybridQuantizedTensor, operator, (done, 2.0), {}) is done
         torch.manual_seed(0)
         drawn = nn.init.normal_(torch.empty(128, 96))
         torch.manual_seed(0)
