@@ -11,7 +11,7 @@ from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
-from hqsweep.nn.rounding import rounded
+from hqsweep.nn.rounding import rounded_by
 from hqsweep.ops.request import Output
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
@@ -116,9 +116,12 @@ class Call:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
 
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
-        """x in the values of the quantizer of a boundary slot; x itself without one."""
+        """x in the values of the quantizer of a boundary slot, the rows of each expert by themselves; x itself without
+        one. Waits for splits that only a device knows."""
         quantizer = self.quantizer(tensor)
-        return x if quantizer is None else rounded(x, quantizer, self.key(tensor), self.states_of(tensor, x))
+        if quantizer is None:
+            return x
+        return rounded_by(x, quantizer, lambda rows: self.quantize(tensor, rows, rowwise="codes").rowwise)
 
     def probe_tensor(self, tensor: str, x: Tensor) -> None:
         """Report x [rows, cols] to the probe, if there is one."""

@@ -56,6 +56,8 @@ class GroupedLinear(LinearBase):
     biases are sums row by row, another order of additions in float32. Splits that the host is given cost no wait, and
     where all are equal a GPU takes torch.bmm.
     single_grouped_weight spares a copy of all weights at each use where they have the module's dtype.
+    Boundary slots are as those of Linear, one role for all experts; the rows of each expert are rounded by themselves,
+    which waits for splits that only a GPU knows.
 
     UserError, naming tensor and expert, for quantizers that differ among experts; for splits that are no whole numbers,
     negative, not one for each expert, or do not add up to the rows of x; for x of another width.
@@ -136,18 +138,20 @@ class GroupedLinear(LinearBase):
         for bias in self.biases:
             nn.init.zeros_(bias)
 
-    def slot_roles(self) -> dict[str, QuantizerRole]:
-        """ "input0" -> role, for each tensor of each expert, expert by expert."""
-        return _roles(self.name, self.num_experts)
+    def slot_roles(self) -> dict[str, QuantizerRole | None]:
+        """ "input0" -> role, for each tensor of each expert, expert by expert; then the boundary slots, one for all."""
+        return _roles(self.name, self.num_experts) | self.boundary_roles()
 
-    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole]:
-        """The roles of the forward slots, or of the backward ones, expert by expert."""
-        return [role for role in self.slot_roles().values() if (role.tensor_type in GRADIENTS) != fwd]
+    def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
+        """The roles of the forward slots, or of the backward ones, expert by expert, the boundary slot last."""
+        own = [role for role in _roles(self.name, self.num_experts).values() if (role.tensor_type in GRADIENTS) != fwd]
+        return [*own, self.output_quantizer_role if fwd else self.grad_input_quantizer_role]
 
-    def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer]:
-        """One quantizer for each tensor; UserError where experts differ."""
+    def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
+        """One quantizer for each tensor, and for each boundary slot; UserError where experts differ."""
         section = _section(resolved, self.slot_roles(), self.name, self.num_experts)
-        return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]}
+        boundaries = {slot: None if role is None else resolved[role] for slot, role in self.boundary_roles().items()}
+        return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
 
     @property
     def quantization_alignment(self) -> int:
@@ -162,19 +166,24 @@ class GroupedLinear(LinearBase):
             raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
         rows = in_dtype(as_rows(x), self.dtype)
         splits = self._splits_of(m_splits, len(rows))
+        y = self._filled_up(rows, splits)
+        if self.active_quantizers().output is not None:
+            y = LinearCall(**self.linear_facts(), splits=splits).rounded("output", y)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _filled_up(self, rows: Tensor, splits: Splits) -> Tensor:
+        """y of x [M, K], of experts whose rows are filled up to quantization_alignment with zeros where they must."""
         multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
         if multiple > 1 and splits.sizes is None and len(rows):
             filled = PaddedSplits.over(splits, multiple, rows.device)
             y = self._apply_experts(place_rows(rows, filled.places, filled.rows), filled)
-            return take_rows(y, filled.places).view(*x.shape[:-1], y.shape[-1])
+            return take_rows(y, filled.places)
         padded = splits if splits.sizes is None else splits.padded(multiple)
         if padded is splits:
-            y = self._apply_experts(rows, splits)
-        else:
-            parts = zip(rows.split(splits.host), splits.host, padded.host, strict=True)
-            y = self._apply_experts(torch.cat([F.pad(part, (0, 0, 0, to - size)) for part, size, to in parts]), padded)
-            y = torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+            return self._apply_experts(rows, splits)
+        parts = zip(rows.split(splits.host), splits.host, padded.host, strict=True)
+        y = self._apply_experts(torch.cat([F.pad(part, (0, 0, 0, to - size)) for part, size, to in parts]), padded)
+        return torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
 
     def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
         """Those of the call before where a list repeats them: their offsets are on the device already."""

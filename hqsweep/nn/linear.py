@@ -27,6 +27,10 @@ def as_rows(x: Tensor) -> Tensor:
 class LinearBase(QuantizedModule):
     """What single and grouped linears have in common: their settings, and the facts of a call."""
 
+    BOUNDARIES = BOUNDARIES
+    output_quantizer_role = Boundary("output")
+    grad_input_quantizer_role = Boundary("grad_input")
+
     def __init__(
         self,
         name: str,
@@ -74,9 +78,6 @@ class Linear(LinearBase):
     """
 
     module_type = "linear"
-    BOUNDARIES = BOUNDARIES
-    output_quantizer_role = Boundary("output")
-    grad_input_quantizer_role = Boundary("grad_input")
 
     def __init__(
         self,

@@ -63,7 +63,11 @@ class QuantizedModule(nn.Module):
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
         """Slot -> role: the module's own tensors, then the boundary slots, whose role is None without a reader."""
         own = {t: QuantizerRole(self.module_type, t, self.name) for t in TENSOR_TYPES[self.module_type]}
-        return own | {slot: getattr(self, attribute) for slot, attribute in self.BOUNDARIES.items()}
+        return own | self.boundary_roles()
+
+    def boundary_roles(self) -> dict[str, QuantizerRole | None]:
+        """Boundary slot -> the role of its reader."""
+        return {slot: getattr(self, attribute) for slot, attribute in self.BOUNDARIES.items()}
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
         """The roles of the forward slots, or of the backward ones, in order, the boundary slot last."""

@@ -18,6 +18,8 @@ class QuantizedWeight(QuantizedModule):
         """self.weight, rounded as `rounded` does."""
         quantizer, context, role = self.active_quantizers().weight, current(), self.slot_roles()["weight"]
         self.check_scope(autocast_recipe(), context)
+        if quantizer.stochastic:
+            self.claim_bits(context)
         call = {"step": context.step, "record": torch.is_grad_enabled(), "group": context.amax_group}
         states = self.states.of("weight", quantizer, device=self.weight.device, **call)
         return rounded(self.weight, quantizer, context.key(str(role)), states)

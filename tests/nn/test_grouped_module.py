@@ -15,6 +15,7 @@ from experts import (
     assert_same_gradients,
     gradients,
     grouped,
+    hidden,
     ids,
     recipe_of,
     singles,
@@ -27,7 +28,7 @@ from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import GroupedLinear, autocast, quantization, set_recipe
 from hqsweep.quant import HybridQuantizer
-from hqsweep.recipe import CustomRecipe, QuantizerRole
+from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe
 from hqsweep.recipe.roles import module_roles
 
 
@@ -164,12 +165,65 @@ def test_custom_quantizers_are_called_for_each_expert(calls):
 def test_roles_are_of_tensor_and_expert():
     module = grouped()
     roles = [QuantizerRole("grouped_linear", t, "experts", e) for e in range(EXPERTS) for t in ("input", "weight")]
-    assert module.get_quantizer_roles(fwd=True) == roles and str(roles[-1]) == "experts/grouped_linear/weight/3"
+    assert module.get_quantizer_roles(fwd=True) == [*roles, None]
+    assert str(roles[-1]) == "experts/grouped_linear/weight/3"
     gradient = [QuantizerRole("grouped_linear", "grad_output", "experts", e) for e in range(EXPERTS)]
-    assert module.get_quantizer_roles(fwd=False) == gradient
+    assert module.get_quantizer_roles(fwd=False) == [*gradient, None]
     for e in range(EXPERTS):
         recipe = recipe_of("mxfp8")
         assert recipe.quantizer(roles[2 * e]) == recipe.quantizer(module_roles("grouped_linear", "experts")[0])
+
+
+READERS = {"output": QuantizerRole("linear", "input", "next"), "grad_input": QuantizerRole("linear", "input", "last")}
+
+
+def bounded(reader, quantizers="mxfp8", slots=tuple(READERS), **options):
+    """A grouped linear whose output, and the gradient it returns, are read in another format."""
+    module = grouped(quantizers, **options)
+    for slot in slots:
+        setattr(module, module.BOUNDARIES[slot], READERS[slot])
+    overrides = [{"name": role.name, "linear": reader} for slot, role in READERS.items() if slot in slots]
+    recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": quantizers, "overrides": overrides})
+    assert set_recipe(module, recipe) == len(slots)
+    return module
+
+
+@pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS, (7, 0, 33, ROWS - 40)], ids=str)
+@pytest.mark.parametrize("reader", ["fp8_current", "mxfp8", "nvfp4+sr", "fp8_delayed", "bf16|mxfp8"])
+@pytest.mark.parametrize("quantizers", ["bf16", "nvfp4"])
+def test_boundaries_are_rounded_as_those_of_each_experts_linear(quantizers, reader, splits):
+    module = bounded(reader, quantizers, bias=True)
+    if quantizers == "nvfp4":
+        splits = tuple(size // 16 * 16 for size in splits)  # a Linear takes whole blocks
+    assert_same_gradients(*train(module, singles(module), splits))
+
+
+def test_boundary_slots_have_a_role_for_all_experts():
+    module = bounded("fp8_current")
+    assert module.get_quantizer_roles(fwd=True)[-1] == READERS["output"]
+    assert module.get_quantizer_roles(fwd=False)[-1] == READERS["grad_input"]
+    assert str(module.quantizers.output) == str(module.quantizers.grad_input) == "fp8_current"
+    module.output_quantizer_role = None
+    assert module.quantizers.output is None and module.quantizers.grad_input is not None
+
+
+@pytest.mark.parametrize("slot", READERS)
+@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4"])  # nvfp4 is filled up, and a bias is no zero
+def test_a_boundary_is_rounded_expert_by_expert_also_where_a_device_alone_knows_the_splits(quantizers, slot):
+    plain, splits, format = grouped(quantizers, bias=True), (7, 0, 16, 33), parse("fp8_current")
+    modules = [plain, *(bounded("fp8_current", quantizers, (slot,), bias=True) for _ in range(2))]
+    results = []
+    for module, given in zip(modules, (splits, splits, hidden(splits)), strict=True):
+        x = draw("heavy", sum(splits), K).clamp(-50, 50).requires_grad_()
+        y = module(x, list(given) if given is splits else given)
+        y.backward(draw("normal", sum(splits), N, 1))
+        results.append({"output": y.detach(), "grad_input": x.grad})
+    unrounded, *rounded = results
+    parts = [part for part in unrounded[slot].split(splits) if len(part)]
+    expected = torch.cat([format.decode(format.encode(part), tuple(part.shape)).bfloat16() for part in parts])
+    assert not torch.equal(expected, unrounded[slot])
+    for result in rounded:
+        assert all(torch.equal(result[name], expected if name == slot else unrounded[name]) for name in result)
 
 
 def test_another_recipe_is_taken_for_all_experts():

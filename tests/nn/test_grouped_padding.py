@@ -13,6 +13,7 @@ from hqsweep.recipe import CustomRecipe
 
 UNEVEN, TOKENS = (7, 0, 16, 33), 56
 ROWS_IN_BF16 = {"input": "bf16|nvfp4", "weight": "bf16", "grad_output": "bf16|nvfp4"}
+ROTATED = {"input": "fp8_delayed|nvfp4+rht", "weight": "fp8_delayed|nvfp4", "grad_output": "fp8_delayed|nvfp4+rht"}
 KERNELS = ["nvfp4", "mxfp4", "nvfp4+row_scaled|nvfp4", "fp8_block|nvfp4", ROWS_IN_BF16, SECTIONS[0]]
 
 
@@ -49,7 +50,7 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("quantizers", [*KERNELS, "fp8_delayed|nvfp4+rht"], ids=ids)
+@pytest.mark.parametrize("quantizers", [*KERNELS, ROTATED], ids=ids)
 def test_a_device_fills_experts_up_as_the_host_does(plan, quantizers, single):
     """To the byte, in outputs, gradients and histories; whatever follows the last expert is not seen."""
     options = options_of(plan, single_grouped_weight=single, single_grouped_bias=single, bias=True)

@@ -12,7 +12,6 @@ KEY = RngKey(seed=0, slot="norm/norm/weight", step=0)
 def test_fp32_is_the_weight_itself():
     weight = torch.randn(32)
     assert rounded(weight, HybridQuantizer.parse("fp32"), KEY) is weight
-    assert rounded(weight, None, KEY) is weight
 
 
 def test_values_are_the_formats_and_gradients_pass_through():
