@@ -20,17 +20,20 @@ OWN_MASTERS = (torch.float32, torch.float64)
 
 
 class FusedAdam(torch.optim.AdamW):
-    """Decoupled weight decay, as torch.optim.AdamW, whose arguments and state it has.
+    """AdamW with FP32 masters; arguments and state are those of torch.optim.AdamW.
 
-    Plain FP32 and FP64 parameters are updated as they are. Of all others state["master_param"] holds an FP32 master,
-    made at the first step (for a quantized one from its preserved initial value, which is then cleared, else from
-    dequantize()); after each step the master is rounded into the parameter (quantize_, keyed by the next step of its
-    key). From then on the master is the weight: what else is written to the parameter is overwritten, so that a
-    checkpoint is loaded into model and optimizer both. The gradient is param.main_grad where there is one, else
-    param.grad; moments have the master's dtype. foreach and fused choose torch's kernels, by default as AdamW does.
+    Plain FP32 and FP64 parameters are updated as they are. For every other parameter state["master_param"] holds an
+    FP32 master, made at its first step: from the preserved initial value of a quantized parameter, which is then
+    cleared, or else from dequantize(). After each step the master is rounded into the parameter (quantize_, keyed by
+    the next step of its key). From the first step on the master is the weight: anything else that is written to the
+    parameter is overwritten, so a checkpoint is loaded into the model and the optimizer.
 
-    master_weights=False updates plain low-precision parameters in place. UserError for quantized ones then, and for a
-    parameter with both a grad and a main_grad.
+    The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
+    fused choose torch's kernels, by default as AdamW does. master_weights=False updates plain low-precision parameters
+    in place.
+
+    Raises UserError for quantized parameters with master_weights=False, and for a parameter with both a grad and a
+    main_grad.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class FusedAdam(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but masters and moments stay FP32: torch would round them to the parameters' dtype.
 
-        Masters that are not there, as in a state of torch.optim.AdamW, are made at the next step.
+        Masters that the state lacks, as one of torch.optim.AdamW does, are made at the next step.
         """
         super().load_state_dict(state_dict)
         names = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -149,7 +152,7 @@ def _is_own_master(p: Tensor) -> bool:
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """main_grad where there is one, else grad; UserError where both are, since one of them would be lost."""
+    """main_grad where there is one, else grad; UserError where there are both, since one of them would be lost."""
     main_grad = getattr(p, "main_grad", None)
     if main_grad is not None and p.grad is not None:
         raise UserError(
