@@ -1,4 +1,4 @@
-"""What may stand at the cursor, from the names of files alone: a TAB may not wait for torch or Hydra to be imported.
+"""Candidates for completion, from the names of files alone: a TAB may not wait for torch or Hydra to be imported.
 
 Config keys are read from the packaged YAML files, which have all of them (a test compares them with the typed config).
 Every function takes the beginning of a word and returns whole words; one that ends in "=" or "." goes on.
@@ -46,24 +46,24 @@ def run_or_sweep(beginning: str, runs_dir: Path) -> list[str]:
 
 
 def names(group: str, folders: Sequence[Path]) -> list[str]:
-    """What a config group offers, the group "" being that of whole configs; Hydra's own begin with an underscore."""
+    """Names that a config group offers; the group "" is that of whole configs. Hydra's own begin with an underscore."""
     files = sorted(path.stem for folder in folders for path in (folder / group).glob("*.yaml"))
     return [name for name in dict.fromkeys(files) if not name.startswith("_")]
 
 
 def groups(folders: Sequence[Path]) -> list[str]:
-    found = sorted(path.parent.name for folder in folders for path in folder.glob("*/*.yaml"))
-    return list(dict.fromkeys(found))
+    named = sorted(path.parent.name for folder in folders for path in folder.glob("*/*.yaml"))
+    return list(dict.fromkeys(named))
 
 
 def keys(folders: Sequence[Path]) -> list[str]:
     """Dotted paths of all values of the jobs' configs and of the groups, sections left out."""
-    found = [key for job in JOBS for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]  # which have all keys of a job
+    named = [key for job in JOBS for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]  # which have all keys of a job
     for group in groups(folders):
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):
-                found += [f"{group}.{key}" for key in _leaves(_read(path))]
-    return list(dict.fromkeys(key for key in found if "defaults" not in key and "hydra" not in key))
+                named += [f"{group}.{key}" for key in _leaves(_read(path))]
+    return list(dict.fromkeys(key for key in named if "defaults" not in key and "hydra" not in key))
 
 
 def _leaves(section: Any) -> Iterator[str]:
@@ -75,7 +75,7 @@ def _leaves(section: Any) -> Iterator[str]:
 
 
 def _read(path: Path) -> Any:
-    """A YAML file; what cannot be read offers nothing."""
+    """The content of a YAML file, or None where it cannot be read."""
     try:
         return yaml.safe_load(path.read_text())
     except Exception:  # PyYAML raises more than YAMLError, and a TAB never prints a traceback

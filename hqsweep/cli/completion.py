@@ -1,4 +1,4 @@
-"""Completion as Typer sees it: the two options that install it, and what completes an argument."""
+"""Completion as Typer sees it: the two options that install it, and the callbacks that complete an argument."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`hqsweep gate` and `hqsweep baseline`: a sweep against a stored baseline, and that baseline's upkeep."""
+"""`hqsweep gate` and `hqsweep baseline`: judge a sweep by a stored baseline, and keep that baseline."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -41,8 +41,8 @@ def gate(
         junit.write(junit_file, "gate", verdicts.rows())
     if summary:
         append(summary, gate_markdown(verdicts))
-    facts = {"outcome": verdicts.outcome} | asdict(verdicts)
-    print_result(as_json, facts, verdicts.table(), *([verdicts.problem] if verdicts.problem else []))
+    document = {"outcome": verdicts.outcome} | asdict(verdicts)
+    print_result(as_json, document, verdicts.table(), *([verdicts.problem] if verdicts.problem else []))
     raise typer.Exit(verdicts.exit_code)
 
 

@@ -4,8 +4,6 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 good; 1 a reg
 usage or config; 3 a run failed or is missing; 4 no usable baseline.
 """
 
-import json
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +31,6 @@ app = typer.Typer(
     cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich for it would double the time of --help
 )  # fmt: skip
-app.add_typer(cli_recipe.app, name="recipe")
-app.add_typer(cli_status.app)
-app.add_typer(cli_gate.app, name="baseline")
-app.command()(cli_gate.gate)
-app.command()(cli_probe.probe)
 
 
 def main() -> None:
@@ -128,19 +121,25 @@ def compare(
 
     A table here; HTML, Markdown, CSV and Parquet in the report folder.
     """
+    import json
+
     from hqsweep.report.band import within_band
     from hqsweep.report.compare import compare, write
     from hqsweep.report.tables import rich_table
     from hqsweep.sweep.store import RunStore
     from hqsweep.track.mirror import mirror_report
 
-    found = RunStore(runs_dir).resolve(runs)
-    comparison = compare(found, baseline, window, target_gap)
-    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in found))))
-    mirror_report(found, page.parent)
+    selected = RunStore(runs_dir).resolve(runs)
+    comparison = compare(selected, baseline, window, target_gap)
+    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
+    mirror_report(selected, page.parent)
     good, line = within_band(comparison, band) if band is not None else (True, "")
-    facts = {"arms": json.loads(comparison.arms.to_json(orient="records")), "report": str(page), "check": line or None}
-    print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    document = {
+        "arms": json.loads(comparison.arms.to_json(orient="records")),
+        "report": str(page),
+        "check": line or None,
+    }
+    print_result(as_json, document, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else EXIT_MISMATCH)
 
 
@@ -150,8 +149,8 @@ def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
     from hqsweep.report.listing import list_sweeps
     from hqsweep.sweep.store import RunStore
 
-    page, facts = list_sweeps(RunStore(runs_dir))
-    print_result(as_json, facts, page)
+    page, document = list_sweeps(RunStore(runs_dir))
+    print_result(as_json, document, page)
 
 
 @app.command()
@@ -170,11 +169,11 @@ def show(
     from hqsweep.report.listing import show_run
     from hqsweep.sweep.store import RunStore
 
-    found = RunStore(runs_dir).resolve([run])
-    if len(found) > 1:
-        raise UserError(f"'{run}' means {len(found)} runs; name one of {', '.join(each.name for each in found)}")
-    page, facts = show_run(found[0])
-    print_result(as_json, facts, page)
+    selected = RunStore(runs_dir).resolve([run])
+    if len(selected) > 1:
+        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(each.name for each in selected)}")
+    page, document = show_run(selected[0])
+    print_result(as_json, document, page)
 
 
 @app.command()
@@ -182,8 +181,8 @@ def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run natively, exactly or not at all, and why."""
     from hqsweep.doctor.page import doctor
 
-    page, facts = doctor()
-    print_result(as_json, facts, page)
+    page, document = doctor()
+    print_result(as_json, document, page)
 
 
 @app.command()
@@ -191,12 +190,21 @@ def version(as_json: AsJson = False) -> None:
     """Print versions, for the report of a fault."""
     from hqsweep.track.machine import facts
 
-    known = {key: value for key, value in facts().items() if key in ("versions", "platform", "isa", "kernel_build")}
-    print_result(as_json, known, *(f"{key}: {value}" for key, value in known.items()))
+    shown = {key: value for key, value in facts().items() if key in ("versions", "platform", "isa", "kernel_build")}
+    print_result(as_json, shown, *(f"{key}: {value}" for key, value in shown.items()))
+
+
+app.command()(cli_gate.gate)
+app.command()(cli_probe.probe)
+app.add_typer(cli_status.app)
+app.add_typer(cli_gate.app, name="baseline")
+app.add_typer(cli_recipe.app, name="recipe")
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
-    """What to type next, on stderr beside JSON: the log of the first failed run, else the comparison."""
+    """Print what to type next, on stderr beside JSON: the log of the first failed run, else the comparison."""
+    import shlex
+
     failed = [result for result in results if result["state"] != "finished"]
     arms = [result["arm"] for result in results]
     if failed:

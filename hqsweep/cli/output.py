@@ -1,6 +1,5 @@
-"""What commands share: their arguments, how wrong input ends, and how results are printed."""
+"""Shared by the commands: their arguments, the end of wrong input, and the printing of results."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -37,7 +36,7 @@ class OneSentence(TyperGroup):
             code = super().main(*args, standalone_mode=False, **extra)
         except UserError as error:
             code = _refuse(str(error))
-        except OSError as error:  # of a file or folder that was named: missing, not writable, no folder, full
+        except OSError as error:  # a file or folder that was named is missing, not writable, no folder, or full
             code = _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except typer.TyperException as error:
             code = _refuse(f"{error.format_message().rstrip('.')}; see --help")
@@ -51,10 +50,12 @@ def _refuse(message: str) -> int:
     return EXIT_USAGE
 
 
-def print_result(as_json: bool, facts: Any, *shown: Shown) -> None:
-    """The facts as JSON, or what is shown to a person. JSON has no NaN and no infinity: both are null there."""
+def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
+    """Print `document` as JSON, or `shown` to a person. JSON has no NaN and no infinity: both are null there."""
     if as_json:
-        plain = json.loads(json.dumps(facts, default=str), parse_constant=lambda name: None)
+        import json
+
+        plain = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
         typer.echo(json.dumps(plain, indent=2))
         return
     from rich.console import Console

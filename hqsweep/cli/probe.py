@@ -41,14 +41,14 @@ def probe(
     quantizers = parse_quantizers(formats.split(","))
     matrices, skipped = find_matrices(path)
     rows = _rows(matrices, quantizers)
-    facts: dict[str, Any] = {"rows": rows, "skipped": dict(skipped), "recipe": None}
+    document: dict[str, Any] = {"rows": rows, "skipped": dict(skipped), "recipe": None}
     promise = text = None
     if bits is not None:
         suggestion = suggest(rows, bits)
         promise = report.summary(suggestion, bits)
         recipe = recipe_of(suggestion, out.stem if out else "suggested")
         text = report.recipe_text(recipe, f"Suggested by hqsweep probe for {path.name}: {promise}")
-        facts |= {"recipe": recipe, "bits": suggestion.bits, "predicted_sqnr_db": suggestion.sqnr_db}
+        document |= {"recipe": recipe, "bits": suggestion.bits, "predicted_sqnr_db": suggestion.sqnr_db}
     if out and text:
         out.write_text(text, encoding="utf-8")
     if csv:
@@ -61,7 +61,7 @@ def probe(
     lines = [f"{hidden} more tensors with less error: --csv has all"] if hidden else []
     lines += [f"{len(skipped)} tensors are no matrices of floating-point numbers"] if skipped else []
     lines += [f"wrote {file}" for file in (out, csv, html) if file]
-    print_result(as_json, facts, table, *lines, *([text.rstrip()] if text else []))
+    print_result(as_json, document, table, *lines, *([text.rstrip()] if text else []))
 
 
 def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:

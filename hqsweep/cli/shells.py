@@ -1,4 +1,4 @@
-"""The shells' side: functions for bash and zsh that ask hqsweep, and where they are installed.
+"""The shells' side of completion: functions for bash and zsh that ask hqsweep, and their installation.
 
 Both ask by Typer's protocol of one word a line, which it made for fish: _HQSWEEP_COMPLETE=complete_fish with the line
 up to the cursor. Typer's own function for bash does not serve, because bash ends words at the "=" and ":" of

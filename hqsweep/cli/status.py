@@ -23,7 +23,7 @@ def status(
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Say what runs do now, Slurm's included.
+    """Show the present state of runs, on Slurm too.
 
     Exit code 3 when one of them has failed or was interrupted.
     """
@@ -33,10 +33,10 @@ def status(
     from hqsweep.sweep.progress import open_display
     from hqsweep.sweep.store import RunStore
 
-    found = RunStore(runs_dir).resolve(runs)
+    selected = RunStore(runs_dir).resolve(runs)
     if follow:
-        observer.follow(found, open_display(Console(stderr=True)))
-    rows = observer.status_rows(found)
+        observer.follow(selected, open_display(Console(stderr=True)))
+    rows = observer.status_rows(selected)
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
     raise typer.Exit(EXIT_FAILED if any(row["state"] in ("failed", "interrupted") for row in rows) else 0)
@@ -44,9 +44,9 @@ def status(
 
 @app.command()
 def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
-    """Take back runs that wait or run.
+    """Cancel runs that wait or run.
 
-    What they have put out stays, and the same `hqsweep run` goes on from there.
+    Their rows and checkpoints stay, and the same `hqsweep run` goes on from there.
     """
     from hqsweep.sweep import follow as observer
     from hqsweep.sweep.store import RunStore
@@ -59,7 +59,7 @@ def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False
 def sync(
     runs: Runs,
     mode: Annotated[
-        Literal["auto", "offline", "online"], typer.Option(help="auto: online for who is logged in to W&B.")
+        Literal["auto", "offline", "online"], typer.Option(help="auto: online where you are logged in to W&B.")
     ] = "auto",
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,

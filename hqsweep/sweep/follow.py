@@ -1,7 +1,7 @@
-"""Runs seen from outside: what they do, for whoever has not started them, and how they are taken back.
+"""Watching and cancelling runs from a process that need not have started them.
 
-A run speaks through status.json, its Slurm job, if it has one, through the scheduler. Where a job died without a word
-of its run, this is who writes the run's last status.
+A run reports through status.json, and its Slurm job, if it has one, through the scheduler. Where a job died before its
+run wrote how it ended, the last status is written here.
 """
 
 import os
@@ -26,7 +26,7 @@ SILENCE_S = 30.0
 """Seconds more after a question that it did not answer."""
 LAG_S = 30.0
 """How long after the end of a job a shared file system may still show its run's old status."""
-SPOKEN = (0, EXIT_FAILED)
+REPORTED = (0, EXIT_FAILED)
 """Exit codes of jobs whose run has written how it ended."""
 ENDS = ("finished", "failed")
 """States in which no job changes anything."""
@@ -65,11 +65,11 @@ def _observed(run: RunDir, name: str, jobs: Mapping[str, Job]) -> dict[str, Any]
 
 
 def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
-    """The last status of a run whose job is over: the run's own word, else ours."""
+    """The last status of a run whose job is over: the one that the run wrote, else one written here."""
     status = run.written_status()
     if status["state"] in (*ENDS, "interrupted"):
         return status
-    if job is not None and job.exit_code in SPOKEN and not job.signal and time.time() - job.ended_s < LAG_S:
+    if job is not None and job.exit_code in REPORTED and not job.signal and time.time() - job.ended_s < LAG_S:
         return status
     try:
         with run.lock():
@@ -78,16 +78,16 @@ def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
                 return status
             cancelled = job is not None and job.state == "CANCELLED"
             return run.write_status(
-                state="interrupted" if cancelled else "failed", reason=_epitaph(name, job), ended=time.time(),
+                state="interrupted" if cancelled else "failed", reason=_reason_of_end(name, job), ended=time.time(),
                 exit_code=None if job is None else job.exit_code or 128 + job.signal,
             )  # fmt: skip
     except RunBusy:
         return status
 
 
-def _epitaph(name: str, job: Job | None) -> str:
+def _reason_of_end(name: str, job: Job | None) -> str:
     if job is None:
-        return f"its Slurm job {name} is over and left no word"
+        return f"its Slurm job {name} is over, and its run wrote no status"
     signal_number = job.signal or (job.exit_code - 128 if job.exit_code > 128 else 0)
     with suppress(ValueError):
         if signal_number:
@@ -121,7 +121,7 @@ def follow(runs: Sequence[RunDir], display: Display) -> None:
 
 
 def _look(runs: Sequence[RunDir], display: Display) -> bool:
-    """Show the runs; whether any of them goes on, as far as is known."""
+    """Show the runs. Returns whether any of them goes on, as far as is known."""
     try:
         statuses = observe(runs)
     except Unreachable as error:
@@ -139,20 +139,20 @@ def _goes_on(run: RunDir, status: Mapping[str, Any]) -> bool:
 
 
 def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
-    """Take back those of the runs that wait or run; returns them. A worker on this machine gets SIGTERM, and Slurm's
-    jobs end as Slurm ends them; what they have put out stays, and running them again goes on from there.
+    """Cancel those of the runs that wait or run, and return them. A worker on this machine gets SIGTERM, and Slurm's
+    jobs end as Slurm ends them. Rows and checkpoints stay, and the same command goes on from there.
 
     Raises Unreachable.
     """
-    taken = [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
-    cancel_jobs(job_ids(taken).values())
-    for run in sorted(taken, key=RunDir.is_locked):  # those that wait first, lest they start when others end
+    cancelled = [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
+    cancel_jobs(job_ids(cancelled).values())
+    for run in sorted(cancelled, key=RunDir.is_locked):  # those that wait first, lest they start when others end
         if run.is_locked():
             _terminate(run)
         with suppress(RunBusy), run.lock(wait_s=LAG_S):
             if run.written_status()["state"] not in ENDS:
                 run.write_status(state="interrupted", reason=CANCELLED, ended=time.time())
-    return taken
+    return cancelled
 
 
 def _terminate(run: RunDir) -> None:

@@ -28,7 +28,7 @@ POLL_S = 0.05
 LOOK_S = 0.25
 """Seconds between two looks at the status or the lock of a run."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-"""What ends a sweep early; SIGUSR2 is how Slurm tells that the time is nearly over."""
+"""Signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
 
 
 def run_local(
@@ -98,7 +98,7 @@ class _Task:
     reset: bool
     failures: int = 0
     look_at: float = 0.0
-    told: bool = False
+    announced: bool = False
 
     def due(self) -> bool:
         """Whether to look at the run's folder again; counts as the look."""
@@ -202,9 +202,9 @@ class _Pool:
 
     def _leave_to_other(self, task: _Task, status: dict[str, Any]) -> None:
         self._show(task.run, status)
-        if not task.told:
+        if not task.announced:
             self.display.say(f"{task.run.name}: another process works on it; waiting for that")
-            task.told = True
+            task.announced = True
 
     def _end(self, active: _Active) -> None:
         """Give the slot back; the run is at its end, or goes to the queue again."""

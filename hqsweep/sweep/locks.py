@@ -1,4 +1,4 @@
-"""Who may work in a folder: an flock on a file in it, which the kernel releases however its holder dies."""
+"""The lock of a folder: an flock on a file in it, which the kernel releases however its holder dies."""
 
 import fcntl
 import os

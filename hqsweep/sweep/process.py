@@ -1,4 +1,4 @@
-"""One worker process of the local engine: started, watched, stopped, and spoken for when it died without a word.
+"""One worker process of the local engine: started, watched, stopped, and its last status written if it died first.
 
 The parent's end is WorkerProcess; the worker's end is stop_with_parent.
 """
@@ -25,7 +25,7 @@ ENDED = ("finished", "failed", "interrupted")
 
 
 def worker_command(run: RunDir) -> list[str]:
-    """What is started for a run; the worker ends itself when its parent is gone."""
+    """The command of a run's worker, which ends itself when its parent is gone."""
     return [sys.executable, "-m", "hqsweep.worker", str(run.path), "--parent", str(os.getpid())]
 
 
@@ -90,8 +90,8 @@ class WorkerProcess:
             self._process.wait()
 
     def settle(self) -> dict[str, Any]:
-        """Final status of an ended worker's run: the worker's own word if it left one, else ours. Where another worker
-        has taken the run since, that one's; where nothing can be written, ours with a note of that."""
+        """Final status of an ended worker's run: the one that the worker wrote, else one written here. Where another
+        worker has taken the run since, that worker's; where nothing can be written, ours with a note of that."""
         state, reason = self._stop or ("failed", self._cause_of_death())
         ours = {"state": state, "reason": reason, "exit_code": self.exit_code}
         try:

@@ -1,6 +1,6 @@
-"""What a person sees while a sweep runs: a live table on a terminal, plain and rare lines anywhere else.
+"""Display of a running sweep: a live table on a terminal, plain and rare lines anywhere else.
 
-A display is told of every status the engine reads; it decides what to draw and when. Losses are in nats, times in
+A display gets every status that the engine reads; it decides what to draw and when. Losses are in nats, times in
 seconds, speed in tokens per second.
 """
 
@@ -22,7 +22,7 @@ Status = Mapping[str, Any]
 
 
 class Display(Protocol):
-    """Told of the sweep by the engine, between enter and exit."""
+    """Gets the sweep's statuses from the engine, between enter and exit."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
@@ -96,15 +96,15 @@ class PlainDisplay:
         if status["state"] == "running":
             return f"{run}: running"
         loss, _, seconds = cells(status)
-        facts = [f"{status['state']} after {seconds}" if seconds else status["state"]]
-        facts += [f"loss {loss}"] * bool(loss) + [status["reason"]] * bool(status["reason"])
-        return f"{run}: {', '.join(facts)} ({counts(self._statuses)})"
+        parts = [f"{status['state']} after {seconds}" if seconds else status["state"]]
+        parts += [f"loss {loss}"] * bool(loss) + [status["reason"]] * bool(status["reason"])
+        return f"{run}: {', '.join(parts)} ({counts(self._statuses)})"
 
     def _progress_line(self, run: str, status: Status) -> str:
         loss, speed, left = cells(status)
-        facts = [f"step {status['progress']['step']}/{status['progress']['steps']}"]
-        facts += [f"loss {loss}"] * bool(loss) + [f"{speed} tokens/s"] * bool(speed) + [f"{left} left"] * bool(left)
-        return f"{run}: {', '.join(facts)}"
+        parts = [f"step {status['progress']['step']}/{status['progress']['steps']}"]
+        parts += [f"loss {loss}"] * bool(loss) + [f"{speed} tokens/s"] * bool(speed) + [f"{left} left"] * bool(left)
+        return f"{run}: {', '.join(parts)}"
 
 
 class LiveDisplay:
@@ -143,8 +143,8 @@ class LiveDisplay:
         room = max(self._console.height - 4, 1)
         urgency = {"running": 0, "failed": 1, "interrupted": 1, "finished": 2, "pending": 3}
         ranked = sorted(self._statuses, key=lambda run: urgency[self._statuses[run]["state"]])
-        kept = set(ranked[:room])
-        return [run for run in self._statuses if run in kept]
+        fitting = set(ranked[:room])
+        return [run for run in self._statuses if run in fitting]
 
     def _row(self, run: str, status: Status) -> list[RenderableType]:
         state, progress = status["state"], status["progress"]

@@ -1,4 +1,4 @@
-"""What Slurm says of jobs, by scontrol alone: many clusters keep no accounts, and there sacct has no answer.
+"""Slurm's jobs, asked for by scontrol alone: many clusters keep no accounts, and there sacct has no answer.
 
 scontrol forgets a job MinJobAge seconds (300 by default) after its end; a job that it does not know is over.
 """
@@ -25,7 +25,7 @@ class Unreachable(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job or a task of an array. exit_code and signal are of its batch script; ended_s in seconds since 1970."""
+    """A job or a task of an array. exit_code and signal are those of its script, ended_s in s since 1970."""
 
     id: str
     state: str
@@ -43,14 +43,14 @@ class Job:
 def find_jobs(ids: Iterable[str]) -> dict[str, Job]:
     """The jobs with these ids ("12" or "12_3") that Slurm still knows. Raises Unreachable."""
     ids = set(ids)
-    found: dict[str, Job] = {}
+    known: dict[str, Job] = {}
     for array in {name.partition("_")[0] for name in ids}:
-        found |= parse_jobs(_ask(["scontrol", "show", "job", "-o", array], gone="Invalid job id"))
-    return {name: found[name] for name in ids & found.keys()}
+        known |= parse_jobs(_ask(["scontrol", "show", "job", "-o", array], gone="Invalid job id"))
+    return {name: known[name] for name in ids & known.keys()}
 
 
 def cancel_jobs(ids: Iterable[str]) -> None:
-    """Take jobs back, whether they wait or run. Raises Unreachable."""
+    """Cancel jobs, whether they wait or run. Raises Unreachable."""
     if names := sorted(ids):
         _ask(["scancel", *names], gone="Invalid job id")
 
@@ -62,28 +62,28 @@ def requeue_job(name: str) -> None:
 
 def parse_jobs(text: str) -> dict[str, Job]:
     """Jobs by id from `scontrol show job -o`; the waiting tasks of an array share a line, as in ArrayTaskId=2-3,7%2."""
-    found: dict[str, Job] = {}
+    jobs: dict[str, Job] = {}
     for line in text.splitlines():
-        facts = dict(re.findall(r"(\w+)=(\S*)", line))
-        if "JobId" not in facts:
+        fields = dict(re.findall(r"(\w+)=(\S*)", line))
+        if "JobId" not in fields:
             continue
-        for name in _names(facts):
-            exit_code, _, number = facts.get("ExitCode", "0:0").partition(":")
-            found[name] = Job(
-                id=name, state=facts["JobState"], reason=facts.get("Reason", ""), exit_code=int(exit_code),
-                signal=int(number or 0), ended_s=_seconds(facts.get("EndTime", "")),
+        for name in _names(fields):
+            exit_code, _, number = fields.get("ExitCode", "0:0").partition(":")
+            jobs[name] = Job(
+                id=name, state=fields["JobState"], reason=fields.get("Reason", ""), exit_code=int(exit_code),
+                signal=int(number or 0), ended_s=_seconds(fields.get("EndTime", "")),
             )  # fmt: skip
-    return found
+    return jobs
 
 
-def _names(facts: dict[str, str]) -> list[str]:
-    if "ArrayTaskId" not in facts:
-        return [facts["JobId"]]
-    names = [facts["JobId"]]
-    for part in facts["ArrayTaskId"].partition("%")[0].split(","):
+def _names(fields: dict[str, str]) -> list[str]:
+    if "ArrayTaskId" not in fields:
+        return [fields["JobId"]]
+    names = [fields["JobId"]]
+    for part in fields["ArrayTaskId"].partition("%")[0].split(","):
         first, _, last = part.partition("-")
         if first.isdigit():
-            names += [f"{facts['ArrayJobId']}_{task}" for task in range(int(first), int(last or first) + 1)]
+            names += [f"{fields['ArrayJobId']}_{task}" for task in range(int(first), int(last or first) + 1)]
     return names
 
 

@@ -1,4 +1,4 @@
-"""What workers share of this machine: CPU threads and GPUs, given to each as environment variables."""
+"""CPU threads and GPUs of this machine, shared out to workers as environment variables."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
-"""What runs inside a Slurm job: the local engine, for one run.
+"""The work of a Slurm job: the local engine, for one run.
 
-So time-outs, retries and the word spoken for a dead worker are the local engine's, and the job's exit code says how
+So time-outs, retries and the status of a worker that died are the local engine's, and the job's exit code says how
 the run ended: 0 finished, 3 failed. A job that Slurm stops while it wants it to go on (its time is nearly over, or it
 is preempted) goes back to the queue, and its next start resumes from the run's checkpoint.
 """

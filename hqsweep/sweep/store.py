@@ -4,8 +4,8 @@
     <runs_dir>/<sweep>/<run>/              one folder per run: class RunDir
 
 A run's name ends in its id, the hash of everything in the resolved config that can change a number. So the same
-command finds the same folders again, and a changed learning rate is another run. Who may work in a folder is settled
-by an flock on it, which the kernel releases however the worker dies.
+command finds the same folders again, and a changed learning rate is another run. A folder belongs to one
+process at a time, by an flock on it, which the kernel releases however the worker dies.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ class PlannedRun(Protocol):
 
 def run_id(config: Mapping[str, Any]) -> str:
     """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID."""
-    kept = {key: value for key, value in config.items() if key not in NOT_IN_ID}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def run_name(config: Mapping[str, Any]) -> str:
@@ -205,13 +205,13 @@ class RunStore:
         return locked(self.root / sweep / ".lock", LOCK_WAIT_S)
 
     def _create(self, folder: Path, conf: str, overrides: Sequence[str], points: Sequence[PlannedRun]) -> list[RunDir]:
-        made = {run_name(point.config): point for point in points}
-        run_dirs = [_create_run(RunDir(folder / name), point) for name, point in made.items()]
+        named = {run_name(point.config): point for point in points}
+        run_dirs = [_create_run(RunDir(folder / name), point) for name, point in named.items()]
         new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
         old = read_json(folder / "sweep.json", new)
         write_json(folder / "sweep.json", {
             "name": folder.name, "conf": conf, "overrides": list(overrides),
-            "runs": list(dict.fromkeys([*old["runs"], *made])),
+            "runs": list(dict.fromkeys([*old["runs"], *named])),
             "arms": list(dict.fromkeys([*old["arms"], *(point.arm for point in points)])),
             "created": old["created"],
         })  # fmt: skip
@@ -222,8 +222,8 @@ class RunStore:
         if not self.root.is_dir():
             return []
         folders = [entry.name for entry in os.scandir(self.root) if (Path(entry) / "sweep.json").is_file()]
-        made = {name: self.facts(name)["created"] for name in folders}
-        return sorted(made, key=lambda name: (made[name], name))
+        created = {name: self.facts(name)["created"] for name in folders}
+        return sorted(created, key=lambda name: (created[name], name))
 
     def facts(self, sweep: str) -> dict[str, Any]:
         """sweep.json. Raises UserError where it is not what create() wrote."""
@@ -240,8 +240,8 @@ class RunStore:
         means all runs that begin so (`nvfp4` is the recipe nvfp4, and nvfp4_2d only when there is no nvfp4).
         Raises UserError, with the nearest names, for a word that fits nothing.
         """
-        found = [run for word in words for run in self._resolve_word(word)]
-        return list({run.path.resolve(): run for run in found}.values())
+        selected = [run for word in words for run in self._resolve_word(word)]
+        return list({run.path.resolve(): run for run in selected}.values())
 
     def _resolve_word(self, word: str) -> list[RunDir]:
         for folder in (Path(word), self.root / word):

@@ -57,7 +57,7 @@ RUNNING = {"state": "running", "reason": None, "host": "elsewhere"}
         (RUNNING, job("TIMEOUT", exit_code=0, number=15), ("failed", "Slurm job 5_0: TIMEOUT, killed by SIGTERM")),
         (RUNNING, job("CANCELLED", number=15), ("interrupted", "Slurm job 5_0: CANCELLED")),
         ({"state": "interrupted", "reason": "stopped by SIGTERM"}, job("CANCELLED"), ("interrupted", "stopped by")),
-        (RUNNING, None, ("failed", "its Slurm job 5_0 is over and left no word")),
+        (RUNNING, None, ("failed", "its Slurm job 5_0 is over, and its run wrote no status")),
     ],
 )
 def test_a_run_is_what_it_said_or_what_its_job_became(run, slurm, written, found, outcome):
