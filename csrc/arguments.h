@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -130,18 +131,19 @@ inline Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
           dequantized};
 }
 
-// A call for experts that own X's rows; offsets [experts + 1] are int64.
-#define HQ_GROUP_PARAMETERS HQ_CALL_PARAMETERS, uintptr_t offsets, int64_t experts
+// Whose rows those of X are: those of one matrix (offsets 0), or of members; offsets [members + 1] are int64.
+#define HQ_MEMBER_PARAMETERS uintptr_t offsets, int64_t members
 
-inline Group make_group(int64_t rows, int64_t cols, uintptr_t offsets, int64_t experts) {
-  require(experts >= 0, "experts is " + std::to_string(experts) + ", must be >= 0");
-  require(offsets != 0, "a grouped call needs offsets");
+inline std::optional<Group> make_group(int64_t rows, int64_t cols, HQ_MEMBER_PARAMETERS) {
+  require(members >= 0, "members is " + std::to_string(members) + ", must be >= 0");
+  require(offsets != 0 || members == 0, "members need offsets");
+  if (offsets == 0) return std::nullopt;
   require(rows >= 0 && cols >= 0,
           "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
-  require(rows < int64_t{1} << 31 && cols < int64_t{1} << 31 && experts < int64_t{1} << 31,
-          "a grouped call takes fewer than 2^31 rows, columns and experts, got " + std::to_string(rows) + ", " +
-              std::to_string(cols) + " and " + std::to_string(experts));
-  return {pointer<int64_t>(offsets), experts};
+  require(rows < int64_t{1} << 31 && cols < int64_t{1} << 31 && members < int64_t{1} << 31,
+          "a call for members takes fewer than 2^31 rows, columns and members, got " + std::to_string(rows) + ", " +
+              std::to_string(cols) + " and " + std::to_string(members));
+  return Group{pointer<int64_t>(offsets), members};
 }
 
 inline Splits make_splits(uintptr_t splits, bool wide, int64_t count) {
@@ -173,10 +175,6 @@ inline Encoded make_encoded(const Spec& spec, int64_t rows, int64_t cols, uintpt
                             uintptr_t global) {
   require(spec.family != Family::nvfp4 || global || rows == 0, "decoding nvfp4 needs its global amax");
   return {spec, rows, cols, pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global), false};
-}
-
-inline EncodedGroup make_encoded_group(const Encoded& packed, bool columns, uintptr_t offsets, int64_t experts) {
-  return {packed, columns, make_group(packed.rows, packed.cols, offsets, experts)};
 }
 
 }  // namespace hq::arguments

@@ -21,9 +21,7 @@ using namespace hq::arguments;
 #define HQ_CALL_ARGS                                                                                               \
   "data"_a, "dtype"_a, "rows"_a, "cols"_a, "row_stride"_a, "col_stride"_a, "row"_a.none(true),                     \
       "column"_a.none(true), "dequantized"_a = false
-#define HQ_GROUP_ARGS                                                                                              \
-  "data"_a, "dtype"_a, "rows"_a, "cols"_a, "row_stride"_a, "col_stride"_a, "row"_a.none(true),                     \
-      "column"_a.none(true), "dequantized"_a, "offsets"_a, "experts"_a
+#define HQ_MEMBER_ARGS "offsets"_a = 0, "members"_a = 0
 
 py::dict build_info() {
   py::dict info("version"_a = HQ_VERSION, "compiler"_a = HQ_CXX_COMPILER, "cxx_flags"_a = HQ_CXX_FLAGS,
@@ -43,93 +41,74 @@ py::dict build_info() {
 #define HQ_DECODE_ARGS                                                                                       \
   "spec"_a, "rows"_a, "cols"_a, "codes"_a, "scales"_a, "global_"_a, "exact"_a, "out"_a, "out_dtype"_a
 
-#define HQ_DECODE_GROUP_PARAMETERS bool columns, uintptr_t offsets, int64_t experts
-#define HQ_DECODE_GROUP_ARGS "columns"_a, "offsets"_a, "experts"_a
+hq::Decoding decoding_of(bool exact) { return exact ? hq::Decoding::exact : hq::Decoding::value; }
 
+// offsets: the rows of X belong to many matrices (members), whose arrays are packed: one member's after the other's.
 void bind_cpu(py::module_& m) {
-  m.def("quantize_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa) {
-    const hq::Call call = make_call(HQ_CALL_VALUES);
+  m.def("quantize_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa, HQ_MEMBER_PARAMETERS) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, offsets != 0);
+    const auto group = make_group(rows, cols, offsets, members);
     check_cpu(threads, isa);
     py::gil_scoped_release release;
+    if (group) return hq::quantize_grouped_cpu(call, *group, threads, isa.c_str());
     hq::quantize_cpu(call, threads, isa.c_str());
-  }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "",
+  }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "", HQ_MEMBER_ARGS,
      "Quantize X [rows, cols] along its rows and its columns; what is not 0 in the directions is written.");
-  m.def("find_amax_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa) {
-    const hq::Call call = make_call(HQ_CALL_VALUES);
+  m.def("find_amax_cpu", [](HQ_CALL_PARAMETERS, int threads, const std::string& isa, HQ_MEMBER_PARAMETERS) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, offsets != 0);
+    const auto group = make_group(rows, cols, offsets, members);
     check_cpu(threads, isa);
     py::gil_scoped_release release;
+    if (group) return hq::find_amax_grouped_cpu(call, *group, threads, isa.c_str());
     hq::find_amax_cpu(call, threads, isa.c_str());
-  }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "", "found = max(found, amax) of each direction, in place.");
-  m.def("quantize_grouped_cpu", [](HQ_GROUP_PARAMETERS, int threads, const std::string& isa) {
-    const hq::Call call = make_call(HQ_CALL_VALUES, true);
-    const hq::Group group = make_group(rows, cols, offsets, experts);
-    check_cpu(threads, isa);
-    py::gil_scoped_release release;
-    hq::quantize_grouped_cpu(call, group, threads, isa.c_str());
-  }, HQ_GROUP_ARGS, "threads"_a = 1, "isa"_a = "",
-     "quantize_cpu for each expert's rows of X, to packed arrays: one expert's after the other's.");
-  m.def("find_amax_grouped_cpu", [](HQ_GROUP_PARAMETERS, int threads, const std::string& isa) {
-    const hq::Call call = make_call(HQ_CALL_VALUES, true);
-    const hq::Group group = make_group(rows, cols, offsets, experts);
-    check_cpu(threads, isa);
-    py::gil_scoped_release release;
-    hq::find_amax_grouped_cpu(call, group, threads, isa.c_str());
-  }, HQ_GROUP_ARGS, "threads"_a = 1, "isa"_a = "", "find_amax_cpu for each expert's rows of X; one amax an expert.");
+  }, HQ_CALL_ARGS, "threads"_a = 1, "isa"_a = "", HQ_MEMBER_ARGS,
+     "found = max(found, amax) of each direction, in place; members have one each.");
   m.def("offsets_cpu", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                           const std::vector<int64_t>& strides, uintptr_t out) {
     hq::offsets_cpu(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out));
   }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a,
      "out[r, i] = strides[r] * the sum of ceil(splits[j] / divisors[r]) for j < i; wide: int64, else int32.");
-  m.def("dequantize_cpu", [](HQ_DECODE_PARAMETERS, int threads) {
+  m.def("dequantize_cpu", [](HQ_DECODE_PARAMETERS, int threads, bool columns, HQ_MEMBER_PARAMETERS) {
     const hq::Encoded encoded = make_encoded(spec, rows, cols, codes, scales, global);
+    const auto group = make_group(rows, cols, offsets, members);
+    const auto dtype = static_cast<hq::Dtype>(out_dtype);
     py::gil_scoped_release release;
-    hq::dequantize_cpu(encoded, exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
-                       static_cast<hq::Dtype>(out_dtype), threads);
-  }, HQ_DECODE_ARGS, "threads"_a = 1, "An operand's values, or (exact) its codes times block scales.");
-  m.def("dequantize_grouped_cpu", [](HQ_DECODE_PARAMETERS, HQ_DECODE_GROUP_PARAMETERS, int threads) {
-    const hq::Encoded packed = make_encoded(spec, rows, cols, codes, scales, global);
-    const hq::EncodedGroup encoded = make_encoded_group(packed, columns, offsets, experts);
-    py::gil_scoped_release release;
-    hq::dequantize_grouped_cpu(encoded, exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
-                               static_cast<hq::Dtype>(out_dtype), threads);
-  }, HQ_DECODE_ARGS, HQ_DECODE_GROUP_ARGS, "threads"_a = 1,
-     "The same of packed operands of experts, of X [rows, cols] or (columns) of X.T, to the places of X's elements.");
+    if (group)
+      return hq::dequantize_grouped_cpu({encoded, columns, *group}, decoding_of(exact), pointer<void>(out), dtype, threads);
+    hq::dequantize_cpu(encoded, decoding_of(exact), pointer<void>(out), dtype, threads);
+  }, HQ_DECODE_ARGS, "threads"_a = 1, "columns"_a = false, HQ_MEMBER_ARGS,
+     "An operand's values, or (exact) its codes times block scales. Members, of X [rows, cols] or (columns) of X.T, are "
+     "decoded to the places of X's elements.");
 }
 
 #if defined(HQ_HAVE_CUDA)
 void bind_cuda(py::module_& m) {
-  m.def("quantize_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream) {
-    hq::quantize_cuda(make_call(HQ_CALL_VALUES), stream);
-  }, HQ_CALL_ARGS, "stream"_a = 0, "quantize_cpu on the current GPU, enqueued on a stream (cudaStream_t as an integer).");
-  m.def("find_amax_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream) {
-    hq::find_amax_cuda(make_call(HQ_CALL_VALUES), stream);
-  }, HQ_CALL_ARGS, "stream"_a = 0, "find_amax_cpu on the current GPU.");
-  m.def("quantize_grouped_cuda", [](HQ_GROUP_PARAMETERS, uintptr_t stream) {
-    const hq::Call call = make_call(HQ_CALL_VALUES, true);
-    hq::quantize_grouped_cuda(call, make_group(rows, cols, offsets, experts), stream);
-  }, HQ_GROUP_ARGS, "stream"_a = 0, "quantize_grouped_cpu on the current GPU, where the offsets are.");
-  m.def("find_amax_grouped_cuda", [](HQ_GROUP_PARAMETERS, uintptr_t stream) {
-    const hq::Call call = make_call(HQ_CALL_VALUES, true);
-    hq::find_amax_grouped_cuda(call, make_group(rows, cols, offsets, experts), stream);
-  }, HQ_GROUP_ARGS, "stream"_a = 0, "find_amax_grouped_cpu on the current GPU, where the offsets are.");
+  m.def("quantize_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream, HQ_MEMBER_PARAMETERS) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, offsets != 0);
+    if (const auto group = make_group(rows, cols, offsets, members)) hq::quantize_grouped_cuda(call, *group, stream);
+    else hq::quantize_cuda(call, stream);
+  }, HQ_CALL_ARGS, "stream"_a = 0, HQ_MEMBER_ARGS,
+     "quantize_cpu on the current GPU, where the offsets are, enqueued on a stream (cudaStream_t as an integer).");
+  m.def("find_amax_cuda", [](HQ_CALL_PARAMETERS, uintptr_t stream, HQ_MEMBER_PARAMETERS) {
+    const hq::Call call = make_call(HQ_CALL_VALUES, offsets != 0);
+    if (const auto group = make_group(rows, cols, offsets, members)) hq::find_amax_grouped_cuda(call, *group, stream);
+    else hq::find_amax_cuda(call, stream);
+  }, HQ_CALL_ARGS, "stream"_a = 0, HQ_MEMBER_ARGS, "find_amax_cpu on the current GPU, where the offsets are.");
   m.def("offsets_cuda", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                            const std::vector<int64_t>& strides, uintptr_t out, uintptr_t overflow, uintptr_t stream) {
     hq::offsets_cuda(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out),
                      pointer<int>(overflow), stream);
   }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a, "overflow"_a = 0, "stream"_a = 0,
      "offsets_cpu on the current GPU; overflow: an int32 set to 1 where an offset does not fit.");
-  m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream) {
-    hq::dequantize_cuda(make_encoded(spec, rows, cols, codes, scales, global),
-                        exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
-                        static_cast<hq::Dtype>(out_dtype), stream);
-  }, HQ_DECODE_ARGS, "stream"_a = 0, "dequantize_cpu on the current GPU.");
-  m.def("dequantize_grouped_cuda", [](HQ_DECODE_PARAMETERS, HQ_DECODE_GROUP_PARAMETERS, uintptr_t stream) {
-    const hq::Encoded packed = make_encoded(spec, rows, cols, codes, scales, global);
-    hq::dequantize_grouped_cuda(make_encoded_group(packed, columns, offsets, experts),
-                                exact ? hq::Decoding::exact : hq::Decoding::value, pointer<void>(out),
-                                static_cast<hq::Dtype>(out_dtype), stream);
-  }, HQ_DECODE_ARGS, HQ_DECODE_GROUP_ARGS, "stream"_a = 0,
-     "dequantize_grouped_cpu on the current GPU, where the offsets are.");
+  m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream, bool columns, HQ_MEMBER_PARAMETERS) {
+    const hq::Encoded encoded = make_encoded(spec, rows, cols, codes, scales, global);
+    const auto dtype = static_cast<hq::Dtype>(out_dtype);
+    if (const auto group = make_group(rows, cols, offsets, members))
+      hq::dequantize_grouped_cuda({encoded, columns, *group}, decoding_of(exact), pointer<void>(out), dtype, stream);
+    else
+      hq::dequantize_cuda(encoded, decoding_of(exact), pointer<void>(out), dtype, stream);
+  }, HQ_DECODE_ARGS, "stream"_a = 0, "columns"_a = false, HQ_MEMBER_ARGS,
+     "dequantize_cpu on the current GPU, where the offsets are.");
   m.def("scale_product_cuda", [](uintptr_t product, int dtype, float before, uintptr_t factor, int64_t rows,
                                  int64_t cols, int row_step, int col_step, uintptr_t out, int out_dtype,
                                  uintptr_t stream) {
@@ -183,7 +162,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<hq::Direction>(m, "Direction", "What is made of a matrix in one direction, and the addresses it goes to.")
       .def(py::init(&make_direction), "spec"_a, "key0"_a = 0, "key1"_a = 0, "step"_a = 0, "amax"_a = 0, "found"_a = 0,
            "codes"_a = 0, "scales"_a = 0, "global_"_a = 0, "exact"_a = 0, "exact_dtype"_a = 0, "sums"_a = 0,
-           "row_errors"_a = 0, "keys"_a = 0, "exact_turned"_a = false);
+           "row_errors"_a = 0, "keys"_a = 0, "by_rows"_a = false);
   bind_cpu(m);
 #if defined(HQ_HAVE_CUDA)
   bind_cuda(m);

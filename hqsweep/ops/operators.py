@@ -112,14 +112,13 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
     if columnwise:
         column = direction(column_outputs, x, tensors, scratch, column_key, column_amax, column_keys)
     call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
-    _C = extension()
+    run = extension().quantize_cuda if on_gpu else extension().quantize_cpu
     if offsets is None:
-        (_C.quantize_cuda if on_gpu else _C.quantize_cpu)(*call, *where(x))
+        run(*call, *where(x))
         return tensors
     check_keys(x, row_keys, members)
     check_keys(x, column_keys, members)
-    run = _C.quantize_grouped_cuda if on_gpu else _C.quantize_grouped_cpu
-    run(*call, offsets.data_ptr(), members, *where(x))
+    run(*call, *where(x), offsets.data_ptr(), members)
     return tensors
 
 
@@ -143,12 +142,8 @@ def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found,
         spec = spec_named(columnwise)
         column = finder(spec, amax_count(spec, matrices, True), x, NO_KEY, None, column_found, None)
     call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
-    _C = extension()
-    if offsets is None:
-        (_C.find_amax_cuda if x.is_cuda else _C.find_amax_cpu)(*call, *where(x))
-        return
-    run = _C.find_amax_grouped_cuda if x.is_cuda else _C.find_amax_grouped_cpu
-    run(*call, offsets.data_ptr(), members, *where(x))
+    run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
+    run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))
 
 
 def _dequantize_fake(buffers, format, rows, cols, exact, dtype, offsets=None, columnwise=False):
@@ -169,11 +164,11 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
     """
     first, spec = buffers[0], spec_named(format)
     addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
-    _C, on_gpu, threads = extension(), first.is_cuda, where(first)[:1]
+    run = extension().dequantize_cuda if first.is_cuda else extension().dequantize_cpu
+    threads = where(first)[0]
     if offsets is None:
         out = empty(first, (rows, cols), (cols or 1, 1), dtype)
-        call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype])
-        (_C.dequantize_cuda if on_gpu else _C.dequantize_cpu)(*call, *threads)
+        run(spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype], threads)
         return out
     members = check_offsets(first, offsets)
     least = _least_entries(format, rows, cols, columnwise)
@@ -181,9 +176,8 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
         if tensor.dtype != wanted or tensor.numel() < count or not tensor.is_contiguous():
             raise ValueError(f"buffer {name} is {described(tensor)}; it takes {count} or more contiguous {wanted}")
     out = empty(first, (rows * cols,), (1,), dtype)
-    call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype])
-    run = _C.dequantize_grouped_cuda if on_gpu else _C.dequantize_grouped_cpu
-    run(*call, columnwise, offsets.data_ptr(), members, *threads)
+    call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype], threads)
+    run(*call, columnwise, offsets.data_ptr(), members)
     return out
 
 

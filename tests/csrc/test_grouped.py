@@ -50,12 +50,12 @@ def direction(fields: dict, to: dict[str, torch.Tensor], found: torch.Tensor, ke
 
 
 def run(x: torch.Tensor, row, column, *, offsets: torch.Tensor | None = None, **options) -> None:
-    name = "quantize" if offsets is None else "quantize_grouped"
     call = x.data_ptr(), {torch.bfloat16: 1, torch.float32: 0}[x.dtype], *x.shape, *x.stride(), row, column, False
-    group = () if offsets is None else (offsets.data_ptr(), len(offsets) - 1)
+    if offsets is not None:
+        options |= {"offsets": offsets.data_ptr(), "members": len(offsets) - 1}
     if x.is_cuda:
-        options = {"stream": torch.cuda.current_stream().cuda_stream}
-    getattr(_C, f"{name}_{x.device.type}")(*call, *group, **options)
+        options |= {"stream": torch.cuda.current_stream().cuda_stream}
+    getattr(_C, f"quantize_{x.device.type}")(*call, **options)
 
 
 def member(x, fields: dict, start: int, end: int, words: list[int] | None) -> list[dict[str, torch.Tensor]]:
@@ -136,12 +136,12 @@ def test_scales_without_their_codes_are_refused(side, grouped):
 
 @pytest.mark.parametrize(
     ("message", "group"),
-    {"experts is -1, must be >= 0": (8, -1), "a grouped call needs offsets": (0, 1)}.items(),
+    {"members is -1, must be >= 0": (8, -1), "members need offsets": (0, 1)}.items(),
 )
 def test_wrong_groups_say_what_is_allowed(message, group):
     x = torch.zeros(32, 32)
     with pytest.raises(ValueError, match=message):
-        _C.quantize_grouped_cpu(x.data_ptr(), 0, 32, 32, 32, 1, None, None, False, *group)
+        _C.quantize_cpu(x.data_ptr(), 0, 32, 32, 32, 1, None, None, False, 1, "", *group)
 
 
 def test_no_expert_is_no_work():

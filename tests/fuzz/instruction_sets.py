@@ -20,10 +20,10 @@ class Bound:
         return getattr(self._C, name)
 
     def quantize_cpu(self, *arguments):
-        return self._C.quantize_cpu(*arguments[:-1], self.isa)
+        return self._C.quantize_cpu(*arguments[:10], self.isa, *arguments[11:])
 
     def find_amax_cpu(self, *arguments):
-        return self._C.find_amax_cpu(*arguments[:-1], self.isa)
+        return self._C.find_amax_cpu(*arguments[:10], self.isa, *arguments[11:])
 
 
 def use(monkeypatch, isa: str) -> None:
