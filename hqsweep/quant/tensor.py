@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.tensor_dispatch import dispatch
@@ -207,6 +207,30 @@ class HybridQuantizedTensor(torch.Tensor):
             raise UserError(f"data: got a tensor {got} for a quantized one {own}; move it with to()")
         with torch.no_grad():
             self.copy_(value)
+
+    def drop(self, direction: Direction) -> Self:
+        """Give up one direction, in place, and free its memory once no view holds it; returns self.
+
+        Later writes make the other direction alone, with the bytes that it has in both, and a product that reads the
+        dropped one raises UserError. Nothing happens where the direction is not held. UserError for the only one, and
+        for another word.
+        """
+        if direction not in DIRECTIONS:
+            raise UserError(f"drop: direction is '{direction}'; allowed: {', '.join(DIRECTIONS)}")
+        if direction not in self.metadata.directions:
+            return self
+        if len(self.metadata.directions) == 1:
+            raise UserError(f"drop: {direction} is the only direction that this tensor in {self.quantizer} holds")
+        [other] = (held for held in DIRECTIONS if held != direction)
+        buffers = {f"{other}_{n}": buffer.contiguous() for n, buffer in getattr(self, other).buffers.items()}
+        for held, name in self.metadata.stored:
+            delattr(self, f"{held}_{name}")
+        self._metadata = replace(self.metadata, directions=(other,))
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
+        setattr(self, direction, None)
+        setattr(self, other, self._metadata.operand(buffers, other))
+        return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of dtype (default: own dtype); from the rowwise operand where it is held.
