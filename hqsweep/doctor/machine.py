@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hqsweep.ops.fingerprint import EXPECTED, fingerprint
-from hqsweep.ops.kernels import extension
+from hqsweep.ops.library import extension
 from hqsweep.track.machine import cpu_isa
 
 Answer = tuple[bool, str]

@@ -1,8 +1,7 @@
 """Number formats: elements, scales, blocks and rounding, each in a pure-torch reference that is exact to the bit."""
 
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format
-from hqsweep.formats.delayed import Fp8Delayed
-from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8PerTensor
+from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed, Fp8PerTensor
 from hqsweep.formats.identity import Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats.random import RngKey
+from hqsweep.formats.tiles import divide, expand_tiles  # noqa: F401, read from here
 
 Buffers = Mapping[str, Tensor]
 WHOLE = 0
@@ -208,20 +209,6 @@ def tile_amax(x: Tensor, rows: int, cols: int) -> Tensor:
     pad = (0, tiles_across * tile_cols - width, 0, tiles_down * tile_rows - height)
     a = torch.nn.functional.pad(a, pad)
     return a.reshape(tiles_down, tile_rows, tiles_across, tile_cols).amax(dim=(1, 3))
-
-
-def expand_tiles(tiles: Tensor, shape: tuple[int, int], rows: int, cols: int) -> Tensor:
-    """Repeat one entry a tile over a matrix of `shape`; axes with one entry stay broadcastable views."""
-    if tiles.shape[0] > 1 and rows > 1:
-        tiles = tiles.repeat_interleave(rows, dim=0)[: shape[0]]
-    if tiles.shape[1] > 1 and cols > 1:
-        tiles = tiles.repeat_interleave(cols, dim=1)[:, : shape[1]]
-    return tiles
-
-
-def divide(numerator: float, denominator: Tensor) -> Tensor:
-    """fl(numerator / denominator), correctly rounded: torch's python_scalar / tensor is reciprocal times scalar."""
-    return torch.full_like(denominator, numerator) / denominator
 
 
 def _entries(size: int, divisor: int) -> int:

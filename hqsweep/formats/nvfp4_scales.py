@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hqsweep.formats.base import divide, expand_tiles
 from hqsweep.formats.elements import E2M1, E4M3
+from hqsweep.formats.tiles import divide, expand_tiles
 
 BLOCK = 16
 FLT_MAX = torch.finfo(torch.float32).max

@@ -10,8 +10,7 @@ from itertools import combinations
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats.base import Format
-from hqsweep.formats.delayed import Fp8Delayed
-from hqsweep.formats.fp8 import Fp8Block, Fp8Current
+from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed
 from hqsweep.formats.identity import DTYPES, Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.backends.cuda import matmul
 
 from hqsweep.formats import ExactOperand
-from hqsweep.ops.kernels import DTYPES, has_kernels, in_dtype
-from hqsweep.ops.operators import direct, scale_product
+from hqsweep.ops.kernels import DTYPES, in_dtype
+from hqsweep.ops.library import direct, has_kernels
+from hqsweep.ops.operators import scale_product
 from hqsweep.quant.operand import Operand
 
 

@@ -20,7 +20,7 @@ from hqsweep.nn.module import QuantizedModule, quantized_modules
 from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.recipe.pairs import MODULE_GEMMS
-from hqsweep.recipe.schedule import Stage
+from hqsweep.recipe.stages import Stage
 from hqsweep.train import data
 from hqsweep.train.loop import Step, Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
 

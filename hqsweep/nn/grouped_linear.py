@@ -20,7 +20,7 @@ from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
 from hqsweep.nn.products import outside_autocast
-from hqsweep.nn.recipe_argument import RecipeArgument, check_products, recipe_or_section
+from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
@@ -29,6 +29,7 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers, slots
+from hqsweep.recipe.validate import check_products
 
 NATIVE_MULTIPLE = 16
 """Of the rows of every operand of tensor cores."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.call import Call
 from hqsweep.nn.parameter import flatten_weights, unflatten_weights
 from hqsweep.nn.products import once_differentiable
 from hqsweep.ops.kernels import in_dtype
@@ -22,10 +22,11 @@ class LinearFunction(torch.autograd.Function):
 
     Saves of x its columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
     gives: the columnwise operands that are held, or the weights themselves, of which they are made again in backward.
+    call: a LinearCall, which has what is asked of it here beyond a Call.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, call: LinearCall, count: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, call: Call, count: int, *parameters: Tensor) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         needs_dx = ctx.needs_input_grad[0] and call.grad
         needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
@@ -93,7 +94,7 @@ def _delivered(
     return [None] * len(needs)
 
 
-def _add_biases(call: LinearCall, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
+def _add_biases(call: Call, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
     rows, splits = biases[0] if biases[0].dim() == 2 else biases, call.splits
     if splits is not None and (splits.sizes is None or splits.equal):  # one addition for all, and nothing waits
         rows = in_dtype(rows if isinstance(rows, Tensor) else torch.stack(list(rows)), call.dtype)
@@ -106,7 +107,7 @@ def _add_biases(call: LinearCall, y: Tensor, biases: Sequence[Tensor]) -> Tensor
     return y
 
 
-def _bias_gradients(call: LinearCall, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
+def _bias_gradients(call: Call, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
     """Sums of the unquantized dy in float32, for each expert. Of splits that only a device knows they are one sum a
     column, row by row (torch's SegmentReduce.cu: a thread for each), and not the tree of Tensor.sum."""
     (dtype, axes), splits = biases[0], call.splits
@@ -118,7 +119,7 @@ def _bias_gradients(call: LinearCall, dy: Tensor, biases: Sequence[tuple[torch.d
     return [in_dtype(torch.stack(sums), dtype)] if axes == 2 else [in_dtype(own, dtype) for own in sums]
 
 
-def _probe_wgrad(call: LinearCall, dy: Tensor, x: Tensor, gradients: Tensor | Sequence[Tensor]) -> None:
+def _probe_wgrad(call: Call, dy: Tensor, x: Tensor, gradients: Tensor | Sequence[Tensor]) -> None:
     of_experts = [gradients] if call.splits is None else gradients
     dy_parts, x_parts = ([part.t() for part in call.parts(tensor)] for tensor in (dy, x))
     call.probe_gemms("wgrad", dy_parts, x_parts, of_experts)

@@ -16,12 +16,11 @@ from torch import nn
 from hqsweep.errors import UserError
 from hqsweep.nn.context import OUTSIDE, Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
-from hqsweep.nn.recipe_argument import check_products
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import Faults, Section, slots
-from hqsweep.recipe.validate import section_faults, unread_overrides
+from hqsweep.recipe.validate import check_products, section_faults, unread_overrides
 
 BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": "grad_input_quantizer_role"})
 """QuantizedModule.BOUNDARIES of linears and attention."""

@@ -8,10 +8,10 @@ from hqsweep.formats import RngKey
 from hqsweep.ops.stats import finite_or_none, output_error
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.recipe.sections import LinearQuantizers
+from hqsweep.recipe.roles import TENSOR_TYPES
 from hqsweep.track.tables import ERRORS, LOADS
 
-SLOTS = LinearQuantizers.tensors()
+SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"
 """`tensor` of the rows that say how many tokens an expert got."""
 

@@ -6,7 +6,7 @@ alone; a mapping with `linear` or `qfactory` is the config of a recipe. Modules 
 and give it to all of their linears.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hqsweep.errors import UserError
@@ -17,7 +17,7 @@ from hqsweep.recipe.roles import module_roles
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import MODULE_SECTIONS, LinearQuantizers, Section
-from hqsweep.recipe.validate import section_faults
+from hqsweep.recipe.validate import check_products
 
 RecipeArgument = AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]
 RECIPE_KEYS = ("linear", "qfactory", "_target_")
@@ -53,14 +53,6 @@ def module_quantizers(recipe: RecipeArgument, module_type: str, name: str) -> tu
         section = MODULE_SECTIONS[module_type](**{role.tensor_type: resolved[role] for role in roles})
     check_products([(module_type, name, section)], gemm)
     return section, gemm
-
-
-def check_products(sections: Iterable[tuple[str, str, Section]], gemm: str) -> None:
-    """UserError, with the module and the slots, for products whose operands cannot meet in this mode; sections:
-    (module type, name, quantizers)."""
-    faults = "; ".join(section_faults(sections, gemm))
-    if faults:
-        raise UserError(faults)
 
 
 def whole_recipe(recipe: RecipeArgument, name: str) -> AnyRecipe:

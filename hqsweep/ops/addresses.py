@@ -8,71 +8,21 @@ from torch import Tensor
 
 from hqsweep.formats import RngKey, RngKeys
 from hqsweep.memo import memo
-from hqsweep.ops.kernels import KernelSpec, check_amax, extension
-from hqsweep.ops.outputs import Outputs
 
 try:  # the allocators of Inductor's code, on the current device: a third of torch.empty's time
-    from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
+    from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu
+    from torch._C._dynamo.guards import _empty_strided_cuda as empty_strided_cuda
 except ImportError:
 
     def _strided(device, size, stride, dtype):
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
-    _empty_strided_cpu, _empty_strided_cuda = partial(_strided, "cpu"), partial(_strided, "cuda")
+    empty_strided_cpu, empty_strided_cuda = partial(_strided, "cpu"), partial(_strided, "cuda")
 
 
 def empty(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor on x's device, which is the current one."""
-    return (_empty_strided_cuda if x.is_cuda else _empty_strided_cpu)(shape, stride, dtype)
-
-
-def direction(
-    outputs: Outputs,
-    x: Tensor,
-    tensors: list[Tensor],
-    scratch: list[Tensor],
-    key: list[int],
-    amax: Tensor | None,
-    keys: Tensor | None,
-):
-    """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
-    must live until the call has run. Members have a table of keys, and amaxes one after the other."""
-    allocate = _empty_strided_cuda if x.is_cuda else _empty_strided_cpu
-    allocated = [allocate(*wanted) for wanted in outputs.tensors]
-    addresses = [0, 0, 0, 0, 0, 0, outputs.exact_dtype, 0, 0]
-    for i, place in outputs.places:
-        addresses[place] = allocated[i].data_ptr()
-    if amax is not None:
-        check_amax(outputs.spec, "given amax", amax, outputs.amaxes, x)
-        addresses[0] = amax.data_ptr()
-    if outputs.scratch:
-        scratch += allocated[-outputs.scratch :]
-        del allocated[-outputs.scratch :]
-    tensors += allocated
-    table = 0 if keys is None else keys.data_ptr()
-    return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows)
-
-
-def finder(
-    spec: KernelSpec,
-    count: int,
-    x: Tensor,
-    key: list[int],
-    amax: Tensor | None,
-    found: Tensor | None,
-    keys: Tensor | None,
-):
-    """The Direction that only finds `count` global amaxes."""
-    check_amax(spec, "given amax", amax, count, x)
-    check_amax(spec, "found amax", found, count, x)
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, found))
-    return extension().Direction(spec.compiled, *key, *addresses, keys=0 if keys is None else keys.data_ptr())
-
-
-def where(x: Tensor) -> tuple:
-    """The last arguments of a call: the current stream, or torch's threads and the best instruction set."""
-    # What torch.cuda.current_stream() wraps in an object, at a tenth of its time.
-    return (torch._C._cuda_getCurrentRawStream(x.get_device()),) if x.is_cuda else (torch.get_num_threads(), "")
+    return (empty_strided_cuda if x.is_cuda else empty_strided_cpu)(shape, stride, dtype)
 
 
 def check_offsets(x: Tensor, offsets: Tensor) -> int:

@@ -8,11 +8,20 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Format, RngKeys
 from hqsweep.ops import operators
 from hqsweep.ops.addresses import key_table
-from hqsweep.ops.kernels import NO_KEY, KernelSpec, check_amax
-from hqsweep.ops.outputs import Matrices, amax_count
-from hqsweep.ops.quantize import kernel_takes
+from hqsweep.ops.kernels import NO_KEY, KernelSpec
+from hqsweep.ops.outputs import Matrices, amax_count, check_amax
 from hqsweep.ops.reference import amax_by_reference
-from hqsweep.ops.request import Backend, Request, Source, as_matrix, check_shape, key_words, request_of, use_kernel
+from hqsweep.ops.request import (
+    Backend,
+    Request,
+    Source,
+    as_matrix,
+    check_shape,
+    kernel_takes,
+    key_words,
+    request_of,
+    use_kernel,
+)
 from hqsweep.ops.splits import Splits
 
 

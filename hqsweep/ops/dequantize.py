@@ -6,8 +6,9 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format
 from hqsweep.ops import operators
-from hqsweep.ops.kernels import DTYPES, KernelSpec, has_kernels, spec_of
+from hqsweep.ops.kernels import DTYPES, KernelSpec, spec_of
 from hqsweep.ops.layout import GroupLayout, Layout
+from hqsweep.ops.library import has_kernels
 from hqsweep.ops.packed import PackedExact, held_exact, member_buffers, pack
 from hqsweep.ops.request import Backend, check_backend
 

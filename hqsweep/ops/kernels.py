@@ -1,17 +1,20 @@
 """KernelSpec: what the compiled extension needs to know about a format, worked out once."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from hqsweep.errors import UserError
 from hqsweep.formats import Format, parse
-from hqsweep.memo import constant_result, memo
+from hqsweep.memo import memo
+from hqsweep.ops.library import extension, has_kernels
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of elements, by the extension's numbers."""
+TILE = 128
+"""Side of the tiles of X over which statistics are summed."""
+SUMS = 8
+"""Sums per tile (csrc/quantize.h, TileSums)."""
 NO_KEY = [0, 0, 0]
 """Philox key words and step where nothing is random."""
 
@@ -19,29 +22,6 @@ NO_KEY = [0, 0, 0]
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x.to(dtype), skipping the call when the dtype already matches."""
     return x if x.dtype is dtype else x.to(dtype)
-
-
-@cache
-def extension():
-    """The compiled module hqsweep._C, or None when it was not built."""
-    try:
-        from hqsweep import _C
-    except ImportError:
-        return None
-    return _C
-
-
-@cache
-def _devices() -> tuple[str, ...]:
-    if extension() is None:
-        return ()
-    return ("cpu", "cuda") if extension().build_info()["cuda"] else ("cpu",)
-
-
-@constant_result
-def has_kernels(device_type: str) -> bool:
-    """Whether the extension was built, and for that type of device."""
-    return device_type in _devices()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,14 +86,3 @@ def supports(x: Tensor, *formats: Format) -> bool:
     """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
     known = all(spec_of(format).compiled is not None for format in formats)
     return x.dtype in DTYPES and has_kernels(x.device.type) and known
-
-
-def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:
-    """UserError unless `amax` holds the `count` numbers that the kernels read through its address."""
-    if amax is None:
-        return
-    if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:
-        return
-    got = f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}"
-    got += "" if amax.is_contiguous() else ", not contiguous"
-    raise UserError(f"{name} for {spec.text} is {got}; it takes {count} contiguous float32 on {x.device}")

@@ -1,4 +1,4 @@
-"""The compiled extension as torch operators: hqsweep::quantize, find_amax_, dequantize, split_offsets, scale_product.
+"""The compiled extension as torch operators: hqsweep::quantize, find_amax_, dequantize, scale_product.
 
 Each operator is one function here: its schema, its result in traced graphs, what it runs, and how it is called. Bytes
 equal the reference's; tests and the parity job hold that. Formats travel as their canonical text, "" where a direction
@@ -13,65 +13,15 @@ caller's promise: with others, outputs may be written past their ends.
 """
 
 import math
-from collections.abc import Callable
-from functools import wraps
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import check_keys, check_offsets, described, direction, empty, finder, where
-from hqsweep.ops.kernels import DTYPES, NO_KEY, extension, spec_named
-from hqsweep.ops.outputs import Matrices, Wanted, allocations, amax_count, outputs_of
-
-_library = Library("hqsweep", "DEF")
-
-
-def direct(x: Tensor) -> bool:
-    """Whether the function behind an operator can be called at once: outside of traced graphs and dispatch modes, where
-    dispatch costs more than the launch and there is nothing to record (no gradient flows through codes)."""
-    plain = type(x) is Tensor and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
-    return plain and (x.is_cpu or x.is_cuda)
-
-
-def on_its_device(function: Callable) -> Callable:
-    """function(tensor or tensors, ...) with the tensor's device as the current one."""
-
-    @wraps(function)
-    def guarded(first, *others, **options):
-        device = (first[0] if isinstance(first, list) else first).get_device()
-        if device == torch.cuda.current_device():
-            return function(first, *others, **options)
-        with torch.cuda.device(device):
-            return function(first, *others, **options)
-
-    return guarded
-
-
-def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", "CUDA")) -> Callable:
-    """A decorator that makes a function an operator, and returns a function that calls it: directly where that is
-    possible, else through torch's dispatcher. fake: its results in traced graphs."""
-    name = schema.partition("(")[0]
-
-    def define(function: Callable) -> Callable:
-        guarded = on_its_device(function)
-        _library.define(schema)
-        for device in devices:
-            _library.impl(name, function if device == "CPU" else guarded, device)
-        register_fake(f"hqsweep::{name}", fake, lib=_library)
-        dispatched = getattr(torch.ops.hqsweep, name).default
-
-        @wraps(function)
-        def call(first, *others):
-            x = first[0] if type(first) is list else first
-            if direct(x):
-                return (function if x.is_cpu else guarded)(first, *others)
-            return dispatched(first, *others)
-
-        return call
-
-    return define
+from hqsweep.ops.addresses import check_keys, check_offsets, described, empty
+from hqsweep.ops.kernels import DTYPES, NO_KEY, spec_named
+from hqsweep.ops.library import extension, operator, where
+from hqsweep.ops.outputs import Matrices, Wanted, allocations, amax_count, direction, finder, outputs_of
 
 
 def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax,
@@ -188,31 +138,6 @@ def _least_entries(text: str, rows: int, cols: int, columnwise: bool) -> list[in
     spec = spec_named(text)
     shapes = spec.format.shapes(*((cols, rows) if columnwise else (rows, cols)))
     return [math.prod(shapes[name]) if rows and cols else 0 for name in spec.names]
-
-
-@operator(
-    "split_offsets(Tensor splits, int[] divisors, int[] strides, bool check=False) -> Tensor",
-    fake=lambda splits, divisors, strides, check=False: splits.new_empty(
-        (len(divisors), splits.numel() + 1), dtype=torch.int64
-    ),
-)
-def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
-    """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums
-    of ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
-
-    OverflowError where an offset leaves int64: always on the CPU; on a GPU with `check`, which waits, else values wrap.
-    """
-    splits, wide = splits.contiguous(), splits.dtype == torch.int64
-    out = splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64)
-    call = (splits.data_ptr(), wide, splits.numel(), divisors, strides, out.data_ptr())
-    if not splits.is_cuda:
-        extension().offsets_cpu(*call)
-        return out
-    overflow = splits.new_zeros(1, dtype=torch.int32) if check else None
-    extension().offsets_cuda(*call, 0 if overflow is None else overflow.data_ptr(), *where(splits))
-    if check and overflow.item():
-        raise OverflowError("an offset does not fit in 64 bits")
-    return out
 
 
 @operator(

@@ -1,16 +1,16 @@
-"""Which tensors the quantize operator returns, and which addresses of the extension's Direction they are."""
+"""Which tensors the quantize operator returns, and the extension's Direction that is made of their addresses."""
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from hqsweep.errors import UserError
 from hqsweep.memo import memo
-from hqsweep.ops.kernels import DTYPES, KernelSpec, spec_named
+from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda
+from hqsweep.ops.kernels import DTYPES, SUMS, TILE, KernelSpec, spec_named
+from hqsweep.ops.library import extension
 
-TILE = 128
-"""Side of the tiles of X over which statistics are summed."""
-SUMS = 8
-"""Sums per tile (csrc/quantize.h, TileSums)."""
 Allocation = tuple[tuple[int, ...], torch.dtype]
 ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
 """Arguments of the extension's Direction, from its fifth on."""
@@ -134,3 +134,57 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     tensors = [(shape, (shape[1] or 1, 1) if len(shape) == 2 else (1,), dtype) for shape, dtype in shapes]
     amaxes = amax_count(spec, x, wanted.columnwise)
     return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, wanted.by_rows)
+
+
+def direction(
+    outputs: Outputs,
+    x: Tensor,
+    tensors: list[Tensor],
+    scratch: list[Tensor],
+    key: list[int],
+    amax: Tensor | None,
+    keys: Tensor | None,
+):
+    """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
+    must live until the call has run. Members have a table of keys, and amaxes one after the other."""
+    allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
+    allocated = [allocate(*wanted) for wanted in outputs.tensors]
+    addresses = [0, 0, 0, 0, 0, 0, outputs.exact_dtype, 0, 0]
+    for i, place in outputs.places:
+        addresses[place] = allocated[i].data_ptr()
+    if amax is not None:
+        check_amax(outputs.spec, "given amax", amax, outputs.amaxes, x)
+        addresses[0] = amax.data_ptr()
+    if outputs.scratch:
+        scratch += allocated[-outputs.scratch :]
+        del allocated[-outputs.scratch :]
+    tensors += allocated
+    table = 0 if keys is None else keys.data_ptr()
+    return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows)
+
+
+def finder(
+    spec: KernelSpec,
+    count: int,
+    x: Tensor,
+    key: list[int],
+    amax: Tensor | None,
+    found: Tensor | None,
+    keys: Tensor | None,
+):
+    """The Direction that only finds `count` global amaxes."""
+    check_amax(spec, "given amax", amax, count, x)
+    check_amax(spec, "found amax", found, count, x)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, found))
+    return extension().Direction(spec.compiled, *key, *addresses, keys=0 if keys is None else keys.data_ptr())
+
+
+def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:
+    """UserError unless `amax` holds the `count` numbers that the kernels read through its address."""
+    if amax is None:
+        return
+    if amax.numel() == count and amax.dtype is torch.float32 and amax.is_contiguous() and amax.device == x.device:
+        return
+    got = f"{amax.dtype} of shape {tuple(amax.shape)} on {amax.device}"
+    got += "" if amax.is_contiguous() else ", not contiguous"
+    raise UserError(f"{name} for {spec.text} is {got}; it takes {count} contiguous float32 on {x.device}")

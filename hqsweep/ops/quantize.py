@@ -10,7 +10,7 @@ from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.ops import operators
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.inputs import Inputs, matrix_inputs, member_inputs, of_member
-from hqsweep.ops.kernels import KernelSpec, has_kernels
+from hqsweep.ops.kernels import KernelSpec
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import PackedExact, Result, held_exact, pack
 from hqsweep.ops.reference import by_reference
@@ -25,6 +25,7 @@ from hqsweep.ops.request import (
     check_backend,
     check_given,
     check_shape,
+    kernel_takes,
     request_of,
     use_kernel,
 )
@@ -202,15 +203,6 @@ def _members(
         pack([member.rowwise for member in members], row.format, layouts[0]),
         pack([member.columnwise for member in members], column.format, layouts[1], by_rows=column.by_rows),
     )
-
-
-def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
-    """Whether there is a kernel for all members at once: blocks go into the matrix, and into each member's rows where
-    the host knows them."""
-    if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
-        return False
-    down, across = request.multiples
-    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)
 
 
 def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inputs, by_rows: bool) -> Quantized:

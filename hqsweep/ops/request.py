@@ -10,7 +10,9 @@ from torch import Tensor
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.memo import memo
-from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, has_kernels, spec_of
+from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, spec_of
+from hqsweep.ops.library import has_kernels
+from hqsweep.ops.splits import Splits
 
 Output = Literal["codes", "exact"]
 Source = Literal["original", "rowwise_dequantized"]
@@ -169,3 +171,12 @@ def key_words(spec: KernelSpec | None, key: RngKey | None) -> list[int]:
     if key is None:
         raise ValueError(f"{spec.text}: encode needs an RngKey")
     return [*key.words, key.step]
+
+
+def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
+    """Whether there is a kernel for all members at once: blocks go into the matrix, and into each member's rows where
+    the host knows them."""
+    if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
+        return False
+    down, across = request.multiples
+    return x.shape[1] % across == 0 and (down == 1 or splits.sizes is None or splits.divisor % down == 0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.ops.kernels import has_kernels
-from hqsweep.ops.operators import split_offsets
+from hqsweep.ops import library
+from hqsweep.ops.library import extension, has_kernels
 
 T = TypeVar("T")
 INT64_MAX = 2**63 - 1
@@ -38,6 +38,31 @@ def splits_to_offsets(splits: Sequence[int] | Tensor, stride: int = 1, *, check:
     if max(offsets) > INT64_MAX or min(offsets) < -INT64_MAX - 1:
         raise UserError(f"offsets of {len(sizes)} splits times {stride} leave the range of int64")
     return torch.tensor(offsets, dtype=torch.int64)
+
+
+@library.operator(
+    "split_offsets(Tensor splits, int[] divisors, int[] strides, bool check=False) -> Tensor",
+    fake=lambda splits, divisors, strides, check=False: splits.new_empty(
+        (len(divisors), splits.numel() + 1), dtype=torch.int64
+    ),
+)
+def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
+    """int32 or int64 [n] -> int64 [rules, n + 1] in one launch: row r begins with 0 and has strides[r] times the sums
+    of ceil(splits / divisors[r]), where divisor 0 counts 1 for every split. At most 8 rules.
+
+    OverflowError where an offset leaves int64: always on the CPU; on a GPU with `check`, which waits, else values wrap.
+    """
+    splits, wide = splits.contiguous(), splits.dtype == torch.int64
+    out = splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64)
+    call = (splits.data_ptr(), wide, splits.numel(), divisors, strides, out.data_ptr())
+    if not splits.is_cuda:
+        extension().offsets_cpu(*call)
+        return out
+    overflow = splits.new_zeros(1, dtype=torch.int32) if check else None
+    extension().offsets_cuda(*call, 0 if overflow is None else overflow.data_ptr(), *library.where(splits))
+    if check and overflow.item():
+        raise OverflowError("an offset does not fit in 64 bits")
+    return out
 
 
 def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, Format
-from hqsweep.formats.base import expand_tiles
-from hqsweep.ops.outputs import TILE
+from hqsweep.formats.tiles import expand_tiles
+from hqsweep.ops.kernels import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
 """Rounding of scales puts a block's own amax up to an ulp above the top code; that is not counted as saturation."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, Format, Fp8Delayed, RngKey
-from hqsweep.formats.delayed import end_step
+from hqsweep.formats.fp8 import end_step
 from hqsweep.ops.amax import Search, find_amax
 from hqsweep.ops.splits import Splits
 

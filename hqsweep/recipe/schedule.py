@@ -1,4 +1,4 @@
-"""From a `recipe` config to a recipe with its schedule, and from a schedule to the steps at which recipes change.
+"""From a `recipe` config to a recipe with its schedule.
 
     schedule:
       - {at: 1000, linear: mxfp8}     # after 1000 updates; any section of a recipe
@@ -9,7 +9,7 @@ Each change starts from the recipe before it, so it says only what is new.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hqsweep.errors import UserError, nearest
@@ -22,14 +22,6 @@ from hqsweep.recipe.sections import Faults, LinearQuantizers
 
 CUSTOM_KEYS = ("name", "qfactory", "fp8_dpa", "gemm")
 CHANGE_KEYS = ("at", *GEMMS, *(key for key in KEYS if key != "name"), "qfactory", "fp8_dpa")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """A recipe without a schedule, and the first step (from 1) that it is for."""
-
-    first_step: int
-    recipe: AnyRecipe
 
 
 def parse_recipe(config: Mapping[str, Any]) -> AnyRecipe:
@@ -58,26 +50,6 @@ def recipe_config(recipe: AnyRecipe) -> dict[str, Any]:
     """Canonical text of a recipe and its schedule, every change in full; parse_recipe reads it."""
     changes = [{"at": change.at} | change.recipe.to_config() for change in recipe.schedule]
     return recipe.to_config() | {"schedule": changes}
-
-
-def stages(recipe: AnyRecipe, steps: int) -> list[Stage]:
-    """Which recipe each of `steps` training steps runs on, in order.
-
-    Raises:
-        UserError: a change comes before the first or after the last update, or not after the change before it.
-    """
-    found, faults = [Stage(first_step=1, recipe=replace(recipe, schedule=()))], Faults()
-    for index, change in enumerate(recipe.schedule):
-        done = change.at if change.at >= 1 else round(change.at * steps)
-        where = f"recipe.schedule[{index}].at: {change.at} is after {done} of {steps} updates"
-        if not 0 < done < steps:
-            faults.texts.append(f"{where}; a change comes after at least one update and before the last")
-        elif done < found[-1].first_step:
-            before = found[-1].first_step - 1
-            faults.texts.append(f"{where}, but the change before it after {before}; give them in order")
-        found.append(Stage(first_step=done + 1, recipe=change.recipe))
-    faults.raise_any()
-    return found
 
 
 def _parse_one(given: Mapping[str, Any], where: str) -> AnyRecipe:

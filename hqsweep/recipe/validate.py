@@ -11,10 +11,10 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
 from hqsweep.recipe.roles import QuantizerRole, module_roles
-from hqsweep.recipe.schedule import stages
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import Section
 from hqsweep.recipe.select import layers_of
+from hqsweep.recipe.stages import stages
 
 DeviceFault = Callable[[Format, Format, int, int, int], str | None]
 """(a, b, m, n, k) -> why the tensor cores of a device do not multiply [m, k] by [n, k] transposed, or None."""
@@ -106,6 +106,14 @@ def _stage_faults(recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault
         for module in modules
         for text in _gemm_faults(module, quantizers, recipe.gemm, device_fault)
     )
+
+
+def check_products(sections: Iterable[tuple[str, str, Section]], gemm: str) -> None:
+    """UserError, with the module and the slots, for products whose operands cannot meet in this mode; sections:
+    (module type, name, quantizers)."""
+    faults = "; ".join(section_faults(sections, gemm))
+    if faults:
+        raise UserError(faults)
 
 
 def section_faults(sections: Iterable[tuple[str, str, Section]], gemm_mode: str) -> Iterator[str]:

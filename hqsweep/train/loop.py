@@ -23,7 +23,7 @@ from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
 from hqsweep.optim import FusedAdam
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.schedule import Stage, stages
+from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.data import Dataset
 from hqsweep.train.model import GPT, Balance
 

@@ -7,7 +7,7 @@ import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.formats.delayed import end_step
+from hqsweep.formats.fp8 import end_step
 from hqsweep.formats.inputs import draw
 
 INF, NAN = math.inf, math.nan

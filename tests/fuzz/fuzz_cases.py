@@ -12,8 +12,8 @@ import torch
 from cases import KERNELS, LOW
 
 from hqsweep.formats import FORMATS, ExactOperand, Format, RngKey, parse, spellings
-from hqsweep.formats.base import expand_tiles
 from hqsweep.formats.elements import ELEMENTS
+from hqsweep.formats.tiles import expand_tiles
 
 NAMES = tuple(name for name in LOW if name in KERNELS)
 """Formats without options that a kernel quantizes without a history."""

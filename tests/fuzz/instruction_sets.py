@@ -1,11 +1,11 @@
 """Which instruction sets this build and processor have, and the operators bound to one of them."""
 
-from hqsweep.ops import kernels
+from hqsweep.ops import library
 
 
 def available() -> list[str]:
     """From the least to the most demanding; the last is what runs unless told otherwise."""
-    info = kernels.extension().build_info()
+    info = library.extension().build_info()
     names = info["isas"].split()
     return names[: names.index(info["isa"]) + 1]
 
@@ -14,7 +14,7 @@ class Bound:
     """The extension with its CPU loops of one instruction set."""
 
     def __init__(self, isa: str) -> None:
-        self._C, self.isa = kernels.extension(), isa
+        self._C, self.isa = library.extension(), isa
 
     def __getattr__(self, name: str):
         return getattr(self._C, name)
@@ -29,5 +29,5 @@ class Bound:
 def use(monkeypatch, isa: str) -> None:
     """hqsweep.ops runs that instruction set until the test ends."""
     bound = Bound(isa)
-    for module in ("operators", "addresses"):
+    for module in ("operators", "outputs"):
         monkeypatch.setattr(f"hqsweep.ops.{module}.extension", lambda: bound)

@@ -7,7 +7,8 @@ from calls import find_amax, quantize
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.ops.dequantize import dequantize
-from hqsweep.ops.kernels import NO_KEY, has_kernels
+from hqsweep.ops.kernels import NO_KEY
+from hqsweep.ops.library import has_kernels
 
 KEY = RngKey(seed=7, slot="test", step=5)
 PAIRS = [("mxfp8", "nvfp4+sr"), ("fp8_current", "fp8_block+2d"), ("nvfp4+row_scaled", "mxfp4+floor")]

@@ -6,7 +6,8 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
-from hqsweep.recipe.schedule import recipe_config, stages
+from hqsweep.recipe.schedule import recipe_config
+from hqsweep.recipe.stages import stages
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 
