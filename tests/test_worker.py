@@ -19,7 +19,7 @@ from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import CANCELLED, RunDir, RunStore
 
@@ -209,7 +209,7 @@ def test_a_stopped_run_goes_on_to_the_rows_of_an_uninterrupted_one(tmp_path, job
 
 @pytest.mark.slow
 def test_the_engine_starts_this_worker(run):
-    (status,) = run_local([run], display=PlainDisplay(Console(file=io.StringIO())), threads=1)
+    (status,) = run_local([run], display=PlainDisplay(Console(file=io.StringIO())), limits=Limits(threads=1))
     assert (status["state"], status["reason"]) == ("finished", None), run.log.read_text()
     assert run.manifest()["threads"] == 1
     assert run.manifest()["params"] > 0

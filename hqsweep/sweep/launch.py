@@ -16,7 +16,7 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
 from hqsweep.sweep.compose import expand, known_confs
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm import run_slurm
@@ -88,13 +88,14 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     runs = RunStore(Path(first.runs_dir)).create(
         sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
     )
-    common = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"display": display, "force": force}
+    limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"})
     if engine.kind == "slurm":
-        run_slurm(runs, slurm=engine.slurm.model_dump(), **common)
+        run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, **limits)
     else:
         for run in runs:
             run.job_path.unlink(missing_ok=True)
-        run_local(runs, runs_per_gpu=engine.runs_per_gpu, **common)
+        limits = Limits(runs_per_gpu=engine.runs_per_gpu, **limits)
+        run_local(runs, display=display, limits=limits, force=force)
     return runs
 
 

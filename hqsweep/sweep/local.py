@@ -31,36 +31,39 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many runs at a time, on what, and how long and how often each may try."""
+
+    workers: int | None = None
+    """Runs at a time; with runs_per_gpu as slots() takes them."""
+    runs_per_gpu: int | None = None
+    threads: int | None = None
+    """CPU threads per worker; None is cores // workers, at least 1."""
+    timeout_s: float | None = None
+    """Seconds that one attempt may take."""
+    retries: int = 0
+    """Further attempts after a failed one, each from the run's last checkpoint."""
+    backoff_s: float = 1.0
+    """Seconds before the first of them, twice as long before each further one."""
+
+
 def run_local(
-    runs: Sequence[RunDir],
-    *,
-    display: Display,
-    workers: int | None = None,
-    runs_per_gpu: int | None = None,
-    threads: int | None = None,
-    timeout_s: float | None = None,
-    retries: int = 0,
-    backoff_s: float = 1.0,
-    force: bool = False,
+    runs: Sequence[RunDir], *, display: Display, limits: Limits = Limits(), force: bool = False
 ) -> list[dict[str, Any]]:
     """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`.
 
-    workers, runs_per_gpu   as in slots()
-    threads     CPU threads per worker; None is cores // workers, at least 1
-    timeout_s   seconds that one attempt may take
-    retries     further attempts after a failed one, each from the run's last checkpoint
-    backoff_s   seconds before the first of them, twice as long before each further one
-    force       delete what runs have put out and repeat them; without it finished runs are skipped
+    force: delete what runs have put out and repeat them; without it finished runs are skipped.
 
     At one of STOP_SIGNALS the workers are stopped, their runs are interrupted, and SystemExit(128 + signal) is raised;
     a second signal kills them at once. To be called from the main thread.
     """
-    free = slots(workers, runs_per_gpu)
-    pool = _Pool(display=display, threads=threads or max(1, cores() // len(free)), timeout_s=timeout_s,
-                 backoff_s=backoff_s, slots=free)  # fmt: skip
+    free = slots(limits.workers, limits.runs_per_gpu)
+    threads = limits.threads or max(1, cores() // len(free))
+    pool = _Pool(display=display, limits=limits, threads=threads, slots=free)
     with display, _caught_signals() as caught:
         try:
-            pool.enqueue(runs, retries=retries, force=force)
+            pool.enqueue(runs, force=force)
             while pool.busy() and not caught:
                 pool.turn()
                 time.sleep(POLL_S)
@@ -94,7 +97,6 @@ class _Task:
     """A run that is not at its end."""
 
     run: RunDir
-    retries: int
     reset: bool
     failures: int = 0
     look_at: float = 0.0
@@ -120,21 +122,20 @@ class _Active:
 @dataclass(kw_only=True)
 class _Pool:
     display: Display
+    limits: Limits
     threads: int
-    timeout_s: float | None
-    backoff_s: float
     slots: list[dict[str, str]]
     queue: list[_Task] = field(default_factory=list)
     active: list[_Active] = field(default_factory=list)
 
-    def enqueue(self, runs: Sequence[RunDir], *, retries: int, force: bool) -> None:
+    def enqueue(self, runs: Sequence[RunDir], *, force: bool) -> None:
         for run in runs:
             status = run.status()
             if status["reason"] == CANCELLED:  # by an earlier `hqsweep cancel`; a later one is for this sweep
                 status = run.write_status(state="pending", reason=None)
             self._show(run, status)
             if force or status["state"] != "finished":
-                self.queue.append(_Task(run=run, retries=retries, reset=force))
+                self.queue.append(_Task(run=run, reset=force))
         if skipped := len(runs) - len(self.queue):
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
 
@@ -151,8 +152,8 @@ class _Pool:
         for active in list(self.active):
             if not active.worker.alive():
                 self._end(active)
-            elif self.timeout_s is not None and active.worker.seconds > self.timeout_s:
-                active.worker.stop("failed", f"timed out after {self.timeout_s:g} s")
+            elif self.limits.timeout_s is not None and active.worker.seconds > self.limits.timeout_s:
+                active.worker.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
             elif active.task.due():
                 self._show(active.task.run, active.task.run.written_status())
 
@@ -216,11 +217,11 @@ class _Pool:
             return
         status = active.worker.settle()
         self._show(task.run, status)
-        if status["state"] == "failed" and task.failures < task.retries:
+        if status["state"] == "failed" and task.failures < self.limits.retries:
             self._retry(task, status["reason"])
 
     def _retry(self, task: _Task, reason: str) -> None:
-        wait_s = self.backoff_s * 2**task.failures
+        wait_s = self.limits.backoff_s * 2**task.failures
         self.display.say(f"{task.run.name}: {reason}; trying again in {wait_s:g} s")
         task.failures, task.reset, task.look_at = task.failures + 1, False, time.monotonic() + wait_s
         self.queue.append(task)

@@ -40,7 +40,7 @@ def run_slurm(
     slurm      the config's section engine.slurm
     workers    tasks of an array at a time; None is any number
     threads    CPU threads per run; None is 1
-    options    timeout_s, retries and backoff_s, as run_local has them
+    options    timeout_s, retries and backoff_s, as in Limits
 
     Raises UserError when Slurm does not take the jobs.
     """

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from hqsweep.errors import EXIT_FAILED
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.scheduler import find_jobs, requeue_job
 from hqsweep.sweep.store import RunDir
@@ -23,14 +23,14 @@ NEAR_LIMIT_S = 30.0
 
 
 def work(path: Path, limit_s: float | None, options: dict[str, Any]) -> None:
-    """Bring the run in folder `path` to an end; `options` are those of run_local.
+    """Bring the run in folder `path` to an end; `options` are fields of Limits.
 
     limit_s: seconds after which Slurm tells the job that its time is nearly over; None without a limit. Raises
     SystemExit unless the run finishes.
     """
     run, began, before = RunDir(path), time.monotonic(), _checkpoints(RunDir(path))
     try:
-        (status,) = run_local([run], display=PlainDisplay(Console()), workers=1, **options)
+        (status,) = run_local([run], display=PlainDisplay(Console()), limits=Limits(workers=1, **options))
     except SystemExit:
         job = find_jobs([os.environ["SLURM_JOB_ID"]]).get(os.environ["SLURM_JOB_ID"])
         if job is None or job.state != "RUNNING":  # cancelled, or Slurm itself puts it back

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hqsweep.errors import EXIT_BUSY
 from hqsweep.sweep import process, slurm_job
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import RunDir, RunStore
@@ -80,7 +80,7 @@ def main(path: Path, role: str, number: int) -> int:
     if role == "--sweep":
         process.worker_command = command
         runs = RunStore(path.parent).runs(path.name)
-        run_local(runs, display=PlainDisplay(Console()), workers=number)
+        run_local(runs, display=PlainDisplay(Console()), limits=Limits(workers=number))
         return 0
     process.stop_with_parent(number)
     run = RunDir(path)

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import RunDir, RunStore
 
@@ -140,7 +140,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.kills is None:
-        run_local(RunStore(given.folder.parent).runs(given.folder.name), display=PlainDisplay(Console()),
-                  workers=WORKERS, threads=1)  # fmt: skip
+        runs, limits = RunStore(given.folder.parent).runs(given.folder.name), Limits(workers=WORKERS, threads=1)
+        run_local(runs, display=PlainDisplay(Console()), limits=limits)
     else:
         sys.exit(main(given.folder, given.kills, given.seed))

@@ -12,7 +12,7 @@ import fake_worker
 import pytest
 
 from hqsweep.sweep import local, process, slots
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.store import RunDir, RunStore
 
 
@@ -59,7 +59,7 @@ def wait_for(condition, seconds=10.0):
 
 def test_runs_die_each_in_its_way_and_the_others_finish(make_runs):
     runs = make_runs("quick", "segv", "kill", "raise", "exit", "quick")
-    statuses = run_local(runs, display=Lines(), workers=2)
+    statuses = run_local(runs, display=Lines(), limits=Limits(workers=2))
     assert outcomes(statuses) == [
         ("finished", None),
         ("failed", "killed by SIGSEGV"),
@@ -104,7 +104,7 @@ def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
     runs = make_runs("flaky", "raise")
     display = Lines()
     began = time.monotonic()
-    statuses = run_local(runs, display=display, workers=2, retries=2, backoff_s=0.2)
+    statuses = run_local(runs, display=display, limits=Limits(workers=2, retries=2, backoff_s=0.2))
     assert time.monotonic() - began > 0.2 + 0.4
     assert outcomes(statuses) == [("finished", None), ("failed", "RuntimeError: out of luck")]
     assert [len(starts(run)) for run in runs] == [3, 3]
@@ -115,7 +115,7 @@ def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
 def test_time_out_ends_willing_and_stubborn_workers(make_runs):
     runs = make_runs("sleep", "stubborn", "quick")
     began = time.monotonic()
-    statuses = run_local(runs, display=Lines(), workers=3, timeout_s=2.5)
+    statuses = run_local(runs, display=Lines(), limits=Limits(workers=3, timeout_s=2.5))
     assert outcomes(statuses) == [("failed", "timed out after 2.5 s")] * 2 + [("finished", None)]
     assert time.monotonic() - began < 15
     assert 2.5 <= statuses[0]["seconds"] < 15
@@ -126,15 +126,15 @@ def test_threads_are_shared_out(make_runs, monkeypatch):
     monkeypatch.setattr(slots, "visible_gpus", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     runs = make_runs("quick", "quick")
-    run_local(runs[:1], display=Lines(), workers=2)
-    run_local(runs[1:], display=Lines(), workers=2, threads=5)
+    run_local(runs[:1], display=Lines(), limits=Limits(workers=2))
+    run_local(runs[1:], display=Lines(), limits=Limits(workers=2, threads=5))
     assert [starts(run) for run in runs] == [["3 None"], ["5 None"]]
 
 
 def test_runs_share_a_gpu_as_far_as_allowed(make_runs, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     runs = make_runs(*["short"] * 6)
-    run_local(runs, display=Lines(), runs_per_gpu=2, threads=1)
+    run_local(runs, display=Lines(), limits=Limits(runs_per_gpu=2, threads=1))
     assert sorted(starts(run)[0] for run in runs[:4]) == ["1 0", "1 0", "1 1", "1 1"]
 
 
@@ -204,7 +204,7 @@ def test_a_sweep_killed_at_random_moments_finishes_without_repeating_finished_ru
         parent.communicate()
         assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
         done |= {run.path: len(starts(run)) for run in runs if run.status()["state"] == "finished"}
-    statuses = run_local(store.runs("fakes"), display=Lines(), workers=2)
+    statuses = run_local(store.runs("fakes"), display=Lines(), limits=Limits(workers=2))
     assert [status["state"] for status in statuses] == ["finished"] * 6
     assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
 

@@ -11,7 +11,7 @@ import pytest
 from hqsweep.errors import UserError
 from hqsweep.sweep import process
 from hqsweep.sweep.files import read_json
-from hqsweep.sweep.local import run_local
+from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import RunStore
 
@@ -50,7 +50,7 @@ def test_a_full_disk_stops_a_run_and_nothing_else(disk, tmp_path):
     run, other = kill_sweep.make_sweep(folder / "runs")[:2]
     free = shutil.disk_usage(folder).free
     (folder / "filler").write_bytes(bytes(free - 60_000))  # too little for a checkpoint
-    (status,) = run_local([run], display=Quiet(), threads=1)
+    (status,) = run_local([run], display=Quiet(), limits=Limits(threads=1))
     assert (status["state"], status["exit_code"]) == ("failed", 3), run.log.read_text()
     assert status["reason"] == "OSError: [Errno 28] No space left on device"
     assert [row["step"] for row in run.rows("metrics")][-1] == 10
@@ -60,12 +60,12 @@ def test_a_full_disk_stops_a_run_and_nothing_else(disk, tmp_path):
         while True:
             filler.write(bytes(4096))
     display = Quiet()
-    run_local([other], display=display, threads=1)
+    run_local([other], display=display, limits=Limits(threads=1))
     reason = display.last[other.name]["reason"]
     assert "No space left on device" in reason or reason.startswith(f"cannot write in {other.path}; is the disk full")
 
     (folder / "filler").unlink()
-    (status,) = run_local([run], display=Quiet(), threads=1)
+    (status,) = run_local([run], display=Quiet(), limits=Limits(threads=1))
     assert status["state"] == "finished", status
     assert sorted({row["step"] for row in run.rows("metrics")}) == list(range(1, 51))
 
