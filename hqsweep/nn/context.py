@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
+import torch
+import torch.compiler.config
+
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
@@ -46,15 +49,19 @@ class Context:
             )
 
     def key(self, slot: str) -> RngKey:
-        return RngKey(seed=self.seed, slot=slot, step=self.step or 0)
+        return RngKey(seed=self.seed, slot=slot, step=0 if self.step is None else self.step)
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
 OUTSIDE = Context()
 """What current() gives outside of any quantization()."""
 
-_CONTEXT = Scoped("hqsweep_quantization", OUTSIDE)
-_RECIPE: Scoped[AnyRecipe | None] = Scoped("hqsweep_autocast", None)
+_CONTEXT = Scoped(OUTSIDE)
+_RECIPE: Scoped[AnyRecipe | None] = Scoped(None)
+
+# torch.compile takes numbers of global variables for constants, and would trace a graph for every step.
+_DYNAMIC = torch.compiler.config.dynamic_sources
+torch.compiler.config.dynamic_sources = f"{_DYNAMIC}{',' * bool(_DYNAMIC)}.*_CONTEXT.*value[.]step"
 
 
 def current() -> Context:

@@ -1,14 +1,13 @@
 """Scoped: a value of the innermost `with`, which autograd's own threads see too.
 
-On CUDA backward runs in threads of the autograd engine, and with it what torch.utils.checkpoint computes again. Context
-variables have their defaults there. A thread without a value of its own therefore reads the value that was entered last
-in any thread; with one training in a process, that is the one of the thread that called backward.
+On CUDA backward runs in threads of the autograd engine, and with it what torch.utils.checkpoint computes again. A
+thread without a value of its own therefore reads the value that was entered last in any thread; with one training in a
+process, that is the one of the thread that called backward.
 """
 
 from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, local
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -21,18 +20,24 @@ class _Entry(Generic[Value]):
     value: Value
 
 
+class _Own(local):
+    """The innermost entry of each thread. torch.compile traces the attribute of a thread, but no context variable."""
+
+    entry: "_Entry | None" = None
+
+
 class Scoped(Generic[Value]):
     """`outside` is the value where no thread has entered any. Leaving restores, also by an exception."""
 
-    def __init__(self, name: str, outside: Value) -> None:
+    def __init__(self, outside: Value) -> None:
         self.outside = outside
-        self._own: ContextVar[_Entry[Value] | None] = ContextVar(name, default=None)
+        self._own = _Own()
         self._entered: tuple[_Entry[Value], ...] = ()  # of all threads, in order; replaced as a whole
         self._lock = Lock()
 
     def get(self) -> Value:
         """The value of this thread's innermost `with`, else the last one entered anywhere, else `outside`."""
-        own, entered = self._own.get(), self._entered
+        own, entered = self._own.entry, self._entered
         if own is not None:
             return own.value
         return entered[-1].value if entered else self.outside
@@ -41,17 +46,17 @@ class Scoped(Generic[Value]):
         """A context, or a decorator; what get() gives inside."""
         return Entered(self, value)
 
-    def enter(self, value: Value) -> tuple[_Entry[Value], Token]:
-        """What leave() takes."""
-        entry = _Entry(value)
-        token = self._own.set(entry)
+    def enter(self, value: Value) -> tuple[_Entry[Value], _Entry[Value] | None]:
+        """Begin a `with`; returns the arguments of leave(): its entry and this thread's entry before."""
+        entry, before = _Entry(value), self._own.entry
+        self._own.entry = entry
         with self._lock:
             self._entered += (entry,)
-        return entry, token
+        return entry, before
 
-    def leave(self, entry: _Entry[Value], token: Token) -> None:
+    def leave(self, entry: _Entry[Value], before: _Entry[Value] | None) -> None:
         """As it was before enter()."""
-        self._own.reset(token)
+        self._own.entry = before
         with self._lock:
             self._entered = tuple([e for e in self._entered if e is not entry])
 

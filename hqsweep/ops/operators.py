@@ -40,7 +40,7 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
 
 @operator(
     "quantize(Tensor x, str rowwise, str columnwise, bool dequantized, bool rowwise_exact, bool columnwise_exact, "
-    "int[] rowwise_key, int[] columnwise_key, Tensor? rowwise_amax, Tensor? columnwise_amax, bool statistics, "
+    "SymInt[] rowwise_key, SymInt[] columnwise_key, Tensor? rowwise_amax, Tensor? columnwise_amax, bool statistics, "
     "Tensor? offsets=None, SymInt[]? sizes=None, Tensor? rowwise_keys=None, Tensor? columnwise_keys=None, "
     "bool by_rows=False) -> Tensor[]",
     fake=_quantize_fake,
@@ -73,7 +73,7 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
 
 
 @operator(
-    "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, int[] rowwise_key, Tensor? rowwise_amax, "
+    "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, SymInt[] rowwise_key, Tensor? rowwise_amax, "
     "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None) -> ()",
     fake=lambda *_, **__: None,
 )

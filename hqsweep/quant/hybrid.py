@@ -45,6 +45,16 @@ class HybridQuantizer:
             raise UserError(
                 f"columnwise format {self.columnwise}: +row_scaled is for rowwise operands only; drop it here"
             )
+        # Worked out now: torch.compile cannot trace the lock that a cached_property of Python 3.11 takes.
+        _ = (
+            self.stochastic,
+            self.delayed,
+            self.row_multiple,
+            self.rowwise.layout,
+            self.columnwise.layout,
+            self.rowwise.text,
+            self.columnwise.text,
+        )
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":

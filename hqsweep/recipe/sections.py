@@ -38,6 +38,9 @@ class Faults:
 class Section:
     """Base of the sections; a subclass has one field for each tensor of its module type, named as the tensor."""
 
+    def __post_init__(self) -> None:
+        _ = self.stochastic  # worked out now, as by HybridQuantizer
+
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
         """Names of the slots that a section gives."""
