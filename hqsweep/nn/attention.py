@@ -111,6 +111,21 @@ class _AttentionFunction(torch.autograd.Function):
         return *call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3), None
 
 
+class _RoundGradients(torch.autograd.Function):
+    """q, k and v as they are; backward rounds their gradients, together, as the boundary slot grad_input says."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.call = call
+        return q.view_as(q), k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        rows = torch.cat([gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]).to(ctx.call.dtype)
+        parts = ctx.call.rounded("grad_input", rows).chunk(3)
+        return *(part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True)), None
+
+
 class DotProductAttention(QuantizedModule):
     """softmax(q k^T / sqrt(E)) v for q, k, v [..., T, E] -> [..., T, E], in `dtype`.
 
@@ -143,6 +158,8 @@ class DotProductAttention(QuantizedModule):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
         call = _Call(**self.call_facts(), causal=is_causal)
         if _is_high_precision(call.quantizers):
+            if call.quantizers.grad_input is not None:
+                q, k, v = _RoundGradients.apply(q, k, v, call)
             o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         else:
             self._check(call, q.shape[-2])

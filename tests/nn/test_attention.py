@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from hqsweep.errors import UserError
+from hqsweep.formats import parse
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.context import quantization
+from hqsweep.nn.module import set_recipe
 from hqsweep.nn.probe import Probe
 from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import QuantizerRole, Recipe
 
 SHAPE = (2, 3, 128, 32)  # batch, heads, positions, width
 RECIPES = {
@@ -144,3 +147,20 @@ def test_the_probe_sees_every_tensor_in_both_directions():
     }
     sqnr = {(r["tensor"], r["direction"]): r["sqnr_db"] for r in probe.rows}
     assert 18 < sqnr["qkv", "rowwise"] < 22 and 28 < sqnr["qkv", "columnwise"] < 34
+
+
+@pytest.mark.parametrize("quantizers", ["fp8_current", "bf16"])
+@pytest.mark.parametrize("slot", ["output", "grad_input"])
+def test_a_boundary_is_rounded_to_the_values_of_its_reader(slot, quantizers):
+    """grad_input is of queries, keys and values together, which share one amax."""
+    recipe = {"linear": "bf16", "dpa": quantizers, "overrides": [{"name": "next", "linear": "fp8_current"}]}
+    plain, module = attention(quantizers), attention(quantizers)
+    setattr(module, module.BOUNDARIES[slot], QuantizerRole("linear", "input", "next"))
+    assert set_recipe(module, Recipe.from_config(recipe)) == 1
+    expected, actual, format = list(run(plain)), run(module), parse("fp8_current")
+    where = slice(0, 1) if slot == "output" else slice(1, 4)
+    rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in expected[where]]).bfloat16()
+    values = format.decode(format.encode(rows), tuple(rows.shape)).bfloat16().chunk(len(expected[where]))
+    expected[where] = [v.view(x.shape).to(x.dtype) for v, x in zip(values, expected[where], strict=True)]
+    assert all(torch.equal(a.to(e.dtype), e) for a, e in zip(actual, expected, strict=True))
+    assert not torch.equal(torch.cat(values), rows)

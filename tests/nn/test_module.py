@@ -310,3 +310,15 @@ def test_the_bits_of_a_module_that_is_gone_are_free():
     with quantization(step=1):
         for _ in range(3):
             Linear(64, 64, name="a", recipe=STOCHASTIC)(torch.randn(32, 64))
+
+
+def test_a_change_of_the_columnwise_source_alone_is_a_change():
+    """The formats of both directions stay what they are."""
+    texts, x = ("nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"), draw("normal", 32, 64)
+    changed, fresh = linear(texts[0]), linear(texts[1])
+    assert set_recipe(changed, recipe(texts[1])) == 3 and changed.quantizers == fresh.quantizers
+    gradients = []
+    for module in (changed, fresh, linear(texts[0])):
+        module(x).backward(draw("normal", 32, 96, 1))
+        gradients.append(module.weight.grad)
+    assert torch.equal(gradients[0], gradients[1]) and not torch.equal(gradients[0], gradients[2])

@@ -1,6 +1,7 @@
 """LayerNormLinear, LayerNormMLP, MultiheadAttention and TransformerLayer: against torch in float64, and their roles.
 
-That each of their GEMMs gets the operands of the recipe is held bit for bit by the parity job's check `modules`.
+That each of their GEMMs gets the operands of the recipe is held bit for bit here against single linears, and by the
+parity job's check `modules`.
 """
 
 import pytest
@@ -12,6 +13,7 @@ from hqsweep.nn import (
     LayerNormLinear,
     LayerNormLinearOptions,
     LayerNormMLP,
+    Linear,
     MLPOptions,
     MultiheadAttention,
     TransformerLayer,
@@ -178,3 +180,64 @@ def test_queries_and_keys_that_turn_are_not_rounded_before():
     module = MultiheadAttention(D, H, name="a", recipe=MXFP8_DPA, options=options)
     module(torch.randn(B, T, D))
     assert boundaries(module) == WIRED | {"qkv output": None, "dpa grad": None}
+
+
+MIXED = {"input": "nvfp4|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8"}
+
+
+def single(module, name):
+    """A Linear of the name with a linear's parameters, under the recipe."""
+    own = Linear(*reversed(module.weight.shape), name=name, recipe=MIXED, bias=module.bias is not None)
+    own.load_state_dict({k: v for k, v in module.state_dict().items() if not k.startswith("norm")})
+    return own
+
+
+def by_hand(module, name):
+    """What the module computes, of single linears."""
+    if isinstance(module, LayerNormLinear):
+        alone = single(module, name)
+        return lambda x: alone(module.norm(x))
+    if isinstance(module, LayerNormMLP):
+        fc1, fc2 = by_hand(module.fc1, f"{name}.fc1"), single(module.fc2, f"{name}.fc2")
+        return lambda x: fc2(module.activation(fc1(x).float()))
+    if isinstance(module, MultiheadAttention):
+        qkv, proj = by_hand(module.qkv, f"{name}.qkv"), single(module.proj, f"{name}.proj")
+        return lambda x: proj(module._core(qkv(x)))
+    attn, mlp = by_hand(module.attn, f"{name}.attn"), by_hand(module.mlp, f"{name}.mlp")
+
+    def layer(x):
+        x = x + attn(x).to(x.dtype)
+        return x + mlp(x).to(x.dtype)
+
+    return layer
+
+
+QUANTIZED = {
+    "LayerNormLinear": lambda recipe: LayerNormLinear(D, 96, name="m", recipe=recipe, bias=True),
+    "LayerNormMLP": lambda recipe: LayerNormMLP(D, 96, name="m", recipe=recipe, bias=True),
+    "MultiheadAttention": lambda recipe: MultiheadAttention(D, H, name="m", recipe=recipe),
+    "TransformerLayer": lambda recipe: TransformerLayer(D, 96, H, name="m", recipe=recipe),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_linear_inside_is_quantized_by_the_recipe(name):
+    """To the byte what Linears of the recipe compute, forward and backward; high precision computes something else."""
+    module = QUANTIZED[name]({"linear": MIXED})
+    high = QUANTIZED[name]("bf16")
+    high.load_state_dict(module.state_dict())
+    results = []
+    for function in (module, by_hand(module, "m"), high):
+        x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = function(x)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype))
+        results.append((y.detach(), x.grad))
+    ours, expected, unquantized = results
+    for result, same, other in zip(ours, expected, unquantized, strict=True):
+        assert torch.equal(result, same) and not torch.equal(result, other)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_linear_inside_has_the_quantizers_of_the_recipe(name):
+    modules = [m for m in quantized_modules(QUANTIZED[name]({"linear": MIXED})) if m.module_type == "linear"]
+    assert [m.quantizers.texts() for m in modules] == [MIXED] * len(modules) and modules
