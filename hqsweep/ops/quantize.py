@@ -71,7 +71,7 @@ def quantize(
     Otherwise there is a call for each member, which waits; UserError names the member. No statistics.
     """
     row = rowwise if type(rowwise) is Target else as_target(rowwise)
-    column = columnwise if type(columnwise) is Target else as_target(columnwise)
+    column = columnwise if type(columnwise) is Target else as_target(columnwise) if columnwise else NO_TARGET
     request = request_of(row.format, column.format, columnwise_source, row.output, column.output)
     x = as_matrix(x)
     if splits is not None:

@@ -150,10 +150,11 @@ def use_kernel(
     request: Request, x: Tensor, backend: Backend, row_grid: Buffers | None = None, column_grid: Buffers | None = None
 ) -> bool:
     """Whether the kernels take one matrix; UserError where backend="kernel" insists on them."""
-    if backend == "reference":
-        return False
-    check_backend(backend)
-    supported = request.kernels and has_kernels(x.device.type)
+    if backend != "auto":
+        check_backend(backend)
+        if backend == "reference":
+            return False
+    supported = request.kernels and has_kernels("cpu" if x.is_cpu else x.device.type)
     if row_grid is not None or column_grid is not None:
         for spec, grid in ((request.row, row_grid), (request.column, column_grid)):
             if spec and grid is not None and (len(grid) != 1 or spec.amax_name not in grid):
