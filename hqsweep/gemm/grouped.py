@@ -28,7 +28,6 @@ from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.layout import GroupLayout, ShapesLayout
 from hqsweep.ops.packed import PackedExact, pack
 from hqsweep.ops.splits import Splits
-from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.operand import Operand
 
 
@@ -39,7 +38,7 @@ class Members:
     members: Sequence[Operand | ExactOperand]
 
 
-Group = GroupedOperand | PackedExact | Members
+Group = Operand | PackedExact | Members
 
 
 def mm_t_tokens(a: Group, b: Group, plan: GemmPlan, *, out_dtype: torch.dtype) -> Tensor:
@@ -104,7 +103,7 @@ def tokens_by_kernel(a: PackedExact, b: PackedExact, out_dtype: torch.dtype, *, 
     return apply_factors(y, factors, a.divisor * b.divisor, out_dtype)
 
 
-def tokens_by_native_kernel(a: GroupedOperand, b: GroupedOperand) -> Tensor:
+def tokens_by_native_kernel(a: Operand, b: Operand) -> Tensor:
     """mm_t_tokens of E4M3 codes by torch._scaled_grouped_mm, without fast accumulation, in bfloat16."""
     splits, experts, (n, k) = a.layout.splits, b.layout.splits.count, b.layout.one_shape
     left, right = (group.buffers["q"].view(torch.float8_e4m3fn) for group in (a, b))
@@ -150,13 +149,13 @@ def _exact(group: Group) -> PackedExact:
     return group if isinstance(group, PackedExact) else _packed(group).operand()
 
 
-def _packed(group: GroupedOperand | Members) -> GroupedOperand:
+def _packed(group: Operand | Members) -> Operand:
     """Codes in one memory."""
-    if isinstance(group, GroupedOperand):
+    if isinstance(group, Operand):
         return group
     first, layout = group.members[0], _layout(group)
     buffers = pack([member.buffers for member in group.members], first.format, layout)
-    return GroupedOperand(format=first.format, layout=layout, dtype=first.dtype, buffers=buffers)
+    return Operand(format=first.format, layout=layout, dtype=first.dtype, buffers=buffers)
 
 
 def _layout(group: Members) -> GroupLayout:

@@ -15,7 +15,7 @@ from hqsweep.nn.rounding import rounded_by
 from hqsweep.ops.request import Output
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.grouped_operand import HybridGroup, quantize_group
+from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
 from hqsweep.recipe.roles import QuantizerRole
@@ -100,7 +100,7 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
         by_rows: bool = False,
-    ) -> HybridOperand | HybridGroup:
+    ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
         of experts as torch._grouped_mm takes them. UserError, naming the tensor and the expert."""
         key, states = self.key(tensor), self.states_of(tensor, x)

@@ -25,9 +25,8 @@ from hqsweep.nn.parameter import (
     weight_matrix,
 )
 from hqsweep.nn.workspace import WeightWorkspace
-from hqsweep.quant.grouped_operand import GroupSkeleton, HybridGroup, unflatten_any
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import HybridOperand, Operand, Skeleton
+from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
 
@@ -82,9 +81,9 @@ class LinearCall(Call):
         from the same read of the weights."""
         if is_held(weights):
             return held_operands(weights, direction)
-        takes, by_rows = self.product_takes, self.by_rows("dgrad")
+        takes, by_rows = self.product_takes, self.plans is not None and self.plans["dgrad"].one_kernel
 
-        def make(directions: Collection[Direction]) -> HybridOperand | HybridGroup:
+        def make(directions: Collection[Direction]) -> HybridOperand:
             outputs = dict.fromkeys(directions, takes)
             return self.quantize("weight", weight_matrix(weights, self.dtype), **outputs, by_rows=by_rows)
 
@@ -96,9 +95,8 @@ class LinearCall(Call):
         return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make)
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
-        """UserError, with the name of the module, for weights that one of the GEMMs could not use."""
-        if not self.main_grad and not any(isinstance(weight, HybridQuantizedTensor) for weight in weights):
-            return
+        """UserError, with the name of the module, for weights that one of the GEMMs could not use. A step's use of ones
+        that are held in fp8_delayed is noted."""
         owners = [self] if len(weights) == 1 and weights[0].dim() == 3 else self.singles
         for call, weight in zip(owners, weights, strict=True):
             try:
@@ -109,19 +107,16 @@ class LinearCall(Call):
                     check_main_grad(weight)
             except UserError as error:
                 raise UserError(f"{call.layer}: {error}") from None
-
-    def use_held(self, weights: Weights) -> None:
-        """Note that this step uses weights that are held quantized in fp8_delayed."""
         if is_held(weights) and weights[0].quantizer.delayed:
             for states in link_states(weights, self.states):
                 replace(states, **self.recording).use()
 
-    def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | GroupSkeleton | None) -> AnyOperand:
+    def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | None) -> AnyOperand:
         """The columnwise operand of x, from what was saved of it."""
         if skeleton is None:
             outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
             return self.quantize("input", tensors[0], **outputs).columnwise
-        return unflatten_any(tensors, skeleton)
+        return unflatten(tensors, skeleton)
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Report what forward has; x and the weights in high precision are what backward compares with."""
@@ -131,11 +126,10 @@ class LinearCall(Call):
         return x, originals
 
     def probe_parts(self, tensor: str, x: Tensor) -> None:
-        """Report the rows of each expert that has any, if there is a probe."""
-        if self.context.probe:
-            for call, part in zip(self.singles, self.parts(x), strict=True):
-                if len(part):
-                    call.probe_tensor(tensor, part)
+        """Report the rows of each expert that has any."""
+        for call, part in zip(self.singles, self.parts(x), strict=True):
+            if len(part):
+                call.probe_tensor(tensor, part)
 
     def probe_gemms(self, gemm: str, a: Sequence[Tensor], b: Sequence[Tensor], actual: Sequence[Tensor]) -> None:
         """Report the GEMM of each expert that has rows, of unquantized a [m, k] and b [n, k]."""

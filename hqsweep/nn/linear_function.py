@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hqsweep.nn.call import Call
-from hqsweep.nn.parameter import flatten_weights, unflatten_weights
+from hqsweep.nn.parameter import flatten_weights, is_held, unflatten_weights
 from hqsweep.nn.products import once_differentiable
 from hqsweep.ops.kernels import in_dtype
-from hqsweep.quant.grouped_operand import flatten_any
+from hqsweep.quant.operand import flatten
 
 Gradient = Tensor | None
 
@@ -30,20 +30,22 @@ class LinearFunction(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         needs_dx = ctx.needs_input_grad[0] and call.grad
         needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
-        call.check_weights(weights, needs_dx, needs_dw)
-        call.use_held(weights)
+        held = is_held(weights)
+        if held or call.main_grad:
+            call.check_weights(weights, needs_dx, needs_dw)
         column = "codes" if needs_dw and not call.save_original else None
         operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
         y = call.product("fprop", operands.rowwise, call.weight(weights, "rowwise", needs_dx=needs_dx), call.dtype)
         ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
-        held, ctx.weight_skeletons = flatten_weights(weights) if needs_dx else ((), ())
-        saved, ctx.skeleton = flatten_any(operands.columnwise) if column else ([x] if needs_dw else (), None)
-        ctx.call, ctx.count, ctx.held = call, count, len(held)
+        of_weights, ctx.weight_skeletons = flatten_weights(weights) if held and needs_dx else (weights, ())
+        of_weights = of_weights if needs_dx else ()
+        saved, ctx.skeleton = flatten(operands.columnwise) if column else ([x] if needs_dw else (), None)
+        ctx.call, ctx.count, ctx.of_weights = call, count, len(of_weights)
         ctx.one_parameter = call.splits is None or weights[0].dim() == 3
         ctx.dw_dtype = torch.float32 if call.main_grad else weights[0].dtype
         ctx.weights = weights if call.main_grad else None
-        ctx.biases = [(bias.dtype, bias.dim()) for bias in biases]
-        ctx.save_for_backward(*held, *saved)
+        ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
+        ctx.save_for_backward(*of_weights, *saved)
         return _add_biases(call, y, biases) if biases else y
 
     @staticmethod
@@ -52,14 +54,15 @@ class LinearFunction(torch.autograd.Function):
         call, count, needs_dx = ctx.call, ctx.count, ctx.needs_input_grad[0]
         needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
         tensors, dx = ctx.saved_tensors, None
-        held, saved = tensors[: ctx.held], tensors[ctx.held :]
+        of_weights, saved = tensors[: ctx.of_weights], tensors[ctx.of_weights :]
         dy = in_dtype(dy, call.dtype) if call.splits is None else in_dtype(dy, call.dtype).contiguous()
-        call.probe_parts("grad_output", dy)
+        if ctx.probed:
+            call.probe_parts("grad_output", dy)
         row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs_dw)))
         operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
         if needs_dx:
             skeletons = ctx.weight_skeletons
-            w_column = unflatten_weights(held, skeletons) if skeletons else call.weight(held, "columnwise")
+            w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
             dx = call.product("dgrad", operands.rowwise, w_column, call.dtype)
             if ctx.probed:
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))

@@ -20,9 +20,8 @@ from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.grouped import GroupedTensor
-from hqsweep.quant.grouped_operand import GroupedOperand, GroupSkeleton, flatten_any, unflatten_any
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
-from hqsweep.quant.operand import Operand, Skeleton
+from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
 
@@ -107,12 +106,12 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
     return joined
 
 
-def held_operands(weights: Weights, direction: Direction) -> Operand | GroupedOperand | Members:
+def held_operands(weights: Weights, direction: Direction) -> Operand | Members:
     """The operands of one direction of weights that are held quantized, which check_held has let pass."""
     return _joined([getattr(weight, direction) for weight in weights])
 
 
-def _joined(operands: list[Operand | GroupedOperand]) -> Operand | GroupedOperand | Members:
+def _joined(operands: list[Operand]) -> Operand | Members:
     return operands[0] if len(operands) == 1 else Members(members=operands)
 
 
@@ -139,22 +138,17 @@ def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: H
         raise UserError(f"the {direction} operand of the weight is not held; quantize it with directions={DIRECTIONS}")
 
 
-def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton | GroupSkeleton]]:
-    """The tensors that dgrad needs of the weights: they themselves, without skeletons, or those of their columnwise
-    operands."""
-    if not is_held(weights):
-        return list(weights), []
-    flat = [flatten_any(weight.columnwise) for weight in weights]
+def flatten_weights(weights: Weights) -> tuple[list[Tensor], list[Skeleton]]:
+    """The tensors of the columnwise operands of weights that are held, which dgrad needs."""
+    flat = [flatten(weight.columnwise) for weight in weights]
     return [tensor for tensors, _ in flat for tensor in tensors], [skeleton for _, skeleton in flat]
 
 
-def unflatten_weights(
-    tensors: Sequence[Tensor], skeletons: Sequence[Skeleton | GroupSkeleton]
-) -> Operand | GroupedOperand | Members:
+def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) -> Operand | Members:
     """The columnwise operands of weights that are held, from flatten_weights."""
     count = len(tensors) // len(skeletons)
     parts = [tensors[i * count : (i + 1) * count] for i in range(len(skeletons))]
-    return _joined([unflatten_any(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
+    return _joined([unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
 def check_main_grad(weight: Tensor) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hqsweep.formats import Identity, RngKey
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -16,10 +15,10 @@ class _StraightThrough(torch.autograd.Function):
     """Forward: dequantize(quantize(x)); backward: the gradient passes unchanged (Bengio et al., arXiv 1308.3432)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, quantize: Callable[[Tensor], Operand | GroupedOperand]) -> Tensor:
+    def forward(ctx, x: Tensor, quantize: Callable[[Tensor], Operand]) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         operand = quantize(rows)
-        if not isinstance(operand, GroupedOperand):
+        if operand.layout is None:
             return operand.dequantize().view(x.shape)
         parts = [member.dequantize() for member in operand.members]
         left_over = rows[sum(map(len, parts)) :]  # of no expert, behind the last one
@@ -39,6 +38,6 @@ def rounded(x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStat
     return rounded_by(x, quantizer, quantize)
 
 
-def rounded_by(x: Tensor, quantizer: HybridQuantizer, quantize: Callable[[Tensor], Operand | GroupedOperand]) -> Tensor:
+def rounded_by(x: Tensor, quantizer: HybridQuantizer, quantize: Callable[[Tensor], Operand]) -> Tensor:
     """rounded, where quantize gives the rowwise operand of x as a matrix, or that of each expert's rows."""
     return x if quantizer.rowwise == Identity(name="fp32") else _StraightThrough.apply(x, quantize)

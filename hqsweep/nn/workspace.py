@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.quant.grouped_operand import HybridGroup
 from hqsweep.quant.hybrid import Direction, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
 
@@ -28,7 +27,7 @@ class WeightWorkspace:
         forms: Mapping[Direction, Hashable],
         quantizer: HybridQuantizer,
         key: RngKey,
-        make: Callable[[Collection[Direction]], HybridOperand | HybridGroup],
+        make: Callable[[Collection[Direction]], HybridOperand],
     ) -> Any:
         """The operand of the first direction in forms, as make gave it when it was last called for the same bits in the
         same form.

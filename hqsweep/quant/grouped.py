@@ -20,10 +20,11 @@ from hqsweep.formats import RngKey
 from hqsweep.ops.layout import refuse_unlike
 from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.group import quantize_group
 from hqsweep.quant.grouped_metadata import GroupMetadata
-from hqsweep.quant.grouped_operand import GroupedOperand, HybridGroup, quantize_group
 from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 aten = torch.ops.aten
@@ -39,8 +40,8 @@ class GroupedTensor(HybridQuantizedTensor):
     added to its slot for expert e, as a role with an expert has it.
     """
 
-    rowwise: GroupedOperand | None
-    columnwise: GroupedOperand | None
+    rowwise: Operand | None
+    columnwise: Operand | None
     states: Sequence[SlotStates | None] | None
     """Of each expert."""
     metadata_type = GroupMetadata
@@ -188,7 +189,7 @@ class GroupedTensor(HybridQuantizedTensor):
             made.append(member)
         return made
 
-    def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> HybridGroup:
+    def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> HybridOperand:
         meta = self.metadata
         states = self.states and [state and replace(state, record=True, held=True) for state in self.states]
         x = matrix.view(-1) if meta.shapes else matrix

@@ -12,8 +12,8 @@ from hqsweep.formats import RngKey, RngKeys
 from hqsweep.ops.layout import GroupLayout, Layout
 from hqsweep.ops.shapes import Shapes
 from hqsweep.ops.splits import Splits
-from hqsweep.quant.grouped_operand import GroupedOperand
 from hqsweep.quant.metadata import Metadata
+from hqsweep.quant.operand import Operand
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,13 @@ class GroupMetadata(Metadata):
         slots = tuple(key.under(str(self.first + expert)).slot for expert in range(self.experts))
         return RngKeys(seed=key.seed, slots=slots, step=key.step)
 
-    def operand(self, buffers: Mapping[str, Tensor], direction: str) -> GroupedOperand | None:
+    def operand(self, buffers: Mapping[str, Tensor], direction: str) -> Operand | None:
         if direction not in self.directions:
             return None
         own = {name: buffers[f"{d}_{name}"] for d, name in self.stored if d == direction}
         own = own or {"q": buffers["rowwise_q"]}  # an identity, which both directions read
         format, layout = getattr(self.quantizer, direction), self.layout(direction)
-        return GroupedOperand(format=format, layout=layout, dtype=self.source_dtype, buffers=own)
+        return Operand(format=format, layout=layout, dtype=self.source_dtype, buffers=own)
 
     def describe(self) -> dict[str, Any]:
         shapes = {"shapes": [list(shape) for shape in self.shapes.members]} if self.shapes else {}

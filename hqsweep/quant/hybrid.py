@@ -5,20 +5,22 @@ Vanilla quantization is the case of equal formats. The text form is ROW|COL@SOUR
 operands only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
+from hqsweep.ops.layout import GroupLayout
+from hqsweep.ops.packed import Result
 from hqsweep.ops.quantize import Quantized, quantize
 from hqsweep.ops.request import SOURCES, Output, Target
+from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import gather
-from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.delayed import SlotStates, grids_of, note_group
 from hqsweep.quant.operand import HybridOperand, Operand
 
 FIELDS = ("rowwise", "columnwise", "columnwise_source")
@@ -119,8 +121,10 @@ class HybridQuantizer:
         *,
         rowwise: Output | None = "codes",
         columnwise: Output | None = "codes",
-        key: RngKey | None = None,
-        states: SlotStates | None = None,
+        key: RngKey | Sequence[RngKey | None] | None = None,
+        states: SlotStates | Sequence[SlotStates] | None = None,
+        splits: Splits | None = None,
+        by_rows: bool = False,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -128,16 +132,21 @@ class HybridQuantizer:
         rowwise_dequantized the columnwise operand is made from dequantize(rowwise), rounded to x's dtype. Directions in
         fp8_delayed are scaled by the states of the slot, which then take note of x's amaxes in one more read; UserError
         without them.
+
+        splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
+        and states, into operands with a layout. by_rows: see ops.request.Target.
         """
         needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
         formats = {
             "rowwise": self.rowwise if needs_row else None,
             "columnwise": self.columnwise if columnwise else None,
         }
-        made = self._quantize(x, formats, key, states, (rowwise or "codes", columnwise or "codes"))
-        shape = tuple(x.shape)
-        row = _operand(made.rowwise, self.rowwise, shape, x.dtype) if rowwise else None
-        return HybridOperand(rowwise=row, columnwise=_operand(made.columnwise, self.columnwise, shape[::-1], x.dtype))
+        row = Target(formats["rowwise"], rowwise or "codes")
+        column = Target(formats["columnwise"], columnwise or "codes", by_rows=by_rows)
+        results = self._quantize(x, row, column, key, states, splits=splits)
+        row = _operand(results.rowwise, self.rowwise, x, splits, columnwise=False) if rowwise else None
+        column = _operand(results.columnwise, self.columnwise, x, splits, columnwise=True)
+        return HybridOperand(rowwise=row, columnwise=column)
 
     def statistics(
         self, x: Tensor, key: RngKey | None = None, states: SlotStates | None = None
@@ -147,50 +156,57 @@ class HybridQuantizer:
         Errors are against the values of x. The pass compares an operand with what it is made from, so that with
         rowwise_dequantized the columnwise one is decoded and compared again. States are read and stay as they are.
         """
-        formats = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         states = states and replace(states, record=False)
-        made = self._quantize(x, formats, key, states, ("codes", "codes"), statistics=True)
-        column = made.columnwise_statistics
+        results = self._quantize(x, Target(self.rowwise), Target(self.columnwise), key, states, statistics=True)
+        column = results.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
-            column = gather(x.t(), self.columnwise, made.columnwise)
-        return {"rowwise": made.rowwise_statistics.row(), "columnwise": column.row()}
+            column = gather(x.t(), self.columnwise, results.columnwise)
+        return {"rowwise": results.rowwise_statistics.row(), "columnwise": column.row()}
 
     def _quantize(
         self,
         x: Tensor,
-        formats: Mapping[Direction, Format | None],
-        key: RngKey | None,
-        states: SlotStates | None,
-        outputs: tuple[Output, Output],
-        *,
-        statistics: bool = False,
+        row: Target,
+        column: Target,
+        key: RngKey | Sequence[RngKey | None] | None,
+        states: SlotStates | Sequence[SlotStates] | None,
+        **options: Any,
     ) -> Quantized:
-        source = self.columnwise_source if formats["columnwise"] else "original"
+        """ops.quantize with its options, under the keys and the states, which take note."""
+        source = self.columnwise_source if column.format else "original"
         if states is None and not self.stochastic:
-            row, column = Target(formats["rowwise"], outputs[0]), Target(formats["columnwise"], outputs[1])
-            return quantize(x, row, column, columnwise_source=source, statistics=statistics)
-        keys = self.direction_keys(key)
-        grids = states.grids(formats) if states else {}
-        targets = [
-            Target(formats[d], output, keys[d], grids.get(d)) for d, output in zip(DIRECTIONS, outputs, strict=True)
-        ]
-        made = quantize(x, *targets, columnwise_source=source, statistics=statistics)
-        if states:
+            return quantize(x, row, column, columnwise_source=source, **options)
+        keys, formats = self.direction_keys(key), {"rowwise": row.format, "columnwise": column.format}
+        one = isinstance(states, SlotStates)
+        grids = (states.grids(formats) if one else grids_of(states, formats)) if states else {}
+        row = row._replace(key=keys["rowwise"], grid=grids.get("rowwise"))
+        column = column._replace(key=keys["columnwise"], grid=grids.get("columnwise"))
+        results = quantize(x, row, column, columnwise_source=source, **options)
+        if one:
             states.note(x, formats, source, keys["rowwise"])
-        return made
+        elif states:
+            note_group(states, x, options["splits"], formats, source, keys["rowwise"])
+        return results
 
-    def direction_keys(self, key: RngKey | RngKeys | None) -> dict[str, Any]:
-        """Direction -> its stream of the slot, or of all slots, where its format draws bits; else None."""
+    def direction_keys(self, key: RngKey | Sequence[RngKey | None] | None) -> dict[str, Any]:
+        """Direction -> its stream of the slot, or of every slot, where its format draws bits; else None."""
+        if isinstance(key, Sequence) and not isinstance(key, RngKeys):
+            each = [self.direction_keys(own) for own in key]
+            return {direction: [own[direction] for own in each] for direction in DIRECTIONS}
         draws = {d: key is not None and getattr(self, d).stochastic for d in DIRECTIONS}
         return {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
 
 
 def _operand(
-    made: dict[str, Tensor] | ExactOperand | None, format: Format, shape: tuple[int, int], dtype: torch.dtype
+    result: Result | None, format: Format, x: Tensor, splits: Splits | None, *, columnwise: bool
 ) -> Operand | ExactOperand | None:
-    if made is None or isinstance(made, ExactOperand):
-        return made
-    return Operand(format=format, shape=shape, dtype=dtype, buffers=made)
+    if result is None or isinstance(result, ExactOperand):
+        return result
+    if splits is not None:
+        layout = GroupLayout.of(splits, x.shape[1], columnwise=columnwise)
+        return Operand(format=format, layout=layout, dtype=x.dtype, buffers=result)
+    shape = tuple(x.shape)
+    return Operand(format=format, shape=shape[::-1] if columnwise else shape, dtype=x.dtype, buffers=result)
 
 
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:

@@ -1,4 +1,4 @@
-"""Operand: one direction of a quantized matrix, as a plain dataclass that torch operations refuse.
+"""Operand: one direction of a quantized matrix, or of many, as a plain dataclass that torch operations refuse.
 
 flatten and unflatten are the one way in and out: autograd saves what flatten gives, and so will checkpoints and
 offload.
@@ -6,6 +6,7 @@ offload.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,25 +14,43 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
+from hqsweep.ops.layout import Layout
+from hqsweep.ops.packed import member_buffers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operand:
-    """A matrix encoded along its last axis. The columnwise operand of X has the shape of X.T."""
+    """A matrix encoded along its last axis. The columnwise operand of X has the shape of X.T.
+
+    With a layout it is many matrices, the members of a group, in packed buffers, and has no shape of its own.
+    """
 
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, int] | None = None
+    layout: Layout | None = None
+    """Where the members of a group lie; None: one matrix."""
     dtype: torch.dtype
     """dtype of the matrix it was made from, and of dequantize()."""
     buffers: Buffers
+    """Those of the format; of a group each is flat, one member's part after the other's, with room behind them."""
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the source's)."""
         return dequantize(self.buffers, self.format, self.shape, dtype or self.dtype)
 
     def operand(self) -> ExactOperand:
-        """Exact matrix and epilogue factor for gemm=exact."""
-        return exact_operand_of(self.buffers, self.format, self.shape)
+        """Exact matrix and epilogue factor for gemm=exact; of a group packed, by rows, and nothing waits where a kernel
+        decodes."""
+        return exact_operand_of(self.buffers, self.format, self.layout or self.shape)
+
+    @cached_property
+    def members(self) -> list["Operand"]:
+        """The operand of each member of a group, as views; waits as Splits.host does."""
+        shapes, buffers = self.layout.shapes, member_buffers(self.buffers, self.format, self.layout)
+        return [
+            Operand(format=self.format, shape=shape, dtype=self.dtype, buffers=own)
+            for shape, own in zip(shapes, buffers, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -52,20 +71,23 @@ class Skeleton:
     """An Operand without its tensors: hashable, picklable."""
 
     format: Format
-    shape: tuple[int, int]
+    shape: tuple[int, int] | None
+    layout: Layout | None
     dtype: torch.dtype
 
 
 def flatten(operand: Operand) -> tuple[list[Tensor], Skeleton]:
     """Tensors in layout order, and what is needed to put them together again. Copies nothing."""
     tensors = [operand.buffers[name] for name in operand.format.layout]
-    return tensors, Skeleton(format=operand.format, shape=operand.shape, dtype=operand.dtype)
+    fields = {"format": operand.format, "shape": operand.shape, "layout": operand.layout, "dtype": operand.dtype}
+    return tensors, Skeleton(**fields)
 
 
 def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand:
     """Inverse of flatten."""
     buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
-    return Operand(format=skeleton.format, shape=skeleton.shape, dtype=skeleton.dtype, buffers=buffers)
+    fields = {"format": skeleton.format, "shape": skeleton.shape, "layout": skeleton.layout, "dtype": skeleton.dtype}
+    return Operand(**fields, buffers=buffers)
 
 
 def narrow(operand: Operand, axis: int, start: int, stop: int) -> Operand:

@@ -21,7 +21,7 @@ from hqsweep.gemm.native import capability_of
 from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
-from hqsweep.quant.grouped_operand import quantize_group
+from hqsweep.quant.group import quantize_group
 
 SPLITS = (40, 0, 24, 64)
 E, M, N, K = len(SPLITS), sum(SPLITS), 48, 64

@@ -17,7 +17,7 @@ from experts import (
     train,
 )
 
-import hqsweep.quant.grouped_operand
+import hqsweep.quant.hybrid
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import quantization
 from hqsweep.nn.recompute import recomputed
@@ -68,7 +68,7 @@ def test_recomputation_microbatches_and_cached_weights(quantizers):
 
 
 def test_a_weight_is_quantized_once_for_all_microbatches(monkeypatch):
-    place, made = hqsweep.quant.grouped_operand, []
+    place, made = hqsweep.quant.hybrid, []
     module, real = grouped(), place.quantize
 
     def spy(x, *targets, splits, **options):

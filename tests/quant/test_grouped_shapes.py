@@ -11,8 +11,9 @@ from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states,
 
 from hqsweep.formats import Identity
 from hqsweep.ops.shapes import Shapes
-from hqsweep.quant import GroupedTensor, HybridQuantizer, grouped_operand
-from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatten_group
+from hqsweep.quant import GroupedTensor, HybridQuantizer, hybrid
+from hqsweep.quant.group import quantize_group
+from hqsweep.quant.operand import flatten, unflatten
 
 UNEVEN = [name for name, shapes in SHAPES.items() if len({k for _, k in shapes}) > 1]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -67,7 +68,7 @@ def test_one_direction_alone_is_that_of_both(text, device):
             codes, exact = (made(**{direction: output, other: None}) for output in ("codes", "exact"))
             assert getattr(codes, other) is None and getattr(exact, other) is None
             expected, codes, exact = (getattr(group, direction) for group in (both, codes, exact))
-            again = unflatten_group(*pickle.loads(pickle.dumps(flatten_group(codes))))
+            again = unflatten(*pickle.loads(pickle.dumps(flatten(codes))))
             for buffer, flat_buffer in expected.buffers.items():
                 assert torch.equal(codes.buffers[buffer], flat_buffer), (name, direction)
                 assert torch.equal(again.members[1].buffers[buffer], expected.members[1].buffers[buffer])
@@ -87,7 +88,7 @@ def assert_exact(members, expected):
 def test_rows_alone_are_one_call(text, monkeypatch):
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES["wide"])
     expected, calls = alone(x, quantizer, columnwise=False), []
-    monkeypatch.setattr(grouped_operand, "quantize", _counted(grouped_operand.quantize, calls))
+    monkeypatch.setattr(hybrid, "quantize", _counted(hybrid.quantize, calls))
     monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_: pytest.fail("a call for one member"))
     w = GroupedTensor.quantize(x, quantizer, key=KEY, directions=("rowwise",))
     assert_members(w.rowwise, expected, "rowwise")

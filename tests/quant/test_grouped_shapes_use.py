@@ -18,7 +18,7 @@ from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.ops.shapes import Shapes
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import GroupedTensor, HybridQuantizedTensor, HybridQuantizer
-from hqsweep.quant.grouped_operand import quantize_group
+from hqsweep.quant.group import quantize_group
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
 cases = pytest.mark.parametrize("name", SHAPES)

@@ -13,7 +13,8 @@ from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.outputs import Matrices, Wanted, allocations
 from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer, Operand
-from hqsweep.quant.grouped_operand import flatten_group, quantize_group, unflatten_group
+from hqsweep.quant.group import quantize_group
+from hqsweep.quant.operand import flatten, unflatten
 
 SPLITS = (48, 0, 16, 176)
 ROWS, WIDTH = sum(SPLITS), 96
@@ -87,8 +88,8 @@ def test_packed_buffers_are_compact_and_fit_the_capacity(text):
                 assert own.data_ptr() == address or not own.numel()
                 address += own.nbytes
             assert address == flat.data_ptr() + flat.nbytes and flat.numel() <= room.get(name, flat.numel())
-        tensors, skeleton = flatten_group(group)
-        assert_same(unflatten_group(tensors, skeleton), group.members)
+        tensors, skeleton = flatten(group)
+        assert_same(unflatten(tensors, skeleton), group.members)
 
 
 def test_capacity_is_reached_by_the_worst_splits_but_for_less_than_one_block_an_expert():

@@ -1,0 +1,104 @@
+"""Quantize the matrices of a group by one quantizer, each by itself, into packed operands."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.ops.layout import GroupLayout, Layout
+from hqsweep.ops.packed import pack
+from hqsweep.ops.request import Output
+from hqsweep.ops.shapes import Shapes
+from hqsweep.ops.splits import Splits
+from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, Operand
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """The arguments of quantize_group after its first three."""
+
+    rowwise: Output | None
+    columnwise: Output | None
+    keys: Sequence[RngKey | None] | None
+    states: Sequence[SlotStates | None] | None
+    by_rows: bool
+
+
+def quantize_group(
+    x: Tensor,
+    splits: Splits | Shapes,
+    quantizer: HybridQuantizer,
+    *,
+    rowwise: Output | None = "codes",
+    columnwise: Output | None = "codes",
+    keys: Sequence[RngKey | None] | None = None,
+    states: Sequence[SlotStates | None] | None = None,
+    by_rows: bool = False,
+) -> HybridOperand:
+    """[rows, width] -> operands of the directions asked for; member e is what quantizer.quantize makes of the rows of
+    expert e, to the byte, under its own key and states. by_rows: see Target.
+
+    With Shapes x is flat, contiguous, and may have room to spare. Members of one width are then quantized at once, as
+    with Splits; others by a call for each, unless their rows alone are wanted and Shapes.folded finds a matrix.
+    A quantizer of another class with a quantize of its own is called for each expert. Raises as quantize does, naming
+    the expert.
+    """
+    states = states if states and all(states) else None
+    wanted = _Wanted(rowwise=rowwise, columnwise=columnwise, keys=keys, states=states, by_rows=by_rows)
+    if isinstance(splits, Shapes):
+        return _of_shapes(x, splits, quantizer, wanted)
+    return _of_splits(x, splits, quantizer, wanted)
+
+
+def has_own_quantize(quantizer: HybridQuantizer) -> bool:
+    """Whether it is of a class whose quantize is not the one of HybridQuantizer, and so is called for each expert."""
+    return type(quantizer).quantize is not HybridQuantizer.quantize
+
+
+def _of_splits(x: Tensor, splits: Splits, quantizer: HybridQuantizer, wanted: _Wanted) -> HybridOperand:
+    if has_own_quantize(quantizer):
+        layouts = [GroupLayout.of(splits, x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS]
+        return _one_by_one([x[start:end] for start, end in splits.spans], layouts, quantizer, wanted)
+    directions = {"rowwise": wanted.rowwise, "columnwise": wanted.columnwise}
+    slots = {"key": wanted.keys, "states": wanted.states}
+    return quantizer.quantize(x, **directions, **slots, splits=splits, by_rows=wanted.by_rows)
+
+
+def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: _Wanted) -> HybridOperand:
+    matrix = None if shapes.width is None else (shapes.width, shapes.splits)
+    if matrix is None and wanted.rowwise and not wanted.columnwise and not has_own_quantize(quantizer):
+        matrix = shapes.folded(quantizer.rowwise)
+    if matrix is None:
+        layouts = [shapes.layout(columnwise=direction == "columnwise") for direction in DIRECTIONS]
+        return _one_by_one(shapes.parts(x), layouts, quantizer, wanted)
+    width, splits = matrix
+    operands = _of_splits(x[: shapes.total].view(splits.rows, width), splits, quantizer, wanted)
+    if width == shapes.width:
+        return operands
+    return replace(operands, rowwise=replace(operands.rowwise, layout=shapes.layout(columnwise=False)))
+
+
+def _one_by_one(
+    parts: Sequence[Tensor], layouts: Sequence[Layout], quantizer: HybridQuantizer, wanted: _Wanted
+) -> HybridOperand:
+    nothing, directions = [None] * len(parts), {"rowwise": wanted.rowwise, "columnwise": wanted.columnwise}
+    slots = zip(parts, wanted.keys or nothing, wanted.states or nothing, strict=True)
+    members = []
+    for expert, (part, key, states) in enumerate(slots):
+        try:
+            members.append(quantizer.quantize(part, **directions, key=key, states=states))
+        except UserError as error:
+            raise UserError(f"expert {expert}: {error}") from None
+    groups = {}
+    for direction, layout in zip(DIRECTIONS, layouts, strict=True):
+        operands, format = [getattr(member, direction) for member in members], getattr(quantizer, direction)
+        results = [operand.buffers if isinstance(operand, Operand) else operand for operand in operands]
+        packed = pack(results, format, layout, by_rows=wanted.by_rows)
+        if isinstance(packed, dict):
+            packed = Operand(format=format, layout=layout, dtype=parts[0].dtype, buffers=packed)
+        groups[direction] = packed
+    return HybridOperand(**groups)
