@@ -191,6 +191,10 @@ def test_what_a_call_for_each_expert_refuses_is_refused():
         quantize(x, parse("fp8_delayed"), splits=Splits.of((48,), 48))
     with pytest.raises(ValueError, match="encode needs an RngKey"):
         quantize(x, parse("nvfp4+sr"), splits=Splits.of((48,), 48))
+    with pytest.raises(UserError, match="statistics are those of one matrix"):
+        quantize(x, format, splits=Splits.of((48,), 48), statistics=True)
+    with pytest.raises(UserError, match=r"splits of 32 rows over 2 experts for a matrix of shape \(48, 32\)"):
+        quantize(x, format, splits=Splits.of((16, 16), 32))
 
 
 @pytest.mark.gpu
