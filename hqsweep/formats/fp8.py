@@ -170,7 +170,12 @@ class Fp8Block(_ScaledFp8):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Delayed(Fp8PerTensor):
-    """As fp8_current, but under the amax of a grid, {"s": float32 [1, 1]}: values beyond it saturate."""
+    """As fp8_current, but under the amax of a grid, {"s": float32 [1, 1]}: values beyond it saturate.
+
+    quant/delayed.py remembers the amaxes of earlier steps, by the arithmetic of TransformerEngine's fused update
+    (common/recipe/delayed_scaling.cu, kernel_bulk at d0067d0da6cb) with margin 0. TransformerEngine stores the scale;
+    the amax that it comes from is stored here, 0 at the first step, where the scale is 1.
+    """
 
     name = "fp8_delayed"
     delayed = True
