@@ -26,7 +26,8 @@ def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: tor
     Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
     stores; with factors its float32 output is read once more, by the multiplication that rounds.
     """
-    a, b = (o.operand() if isinstance(o, Operand) else o for o in (a, b))
+    a = a.operand() if isinstance(a, Operand) else a
+    b = b.operand() if isinstance(b, Operand) else b
     if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
         return matrix_product(a.matrix, b.matrix, out_dtype)
     product = matrix_product(a.matrix, b.matrix, torch.float32)

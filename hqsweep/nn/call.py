@@ -103,15 +103,14 @@ class Call:
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
         of experts as torch._grouped_mm takes them. UserError, naming the tensor and the expert."""
-        key, states = self.key(tensor), self.states_of(tensor, x)
-        directions = {"rowwise": rowwise, "columnwise": columnwise}
+        quantizer, states = self.quantizer(tensor), self.states_of(tensor, x)
+        key = self.key(tensor) if quantizer.reads_key else None
         if self.splits is None:
-            return self.quantizer(tensor).quantize(x, **directions, key=key, states=states)
+            return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
         splits = self.weight_splits if tensor == "weight" else self.splits
+        options = {"keys": key, "states": states, "by_rows": by_rows}
         try:
-            return quantize_group(
-                x, splits, self.quantizer(tensor), **directions, keys=key, states=states, by_rows=by_rows
-            )
+            return quantize_group(x, splits, quantizer, rowwise=rowwise, columnwise=columnwise, **options)
         except UserError as error:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
 

@@ -58,7 +58,7 @@ class LinearFunction(torch.autograd.Function):
         dy = in_dtype(dy, call.dtype) if call.splits is None else in_dtype(dy, call.dtype).contiguous()
         if ctx.probed:
             call.probe_parts("grad_output", dy)
-        row, column = (call.product_takes if needed else None for needed in (needs_dx, any(needs_dw)))
+        row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
         operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
         if needs_dx:
             skeletons = ctx.weight_skeletons

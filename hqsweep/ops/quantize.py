@@ -83,7 +83,8 @@ def quantize(
         return Quantized()
     if use_kernel(request, x, backend, row.grid, column.grid):
         return _by_kernel(request, x, matrix_inputs(request, row, column), statistics)
-    if request.row and request.column and backend == "auto":  # perhaps one of them has a kernel
+    # One of two may have a kernel; sums of statistics are in the order of each direction by itself.
+    if request.row and request.column and backend == "auto" and (request.some_kernel or statistics):
         return _one_by_one(request, x, row, column, statistics)
     return Quantized(*by_reference(request, x, row, column, statistics))
 

@@ -63,6 +63,8 @@ class Request:
     delayed: bool
     kernels: bool
     """Whether all formats have one."""
+    some_kernel: bool
+    """Whether one of the formats has one."""
     holds: bool
     """Whether an operand is the matrix itself, which an identity holds."""
 
@@ -99,6 +101,7 @@ def request_of(
         stochastic=any(spec.stochastic for spec in specs),
         delayed=any(spec.delayed for spec in specs),
         kernels=all(spec.compiled is not None for spec in specs),
+        some_kernel=any(spec.compiled is not None for spec in specs),
         holds=row_holds or column_holds,
     )
 

@@ -17,7 +17,7 @@ from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, par
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import Result
 from hqsweep.ops.quantize import Quantized, quantize
-from hqsweep.ops.request import SOURCES, Output, Target
+from hqsweep.ops.request import NO_TARGET, SOURCES, Output, Target
 from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import gather
 from hqsweep.quant.delayed import SlotStates, grids_of, note_group
@@ -50,6 +50,7 @@ class HybridQuantizer:
         # Worked out now: torch.compile cannot trace the lock that a cached_property of Python 3.11 takes.
         _ = (
             self.stochastic,
+            self.reads_key,
             self.delayed,
             self.row_multiple,
             self.rowwise.layout,
@@ -98,6 +99,12 @@ class HybridQuantizer:
         return any(format.stochastic for format in (self.rowwise, self.columnwise))
 
     @cached_property
+    def reads_key(self) -> bool:
+        """Whether quantize needs the key of its call: where bits are drawn, and in a class of somebody else, which may
+        draw its own."""
+        return self.stochastic or type(self) is not HybridQuantizer
+
+    @cached_property
     def delayed(self) -> bool:
         """Whether the scale of a direction comes from the amaxes of earlier steps."""
         return any(format.delayed for format in (self.rowwise, self.columnwise))
@@ -137,12 +144,8 @@ class HybridQuantizer:
         and states, into operands with a layout. by_rows: see ops.request.Target.
         """
         needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
-        formats = {
-            "rowwise": self.rowwise if needs_row else None,
-            "columnwise": self.columnwise if columnwise else None,
-        }
-        row = Target(formats["rowwise"], rowwise or "codes")
-        column = Target(formats["columnwise"], columnwise or "codes", by_rows=by_rows)
+        row = Target(self.rowwise, rowwise or "codes") if needs_row else NO_TARGET
+        column = Target(self.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
         results = self._quantize(x, row, column, key, states, splits=splits)
         row = _operand(results.rowwise, self.rowwise, x, splits, columnwise=False) if rowwise else None
         column = _operand(results.columnwise, self.columnwise, x, splits, columnwise=True)

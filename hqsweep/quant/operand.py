@@ -79,15 +79,15 @@ class Skeleton:
 def flatten(operand: Operand) -> tuple[list[Tensor], Skeleton]:
     """Tensors in layout order, and what is needed to put them together again. Copies nothing."""
     tensors = [operand.buffers[name] for name in operand.format.layout]
-    fields = {"format": operand.format, "shape": operand.shape, "layout": operand.layout, "dtype": operand.dtype}
-    return tensors, Skeleton(**fields)
+    skeleton = Skeleton(format=operand.format, shape=operand.shape, layout=operand.layout, dtype=operand.dtype)
+    return tensors, skeleton
 
 
 def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand:
     """Inverse of flatten."""
     buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
-    fields = {"format": skeleton.format, "shape": skeleton.shape, "layout": skeleton.layout, "dtype": skeleton.dtype}
-    return Operand(**fields, buffers=buffers)
+    format, shape, layout, dtype = skeleton.format, skeleton.shape, skeleton.layout, skeleton.dtype
+    return Operand(format=format, shape=shape, layout=layout, dtype=dtype, buffers=buffers)
 
 
 def narrow(operand: Operand, axis: int, start: int, stop: int) -> Operand:

@@ -119,3 +119,14 @@ def test_statistics_are_errors_against_the_original_values_in_both_directions():
             wanted = tensor_error(source, operand.format, operand.buffers)
             assert rows[direction]["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=1e-3)
             assert rows[direction]["scale_max"] == pytest.approx(wanted["scale_max"], nan_ok=True)
+
+
+class Named(HybridQuantizer):
+    """A quantizer of somebody else."""
+
+
+def test_keys_are_read_where_bits_are_drawn_and_in_classes_of_somebody_else():
+    formats = parse("mxfp8"), parse("nvfp4+sr")
+    assert not HybridQuantizer(formats[0], formats[0]).reads_key
+    assert HybridQuantizer(formats[0], formats[1]).reads_key
+    assert Named(formats[0], formats[0]).reads_key
