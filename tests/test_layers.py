@@ -152,3 +152,55 @@ def test_importing_the_command_line_leaves_the_compiler_alone():
     """torch._dynamo takes as long to import as torch itself."""
     code = "import hqsweep.config.job, hqsweep.sweep.launch, sys; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MANY_ARGUMENTS = {
+    "ops.operators", "ops.library", "compat",
+    "cli.main", "cli.gate", "cli.status", "cli.probe", "cli.recipe",
+}  # fmt: skip
+"""Modules whose signatures are not ours to choose: operators, TransformerEngine's names, options of commands."""
+NINE_AT_MOST = {
+    "optim.__init__", "sweep.local.run_local", "quant.grouped.quantize", "quant.group.quantize_group",
+}  # fmt: skip
+"""Functions with one or two arguments too many: torch.optim's signature, the keys of engine=local, and groups."""
+FORMAT_FIELDS = {"sr", "rht", "rht_signed", "row_scaled", "tile", "two_d", "pow2", "stochastic", "delayed",
+                 "exact_dtype", "divisor", "amax_name", "element_name"}  # fmt: skip
+FORMAT_TYPES = {"MX", "NVFP4", "Fp8Block", "Fp8Current", "Fp8Delayed", "Fp8PerTensor", "Identity"}
+
+
+def arguments(function: ast.FunctionDef) -> int:
+    """How many arguments a function takes, self, cls and ctx not counted."""
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
+
+
+def test_functions_take_few_arguments():
+    many = [
+        f"{name}.{node.name}: {arguments(node)}"
+        for name, tree in TREES.items()
+        if not any(f"{name}.".startswith(f"{each}.") for each in MANY_ARGUMENTS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and arguments(node) > (9 if f"{name}.{node.name}" in NINE_AT_MOST else 7)
+    ]
+    assert not many, f"more than 7 arguments: {many}; a frozen dataclass says what belongs together"
+
+
+def asks_a_format(node: ast.AST) -> bool:
+    """getattr(x, "a field of formats") or isinstance(x, a class of formats)."""
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ("getattr", "isinstance"):
+        return False
+    about = node.args[1]
+    if node.func.id == "getattr":
+        return isinstance(about, ast.Constant) and about.value in FORMAT_FIELDS
+    return any(isinstance(part, ast.Name) and part.id in FORMAT_TYPES for part in ast.walk(about))
+
+
+def test_formats_answer_for_themselves():
+    asked = [
+        f"{name} line {node.lineno}"
+        for name, tree in TREES.items()
+        if not name.startswith("formats.")
+        for node in ast.walk(tree)
+        if asks_a_format(node)
+    ]
+    assert not asked, f"a format is asked for its type or for a field that it may not have: {asked}"
