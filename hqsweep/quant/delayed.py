@@ -10,7 +10,7 @@ the same modules in the same order, as data parallelism has it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -137,6 +137,10 @@ class SlotStates:
         if self.record:
             for state in self.states.values():
                 state.step = self.training_step()
+
+    def written(self) -> Self:
+        """These states as a tensor that is held has them while it is written."""
+        return replace(self, record=True, held=True)
 
     def grids(self, formats: Mapping[str, Format | None]) -> dict[str, Buffers]:
         """Direction -> the amaxes under which it is encoded, where its format is delayed.

@@ -8,9 +8,9 @@ Members may also have any shapes [m_e, k_e]. The group is flat then, [sum of m_e
 one after the other; it is written, copied and saved as a whole, and `members` are its parts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,17 +19,14 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.ops.layout import refuse_unlike
 from hqsweep.ops.shapes import Shapes
+from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.group import quantize_group
-from hqsweep.quant.grouped_metadata import GroupMetadata
 from hqsweep.quant.homogeneous import homogeneous
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
-from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.operand import Operand
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 aten = torch.ops.aten
-AXES = 3
-MemberShapes = Sequence[Sequence[int]]
 
 
 class GroupedTensor(HybridQuantizedTensor):
@@ -43,37 +40,8 @@ class GroupedTensor(HybridQuantizedTensor):
     rowwise: Operand | None
     columnwise: Operand | None
     states: Sequence[SlotStates | None] | None
-    """Of each expert."""
-    metadata_type = GroupMetadata
-
-    @classmethod
-    def takes(cls, shape: Sequence[int]) -> bool:
-        """Whether it is [experts, rows, columns]."""
-        return len(shape) == AXES and shape[0] > 0
-
-    def in_kind(self, size: Sequence[int]) -> Sequence[Any] | None:
-        shapes = self.metadata.shapes
-        return shapes.members if shapes and tuple(size) == tuple(self.shape) else super().in_kind(size)
-
-    @classmethod
-    def metadata_of(cls, shape: Sequence[int], *, shapes: Shapes | None = None, **facts: Any) -> GroupMetadata:
-        """That of a tensor [E, N, K], or of a flat one whose members have these shapes."""
-        if shapes is not None:
-            return GroupMetadata(matrix=(1, shapes.total), experts=shapes.count, shapes=shapes, **facts)
-        if not cls.takes(shape):
-            raise UserError(f"a grouped tensor is [experts, rows, columns], not of shape {tuple(shape)}")
-        return GroupMetadata(matrix=(shape[0] * shape[1], shape[2]), experts=shape[0], **facts)
-
-    @classmethod
-    def empty(cls, shape: Sequence[int] | MemberShapes, quantizer: HybridQuantizer, **options: Any) -> Self:
-        """As HybridQuantizedTensor.empty. shape: [E, N, K], or [m_e, k_e] of each member: where they differ the group
-        is flat, else it is [E, m, k]. UserError, naming the member, for a shape that a format cannot hold."""
-        if not (len(shape) and isinstance(shape[0], Sequence)):
-            return super().empty(shape, quantizer, **options)
-        shapes = Shapes.of(shape)
-        if shapes.equal:
-            return super().empty((shapes.count, *shapes.equal), quantizer, **options)
-        return super().empty((shapes.total,), quantizer, shapes=shapes, **options)
+    """The states of each expert's slot."""
+    content_type = ManyMatrices
 
     @classmethod
     def quantize(
@@ -98,22 +66,13 @@ class GroupedTensor(HybridQuantizedTensor):
         if not isinstance(x, Tensor):
             if shapes is not None:
                 raise UserError("quantize: shapes are for a flat buffer; a tensor for each member has its own")
-            shapes, x = Shapes.of([part.shape for part in x]).members, _joined(x)
+            shapes, x = Shapes.of([part.shape for part in x]).members, joined(x)
         elif shapes is not None:
             x = _used(x, Shapes.of(shapes))
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
-        made = cls.empty(x.shape if shapes is None else shapes, quantizer, **options)
+        group = cls.empty(x.shape if shapes is None else shapes, quantizer, **options)
         keep = {"key": key, "states": states, "preserve": preserve_high_precision_init_val}
-        return made.begin_with(x.view(made.shape), **keep)
-
-    def quantize_(self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None) -> Self:
-        """As HybridQuantizedTensor.quantize_; x may also be a tensor for each member, of its shape."""
-        if not isinstance(x, Tensor):
-            got, own = [tuple(part.shape) for part in x], self.metadata.member_shapes
-            if got != own:
-                raise UserError(f"quantize_: got tensors of shapes {got} for members of shapes {own}")
-            x = _joined(x).view(self.shape)
-        return super().quantize_(x, key=key)
+        return group.begin_with(x.view(group.shape), **keep)
 
     @classmethod
     def of(cls, members: Sequence[HybridQuantizedTensor]) -> Self:
@@ -138,24 +97,23 @@ class GroupedTensor(HybridQuantizedTensor):
                 got, other = (f"{m.dtype} {m.metadata.directions}" for m in (member, first))
                 raise UserError(f"grouped tensor: expert {expert} is {got}, and expert 0 {other}")
         meta = first.metadata
-        made = cls.empty(
-            [member.shape for member in members], quantizer, dtype=first.dtype, source_dtype=meta.source_dtype,
-            device=first.device, directions=meta.directions,
-            key=meta.key and replace(meta.key, slot=meta.key.slot.removesuffix("/0")),
-        )  # fmt: skip
-        for own, member in zip(made.members, members, strict=True):
+        key = meta.key and replace(meta.key, slot=meta.key.slot.removesuffix("/0"))
+        options = {"source_dtype": meta.source_dtype, "directions": meta.directions, "key": key}
+        shapes = [member.shape for member in members]
+        group = cls.empty(shapes, quantizer, dtype=first.dtype, device=first.device, **options)
+        for own, member in zip(group.members, members, strict=True):
             own.write_(member)
         preserved = [member.high_precision_init_val for member in members]
         if all(value is not None for value in preserved):
-            made.high_precision_init_val = torch.cat([value.reshape(-1) for value in preserved]).view(made.shape)
-        return made
+            group.high_precision_init_val = torch.cat([value.reshape(-1) for value in preserved]).view(group.shape)
+        return group
 
     def reused_for(self, shapes: MemberShapes) -> Self:
         """A group of these shapes in the first part of the memory of this one, whose rest is room to spare and is left
         as it is; no states, and values are open until it is written. UserError where a buffer is too short."""
         meta = self.metadata
-        facts = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions, "key": meta.key}
-        wanted, buffers = type(self).empty(shapes, self.quantizer, device="meta", **facts), {}
+        fields = {"dtype": self.dtype, "source_dtype": meta.source_dtype, "directions": meta.directions}
+        wanted, buffers = type(self).empty(shapes, self.quantizer, device="meta", key=meta.key, **fields), {}
         for name, buffer in wanted.buffers.items():
             held = self.buffers[name]
             if buffer.numel() > held.numel():
@@ -167,8 +125,8 @@ class GroupedTensor(HybridQuantizedTensor):
 
     @property
     def experts(self) -> int:
-        """How many there are."""
-        return self.metadata.experts
+        """Number of experts."""
+        return self.metadata.content.count
 
     @property
     def members(self) -> list[HybridQuantizedTensor]:
@@ -176,51 +134,18 @@ class GroupedTensor(HybridQuantizedTensor):
         meta = self.metadata
         operands = {d: getattr(self, d).members for d in meta.directions}
         preserved = self.high_precision_init_val
-        if preserved is not None and meta.shapes:
-            preserved = meta.shapes.parts(preserved)
-        made = []
-        for expert in range(meta.experts):
+        if preserved is not None and meta.content.shapes:
+            preserved = meta.content.shapes.parts(preserved)
+        members = []
+        for expert in range(meta.content.count):
             own = {f"{d}_{name}": operands[d][expert].buffers[name] for d, name in meta.stored}
             if preserved is not None:
                 own[INIT_VAL] = preserved[expert]
-            facts = meta.member(expert)
-            member = HybridQuantizedTensor(own, facts, facts.matrix)
+            metadata = meta.member(expert)
+            member = HybridQuantizedTensor(own, metadata, metadata.matrix)
             member.states = self.states and self.states[expert]
-            made.append(member)
-        return made
-
-    def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> HybridOperand:
-        meta = self.metadata
-        states = self.states and [state and replace(state, record=True, held=True) for state in self.states]
-        x = matrix.view(-1) if meta.shapes else matrix
-        return quantize_group(x, meta.splits, self.quantizer, **wanted, keys=meta.keys(key), states=states)
-
-    def check_view(self, shape: Sequence[int]) -> None:
-        """UserError for a flat group in any other shape."""
-        shapes = self.metadata.shapes
-        if shapes and tuple(shape) != (shapes.total,):
-            refuse_unlike(
-                shapes.members, f"a view {list(shape)} of a group", instead="; it is flat, or take its members"
-            )
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        if self.rowwise is not None:
-            parts = [member.dequantize(dtype) for member in self.rowwise.members]
-        else:
-            parts = [member.dequantize(dtype).t() for member in self.columnwise.members]
-        if self.metadata.shapes:
-            return torch.cat([part.reshape(-1) for part in parts])
-        return torch.stack(parts).view(self.shape)
-
-
-def _joined(members: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype and device as a flat one; UserError for others, naming the first."""
-    first = members[0]
-    for expert, member in enumerate(members):
-        if (member.dtype, member.device) != (first.dtype, first.device):
-            got, other = (f"{m.dtype} on {m.device}" for m in (member, first))
-            raise UserError(f"member {expert} of a group is {got}, and member 0 {other}")
-    return torch.cat([member.reshape(-1) for member in members])
+            members.append(member)
+        return members
 
 
 def _used(x: Tensor, shapes: Shapes) -> Tensor:
@@ -232,10 +157,9 @@ def _used(x: Tensor, shapes: Shapes) -> Tensor:
 
 def _experts(x: GroupedTensor, dim: int, operation: str) -> None:
     """UserError unless the axis is the one of experts."""
-    if x.metadata.shapes:
-        refuse_unlike(
-            x.metadata.member_shapes, f"{operation} of a group", instead="; take its members, or use dequantize()"
-        )
+    content = x.metadata.content
+    if content.shapes:
+        refuse_unlike(content.members, f"{operation} of a group", instead="; take its members, or use dequantize()")
     if x.dim() != AXES or dim % x.dim() != 0:
         raise UserError(
             f"{operation} along axis {dim} of a grouped tensor of shape {tuple(x.shape)}; it can be cut along the first"
@@ -267,13 +191,13 @@ def _slice(
     buffers = {}
     for direction, name in meta.stored:
         flat = x.buffers[f"{direction}_{name}"]
-        buffers[f"{direction}_{name}"] = flat.view(meta.experts, -1)[start:stop].view(-1)
+        buffers[f"{direction}_{name}"] = flat.view(x.experts, -1)[start:stop].view(-1)
     if x.high_precision_init_val is not None:
         buffers[INIT_VAL] = x.high_precision_init_val[start:stop]
-    matrix = (count * x.shape[1], x.shape[2])
-    made = x.view_of(buffers, (count, *x.shape[1:]), matrix=matrix, experts=count, first=meta.first + start)
-    made.states = x.states and x.states[start:stop]
-    return made
+    matrix, first = (count * x.shape[1], x.shape[2]), meta.content.first + start
+    part = x.view_of(buffers, (count, *x.shape[1:]), content=ManyMatrices(matrix=matrix, count=count, first=first))
+    part.states = x.states and x.states[start:stop]
+    return part
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:

@@ -1,7 +1,7 @@
-"""What a HybridQuantizedTensor is beside its buffers and its shape, and which buffers that takes."""
+"""What a quantized tensor is beside its buffers and its shape, and which buffers that takes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.quant.content import Content, OneMatrix, parse_content
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -20,26 +21,45 @@ class Metadata:
     quantizer: HybridQuantizer
     directions: tuple[str, ...]
     """Those that are held, of "rowwise" and "columnwise"."""
-    matrix: tuple[int, int]
-    """Shape of what is encoded: the leading axes of the logical shape folded."""
+    content: Content
+    """The matrix, or the matrices, that the operands encode."""
     dtype: torch.dtype
-    """Of the logical tensor: what dequantize() gives, and gradients have."""
+    """dtype of the logical tensor: what dequantize() gives, and gradients have."""
     source_dtype: torch.dtype
     """What values are rounded to before they are quantized."""
     key: RngKey | None = None
-    """That of the last quantization, where the quantizer rounds stochastically."""
+    """Key of the last quantization, where the quantizer rounds stochastically; of a group, all members' in one."""
     shares_scale: bool = False
     """A part of a tensor that has entries in common with the rest, such as the scale of the tensor: not writable."""
 
-    @property
-    def extent(self) -> tuple:
-        """What two tensors of one quantizer have in common where one can take the other's bytes."""
-        return (self.matrix,)
+    @classmethod
+    def of(
+        cls,
+        content: Content,
+        quantizer: HybridQuantizer,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        source_dtype: torch.dtype | None = None,
+        directions: Sequence[str] = DIRECTIONS,
+        key: RngKey | None = None,
+    ) -> "Metadata":
+        """The metadata of a new tensor, of which a key is noted where random bits are drawn; UserError for directions
+        that do not exist, and for none."""
+        if not directions or not set(directions) <= set(DIRECTIONS):
+            raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
+        return cls(
+            quantizer=quantizer,
+            directions=tuple(d for d in DIRECTIONS if d in directions),
+            content=content,
+            dtype=dtype,
+            source_dtype=source_dtype or dtype,
+            key=key if quantizer.stochastic else None,
+        )
 
     @property
-    def is_stochastic(self) -> bool:
-        """Whether a direction draws random bits."""
-        return any(getattr(self.quantizer, direction).stochastic for direction in DIRECTIONS)
+    def matrix(self) -> tuple[int, int]:
+        """Shape of all that is encoded, as one matrix."""
+        return self.content.matrix
 
     @property
     def stored(self) -> list[tuple[str, str]]:
@@ -49,29 +69,20 @@ class Metadata:
         held = self.directions[:1] if one else self.directions
         return [(direction, name) for direction in held for name in getattr(q, direction).layout]
 
-    def shape(self, direction: str) -> tuple[int, int]:
-        """Of the matrix that the direction's operand encodes."""
-        rows, cols = self.matrix
-        return (rows, cols) if direction == "rowwise" else (cols, rows)
-
-    def check_shape(self, direction: str) -> None:
-        """UserError for a matrix that the format of the direction cannot hold."""
-        getattr(self.quantizer, direction).check_shape(*self.shape(direction))
-
     def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """dtype and shape of one buffer; UserError for a matrix that the format cannot hold."""
+        """dtype and shape of one buffer; UserError for a shape that the format cannot hold."""
         format = getattr(self.quantizer, direction)
-        return format.layout[name].dtype, format.shapes(*self.shape(direction))[name]
+        return format.layout[name].dtype, self.content.buffer_shape(format, name, direction)
 
     def empty(self, device: torch.device | str) -> dict[str, Tensor]:
         """Uninitialised buffers; UserError for a shape that a format cannot hold."""
-        made = {}
+        buffers = {}
         for direction in self.directions:
-            self.check_shape(direction)
+            self.content.check(getattr(self.quantizer, direction), direction)
         for direction, name in self.stored:
             dtype, shape = self.buffer(direction, name)
-            made[f"{direction}_{name}"] = torch.empty(shape, dtype=dtype, device=device)
-        return made
+            buffers[f"{direction}_{name}"] = torch.empty(shape, dtype=dtype, device=device)
+        return buffers
 
     def check(self, buffers: Mapping[str, Tensor]) -> None:
         """UserError for buffers that are missing, or have another shape or dtype than the formats say."""
@@ -90,9 +101,14 @@ class Metadata:
         if direction not in self.directions:
             return None
         own = {name: buffers[f"{d}_{name}"] for d, name in self.stored if d == direction}
-        own = own or {"q": buffers["rowwise_q"].t()}  # an identity, whose one matrix is the rowwise one
-        format = getattr(self.quantizer, direction)
-        return Operand(format=format, shape=self.shape(direction), dtype=self.source_dtype, buffers=own)
+        own = own or {"q": self.content.turned(buffers["rowwise_q"])}  # an identity, held once
+        format, fields = getattr(self.quantizer, direction), self.content.operand_fields(direction)
+        return Operand(format=format, **fields, dtype=self.source_dtype, buffers=own)
+
+    def member(self, index: int) -> "Metadata":
+        """The metadata of one member of a group."""
+        content = OneMatrix(matrix=self.content.members[index])
+        return replace(self, content=content, key=self.content.key_of(self.key, index))
 
     def describe(self) -> dict[str, Any]:
         """Text and numbers from which parse() makes an equal value."""
@@ -105,6 +121,7 @@ class Metadata:
             "source_dtype": str(self.source_dtype).removeprefix("torch."),
             "key": key and [key.seed, key.slot, key.step],
             "shares_scale": self.shares_scale,
+            **self.content.describe(),
         }
 
     @classmethod
@@ -114,7 +131,7 @@ class Metadata:
         return cls(
             quantizer=HybridQuantizer.parse(described["quantizer"]),
             directions=tuple(described["directions"]),
-            matrix=tuple(described["matrix"]),
+            content=parse_content(described),
             dtype=getattr(torch, described["dtype"]),
             source_dtype=getattr(torch, described["source_dtype"]),
             key=key and RngKey(seed=key[0], slot=key[1], step=key[2]),

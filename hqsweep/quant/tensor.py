@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
-from hqsweep.quant.operand import Operand
+from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.quant.tensor_dispatch import dispatch
 
 INIT_VAL = "high_precision_init_val"
@@ -35,12 +37,13 @@ class HybridQuantizedTensor(torch.Tensor):
     rowwise: Operand | None
     columnwise: Operand | None
     states: SlotStates | None
-    """Those of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies have
-    none."""
+    """States of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies
+    have none."""
     high_precision_init_val: Tensor | None
     """What preserve_high_precision_init_val kept, on the CPU."""
 
-    metadata_type: type[Metadata] = Metadata
+    content_type: type[Content] = OneMatrix
+    """What tensors of the class encode."""
     handlers: Mapping[Any, Any] = {}
     """Operators that a subclass has handlers of its own for."""
 
@@ -49,14 +52,14 @@ class HybridQuantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
-        made = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
-        made._metadata, made._key = metadata, [metadata.key]  # the key in a cell, which views share
-        made.quantizer, made.states, made.high_precision_init_val = metadata.quantizer, None, None
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
+        self._metadata, self._key = metadata, [metadata.key]  # the key in a cell, which views share
+        self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
         for name, buffer in buffers.items():
-            setattr(made, name, buffer)  # where callers of __tensor_flatten__ look for them
+            setattr(self, name, buffer)  # where callers of __tensor_flatten__ look for them
         for direction in DIRECTIONS:
-            setattr(made, direction, metadata.operand(buffers, direction))
-        return made
+            setattr(self, direction, metadata.operand(buffers, direction))
+        return self
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -65,25 +68,9 @@ class HybridQuantizedTensor(torch.Tensor):
         KINDS[cls.__name__] = cls
 
     @classmethod
-    def takes(cls, shape: Sequence[int]) -> bool:
-        """Whether a tensor of the class may have this shape: two axes or more."""
-        return len(shape) >= 2
-
-    @classmethod
-    def metadata_of(cls, shape: Sequence[int], **facts: Any) -> Metadata:
-        """That of a tensor of this shape; UserError for one that the class does not take."""
-        if not cls.takes(shape):
-            raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
-        return cls.metadata_type(matrix=(torch.Size(shape[:-1]).numel(), shape[-1]), **facts)
-
-    def in_kind(self, size: Sequence[int]) -> Sequence[Any] | None:
-        """What `empty` takes for a tensor of this size held as self is; None where the class has none."""
-        return size if self.takes(size) else None
-
-    @classmethod
     def empty(
         cls,
-        shape: Sequence[int],
+        shape: Sequence[Any],
         quantizer: HybridQuantizer,
         *,
         dtype: torch.dtype = torch.bfloat16,
@@ -91,21 +78,16 @@ class HybridQuantizedTensor(torch.Tensor):
         device: torch.device | str = "cpu",
         directions: Sequence[str] = DIRECTIONS,
         key: RngKey | None = None,
-        **facts: Any,
     ) -> Self:
-        """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold. facts: those
-        that the metadata of a subclass has besides."""
-        if not directions or not set(directions) <= set(DIRECTIONS):
-            raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
-        metadata = cls.metadata_of(
-            shape,
-            quantizer=quantizer,
-            directions=tuple(d for d in DIRECTIONS if d in directions),
-            dtype=dtype,
-            source_dtype=source_dtype or dtype,
-            **facts,
-        )
-        return cls(metadata.empty(device), replace(metadata, key=key if metadata.is_stochastic else None), shape)
+        """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold.
+
+        shape: [..., cols]; of a GroupedTensor [E, N, K], or [m_e, k_e] of each member: where they differ the group is
+        flat, else it is [E, m, k].
+        """
+        content, shape = cls.content_type.of(shape)
+        options = {"dtype": dtype, "source_dtype": source_dtype, "directions": directions, "key": key}
+        metadata = Metadata.of(content, quantizer, **options)
+        return cls(metadata.empty(device), metadata, shape)
 
     @classmethod
     def quantize(
@@ -128,8 +110,8 @@ class HybridQuantizedTensor(torch.Tensor):
         fp8_delayed without states.
         """
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
-        made = cls.empty(x.shape, quantizer, **options)
-        return made.begin_with(x, key=key, states=states, preserve=preserve_high_precision_init_val)
+        keep = {"key": key, "states": states, "preserve": preserve_high_precision_init_val}
+        return cls.empty(x.shape, quantizer, **options).begin_with(x, **keep)
 
     def begin_with(self, x: Tensor, *, key: RngKey | None, states: Any, preserve: bool) -> Self:
         """Give a tensor that is empty its values, and what `quantize` says that it keeps; returns self."""
@@ -139,13 +121,15 @@ class HybridQuantizedTensor(torch.Tensor):
             self.high_precision_init_val = x.detach().clone() if x.is_meta else x.detach().to("cpu", copy=True)
         return self
 
-    def quantize_(self, x: Tensor, *, key: RngKey | None = None) -> Self:
+    def quantize_(self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None) -> Self:
         """Overwrite both directions with the quantized form of x, in the memory they have; returns self.
 
-        x: the shape of self, any floating dtype. key: stream of +sr; by default the step of the last key plus one.
-        UserError for another shape, for +sr without any key, and for a part that shares its scale with a whole.
+        x: the shape of self, any floating dtype; of a group also a tensor for each member, of its shape. key: stream of
+        +sr; by default the step of the last key plus one. UserError for another shape, for +sr without any key, and for
+        a part that shares its scale with a whole.
         """
         meta = self.metadata
+        x = x if isinstance(x, Tensor) else meta.content.joined(x).view(self.shape)
         if tuple(x.shape) != tuple(self.shape):
             raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
         self.check_writable()
@@ -153,35 +137,21 @@ class HybridQuantizedTensor(torch.Tensor):
         with torch.no_grad():
             x = x.dequantize() if isinstance(x, HybridQuantizedTensor) else x
             if not (self.is_meta or x.is_meta):
-                matrix = x.to(self.device, meta.source_dtype).reshape(meta.matrix)
-                wanted = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
-                self.write_(self.operands_of(matrix, wanted, key))
+                self.write_(self._encode(x.to(self.device, meta.source_dtype), key))
             if self.high_precision_init_val is not None:
                 self.high_precision_init_val.copy_(x)
         torch.autograd.graph.increment_version(self)
         return self.set_key(key)
-
-    def operands_of(self, matrix: Tensor, wanted: Mapping[str, Any], key: RngKey | None) -> Any:
-        """What write_ takes: the directions wanted of a matrix that is to be held."""
-        states = self.states and replace(self.states, record=True, held=True)
-        return self.quantizer.quantize(matrix, **wanted, key=key, states=states)
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """What the operands decode to, in memory of its own; of the rowwise ones where they are held."""
-        if self.rowwise is None:
-            return self.columnwise.dequantize(dtype).t().contiguous().view(self.shape)
-        values = self.rowwise.dequantize(dtype).view(self.shape)
-        return values.clone() if self.rowwise.format.high_precision else values
 
     def set_key(self, key: RngKey | None) -> Self:
         """Note, for all views too, which key the present bytes were drawn with; returns self."""
         self._key[0] = key
         return self
 
-    def write_(self, made: Any) -> None:
+    def write_(self, operands: Any) -> None:
         """Copy the buffers of an equal quantizer's operands (of the directions held) into these."""
         for direction, name in self.metadata.stored:
-            getattr(self, direction).buffers[name].copy_(getattr(made, direction).buffers[name])
+            getattr(self, direction).buffers[name].copy_(getattr(operands, direction).buffers[name])
 
     def check_writable(self) -> None:
         """UserError for a part whose scale belongs to the whole tensor."""
@@ -190,9 +160,6 @@ class HybridQuantizedTensor(torch.Tensor):
                 f"a slice of a tensor in {self.quantizer} shares its scale with the rest and cannot be written alone;"
                 " write the whole tensor"
             )
-
-    def check_view(self, shape: Sequence[int]) -> None:
-        """UserError for a logical shape, of as many elements, that the tensor cannot have."""
 
     @property
     def data(self) -> Self:
@@ -270,9 +237,9 @@ class HybridQuantizedTensor(torch.Tensor):
 
     def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
         """A tensor of these views of the buffers, with `changes` to the metadata, that shares the key."""
-        made = type(self)(buffers, replace(self.metadata, **changes), shape)
-        made._key, made.states = self._key, self.states
-        return made
+        view = type(self)(buffers, replace(self.metadata, **changes), shape)
+        view._key, view.states = self._key, self.states
+        return view
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         return list(self.buffers), self.metadata
@@ -299,8 +266,20 @@ class HybridQuantizedTensor(torch.Tensor):
         words += ["requires_grad=True"] if self.requires_grad else []
         return f"{'Parameter of ' if isinstance(self, nn.Parameter) else ''}{type(self).__name__}({', '.join(words)})"
 
+    def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
+        """Operands of the directions held, of values that lie in memory as the tensor's do."""
+        meta, states = self.metadata, self.states
+        wanted: dict[str, Any] = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
+        content = meta.content
+        if content.splits is None:
+            states = states and states.written()
+            return self.quantizer.quantize(x.reshape(content.matrix), **wanted, key=key, states=states)
+        states = states and [own and own.written() for own in states]
+        x, keys = x.reshape(content.source_shape), content.keys(key)
+        return quantize_group(x, content.splits, self.quantizer, **wanted, keys=keys, states=states)
+
     def _next_key(self, key: RngKey | None) -> RngKey | None:
-        if not self.metadata.is_stochastic:
+        if not self.quantizer.stochastic:
             return None
         last = self.metadata.key
         if key is None and last is None:
@@ -323,7 +302,7 @@ class _Dequantize(torch.autograd.Function):
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
             )
-        return x.values(dtype)
+        return x.metadata.content.decode(x.rowwise, x.columnwise, dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
@@ -333,15 +312,15 @@ class _Dequantize(torch.autograd.Function):
 def rebuild(
     buffers: Mapping[str, Tensor], described: Mapping[str, Any], requires_grad: bool = False, parameter: bool = False
 ) -> HybridQuantizedTensor:
-    """A tensor of these buffers and describe()'s facts; torch.load(weights_only=True) may call it.
+    """A tensor of these buffers and of what describe() said; torch.load(weights_only=True) may call it.
 
     UserError for buffers that are not those of the formats, and for a quantizer that does not parse.
     """
     cls = KINDS[described.get("kind", HybridQuantizedTensor.__name__)]
-    metadata = cls.metadata_type.parse(described)
+    metadata = Metadata.parse(described)
     metadata.check(buffers)
-    made = cls(buffers, metadata, described["shape"])
-    return nn.Parameter(made, requires_grad) if parameter else made.requires_grad_(requires_grad)
+    tensor = cls(buffers, metadata, described["shape"])
+    return nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([rebuild])

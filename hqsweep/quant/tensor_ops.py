@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.quant.content import OneMatrix
 from hqsweep.quant.operand import has_whole_entries, narrow
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 from hqsweep.quant.tensor_dispatch import implements
@@ -28,7 +29,7 @@ def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
 def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
     """The same operands under any logical shape of as many elements."""
     shape = torch.empty(x.shape, device="meta").view(size).shape
-    x.check_view(shape)
+    x.metadata.content.check_view(shape)
     buffers = x.buffers
     if INIT_VAL in buffers:
         buffers[INIT_VAL] = buffers[INIT_VAL].view(shape)
@@ -74,7 +75,7 @@ def _slice(
     shape[dim] = stop - start
     rows, cols = x.metadata.matrix
     matrix = (rows, stop - start) if axis else ((stop - start) * factor, cols)
-    return x.view_of(buffers, shape, matrix=matrix, shares_scale=shares)
+    return x.view_of(buffers, shape, content=OneMatrix(matrix=matrix), shares_scale=shares)
 
 
 def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
@@ -138,14 +139,14 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     quantized = isinstance(source, HybridQuantizedTensor)
     same = quantized and source.quantizer == x.quantizer
     same = same and set(x.metadata.directions) <= set(source.metadata.directions)
-    if not same or source.metadata.extent != x.metadata.extent:
+    if not same or source.metadata.content.extent != x.metadata.content.extent:
         return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
     x.check_writable()
     x.write_(source)
     preserved = x.high_precision_init_val
     if preserved is not None:
-        given = source.high_precision_init_val
-        preserved.copy_((source.dequantize() if given is None else given).view(preserved.shape))
+        values = source.high_precision_init_val
+        preserved.copy_((source.dequantize() if values is None else values).view(preserved.shape))
     x.set_key(source.metadata.key)
     return x
 
@@ -153,22 +154,22 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
 @implements(aten.empty_like.default)
 def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> HybridQuantizedTensor:
     """What Module.to_empty makes of a parameter on the meta device; an initial value is preserved there as here."""
-    made = _empty(x, x.in_kind(x.shape) or x.shape, dtype, device)
+    empty = _empty(x, x.metadata.content.empty_shape(x.shape) or x.shape, dtype, device)
     if x.high_precision_init_val is not None:
-        device = "meta" if made.is_meta else "cpu"
-        made.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)
-    return made
+        device = "meta" if empty.is_meta else "cpu"
+        empty.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)
+    return empty
 
 
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype."""
-    shape = x.in_kind(size)
+    shape = x.metadata.content.empty_shape(size)
     if shape is None or not (dtype or x.dtype).is_floating_point:
         return torch.zeros(size, dtype=dtype or x.dtype, device=device or x.device)
-    made = _empty(x, shape, dtype, device)
-    made.quantize_(torch.zeros(size, dtype=made.dtype, device=made.device), key=RngKey(seed=0, slot="", step=0))
-    return made.set_key(x.metadata.key)
+    zeros = _empty(x, shape, dtype, device)
+    zeros.quantize_(torch.zeros(size, dtype=zeros.dtype, device=zeros.device), key=RngKey(seed=0, slot="", step=0))
+    return zeros.set_key(x.metadata.key)
 
 
 def _empty(x: HybridQuantizedTensor, size: Sequence[Any], dtype: Any, device: Any) -> HybridQuantizedTensor:

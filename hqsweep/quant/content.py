@@ -1,0 +1,241 @@
+"""What a quantized tensor encodes: one matrix, or many, the members of a group.
+
+Both answer the same questions, so that a tensor and its metadata need not know which of the two it is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import Format, RngKey, RngKeys
+from hqsweep.ops.layout import GroupLayout, Layout, refuse_unlike
+from hqsweep.ops.shapes import Shapes
+from hqsweep.ops.splits import Splits
+from hqsweep.quant.operand import Operand
+
+AXES = 3
+MemberShapes = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneMatrix:
+    """A tensor [..., cols] as one matrix, its leading axes folded."""
+
+    matrix: tuple[int, int]
+    splits: ClassVar[None] = None
+    """There are no members."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> tuple[Self, Sequence[int]]:
+        """The content of a tensor of this shape, and the shape; UserError for fewer than two axes."""
+        if len(shape) < 2:
+            raise UserError(f"a quantized tensor has two axes or more, not the shape {tuple(shape)}")
+        return cls(matrix=(torch.Size(shape[:-1]).numel(), shape[-1])), shape
+
+    @classmethod
+    def parse(cls, described: Mapping[str, Any]) -> Self:
+        """The content that Metadata.describe() wrote."""
+        return cls(matrix=tuple(described["matrix"]))
+
+    def describe(self) -> dict[str, Any]:
+        """What Metadata.describe() says besides the matrix."""
+        return {}
+
+    @property
+    def extent(self) -> tuple:
+        """Equal in two tensors of one quantizer where one can take the other's bytes."""
+        return (self.matrix,)
+
+    def empty_shape(self, size: Sequence[int]) -> Sequence[int] | None:
+        """Argument of empty() for a tensor of this size; None if it cannot be held so."""
+        return size if len(size) >= 2 else None
+
+    def shape(self, direction: str) -> tuple[int, int]:
+        """Shape of the matrix that the direction's operand encodes."""
+        rows, cols = self.matrix
+        return (rows, cols) if direction == "rowwise" else (cols, rows)
+
+    def check(self, format: Format, direction: str) -> None:
+        """UserError for a shape that the format cannot hold."""
+        format.check_shape(*self.shape(direction))
+
+    def check_view(self, shape: Sequence[int]) -> None:
+        """Any logical shape of as many elements will do."""
+
+    def buffer_shape(self, format: Format, name: str, direction: str) -> tuple[int, ...]:
+        """Shape of one buffer; UserError for a matrix that the format cannot hold."""
+        return format.shapes(*self.shape(direction))[name]
+
+    def operand_fields(self, direction: str) -> dict[str, Any]:
+        """The fields of the direction's Operand that say what its buffers hold."""
+        return {"shape": self.shape(direction)}
+
+    def turned(self, identity: Tensor) -> Tensor:
+        """The columnwise buffer of an identity that holds the rowwise one alone."""
+        return identity.t()
+
+    def joined(self, parts: Sequence[Tensor]) -> NoReturn:
+        """UserError: one matrix is written from one tensor."""
+        raise UserError(f"quantize_: got {len(parts)} tensors for one matrix {list(self.matrix)}; give one tensor")
+
+    def decode(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> Tensor:
+        """The values [rows, cols] in memory of their own, from the rowwise operand where there is one."""
+        if rowwise is None:
+            return columnwise.dequantize(dtype).t().contiguous()
+        values = rowwise.dequantize(dtype)
+        return values.clone() if rowwise.format.high_precision else values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyMatrices:
+    """The members of a group, each of which is encoded by itself; every buffer is flat and holds all members."""
+
+    matrix: tuple[int, int]
+    """[E * N, K] of members [N, K], or [1, elements] of members of other shapes."""
+    count: int
+    first: int = 0
+    """Which expert of the whole is the first one of this part."""
+    shapes: Shapes | None = None
+    """None where all members have the shape [N, K]."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int] | MemberShapes) -> tuple[Self, Sequence[int]]:
+        """The content of a tensor [E, N, K], or of members of these shapes, and the logical shape: where members
+        differ the tensor is flat. UserError for anything else."""
+        if len(shape) and isinstance(shape[0], Sequence):
+            shapes = Shapes.of(shape)
+            if not shapes.equal:
+                return cls(matrix=(1, shapes.total), count=shapes.count, shapes=shapes), (shapes.total,)
+            shape = (shapes.count, *shapes.equal)
+        if not cls._has_experts(shape):
+            raise UserError(f"a grouped tensor is [experts, rows, columns], not of shape {tuple(shape)}")
+        return cls(matrix=(shape[0] * shape[1], shape[2]), count=shape[0]), shape
+
+    @classmethod
+    def parse(cls, described: Mapping[str, Any]) -> Self:
+        """The content that Metadata.describe() wrote."""
+        shapes = Shapes.of(described["shapes"]) if "shapes" in described else None
+        matrix, count = tuple(described["matrix"]), described["experts"]
+        return cls(matrix=matrix, count=count, first=described["first"], shapes=shapes)
+
+    def describe(self) -> dict[str, Any]:
+        """What Metadata.describe() says besides the matrix."""
+        shapes = {"shapes": [list(shape) for shape in self.shapes.members]} if self.shapes else {}
+        return {"experts": self.count, "first": self.first} | shapes
+
+    @staticmethod
+    def _has_experts(shape: Sequence[int]) -> bool:
+        return len(shape) == AXES and shape[0] > 0
+
+    @property
+    def extent(self) -> tuple:
+        """Equal in two tensors of one quantizer where one can take the other's bytes."""
+        return self.count, self.matrix, self.shapes
+
+    @property
+    def splits(self) -> Splits | Shapes:
+        """Where the members are in the matrix."""
+        return self.shapes or Splits.uniform(self.count, self.matrix[0] // self.count)
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape in which quantize_group takes the values: the matrix, or flat."""
+        return (self.shapes.total,) if self.shapes else self.matrix
+
+    @property
+    def members(self) -> list[tuple[int, int]]:
+        """The shape of each member."""
+        return list(self.shapes.members) if self.shapes else [self._equal] * self.count
+
+    @property
+    def _equal(self) -> tuple[int, int]:
+        return self.matrix[0] // self.count, self.matrix[1]
+
+    def empty_shape(self, size: Sequence[int]) -> Sequence[Any] | None:
+        """Argument of empty() for a tensor of this size; None if it cannot be held so."""
+        if self.shapes and tuple(size) == (self.shapes.total,):
+            return self.shapes.members
+        return size if self._has_experts(size) else None
+
+    def layout(self, direction: str) -> Layout:
+        """Where the members' operands are in packed buffers."""
+        columnwise = direction == "columnwise"
+        if self.shapes:
+            return self.shapes.layout(columnwise=columnwise)
+        return GroupLayout(splits=self.splits, width=self.matrix[1], columnwise=columnwise)
+
+    def check(self, format: Format, direction: str) -> None:
+        """UserError, naming the member, for a shape that the format cannot hold."""
+        if self.shapes:
+            self.layout(direction).check(format)
+        else:
+            OneMatrix(matrix=self.matrix).check(format, direction)
+
+    def check_view(self, shape: Sequence[int]) -> None:
+        """UserError for a flat group in any other shape."""
+        if self.shapes and tuple(shape) != (self.shapes.total,):
+            instead = "; it is flat, or take its members"
+            refuse_unlike(self.shapes.members, f"a view {list(shape)} of a group", instead=instead)
+
+    def buffer_shape(self, format: Format, name: str, direction: str) -> tuple[int, ...]:
+        """Shape of one buffer; UserError for members that the format cannot hold."""
+        if self.shapes:
+            return (sum(map(math.prod, self.layout(direction).buffer_shapes(format, name))),)
+        return (self.count * math.prod(OneMatrix(matrix=self._equal).buffer_shape(format, name, direction)),)
+
+    def operand_fields(self, direction: str) -> dict[str, Any]:
+        """The fields of the direction's Operand that say what its buffers hold."""
+        return {"layout": self.layout(direction)}
+
+    def turned(self, identity: Tensor) -> Tensor:
+        """The columnwise buffer of an identity, of which both directions read the same."""
+        return identity
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """A tensor for each member, of its shape, as a flat one; UserError for others."""
+        shapes = [tuple(part.shape) for part in parts]
+        if shapes != self.members:
+            raise UserError(f"quantize_: got tensors of shapes {shapes} for members of shapes {self.members}")
+        return joined(parts)
+
+    def key_of(self, key: RngKey | None, member: int) -> RngKey | None:
+        """The stream of one member under this key of the group."""
+        return key and key.under(str(self.first + member))
+
+    def keys(self, key: RngKey | None) -> RngKeys | None:
+        """The streams of all members under this key of the group."""
+        if key is None:
+            return None
+        slots = tuple(self.key_of(key, member).slot for member in range(self.count))
+        return RngKeys(seed=key.seed, slots=slots, step=key.step)
+
+    def decode(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> Tensor:
+        """The values [E, N, K], or flat ones, in memory of their own, from the rowwise operand where there is one."""
+        if rowwise is not None:
+            parts = [member.dequantize(dtype) for member in rowwise.members]
+        else:
+            parts = [member.dequantize(dtype).t() for member in columnwise.members]
+        return torch.cat([part.reshape(-1) for part in parts]) if self.shapes else torch.stack(parts)
+
+
+Content = OneMatrix | ManyMatrices
+
+
+def parse_content(described: Mapping[str, Any]) -> Content:
+    """The content that Metadata.describe() wrote."""
+    return (ManyMatrices if "experts" in described else OneMatrix).parse(described)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype and device as a flat one; UserError for others, naming the first."""
+    first = parts[0]
+    for member, part in enumerate(parts):
+        if (part.dtype, part.device) != (first.dtype, first.device):
+            got, other = (f"{x.dtype} on {x.device}" for x in (part, first))
+            raise UserError(f"member {member} of a group is {got}, and member 0 {other}")
+    return torch.cat([part.reshape(-1) for part in parts])
