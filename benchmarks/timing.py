@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ L2_FLUSH_BYTES = 256 * 2**20
 WARM_SECONDS = 0.3
 CYCLES_A_SECOND = 2e9
 """Of torch.cuda._sleep, roughly."""
+TURN = 20
+"""Calls in a turn of host_steps: so few that the device's queue does not fill up, where a launch would wait."""
 HEAD_START = 5e-4
 """Seconds for which the device waits, longer than a call of one operator needs to enqueue its kernels."""
 
@@ -64,6 +67,29 @@ def host_seconds(call: Call, calls: int = 100, batches: int = 10) -> float:
             call()
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times[2:])
+
+
+class HostTime(NamedTuple):
+    """Seconds of many calls."""
+
+    median: float
+    low: float
+    """The 5th percentile."""
+
+
+def host_steps(calls: Mapping[str, Call], steps: int, device: str) -> dict[str, HostTime]:
+    """Times until each of `steps` calls returns, in turns of a few calls, before which the device is waited for."""
+    times = {name: [] for name in calls}
+    for turn in range(-1, -(-steps // TURN)):
+        for name, call in calls.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            for _ in range(TURN):
+                start = time.perf_counter()
+                call()
+                if turn >= 0:  # the one before warms up
+                    times[name].append(time.perf_counter() - start)
+    return {name: HostTime(statistics.median(laps), sorted(laps)[len(laps) // 20]) for name, laps in times.items()}
 
 
 def cpu_medians(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
