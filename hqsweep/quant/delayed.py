@@ -79,14 +79,17 @@ class DelayedState(nn.Module):
 
 
 def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> list[Tensor]:
-    """float32 [1, 1] of each: what a quantization at this step scales by; None comes after all. Changes nothing."""
+    """float32 [1, 1] of each: the amax by which a quantization at this step scales. Changes nothing.
+
+    step=None: after the last step.
+    """
     others = [state for state in states if step is None or state.step != step]
-    found = iter(_ended(others, format)[1]) if others else iter(())
-    return [state.amax if step is not None and state.step == step else next(found) for state in states]
+    ended = iter(_ended(others, format)[1]) if others else iter(())
+    return [state.amax if step is not None and state.step == step else next(ended) for state in states]
 
 
 def begin(states: Sequence[DelayedState], step: int, format: Fp8Delayed) -> None:
-    """Make `step` the present one of each: another one ends."""
+    """Start `step` in each; close the previous one."""
     _end([state for state in states if state.step != step], step, format)
 
 
@@ -110,8 +113,8 @@ def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -
 def _ended(states: Sequence[DelayedState], format: Fp8Delayed) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """end_step of each; nothing is written."""
     if len(states) == 1:
-        made = end_step(states[0].history, states[0].amax, most_recent=format.most_recent)
-        return [made[0]], [made[1]]
+        history, amax = end_step(states[0].history, states[0].amax, most_recent=format.most_recent)
+        return [history], [amax]
     histories, amaxes = torch.stack([s.history for s in states]), torch.stack([s.amax for s in states])
     histories, amaxes = end_step(histories, amaxes, most_recent=format.most_recent)
     return histories.unbind(), amaxes.unbind()
@@ -142,30 +145,6 @@ class SlotStates:
         """These states as a tensor that is held has them while it is written."""
         return replace(self, record=True, held=True)
 
-    def grids(self, formats: Mapping[str, Format | None]) -> dict[str, Buffers]:
-        """Direction -> the amaxes under which it is encoded, where its format is delayed.
-
-        UserError for a call that is to be recorded and has no step.
-        """
-        return {direction: grids[0] for direction, grids in grids_of([self], formats).items()}
-
-    def note(self, x: Tensor, formats: Mapping[str, Format | None], source: str, key: RngKey | None) -> None:
-        """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories; key: the rowwise one."""
-        delayed = self.delayed(formats)
-        if not (self.record and delayed):
-            return
-        outs = {direction: self.states[direction].history[:1] for direction in delayed}
-        row, amax = formats["rowwise"], None
-        if source == "rowwise_dequantized" and "columnwise" in outs:
-            if "rowwise" in outs:
-                amax = self.states["rowwise"].amax
-            elif row.amax_name:  # found once more, to decode by
-                outs["rowwise"] = x.new_zeros(row.layout[row.amax_name].shape(*x.shape), dtype=torch.float32)
-        rowwise = Search(row, outs.get("rowwise"), amax, key)
-        columnwise = Search(formats["columnwise"], outs.get("columnwise"))
-        find_amax(x.detach(), rowwise, columnwise, columnwise_source=source)
-        _share([self], delayed)
-
     def training_step(self) -> int:
         """UserError where there is none."""
         if self.step is None:
@@ -176,57 +155,77 @@ class SlotStates:
         return self.step
 
     def delayed(self, formats: Mapping[str, Format | None]) -> dict[str, Fp8Delayed]:
-        """Those of the formats that have a state."""
+        """The formats that have a state, by direction."""
         return {d: f for d, f in formats.items() if f and f.delayed and d in self.states}
 
 
 def grids_of(slots: Sequence[SlotStates], formats: Mapping[str, Format | None]) -> dict[str, list[Buffers]]:
-    """Direction -> the grid of every slot: those of experts, which all have the step and the purpose of the first.
+    """Direction -> the amaxes under which each slot is encoded, where the direction's format is delayed.
 
-    UserError as SlotStates.grids.
+    The slots of experts all have the step and the purpose of the first. UserError for a call that is to be recorded and
+    has no step.
     """
-    first, made = slots[0], {}
+    first, grids = slots[0], {}
     for direction, format in first.delayed(formats).items():
         states = [slot.states[direction] for slot in slots]
         if first.record and first.held:
             rewrite(states, format)
         elif first.record:
             begin(states, first.training_step(), format)
-        made[direction] = [{"s": amax} for amax in amaxes_at(states, first.step, format)]
-    return made
+        grids[direction] = [{"s": amax} for amax in amaxes_at(states, first.step, format)]
+    return grids
 
 
-def note_group(
+def note(
     slots: Sequence[SlotStates],
     x: Tensor,
-    splits: Splits,
+    splits: Splits | None,
     formats: Mapping[str, Format | None],
     source: str,
-    keys: Sequence[RngKey | None] | None,
+    key: RngKey | Sequence[RngKey | None] | None,
 ) -> None:
-    """SlotStates.note of every expert, which has its own rows of x and its own entry of `keys`.
+    """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories of the slots.
 
-    One search for all: both directions of the original have one amax, and histories take what was found together.
+    One search for all. splits: the rows of x that belong to each slot; None: there is one slot, and its histories take
+    what is found at once. key: the rowwise one, or that of each slot.
     """
     delayed = slots[0].delayed(formats)
     if not (slots[0].record and delayed):
         return
-    if source != "rowwise_dequantized" or "columnwise" not in delayed:
-        found = dict.fromkeys(delayed, x.new_zeros(len(slots), dtype=torch.float32))
-        direction, format = next(iter(delayed.items()))
-        find_amax(x.detach(), Search(format, found[direction]), splits=splits)
+    x, histories = x.detach(), [slot.states[d].history[:1] for d in delayed for slot in slots]
+    dequantized = source == "rowwise_dequantized" and "columnwise" in delayed
+    if splits is None:
+        outs = dict(zip(delayed, histories, strict=True))
+    elif dequantized:
+        outs = {direction: x.new_zeros(len(slots), dtype=torch.float32) for direction in delayed}
+    else:  # both directions of the original have one amax
+        outs = dict.fromkeys(delayed, x.new_zeros(len(slots), dtype=torch.float32))
+    if dequantized or splits is None:
+        amaxes, scratch = _to_decode_by(slots, x, splits, formats["rowwise"]) if dequantized else (None, None)
+        rowwise = Search(formats["rowwise"], outs.get("rowwise", scratch), amaxes, key)
+        columnwise = Search(formats["columnwise"], outs.get("columnwise"))
+        find_amax(x, rowwise, columnwise, columnwise_source=source, splits=splits)
     else:
-        found = {d: x.new_zeros(len(slots), dtype=torch.float32) for d in delayed}
-        row, out, amaxes = formats["rowwise"], found.get("rowwise"), None
-        if "rowwise" in delayed:
-            amaxes = torch.cat([slot.states["rowwise"].amax.view(-1) for slot in slots])
-        elif row.amax_name:  # found once more, to decode by
-            out = x.new_zeros(len(x) if row.row_scaled else len(slots), dtype=torch.float32)
-        searches = Search(row, out, amaxes, keys), Search(formats["columnwise"], found["columnwise"])
-        find_amax(x.detach(), *searches, columnwise_source=source, splits=splits)
-    histories = [slot.states[d].history[:1] for d in delayed for slot in slots]
-    torch._foreach_maximum_(histories, [amax for d in delayed for amax in found[d].split(1)])
+        direction, format = next(iter(delayed.items()))
+        find_amax(x, Search(format, outs[direction]), splits=splits)
+    if splits is not None:
+        torch._foreach_maximum_(histories, [amax for d in delayed for amax in outs[d].split(1)])
     _share(slots, delayed)
+
+
+def _to_decode_by(
+    slots: Sequence[SlotStates], x: Tensor, splits: Splits | None, format: Format
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rowwise amaxes that the rows are decoded by, where the states know them, or else memory in which they are
+    found once more, where the format has any."""
+    if format.delayed:
+        amaxes = [slot.states["rowwise"].amax for slot in slots]
+        return (amaxes[0] if splits is None else torch.cat([amax.view(-1) for amax in amaxes])), None
+    if not format.amax_name:
+        return None, None
+    whole = (len(x) if format.row_scaled else len(slots),)
+    shape = format.layout[format.amax_name].shape(*x.shape) if splits is None else whole
+    return None, x.new_zeros(shape, dtype=torch.float32)
 
 
 def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> None:

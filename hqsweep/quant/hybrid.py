@@ -20,7 +20,7 @@ from hqsweep.ops.quantize import Quantized, quantize
 from hqsweep.ops.request import NO_TARGET, SOURCES, Output, Target
 from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import gather
-from hqsweep.quant.delayed import SlotStates, grids_of, note_group
+from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, Operand
 
 FIELDS = ("rowwise", "columnwise", "columnwise_source")
@@ -180,15 +180,15 @@ class HybridQuantizer:
         if states is None and not self.stochastic:
             return quantize(x, row, column, columnwise_source=source, **options)
         keys, formats = self.direction_keys(key), {"rowwise": row.format, "columnwise": column.format}
-        one = isinstance(states, SlotStates)
-        grids = (states.grids(formats) if one else grids_of(states, formats)) if states else {}
+        slots, splits = [states] if isinstance(states, SlotStates) else states, options.get("splits")
+        grids = grids_of(slots, formats) if slots else {}
+        if splits is None:
+            grids = {direction: of_slots[0] for direction, of_slots in grids.items()}
         row = row._replace(key=keys["rowwise"], grid=grids.get("rowwise"))
         column = column._replace(key=keys["columnwise"], grid=grids.get("columnwise"))
         results = quantize(x, row, column, columnwise_source=source, **options)
-        if one:
-            states.note(x, formats, source, keys["rowwise"])
-        elif states:
-            note_group(states, x, options["splits"], formats, source, keys["rowwise"])
+        if slots:
+            note(slots, x, splits, formats, source, keys["rowwise"])
         return results
 
     def direction_keys(self, key: RngKey | Sequence[RngKey | None] | None) -> dict[str, Any]:
