@@ -24,7 +24,7 @@ from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
-from hqsweep.quant.homogeneous import homogeneous
+from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole

@@ -1,4 +1,4 @@
-"""Quantize the matrices of a group by one quantizer, each by itself, into packed operands."""
+"""Quantize the matrices of a group, each by itself, into packed operands; all have one quantizer, or equal ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey
+from hqsweep.formats import Format, RngKey
 from hqsweep.ops.layout import GroupLayout, Layout
 from hqsweep.ops.packed import pack
 from hqsweep.ops.request import Output
@@ -102,3 +102,42 @@ def _one_by_one(
             packed = Operand(format=format, layout=layout, dtype=parts[0].dtype, buffers=packed)
         groups[direction] = packed
     return HybridOperand(**groups)
+
+
+def homogeneous(quantizers: Sequence[HybridQuantizer], where: str) -> HybridQuantizer:
+    """The one quantizer of all experts, which are quantized and multiplied together; `where` names the module and the
+    tensor.
+
+    UserError, naming the first expert that differs from expert 0, and in what: the kind of quantizer, high precision,
+    the family of a format, its options (tiles, elements, rounding), or the columnwise source. States of delayed scaling
+    and random bits are no part of a quantizer; each expert has its own.
+    """
+    first = quantizers[0]
+    for expert, other in enumerate(quantizers):
+        difference = _difference(first, other)
+        if difference:
+            raise UserError(
+                f"{where} of expert {expert} differs from that of expert 0 in {difference}: {other} and {first};"
+                " give all experts of a grouped linear equal quantizers"
+            )
+    return first
+
+
+def _difference(first: HybridQuantizer, other: HybridQuantizer) -> str | None:
+    if type(first) is not type(other):
+        return f"the kind of quantizer ({type(other).__name__} and {type(first).__name__})"
+    for direction in DIRECTIONS:
+        difference = _format_difference(getattr(first, direction), getattr(other, direction))
+        if difference:
+            return f"{difference} of its {direction} operand"
+    if first.columnwise_source != other.columnwise_source:
+        return "columnwise_source"
+    return None if first == other else "its fields"
+
+
+def _format_difference(first: Format, other: Format) -> str | None:
+    if first.high_precision != other.high_precision:
+        return "high precision"
+    if type(first) is not type(other):
+        return "the family"
+    return None if first == other else "the options"

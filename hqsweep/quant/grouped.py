@@ -21,7 +21,7 @@ from hqsweep.ops.layout import refuse_unlike
 from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.homogeneous import homogeneous
+from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
