@@ -80,8 +80,9 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 def epilogue(product: Tensor, a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> Tensor:
     """apply_factors of two operands, whose factors of more than one entry are those of rows. Overwrites the product."""
-    sides = (a.factor, None if b.factor is None else b.factor.t())
-    factors = [(factor, factor.numel() > 1) for factor in sides if factor is not None]
+    factors = [] if a.factor is None else [(a.factor, a.factor.numel() > 1)]
+    if b.factor is not None:
+        factors.append((b.factor.t(), b.factor.numel() > 1))
     return apply_factors(product, factors, a.divisor * b.divisor, out_dtype)
 
 

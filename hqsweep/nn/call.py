@@ -103,8 +103,9 @@ class Call:
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
         of experts as torch._grouped_mm takes them. UserError, naming the tensor and the expert."""
-        quantizer, states = self.quantizer(tensor), self.states_of(tensor, x)
+        quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
+        states = self.states_of(tensor, x) if quantizer.delayed else None
         if self.splits is None:
             return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
         splits = self.weight_splits if tensor == "weight" else self.splits
