@@ -1,7 +1,8 @@
 """Quantize the matrices of a group, each by itself, into packed operands; all have one quantizer, or equal ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,8 +18,7 @@ from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     """The arguments of quantize_group after its first three."""
 
     rowwise: Output | None
