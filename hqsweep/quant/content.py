@@ -152,6 +152,10 @@ class ManyMatrices:
         """The shape of each member."""
         return list(self.shapes.members) if self.shapes else [self._equal] * self.count
 
+    def member(self, index: int) -> OneMatrix:
+        """The content of one member."""
+        return OneMatrix(matrix=self.shapes.members[index] if self.shapes else self._equal)
+
     @property
     def _equal(self) -> tuple[int, int]:
         return self.matrix[0] // self.count, self.matrix[1]
@@ -186,7 +190,7 @@ class ManyMatrices:
         """Shape of one buffer; UserError for members that the format cannot hold."""
         if self.shapes:
             return (sum(map(math.prod, self.layout(direction).buffer_shapes(format, name))),)
-        return (self.count * math.prod(OneMatrix(matrix=self._equal).buffer_shape(format, name, direction)),)
+        return (self.count * math.prod(self.member(0).buffer_shape(format, name, direction)),)
 
     def operand_fields(self, direction: str) -> dict[str, Any]:
         """The fields of the direction's Operand that say what its buffers hold."""

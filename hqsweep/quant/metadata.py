@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.quant.content import Content, OneMatrix, parse_content
+from hqsweep.quant.content import Content, parse_content
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
 
@@ -107,8 +107,7 @@ class Metadata:
 
     def member(self, index: int) -> "Metadata":
         """The metadata of one member of a group."""
-        content = OneMatrix(matrix=self.content.members[index])
-        return replace(self, content=content, key=self.content.key_of(self.key, index))
+        return replace(self, content=self.content.member(index), key=self.content.key_of(self.key, index))
 
     def describe(self) -> dict[str, Any]:
         """Text and numbers from which parse() makes an equal value."""
