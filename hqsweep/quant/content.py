@@ -1,4 +1,4 @@
-"""What a quantized tensor encodes: one matrix, or many, the members of a group.
+"""The content of a quantized tensor: one matrix, or many, the members of a group.
 
 Both answer the same questions, so that a tensor and its metadata need not know which of the two it is.
 """
@@ -43,7 +43,7 @@ class OneMatrix:
         return cls(matrix=tuple(described["matrix"]))
 
     def describe(self) -> dict[str, Any]:
-        """What Metadata.describe() says besides the matrix."""
+        """The entries of Metadata.describe() besides the matrix."""
         return {}
 
     @property
@@ -124,7 +124,7 @@ class ManyMatrices:
         return cls(matrix=matrix, count=count, first=described["first"], shapes=shapes)
 
     def describe(self) -> dict[str, Any]:
-        """What Metadata.describe() says besides the matrix."""
+        """The entries of Metadata.describe() besides the matrix."""
         shapes = {"shapes": [list(shape) for shape in self.shapes.members]} if self.shapes else {}
         return {"experts": self.count, "first": self.first} | shapes
 

@@ -1,8 +1,8 @@
-"""What delayed scaling remembers: the amaxes of earlier steps, one state for each direction of a slot.
+"""The memory of delayed scaling: the amaxes of earlier steps, one state for each direction of a slot.
 
 TransformerEngine updates all states at the end of a step. Here a state ends its step when it is next used, at another
 step, so that all microbatches of a step, and a recomputation within it, quantize under the same scale and add to the
-same amax, and nobody has to say that a step is over.
+same amax, and no call has to end a step.
 
 Where torch.distributed is initialized, an amax that is recorded is at once the largest over the ranks, so that every
 rank has the same states at any time, for the next step, an evaluation or a checkpoint. It follows that all ranks call
@@ -45,8 +45,8 @@ class DelayedState(nn.Module):
         self.step: int | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As nn.Module's, behind to(), half() and to_empty(), but amaxes stay float32, and what was on the meta device
-        begins anew."""
+        """nn.Module's method behind to(), half() and to_empty(), but amaxes stay float32, and a state that was on the
+        meta device begins anew."""
         was_meta = self.history.is_meta
         for name, tensor in list(self._buffers.items()):
             moved = fn(tensor)
@@ -127,7 +127,7 @@ class SlotStates:
     states: Mapping[str, DelayedState]
     """Direction -> state, where the direction's format is delayed."""
     step: int | None
-    """Of the training; None outside of one, which is after its last step."""
+    """Step of the training; None outside of a training, which counts as after its last step."""
     record: bool
     """Whether this call is part of the training; without it no state changes."""
     held: bool = False

@@ -56,8 +56,10 @@ class GroupedTensor(HybridQuantizedTensor):
         states: Sequence[SlotStates | None] | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> Self:
-        """As HybridQuantizedTensor.quantize of x [E, N, K], of a tensor [m_e, k_e] for each member, or, with `shapes`,
-        of a flat buffer in which members of these shapes follow each other, and that may be longer. Of empty()'s shape.
+        """The quantized form of x [E, N, K], or of a tensor [m_e, k_e] for each member, of empty()'s shape.
+        The other arguments are those of HybridQuantizedTensor.quantize.
+
+        shapes: x is a flat buffer in which members of these shapes follow each other, and that may be longer.
 
         Members of one width are quantized by one call, as experts are. Others take a call for each, unless their rows
         alone are wanted, in blocks that divide the widths. UserError, naming the member, for one without two axes and

@@ -111,7 +111,7 @@ class HybridQuantizer:
 
     @cached_property
     def row_multiple(self) -> int:
-        """What the rows of a tensor must be a multiple of, where its columnwise operand is made."""
+        """The number that divides the rows of a tensor whose columnwise operand is made."""
         return self.columnwise.column_multiple
 
     @property

@@ -1,4 +1,4 @@
-"""What a quantized tensor is beside its buffers and its shape, and which buffers that takes."""
+"""All that describes a quantized tensor but its buffers and its shape, and which buffers it takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ class Metadata:
 
     quantizer: HybridQuantizer
     directions: tuple[str, ...]
-    """Those that are held, of "rowwise" and "columnwise"."""
+    """The directions that are held, of "rowwise" and "columnwise"."""
     content: Content
     """The matrix, or the matrices, that the operands encode."""
     dtype: torch.dtype
     """dtype of the logical tensor: what dequantize() gives, and gradients have."""
     source_dtype: torch.dtype
-    """What values are rounded to before they are quantized."""
+    """dtype to which values are rounded before they are quantized."""
     key: RngKey | None = None
     """Key of the last quantization, where the quantizer rounds stochastically; of a group, all members' in one."""
     shares_scale: bool = False

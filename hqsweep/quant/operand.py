@@ -32,7 +32,7 @@ class Operand:
     dtype: torch.dtype
     """dtype of the matrix it was made from, and of dequantize()."""
     buffers: Buffers
-    """Those of the format; of a group each is flat, one member's part after the other's, with room behind them."""
+    """The buffers of the format; of a group each is flat, one member after the other, with room behind them."""
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the source's)."""

@@ -40,10 +40,10 @@ class HybridQuantizedTensor(torch.Tensor):
     """States of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies
     have none."""
     high_precision_init_val: Tensor | None
-    """What preserve_high_precision_init_val kept, on the CPU."""
+    """The value that preserve_high_precision_init_val keeps, on the CPU."""
 
     content_type: type[Content] = OneMatrix
-    """What tensors of the class encode."""
+    """The kind of content that tensors of the class have."""
     handlers: Mapping[Any, Any] = {}
     """Operators that a subclass has handlers of its own for."""
 
@@ -211,7 +211,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return self.high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
-        """Free what preserve_high_precision_init_val kept."""
+        """Free the value that preserve_high_precision_init_val keeps."""
         self.high_precision_init_val = None
 
     @property

@@ -1,4 +1,4 @@
-"""What a torch operation does with a quantized tensor: its handler (tensor_ops.py), or the rule for all others.
+"""The effect of a torch operation on a quantized tensor: its handler (tensor_ops.py), or the rule for all others.
 
 The rule: compute on dequantize(); quantize again what the operation wrote; return what it wrote as itself.
 """

@@ -8,6 +8,7 @@ import torch
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.ops.splits import Splits
 from hqsweep.quant import HybridQuantizer
 from hqsweep.quant.delayed import DelayedState, SlotStates, begin, grids_of
 
@@ -181,3 +182,34 @@ def test_states_of_a_group_go_on_as_each_by_itself(format, held):
 
 def slot(state, step, held):
     return SlotStates(states={"rowwise": state}, step=step, record=step is not None, held=held)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fp8_delayed",
+        "mxfp8|fp8_delayed",
+        "fp8_delayed|fp8_delayed+e5m2@rowwise_dequantized",
+        "nvfp4|fp8_delayed@rowwise_dequantized",
+        "nvfp4+row_scaled|fp8_delayed@rowwise_dequantized",
+        "mxfp8|fp8_delayed@rowwise_dequantized",
+    ],
+)
+def test_slots_of_a_group_note_what_each_notes_of_its_own_rows(text):
+    """The rowwise scale saturates, so that a wrong one shows in what is decoded."""
+    quantizer, rows = HybridQuantizer.parse(text), (32, 0, 96)
+    x = draw("heavy", sum(rows), 64, 3)
+    together, alone = ([states(quantizer, step=1) for _ in rows] for _ in range(2))
+    for slot in (*together, *alone):
+        for state in slot.states.values():
+            state.amax.fill_(x.abs().max() / 3)
+            state.step = 1
+    splits = Splits.of(rows, len(x))
+    quantizer.quantize(x, states=together, splits=splits)
+    for slot, (start, end) in zip(alone, splits.spans, strict=True):
+        if end > start:
+            quantizer.quantize(x[start:end], states=slot)
+    for ours, theirs in zip(together, alone, strict=True):
+        for direction, state in ours.states.items():
+            assert torch.equal(state.history, theirs.states[direction].history), direction
+    assert all(float(state.history[0]) > 0 for state in together[2].states.values())
