@@ -1,6 +1,8 @@
 """`hqsweep recipe`: list, show, diff, export, and one sentence for what is wrong."""
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ def recipe(*words: str) -> Result:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     for name, text in {
         "conf/recipe/mine.yaml": MINE,
@@ -36,7 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("my_factories", None)
 
 
 def test_ls_lists_packaged_and_own_recipes():

@@ -1,5 +1,7 @@
 """recipe= of every module: what it takes, what it means, and what is refused when the module is built."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -91,7 +93,7 @@ def test_what_is_no_recipe_of_the_module_is_refused(name):
 
 def test_boundary_quantizers_of_a_section_are_of_single_modules():
     section = LinearQuantizers.parse("mxfp8", "t")
-    section = LinearQuantizers(**section.__dict__ | {"output": section.input})
+    section = replace(section, output=section.input)
     assert Linear(64, 96, name="m", recipe=section).quantizers.output == section.input
     with pytest.raises(UserError, match=r"m: recipe has quantizers for output or grad_input"):
         LayerNormMLP(64, 96, name="m", recipe=section)

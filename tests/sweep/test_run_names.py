@@ -1,0 +1,15 @@
+"""Names of runs, which end in a hash of their config, are those of earlier versions: finished runs are found again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hqsweep.sweep.launch import plan
+
+NAMES = json.loads((Path(__file__).parents[1] / "golden" / "run_names.json").read_text())
+
+
+@pytest.mark.parametrize("conf", NAMES)
+def test_runs_of_packaged_sweeps_keep_their_names(conf: str) -> None:
+    assert [row["run"] for row in plan([f"conf={conf}"]).rows()] == NAMES[conf]
