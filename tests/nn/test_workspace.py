@@ -9,7 +9,6 @@ from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, set_recipe
 from hqsweep.nn.linear_call import LinearCall
-from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import Recipe
 
 BOTH = ["rowwise", "columnwise"]
@@ -18,15 +17,15 @@ SR = {"input": "nvfp4", "weight": "nvfp4+sr", "grad_output": "nvfp4"}
 
 @pytest.fixture
 def made(monkeypatch):
-    """Quantizer and directions of every quantization of a weight."""
-    seen, real = [], HybridQuantizer.quantize
+    """The directions of every quantization of a weight."""
+    seen, real = [], LinearCall.quantize
 
-    def spy(self, x, **options):
-        if options["key"].slot.endswith("weight"):
-            seen.append([d for d in ("rowwise", "columnwise") if options[d]])
-        return real(self, x, **options)
+    def spy(self, tensor, x, **options):
+        if tensor == "weight":
+            seen.append([d for d in ("rowwise", "columnwise") if options.get(d)])
+        return real(self, tensor, x, **options)
 
-    monkeypatch.setattr(HybridQuantizer, "quantize", spy)
+    monkeypatch.setattr(LinearCall, "quantize", spy)
     return seen
 
 
