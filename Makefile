@@ -18,8 +18,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
 test: $(STAMP)  ## the whole suite
 	$(PYTEST)
 
-test-fast: $(STAMP)  ## the suite without the tests marked slow: under 2 minutes on 2 idle cores
-	$(PYTEST) -m "not slow"
+test-fast: $(STAMP)  ## the suite without tests marked slow, or for a GPU: under 2 minutes on 2 idle cores
+	$(PYTEST) -m "not slow and not gpu"
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"

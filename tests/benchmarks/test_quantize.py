@@ -123,6 +123,7 @@ def test_a_failing_case_is_a_row_and_the_next_one_runs(tmp_path):
     assert stop.value.code == 1
 
 
+@pytest.mark.slow
 def test_cpu_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(quantize_cpu, "SECONDS", 0.01)
     writer = rows.Writer("quantize", "cpu", arguments(tmp_path))

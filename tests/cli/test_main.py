@@ -250,6 +250,7 @@ def test_detached_runs_are_submitted_and_left(monkeypatch: pytest.MonkeyPatch) -
     assert (row["state"], row["val_loss"]) == ("pending", None)
 
 
+@pytest.mark.slow
 def test_a_failed_run_exits_3_and_names_its_log(folder: Path) -> None:
     too_short = [word.replace("length=4096", "length=30") for word in TINY]
     result = hqsweep("run", *too_short)

@@ -81,6 +81,7 @@ def _talk(controller: int, text: str, until: str) -> str:
     return said[: said.index(f"{until}\r")] + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_tab_in_a_real_shell(shell: str, home: Path) -> None:
     if shutil.which(shell) is None:

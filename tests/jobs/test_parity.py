@@ -16,6 +16,8 @@ from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
 from hqsweep.recipe import LinearQuantizers, parse_recipe
 from hqsweep.sweep.compose import load_recipe
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+rht+sr", "nvfp4+row_scaled"]
 
 

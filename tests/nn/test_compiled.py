@@ -35,6 +35,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr", "nvfp4|mxfp8@rowwise_dequantized"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_one_graph_without_a_break_serves_every_step(kind, text):

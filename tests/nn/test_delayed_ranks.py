@@ -7,7 +7,10 @@ import torch
 import torch.multiprocessing as mp
 from delayed_ranks import RANKS, SHARED, STEPS, Model, run, states, train
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

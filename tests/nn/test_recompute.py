@@ -144,6 +144,7 @@ def test_gpt_block(name, way, device):
     assert_the_same(gpt(name).layers[0], [draw(2, 128, 64, device=device)], way)
 
 
+@pytest.mark.slow
 @devices
 @ways
 @formats

@@ -15,6 +15,8 @@ from hqsweep.sweep import local, process, slots
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.store import RunDir, RunStore
 
+pytestmark = pytest.mark.slow
+
 
 class Lines:
     """A display that keeps what it is told."""
@@ -191,7 +193,6 @@ def test_workers_do_not_outlive_a_killed_parent(store, make_runs):
     assert outcomes([run.status()]) == [("interrupted", "stopped by SIGTERM")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_sweep_killed_at_random_moments_finishes_without_repeating_finished_runs(store, make_runs, seed):
     runs = make_runs(*["short"] * 6)

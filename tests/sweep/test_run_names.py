@@ -7,6 +7,7 @@ import pytest
 
 from hqsweep.sweep.launch import plan
 
+pytestmark = pytest.mark.slow
 NAMES = json.loads((Path(__file__).parents[1] / "golden" / "run_names.json").read_text())
 
 

@@ -69,6 +69,7 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     assert [path.name for path in run.sweep_path.iterdir() if "wandb" in path.name] == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id(run):
     for step in (1, 2):
         tracker = mirror.open_run(run, CONFIG)
@@ -80,6 +81,7 @@ def test_a_resumed_run_keeps_its_id(run):
     assert [row["_step"] for one in mirrored for row in one.history] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_about_a_second(run):
     program = f"""
         import time
@@ -102,6 +104,7 @@ def test_a_killed_run_loses_about_a_second(run):
     assert len(wandb_file.load(folder).history) >= 10
 
 
+@pytest.mark.slow
 def test_a_server_out_of_reach_means_offline_after_the_time_out(run, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -115,6 +118,7 @@ def test_a_server_out_of_reach_means_offline_after_the_time_out(run, monkeypatch
     assert len(wandb_file.load(folder).history) == 1
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_for_a_server_that_never_answers(run, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -55,6 +55,7 @@ def assert_same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linear", RECIPES.values(), ids=RECIPES)
 def test_training_is_the_one_that_quantizes_at_every_use(linear):
     """Metrics, statistics, masters and moments of every step, against FP32 weights without any quantized tensor."""
@@ -137,6 +138,7 @@ def test_a_safetensors_file_gives_the_model_back(tied, tmp_path):
     assert torch.equal(trained.model(tokens), fresh.model(tokens))
 
 
+@pytest.mark.slow
 def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
     sinks = [ListSink(), ListSink()]
     convergence.run(config("nvfp4|mxfp8", quantized=True), sinks[0], tmp_path / "a")
@@ -146,6 +148,7 @@ def test_the_job_checkpoints_and_resumes_with_quantized_weights(tmp_path):
     assert load_checkpoint(again, tmp_path / "a" / "checkpoint") and again.step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("linear", ["nvfp4|mxfp8", RECIPES["fp8_delayed"]], ids=["hybrid", "fp8_delayed"])
 def test_a_distributed_checkpoint_of_model_and_optimizer_forks_the_training(linear, tmp_path):

@@ -10,7 +10,7 @@ from hqsweep.nn.offload import ActivationOffload
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 RECIPES = {
     "bf16": {"linear": "bf16"},
