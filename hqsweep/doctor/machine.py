@@ -137,7 +137,11 @@ def _slurm() -> Answer:
     missing = [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]
     if missing:
         return False, f"{' and '.join(missing)} not on PATH: this is no login node of a Slurm cluster"
-    return True, _last_line("sbatch", "--version")
+    try:
+        return True, _last_line("sbatch", "--version")
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr or "").strip().rpartition("\n")[2]
+        return False, f"sbatch is on PATH, but this is no node of a Slurm cluster: {reason or error}"
 
 
 def _chromium() -> Answer:

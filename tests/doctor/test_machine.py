@@ -35,6 +35,17 @@ def test_an_empty_machine(monkeypatch: pytest.MonkeyPatch):
     assert "no driver" in by_name["gpu"].detail and "sbatch and scontrol" in by_name["slurm"].detail
 
 
+def test_slurm_without_a_configuration_is_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).write_text(
+            "#!/bin/sh\necho 'sbatch: fatal: Could not establish a configuration' >&2; exit 1\n"
+        )
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (slurm,) = (part for part in parts() if part.what == "slurm")
+    assert slurm.present is False and "no node of a Slurm cluster: sbatch: fatal: Could not" in slurm.detail
+
+
 def test_the_daemon_of_mps_is_seen_by_its_pipes(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     (before,) = (part for part in machine.parts() if part.what == "mps")
