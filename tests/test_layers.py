@@ -17,9 +17,9 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs"), ("formats",), ("ops",), ("quant",), ("recipe",),
+    ("errors", "memo", "track.tables", "config.jobs"), ("verdicts",), ("formats",), ("ops",), ("quant",), ("recipe",),
     ("config", "gemm"), ("nn",), ("optim",), ("compat",), ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
-    ("worker", "doctor"), ("cli",), ("__main__",),
+    ("study",), ("worker", "doctor"), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and files that stand elsewhere than their package."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
