@@ -39,7 +39,7 @@ def test_its_commands_exist(command: str) -> None:
 
 
 def test_its_sweep_has_a_null_arm_three_seeds_and_data_that_is_the_same_everywhere() -> None:
-    points = expand("ci")
+    points = expand("ci").points
     assert {(p.arm, p.config["seed"]) for p in points} == {
         (arm, seed) for arm in ("bf16", "mxfp8", "nvfp4", "null") for seed in range(3)
     }

@@ -18,6 +18,7 @@ from docs.generate.source import table
 from hqsweep.cli.candidates import groups, names
 from hqsweep.config.job import Job, config_class
 from hqsweep.config.jobs import JOBS
+from hqsweep.config.study import StudyConfig
 
 HEADER = ("key", "type", "default", "what it is")
 CONF = files("hqsweep") / "conf"
@@ -33,6 +34,7 @@ def page() -> str:
     ]
     parts += ["\n## Sweeps and groups\n", table(("word", "what it is"), _offers())]
     parts += ["## Keys of all jobs\n", *_job(Job, Job.model_fields)]
+    parts += ["## Keys of a sweep of convergence\n", inspect.getdoc(StudyConfig), "", *_study()]
     for job in JOBS:
         model = config_class(job)
         parts += [f"## Job {job}\n", inspect.getdoc(model), ""]
@@ -51,6 +53,15 @@ def _job(model: type[BaseModel], own: Iterable[str]) -> list[str]:
             parts += [f"### {name}\n", inspect.getdoc(_section(field)), ""]
             parts += [table(HEADER, _rows(name, field, dict(comments)))]
     return parts
+
+
+def _study() -> list[str]:
+    """The keys of a sweep as a whole, with the comments of the YAML file that has all keys of the job."""
+    comments, rows = _comments(CONF / "convergence.yaml"), []
+    for name, field in StudyConfig.model_fields.items():
+        found = _rows(name, field, {}) if _section(field) else [_row(name, field, {})]
+        rows += [(*row[:3], comments.get(row[0], "")) for row in found]
+    return [table(HEADER, rows)]
 
 
 def _rows(prefix: str, field: FieldInfo, comments: dict[str, str]) -> list[tuple[str, ...]]:
@@ -105,7 +116,9 @@ def _type(annotation: typing.Any) -> str:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    return field.annotation if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) else None
+    """The section that a key holds, always or where it is not null."""
+    held = [field.annotation, *typing.get_args(field.annotation)]
+    return next((each for each in held if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _offers() -> list[tuple[str, str]]:

@@ -72,7 +72,9 @@ def _nearest_literal(fault: typing.Any) -> str:
 
 
 def _section(annotation: typing.Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The section that a key may hold; None for a key with a value."""
+    held = [annotation, *typing.get_args(annotation)]
+    return next((each for each in held if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _section_keys(path: str, model: type[BaseModel]) -> Sequence[str]:

@@ -28,22 +28,26 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.study import StudyConfig, parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
-from hqsweep.sweep.null_arm import NULL_ARM, null_points
-from hqsweep.sweep.point import GridPoint
+from hqsweep.sweep.null_arm import baseline_of, null_points
+from hqsweep.sweep.point import Grid, GridPoint
 from hqsweep.sweep.store import NOT_IN_ID
 
 PACKAGED = files("hqsweep") / "conf"
 """The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
 FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
 """A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
+STUDY_KEYS = tuple(StudyConfig.model_fields)
+POINTS = "fork.at"
+"""The one key of a study that takes several values, written as those of a swept key or as a list."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 _FIELD = re.compile(r"^recipe\.(linear\.)?")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
-def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[GridPoint]:
+def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Grid:
     """The grid of a sweep, in the order in which the swept keys are given, the last one varying fastest.
 
     conf: a packaged name, a name in config_dir or ./conf (which come first), or the path of a YAML file.
@@ -130,24 +134,22 @@ class Composer:
                 " of a .yaml file, or a folder of your own with --config-dir"
             )
 
-    def grid(self, texts: Sequence[str]) -> list[GridPoint]:
+    def grid(self, texts: Sequence[str]) -> Grid:
         """All points; a point that repeats an earlier one is left out."""
         given = self._parse(texts)
         params = [o for key, o in self._parse(self._params(given)).items() if key not in given]
         overrides = [*params, *given.values()]
         points: dict[str, GridPoint] = {}
-        with_null: Any = False
+        keys: dict[str, Any] = {}
         for choice in itertools.product(*map(self._choices, overrides)):
             config = self.compose(choice)
             config["sweep"] = config.get("sweep") or self.name
             if config.get("job") == "convergence":
-                with_null = config.pop(NULL_ARM, False)
+                keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
             changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
             point = GridPoint(config=config, overrides=choice, changed=changed, arm=self._arm(config, choice, changed))
             points.setdefault(json.dumps(config), point)
-        found = [*points.values(), *null_points(list(points.values()), with_null)]
-        _check_arms(found)
-        return found
+        return _study(list(points.values()), parse_study(keys))
 
     def _arm(self, config: dict[str, Any], choice: Sequence[str], changed: Sequence[str]) -> str:
         """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed.
@@ -250,7 +252,11 @@ class Composer:
         if not equals or not _KEY.fullmatch(key):
             raise UserError(f"override '{text}': not of the form KEY=VALUE; write for example train.steps=100")
         try:
-            return self.parser.parse_overrides([text])[0]
+            parsed = self.parser.parse_overrides([text])[0]
+            if key == POINTS and parsed.is_discrete_sweep():
+                values = [choice.partition("=")[2] for choice in self._choices(parsed)]
+                parsed = self.parser.parse_overrides([f"{key}=[{','.join(values)}]"])[0]
+            return parsed
         except HydraException:
             raise UserError(
                 f"override '{text}': the value cannot be read; write KEY=VALUE, KEY=V1,V2, KEY=range(1,4) or"
@@ -263,7 +269,7 @@ class Composer:
             raise UserError(f"{text}: '@' would move a config group elsewhere, where nothing reads it; leave it out")
         if override.is_sweep_override() and not override.is_discrete_sweep():
             raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
-        if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, NULL_ARM):
+        if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, *STUDY_KEYS):
             raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
         if not self._is_group(override) and not self._choices(override):
             raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
@@ -298,6 +304,17 @@ def _leaf(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config
+
+
+def _study(points: list[GridPoint], study: StudyConfig) -> Grid:
+    """The grid with the runs that the study adds, and the name of its baseline."""
+    if points[0].config.get("job") == "convergence":
+        baseline = baseline_of(points, study.baseline)
+        if study.null_arm:
+            points = [*points, *null_points(points, baseline)]
+        study = study.model_copy(update={"baseline": study.baseline or _leaf(baseline.config, "recipe.name")})
+    _check_arms(points)
+    return Grid(points=points, study=study)
 
 
 def _check_arms(points: Iterable[GridPoint]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
 from hqsweep.sweep.compose import expand, known_confs
@@ -32,6 +33,7 @@ class SweepPlan:
     words: tuple[str, ...]
     points: tuple[GridPoint, ...]
     configs: tuple[Config, ...]
+    study: StudyConfig
 
     @property
     def first(self) -> Config:
@@ -56,10 +58,11 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     conf, overrides = split_conf(words, config_dir)
     if workers is not None:
         overrides = [*overrides, f"engine.workers={workers}"]
-    points = expand(conf, overrides, config_dir)
-    configs = _parse_all(points)
-    typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(points, configs, strict=True)]
-    return SweepPlan(conf=conf, words=tuple(overrides), points=tuple(typed), configs=tuple(configs))
+    grid = expand(conf, overrides, config_dir)
+    configs = _parse_all(grid.points)
+    typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
+    facts = {"conf": conf, "words": tuple(overrides), "study": grid.study}
+    return SweepPlan(points=tuple(typed), configs=tuple(configs), **facts)
 
 
 def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
@@ -85,8 +88,9 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     if engine.kind == "local":
         for config in plan.configs:
             _check_device(config)
+    study = plan.study.model_dump(mode="json")
     runs = RunStore(Path(first.runs_dir)).create(
-        sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points
+        sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points, study=study
     )
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"})
     if engine.kind == "slurm":

@@ -8,29 +8,37 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hqsweep.errors import UserError
+from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.point import GridPoint
 
 NULL_ARM = "null_arm"
-"""The switch in a sweep's YAML and among its overrides. It is no part of a run's config."""
+"""The key of a sweep that asks for it."""
 NAME = "null"
 NOISE = 0.01
 BASELINE = "bf16"
 
 
-def null_points(points: Sequence[GridPoint], wanted: Any) -> list[GridPoint]:
+def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> GridPoint:
+    """The first run of the baseline: of the arm or recipe of that name, by default bf16, or else of the first recipe.
+
+    UserError for a name that the grid does not have.
+    """
+    if wanted is None:
+        return next((point for point in points if _section(point, "recipe").get("name") == BASELINE), points[0])
+    for point in points:
+        if wanted in (point.arm, _section(point, "recipe").get("name")):
+            return point
+    names = list(dict.fromkeys(point.arm for point in points))
+    raise UserError(f"baseline: no arm or recipe '{wanted}'{nearest(wanted, names)}; the grid has {', '.join(names)}")
+
+
+def null_points(points: Sequence[GridPoint], baseline: GridPoint) -> list[GridPoint]:
     """The runs that null_arm=true adds: those of the baseline with model.init_noise=0.01, as recipe and arm "null".
 
-    The baseline is bf16, or else the recipe of the first point; where other keys are swept, each of their values gets
-    a null arm of its own. UserError when `wanted` is not true or false.
+    Where other keys than the recipe's are swept, each of their values gets a null arm of its own.
     """
-    if not isinstance(wanted, bool):
-        raise UserError(f"{NULL_ARM}: got {wanted!r}; it takes true or false")
-    if not wanted:
-        return []
-    recipes = [_section(point, "recipe") for point in points]
-    baseline = next((recipe for recipe in recipes if recipe.get("name") == BASELINE), recipes[0])
-    return [_perturbed(point) for point in points if _section(point, "recipe") == baseline]
+    recipe = _section(baseline, "recipe")
+    return [_perturbed(point) for point in points if _section(point, "recipe") == recipe]
 
 
 def _perturbed(point: GridPoint) -> GridPoint:

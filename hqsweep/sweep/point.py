@@ -1,7 +1,9 @@
-"""GridPoint: one run of a grid, as composition gives it."""
+"""GridPoint: one run of a grid, as composition gives it; Grid: all of them, and the study that they are for."""
 
 from dataclasses import dataclass
 from typing import Any
+
+from hqsweep.config.study import StudyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +18,11 @@ class GridPoint:
     overrides: tuple[str, ...]
     changed: tuple[str, ...]
     arm: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The runs of a sweep in the order of the grid, and the keys that belong to the sweep as a whole."""
+
+    points: list[GridPoint]
+    study: StudyConfig

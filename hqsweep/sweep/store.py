@@ -1,6 +1,6 @@
 """The run store: every path of a sweep and of a run is made here.
 
-    <runs_dir>/<sweep>/sweep.json          name, conf, overrides, runs (names in grid order), arms, created
+    <runs_dir>/<sweep>/sweep.json          name, conf, overrides, runs (names in grid order), arms, created, study
     <runs_dir>/<sweep>/<run>/              one folder per run: class RunDir
 
 A run's name ends in its id, the hash of everything in the resolved config that can change a number. So the same
@@ -184,16 +184,26 @@ class RunStore:
 
     root: Path
 
-    def create(self, *, sweep: str, conf: str, overrides: Sequence[str], runs: Iterable[PlannedRun]) -> list[RunDir]:
+    def create(
+        self,
+        *,
+        sweep: str,
+        conf: str,
+        overrides: Sequence[str],
+        runs: Iterable[PlannedRun],
+        study: Mapping[str, Any] | None = None,
+    ) -> list[RunDir]:
         """Folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a call
-        with other runs adds them to the sweep. Raises UserError for a sweep name that is no plain folder name, and for
-        a folder in which nothing can be written."""
+        with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None keeps
+        what is there. Raises UserError for a sweep name that is no plain folder name, and for a folder in which nothing
+        can be written."""
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
         try:
             (self.root / sweep).mkdir(parents=True, exist_ok=True)
             with self.lock(sweep):
-                return self._create(self.root / sweep, conf, overrides, list(runs))
+                listed = {"conf": conf, "overrides": list(overrides), "study": study}
+                return self._create(self.root / sweep, listed, list(runs))
         except OSError as error:
             raise UserError(
                 f"runs_dir: nothing can be written in {self.root / sweep} ({error.strerror}); make room or give the"
@@ -204,16 +214,18 @@ class RunStore:
         """Hold the sweep's list of runs, for a moment. Raises RunBusy after LOCK_WAIT_S."""
         return locked(self.root / sweep / ".lock", LOCK_WAIT_S)
 
-    def _create(self, folder: Path, conf: str, overrides: Sequence[str], points: Sequence[PlannedRun]) -> list[RunDir]:
+    def _create(self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun]) -> list[RunDir]:
+        """listed: what sweep.json is to say beside the runs."""
         named = {run_name(point.config): point for point in points}
         run_dirs = [_create_run(RunDir(folder / name), point) for name, point in named.items()]
         new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
         old = read_json(folder / "sweep.json", new)
         write_json(folder / "sweep.json", {
-            "name": folder.name, "conf": conf, "overrides": list(overrides),
+            "name": folder.name, **listed,
             "runs": list(dict.fromkeys([*old["runs"], *named])),
             "arms": list(dict.fromkeys([*old["arms"], *(point.arm for point in points)])),
             "created": old["created"],
+            "study": old.get("study", {}) if listed["study"] is None else listed["study"],
         })  # fmt: skip
         return run_dirs
 
@@ -226,8 +238,9 @@ class RunStore:
         return sorted(created, key=lambda name: (created[name], name))
 
     def facts(self, sweep: str) -> dict[str, Any]:
-        """sweep.json. Raises UserError where it is not what create() wrote."""
-        return _sweep_facts(self.root / sweep)
+        """sweep.json; study is {} where the sweep is older than that. Raises UserError where it is not what create()
+        wrote."""
+        return {"study": {}} | _sweep_facts(self.root / sweep)
 
     def runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs in grid order; [] for an unknown sweep."""

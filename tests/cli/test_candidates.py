@@ -10,8 +10,8 @@ from hqsweep.cli.candidates import keys, names, run_or_sweep, run_word
 from hqsweep.config.errors import leaves
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
+from hqsweep.config.study import StudyConfig
 from hqsweep.sweep.compose import known_confs, known_recipes
-from hqsweep.sweep.null_arm import NULL_ARM
 
 PACKAGED = Path(__file__).parents[2] / "conf"
 
@@ -24,11 +24,11 @@ def test_names_are_those_of_the_commands(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_keys_are_those_of_the_typed_configs() -> None:
     offered = set(keys([PACKAGED]))
-    free = ("recipe.", "calibrate.students")  # mappings, with keys of the user's
-    typed = {leaf for job in map(config_class, JOBS) for leaf in leaves(job)}
+    free = ("recipe.", "calibrate.students", "fork.")  # mappings, with keys of the user's
+    typed = {leaf for model in (*map(config_class, JOBS), StudyConfig) for leaf in leaves(model)}
     values = {key for key in typed if not any(other.startswith(f"{key}.") for other in typed)}
     assert {key for key in values - offered if not key.startswith(free)} == {"sweep"}
-    assert {key for key in offered - typed if not key.startswith(free)} == {NULL_ARM}
+    assert {key for key in offered - typed if not key.startswith(free)} == set()
     assert {"recipe.linear.input", "recipe.dpa.qkv", "recipe.gemm"} - offered <= {"recipe.gemm"}
 
 

@@ -63,7 +63,7 @@ def names(group: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo_recipe(name: str) -> None:
-    (point,) = expand("convergence", [f"recipe={name}"])
+    (point,) = expand("convergence", [f"recipe={name}"]).points
     recipe = parse(point.config).recipe
     assert recipe.name == name
     assert tuple(recipe.linear.values()) == ZOO[name]
@@ -82,23 +82,23 @@ def test_zoo_is_complete() -> None:
 )
 def test_packaged_options_are_valid(group: str, option: str, tmp_path) -> None:
     words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens") else [])
-    parse(expand("convergence", words)[0].config)
+    parse(expand("convergence", words).points[0].config)
 
 
 def test_yaml_states_every_leaf_with_the_default_of_the_model() -> None:
-    (point,) = expand("convergence", ["track=none"])
+    (point,) = expand("convergence", ["track=none"]).points
     default = parse(smallest(sweep="convergence")).model_dump(mode="json")
     assert point.config | {"recipe": None} == default | {"recipe": None}
 
 
 @pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "moe", "parity", "calibrate"])
 def test_packaged_sweeps_are_valid(conf: str) -> None:
-    assert all(parse(point.config).sweep == conf for point in expand(conf))
+    assert all(parse(point.config).sweep == conf for point in expand(conf).points)
 
 
 def test_a_dump_parses_to_the_same_config() -> None:
     for conf in ("convergence", "parity", "calibrate"):
-        config = parse(expand(conf)[0].config)
+        config = parse(expand(conf).points[0].config)
         assert parse(config.model_dump(mode="json")) == config
 
 
@@ -112,7 +112,7 @@ def test_equal_recipes_have_equal_dumps() -> None:
 
 def test_types_are_told_apart_by_job() -> None:
     assert isinstance(parse(smallest()), ConvergenceConfig)
-    assert isinstance(parse(expand("parity")[0].config), ParityConfig)
+    assert isinstance(parse(expand("parity").points[0].config), ParityConfig)
 
 
 def test_configs_are_frozen() -> None:
@@ -228,4 +228,4 @@ def test_wrong_config(extra: dict, message: str) -> None:
 )
 def test_wrong_parity_config(override: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parse(expand("parity", [override])[0].config)
+        parse(expand("parity", [override]).points[0].config)

@@ -33,7 +33,7 @@ def values(points, *keys):
 
 
 def test_quickstart_has_six_recipes_of_one_seed() -> None:
-    points = expand("quickstart")
+    points = expand("quickstart").points
     assert [p.arm for p in points] == [
         "bf16", "mxfp8", "nvfp4", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
         "float8_block_scaling",
@@ -44,15 +44,15 @@ def test_quickstart_has_six_recipes_of_one_seed() -> None:
 
 @pytest.mark.parametrize("conf", ["stdlib", "markov"])
 def test_larger_sweeps_have_the_arms_of_quickstart_and_the_null_arm_with_three_seeds(conf: str) -> None:
-    points = expand(conf)
-    arms = [*(p.arm for p in expand("quickstart")), "null"]
+    points = expand(conf).points
+    arms = [*(p.arm for p in expand("quickstart").points), "null"]
     assert [(p.arm, p.config["seed"]) for p in points] == [(arm, seed) for arm in arms for seed in range(3)]
     assert points[0].config["data"]["source"] == conf
 
 
 def test_formats_sweep_unquoted() -> None:
     words = ["recipe=bf16", "recipe.linear.input=mxfp8,nvfp4|mxfp8,nvfp4|mxfp8@rowwise_dequantized", "seed=0,1,2"]
-    points = expand("quickstart", words)
+    points = expand("quickstart", words).points
     formats = ["mxfp8", "nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"]
     assert values(points, "recipe.linear.input", "seed") == [(f, seed) for f in formats for seed in range(3)]
     assert [p.arm for p in points[::3]] == [f"bf16 input={f}" for f in formats]
@@ -61,18 +61,18 @@ def test_formats_sweep_unquoted() -> None:
 
 
 def test_an_arm_names_the_fields_that_differ_from_its_recipe(folder: Path) -> None:
-    points = expand("convergence", ["recipe=nvfp4,bf16", "recipe.linear.input=bf16,mxfp8", "train.lr=1e-3,2e-3"])
+    points = expand("convergence", ["recipe=nvfp4,bf16", "recipe.linear.input=bf16,mxfp8", "train.lr=1e-3,2e-3"]).points
     arms = ["nvfp4 input=bf16", "nvfp4 input=mxfp8", "bf16", "bf16 input=mxfp8"]
     assert [p.arm for p in points[::2]] == [f"{arm} train.lr=0.001" for arm in arms]
     write(folder / "conf/recipe/open.yaml", "name: open\nlinear: mxfp8\ngemm: ???\n")
-    assert [p.arm for p in expand("convergence", ["recipe=open", "recipe.gemm=exact,strict"])] == [
+    assert [p.arm for p in expand("convergence", ["recipe=open", "recipe.gemm=exact,strict"]).points] == [
         "open gemm=exact",
         "open gemm=strict",
     ]
 
 
 def test_pairs_is_a_grid_over_the_tensors_of_a_linear_with_the_baseline_first() -> None:
-    points = expand("pairs")
+    points = expand("pairs").points
     linears = [p.config["recipe"]["linear"] for p in points]
     assert points[0].arm == "bf16" and set(linears[0].values()) == {"bf16"}
     assert len(points) == math.prod(len({linear[tensor] for linear in linears}) for tensor in linears[0])
@@ -92,12 +92,12 @@ def test_pairs_is_a_grid_over_the_tensors_of_a_linear_with_the_baseline_first() 
     ],
 )
 def test_quantizer_values(value: str, expected: list) -> None:
-    points = expand("convergence", [f"recipe.linear.weight={value}"])
+    points = expand("convergence", [f"recipe.linear.weight={value}"]).points
     assert [p.config["recipe"]["linear"]["weight"] for p in points] == expected
 
 
 def test_fields_of_a_quantizer_sweep_by_themselves() -> None:
-    points = expand("convergence", ["recipe=nvfp4", "recipe.linear.input.columnwise=mxfp8,nvfp4+rht"])
+    points = expand("convergence", ["recipe=nvfp4", "recipe.linear.input.columnwise=mxfp8,nvfp4+rht"]).points
     assert [p.config["recipe"]["linear"]["input"] for p in points] == [
         {"rowwise": "nvfp4", "columnwise": column, "columnwise_source": "original"} for column in ("mxfp8", "nvfp4+rht")
     ]
@@ -105,34 +105,34 @@ def test_fields_of_a_quantizer_sweep_by_themselves() -> None:
 
 def test_tensors_of_a_one_word_section_sweep_by_themselves(folder: Path) -> None:
     write(folder / "conf/recipe/mine.yaml", "name: mine\nlinear: mxfp8\n")
-    (point,) = expand("convergence", ["recipe=mine", "recipe.linear.weight=bf16"])
+    (point,) = expand("convergence", ["recipe=mine", "recipe.linear.weight=bf16"]).points
     assert point.config["recipe"]["linear"] == {"input": "mxfp8", "weight": "bf16", "grad_output": "mxfp8"}
 
 
 def test_ranges_and_globs() -> None:
-    points = expand("convergence", ["recipe=glob(mxfp6*)", "seed=range(1,4,2)"])
+    points = expand("convergence", ["recipe=glob(mxfp6*)", "seed=range(1,4,2)"]).points
     assert [(p.arm, p.config["seed"]) for p in points] == [
         ("mxfp6_e2m3", 1), ("mxfp6_e2m3", 3), ("mxfp6_e3m2", 1), ("mxfp6_e3m2", 3)
     ]  # fmt: skip
 
 
 def test_command_line_wins_over_the_sweeps_yaml() -> None:
-    points = expand("stdlib", ["seed=7", "recipe=bf16,mxfp8", "null_arm=false"])
+    points = expand("stdlib", ["seed=7", "recipe=bf16,mxfp8", "null_arm=false"]).points
     assert [(p.arm, p.config["seed"]) for p in points] == [("bf16", 7), ("mxfp8", 7)]
 
 
 def test_repeated_points_are_left_out() -> None:
-    assert len(expand("convergence", ["recipe=bf16,mxfp8,bf16", "seed=0,0"])) == 2
+    assert len(expand("convergence", ["recipe=bf16,mxfp8,bf16", "seed=0,0"]).points) == 2
 
 
 @pytest.mark.parametrize("key", ["recipe._target_", "recipe.qfactory"])
 def test_a_factory_stands_for_the_whole_recipe(key: str) -> None:
-    points = expand("convergence", ["recipe.fp8_dpa=true", f"{key}=my.one,my.other", "recipe=nvfp4"])
+    points = expand("convergence", ["recipe.fp8_dpa=true", f"{key}=my.one,my.other", "recipe=nvfp4"]).points
     assert [p.config["recipe"] for p in points] == [
         {"name": name, "qfactory": f"my.{name}", "fp8_dpa": True} for name in ("one", "other")
     ]
     assert [p.arm for p in points] == ["one", "other"]
-    (named,) = expand("convergence", [f"{key}=my.one", "recipe.name=mine"])
+    (named,) = expand("convergence", [f"{key}=my.one", "recipe.name=mine"]).points
     assert named.config["recipe"] == {"name": "mine", "qfactory": "my.one"}
 
 
@@ -156,7 +156,7 @@ def test_recipes_are_loaded_by_name_and_by_path(folder: Path) -> None:
 
 def test_a_recipe_of_a_file_is_swept_as_packaged_ones_are(folder: Path) -> None:
     (folder / "plain.yaml").write_text("linear: mxfp4\n")
-    points = expand("quickstart", ["recipe=plain.yaml,mxfp8", "recipe.linear.input=nvfp4"])
+    points = expand("quickstart", ["recipe=plain.yaml,mxfp8", "recipe.linear.input=nvfp4"]).points
     assert [point.arm for point in points] == ["plain", "mxfp8"]
     assert [point.config["recipe"]["linear"] for point in points] == [
         {"input": "nvfp4", "weight": weight, "grad_output": weight} for weight in ("mxfp4", "mxfp8")
@@ -164,7 +164,7 @@ def test_a_recipe_of_a_file_is_swept_as_packaged_ones_are(folder: Path) -> None:
 
 
 def test_arm_names_what_was_swept_beside_recipe_and_seed() -> None:
-    points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,3e-4", "seed=0,1", "train.steps=10"])
+    points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,3e-4", "seed=0,1", "train.steps=10"]).points
     assert sorted({p.arm for p in points}) == [
         "bf16 train.lr=0.0003", "bf16 train.lr=0.001", "mxfp8 train.lr=0.0003", "mxfp8 train.lr=0.001"
     ]  # fmt: skip
@@ -175,17 +175,17 @@ def test_users_configs_are_found_and_may_use_packaged_groups(folder: Path, conf:
     place = {"--config-dir": "my", "elsewhere/mine.yaml": "elsewhere"}.get(conf, "conf")
     text = "defaults: [convergence, _self_, {override recipe: mxfp8}]\ntrain: {steps: 7}\n"
     write(folder / place / "mine.yaml", text)
-    (point,) = expand("mine" if conf == "--config-dir" else conf, [], folder / "my")
+    (point,) = expand("mine" if conf == "--config-dir" else conf, [], folder / "my").points
     assert (point.arm, point.config["train"]["steps"], point.config["sweep"]) == ("mxfp8", 7, "mine")
 
 
 def test_own_folders_come_before_packaged_configs(folder: Path) -> None:
     write(folder / "conf/quickstart.yaml", "job: convergence\nseed: 5\n")
-    assert expand("quickstart")[0].config == {"job": "convergence", "seed": 5, "sweep": "quickstart"}
+    assert expand("quickstart").points[0].config == {"job": "convergence", "seed": 5, "sweep": "quickstart"}
 
 
 def test_sweep_name_can_be_given() -> None:
-    assert expand("convergence", ["sweep=first"])[0].config["sweep"] == "first"
+    assert expand("convergence", ["sweep=first"]).points[0].config["sweep"] == "first"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_composing_groups_once_equals_composing_all_with_hydra(overrides: list[s
 
 
 def test_points_share_nothing() -> None:
-    first, second = expand("convergence", ["seed=0,1"])
+    first, second = expand("convergence", ["seed=0,1"]).points
     first.config["train"]["steps"] = -1
     assert second.config["train"]["steps"] == 200
 
@@ -281,7 +281,7 @@ def test_one_field_is_overridden_and_the_rest_is_what_the_section_resolves_to(re
     (tmp_path / "recipe" / f"{recipe}.yaml").write_text(RECIPES[recipe])
 
     def sections(*words):
-        (point,) = expand("convergence", ["track=none", f"recipe={recipe}", *words], tmp_path)
+        (point,) = expand("convergence", ["track=none", f"recipe={recipe}", *words], tmp_path).points
         config = parse(point.config).recipe.model_dump()
         texts = {f"{p}.{tensor}": q for p, section in config.items() if isinstance(section, dict)
                  for tensor, q in section.items()}  # fmt: skip
@@ -293,7 +293,7 @@ def test_one_field_is_overridden_and_the_rest_is_what_the_section_resolves_to(re
 def test_fields_of_grouped_linear_start_from_linear_whatever_the_order_of_the_words():
     words = ["recipe.grouped_linear.weight.columnwise=bf16", "recipe.linear=nvfp4"]
     for order in (words, words[::-1]):
-        (point,) = expand("convergence", ["track=none", "recipe=mxfp8", *order])
+        (point,) = expand("convergence", ["track=none", "recipe=mxfp8", *order]).points
         grouped = parse(point.config).recipe.grouped_linear
         assert grouped == {"input": "nvfp4", "weight": "nvfp4|bf16", "grad_output": "nvfp4"}
 
@@ -304,4 +304,4 @@ def test_a_wrong_field_of_a_section_that_is_not_spelled_out_is_named():
         ("recipe.dpa.qk=mxfp8", r"recipe\.dpa: unknown key 'qk' \(did you mean 'qkv'"),
     ]:
         with pytest.raises(UserError, match=message):
-            parse(expand("convergence", ["track=none", "recipe=mxfp8", word])[0].config)
+            parse(expand("convergence", ["track=none", "recipe=mxfp8", word]).points[0].config)

@@ -10,7 +10,7 @@ ARMS = ["bf16", "mxfp8", "null"]
 
 
 def test_one_more_arm_that_differs_from_the_baseline_in_the_noise_alone() -> None:
-    points = expand("stdlib", ["recipe=mxfp8,bf16", "seed=0,1", "null_arm=true"])
+    points = expand("stdlib", ["recipe=mxfp8,bf16", "seed=0,1", "null_arm=true"]).points
     assert sorted({p.arm for p in points}) == ARMS
     (null,) = (p for p in points if (p.arm, p.config["seed"]) == ("null", 1))
     (bf16,) = (p for p in points if (p.arm, p.config["seed"]) == ("bf16", 1))
@@ -24,23 +24,23 @@ def test_one_more_arm_that_differs_from_the_baseline_in_the_noise_alone() -> Non
 
 
 def test_its_overrides_lead_to_its_config() -> None:
-    *_, null = expand("stdlib", ["recipe=bf16", "seed=3", "null_arm=true"])
-    (again,) = expand("stdlib", null.overrides)
+    *_, null = expand("stdlib", ["recipe=bf16", "seed=3", "null_arm=true"]).points
+    (again,) = expand("stdlib", null.overrides).points
     assert again.config == null.config
 
 
 def test_without_bf16_the_first_recipe_is_the_baseline() -> None:
-    *_, null = expand("quickstart", ["recipe=fp32,mxfp8", "null_arm=true"])
+    *_, null = expand("quickstart", ["recipe=fp32,mxfp8", "null_arm=true"]).points
     assert null.config["recipe"]["linear"]["input"] == "fp32" and null.arm == "null"
 
 
 def test_each_value_of_another_swept_key_gets_its_own() -> None:
-    points = expand("quickstart", ["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "null_arm=true"])
+    points = expand("quickstart", ["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "null_arm=true"]).points
     assert [p.arm for p in points[4:]] == ["null train.lr=0.001", "null train.lr=0.002"]
 
 
 def test_there_is_none_unless_asked_for_and_no_run_config_has_the_switch() -> None:
-    points = expand("quickstart")
+    points = expand("quickstart").points
     assert "null" not in {p.arm for p in points} and not any("null_arm" in p.config for p in points)
     assert len(plan(["conf=quickstart", "recipe=bf16,mxfp8", "null_arm=true"]).configs) == 3
 
@@ -48,7 +48,7 @@ def test_there_is_none_unless_asked_for_and_no_run_config_has_the_switch() -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["null_arm=maybe"], "null_arm: got 'maybe'; it takes true or false"),
+        (["null_arm=maybe"], "null_arm: got 'maybe'; must be true or false"),
         (["null_arm=true,false"], "null_arm cannot be swept"),
         (["null_arm=true", "recipe=3"], "no recipe '3'"),
     ],

@@ -1,0 +1,84 @@
+"""The keys of a sweep as a whole: what its arms are measured against, how far, and over which runs.
+
+They stand beside a run's own keys in a sweep's YAML and among its overrides, but no run's config has them; sweep.json
+keeps them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+
+from hqsweep.config.errors import sentence
+from hqsweep.config.types import Count, Index, Section
+from hqsweep.errors import UserError
+
+
+def parse_margin(given: Any) -> float:
+    """The margin in % of the baseline's loss, from 0.25, "0.25" or "0.25%"; UserError unless it is above 0 and at most
+    100."""
+    try:
+        margin = float(given.removesuffix("%")) if isinstance(given, str) else float(given)
+    except (TypeError, ValueError):
+        margin = float("nan")
+    if isinstance(given, bool) or not 0 < margin <= 100:
+        raise UserError(
+            f"margin: got {given!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+        )
+    return margin
+
+
+def _points(given: Any) -> Any:
+    return [given] if isinstance(given, int) else given
+
+
+class SeedsConfig(Section):
+    """How many replicates a study has: those that are given, or, until=decided, as many more as give every arm a
+    verdict, `max` at most."""
+
+    until: Literal["fixed", "decided"] = "fixed"
+    max: Annotated[int, Field(ge=2)] = 16
+
+
+class ForkStudy(Section):
+    """A fork study: a trunk in the baseline's recipe at a constant learning rate, after `warmup` steps, from whose
+    state at each step of `at` every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
+
+    trunk: a checkpoint of an earlier run instead, or the folder of that run.
+    """
+
+    at: Annotated[list[Count], BeforeValidator(_points), Field(min_length=1)]
+    steps: Count = 160
+    decay: Count = 160
+    warmup: Index = 30
+    trunk: str | None = None
+
+    @field_validator("at")
+    @classmethod
+    def _once(cls, at: list[int]) -> list[int]:
+        twice = next((step for step in at if at.count(step) > 1), None)
+        if twice is not None:
+            raise UserError(f"fork.at: step {twice} is given twice; every point is forked once, so give it once")
+        return sorted(at)
+
+
+class StudyConfig(Section):
+    """The keys of a sweep as a whole.
+
+    baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid.
+    margin: the largest gap that counts as none, in % of the baseline's loss.
+    """
+
+    null_arm: bool = False
+    baseline: str | None = None
+    margin: Annotated[float, BeforeValidator(parse_margin)] = 0.25
+    seeds: SeedsConfig = SeedsConfig()
+    fork: ForkStudy | None = None
+
+
+def parse_study(keys: Mapping[str, Any]) -> StudyConfig:
+    """The keys of a sweep; UserError with all faults in one line."""
+    try:
+        return StudyConfig.model_validate(dict(keys))
+    except ValidationError as error:
+        raise UserError(sentence(error, StudyConfig)) from None

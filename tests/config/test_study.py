@@ -1,0 +1,81 @@
+"""The keys of a sweep as a whole: read once, refused in one sentence, kept in sweep.json, and in no run's config."""
+
+import pytest
+
+from hqsweep.config.study import StudyConfig, parse_margin, parse_study
+from hqsweep.errors import UserError
+from hqsweep.sweep.compose import STUDY_KEYS, expand
+from hqsweep.sweep.launch import plan
+from hqsweep.sweep.store import RunStore
+
+
+@pytest.mark.parametrize("given", [0.25, "0.25", "0.25%"])
+def test_a_margin_is_a_percentage(given: float | str) -> None:
+    assert parse_margin(given) == 0.25 == expand("quickstart", [f"margin={given}"]).study.margin
+
+
+def test_no_run_has_them_and_the_plan_does() -> None:
+    words = ["recipe=mxfp8,bf16", "margin=1", "seeds.until=decided", "seeds.max=5", "null_arm=true"]
+    made = plan(["conf=quickstart", *words])
+    assert not any(set(point.config) & set(STUDY_KEYS) - {"fork"} for point in made.points)
+    assert (made.study.margin, made.study.seeds.until, made.study.seeds.max, made.study.null_arm) == (
+        1, "decided", 5, True,
+    )  # fmt: skip
+    assert plan(["conf=parity"]).study == StudyConfig()
+
+
+@pytest.mark.parametrize(
+    ("words", "baseline"),
+    [
+        (["recipe=mxfp8,bf16"], "bf16"),
+        (["recipe=mxfp8,nvfp4"], "mxfp8"),
+        (["recipe=mxfp8,nvfp4", "baseline=nvfp4"], "nvfp4"),
+        (["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "baseline='mxfp8 train.lr=0.002'"], "mxfp8 train.lr=0.002"),
+    ],
+)
+def test_the_baseline_is_bf16_or_the_first_recipe_or_the_one_that_is_named(words: list[str], baseline: str) -> None:
+    assert expand("convergence", words).study.baseline == baseline
+
+
+def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
+    *_, null = expand("quickstart", ["recipe=bf16,mxfp8", "null_arm=true", "baseline=mxfp8"]).points
+    assert null.arm == "null" and null.config["recipe"]["linear"]["input"] == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("margin=0", "margin: got 0; it takes a part of the baseline's loss in %, above 0 and at most 100"),
+        ("margin=101%", "margin: got '101%'"),
+        ("margin=much", "margin: got 'much'"),
+        ("margin=nan", "margin: got nan"),
+        ("margin=true", "margin: got True"),
+        ("margin=1,2", "margin cannot be swept, it belongs to the whole sweep"),
+        ("seeds.max=1", "seeds.max: got 1; must be greater than or equal to 2"),
+        ("seeds.until=bored", "seeds.until: got 'bored'; must be 'fixed' or 'decided'"),
+        ("seeds.most=3", "seeds.most: no such key; seeds takes until, max"),
+        ("baseline=mxfp9", r"baseline: no arm or recipe 'mxfp9' \(did you mean 'mxfp8'\?\); the grid has bf16, mxfp8"),
+    ],
+)
+def test_what_is_refused(word: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        expand("quickstart", ["recipe=bf16,mxfp8", word])
+
+
+def test_another_job_has_none_of_them() -> None:
+    with pytest.raises(UserError, match="margin: no such key"):
+        plan(["conf=parity", "margin=1"])
+
+
+def test_sweep_json_keeps_them_and_an_older_one_has_none(tmp_path) -> None:
+    store = RunStore(tmp_path)
+    store.create(sweep="s", conf="c", overrides=[], runs=[])
+    assert store.facts("s")["study"] == {}
+    study = parse_study({"margin": "1%"}).model_dump(mode="json")
+    store.create(sweep="s", conf="c", overrides=[], runs=[], study=study)
+    store.create(sweep="s", conf="c", overrides=[], runs=[])
+    assert store.facts("s")["study"] == study and study["margin"] == 1
+    (tmp_path / "s" / "sweep.json").write_text(
+        '{"name": "s", "conf": "c", "overrides": [], "runs": [], "arms": [], "created": ""}'
+    )
+    assert store.facts("s")["study"] == {}
