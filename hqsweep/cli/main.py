@@ -202,9 +202,13 @@ app.add_typer(cli_recipe.app, name="recipe")
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
-    """Print what to type next, on stderr beside JSON: the log of the first failed run, else the comparison."""
+    """Print each warning of the runs once, then what to type next, on stderr beside JSON: the log of the first failed
+    run, else the comparison."""
     import shlex
+    from collections import Counter
 
+    for warning, count in Counter(line for result in results for line in result["warnings"]).items():
+        typer.echo(f"warning: {warning} ({count} of {len(results)} runs)", err=as_json)
     failed = [result for result in results if result["state"] != "finished"]
     arms = [result["arm"] for result in results]
     if failed:

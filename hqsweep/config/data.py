@@ -25,7 +25,7 @@ class MarkovConfig(Section):
 class DataConfig(Section):
     """Where tokens come from; `path` is read by text and tokens, `markov` by markov."""
 
-    source: Literal["stdlib", "text", "tokens", "markov"] = "stdlib"
+    source: Literal["stdlib", "site", "text", "tokens", "markov"] = "stdlib"
     path: str | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     max_bytes: Count | None = None

@@ -35,10 +35,13 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
     if device.type == "cuda":
         make_deterministic()
-    dataset = data.load(config.data)
+    dataset = data.loaded(config.data)
     check_native(config, device, dataset.vocab_size)
     trainer = Trainer(config, dataset, config.recipe.build(), device)
-    sink.manifest(**facts(trainer))
+    known = facts(trainer)
+    sink.manifest(**known)
+    for line in known.get("warnings", []):
+        print(f"warning: {line}", flush=True)
     if load_checkpoint(trainer, workspace / "checkpoint"):
         sink.rewind(trainer.step)
     throughput = Throughput(train.batch * train.context)
@@ -96,18 +99,25 @@ def make_deterministic() -> None:
 
 
 def facts(trainer: Trainer) -> dict[str, object]:
-    """For the manifest: device, the hash of its kernels' numbers, data, sizes, and the plan of every GEMM."""
-    device = trainer.device
+    """For the manifest: device, the hash of its kernels' numbers, data, sizes, and the plan of every GEMM.
+
+    tokens and epochs count from step 1, for a run that goes on from another one's state too.
+    """
+    device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
+    tokens = train.steps * train.batch * train.context
+    warnings = dataset.warnings(tokens)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "kernel_digest": fingerprint(device),
-        "data_hash": trainer.dataset.hash,
-        "data": trainer.dataset.facts,
+        "data_hash": dataset.hash,
+        "data": dataset.facts,
         "params": sum(p.numel() for p in trainer.model.parameters()),
-        "tokens": trainer.config.train.steps * trainer.config.train.batch * trainer.config.train.context,
+        "tokens": tokens,
+        "epochs": dataset.epochs(tokens),
         "gemm_plan": stage_plans(trainer, trainer.stages[0]),
         "recipe_schedule": schedule_facts(trainer),
+        **({"warnings": warnings} if warnings else {}),
     }
 
 

@@ -67,6 +67,7 @@ def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
         "worst_sqnr": worst,
     }
     parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
+    parts += [Text(f"warning: {line}", style="yellow") for line in manifest.get("warnings", [])]
     if curve["values"]:
         ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])} nats at step {curve['last_step']}"
         parts.append(Text(f"{curve['metric']}  {sparkline(curve['values'])}  {ends}"))
@@ -134,6 +135,6 @@ def _facts_table(manifest: dict[str, Any]) -> Table:
     rows = tuple(
         (name, yaml.safe_dump(value, sort_keys=False, width=160).strip() if isinstance(value, dict) else text(value))
         for name, value in manifest.items()
-        if name != "recipe_schedule"  # gemm_plan says it
+        if name not in ("recipe_schedule", "warnings")  # gemm_plan says the one, and the other is above
     )
     return to_rich(TextTable(header=("fact", "value"), rows=rows), "manifest")

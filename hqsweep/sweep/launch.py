@@ -115,13 +115,14 @@ def _check_device(config: Config) -> None:
 
 def result(run: RunDir) -> dict[str, Any]:
     """One run in short: run, arm, seed, state, val_loss (nats, last one or None), tokens_per_s, seconds, reason, path,
-    and for a parity or calibrate run how many rows PASS, FAIL and SKIP."""
+    warnings, and for a parity or calibrate run how many rows PASS, FAIL and SKIP."""
     status, manifest = run.status(), run.manifest()
     losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
     return {
         "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
+        "warnings": manifest.get("warnings", []),
         **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED_TABLES},
     }  # fmt: skip
 

@@ -3,16 +3,20 @@
 Text is used as it is, one byte one token: no tokenizer, so that the same files give the same data on every machine.
 Files are taken in the order of a hash of their relative path, which mixes topics, so that any prefix (`max_bytes`)
 is a fair sample. A file goes to val whenever val has less than its share of what came before: no file is in both
-splits, the shares hold at every prefix, and a quick run's val files are among those of the full run.
+splits, the shares hold at every prefix, and a quick run's val files are among those of the full run. Files are read
+into the arrays that stay: memory holds each byte once.
 """
 
 import hashlib
 import json
 import os
 import platform
+import re
+import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +25,7 @@ from hqsweep.errors import UserError
 
 SNIFF_BYTES = 8192  # a NUL byte this early says that a file is not text (the rule of git and grep)
 NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}  # not part of the standard library
+SITE_FOLDERS = ("site-packages", "dist-packages")
 SCAN_TOKENS = 1 << 24
 
 
@@ -47,7 +52,38 @@ def stdlib(val_fraction: float, max_bytes: int | None) -> Corpus:
         keep_folder=lambda name: name not in NOT_SOURCES and not name.startswith("config-"),
         keep_file=lambda name: name.endswith(".py") and not name.startswith("_sysconfigdata"),
     )
-    return _split_by_file(root, names, val_fraction, max_bytes, {"python": platform.python_version()})
+    files = {name: root / name for name in names}
+    return _split_by_file(files, val_fraction, max_bytes, {"python": platform.python_version()})
+
+
+def site(val_fraction: float, max_bytes: int | None) -> Corpus:
+    """The installed packages of the running Python, their *.py sources as bytes (200 MB with torch), by file.
+
+    A file counts if a package lists it among its own (RECORD), wherever on sys.path that package is installed. The
+    standard library is another source, and hqsweep itself is left out, so that a change of it changes no data. Equal
+    versions of all packages give equal data; facts: `packages`, how many, and `packages_hash`, the SHA-256 of their
+    NAME==VERSION, one a line, sorted.
+
+    Raises:
+        UserError: no package has sources.
+    """
+    files: dict[str, Path] = {}
+    versions: dict[str, str] = {}
+    for package in distributions(path=[folder for folder in sys.path if Path(folder).name in SITE_FOLDERS]):
+        name = re.sub(r"[-_.]+", "-", package.name).lower()
+        if name == "hqsweep" or name in versions:  # the first on sys.path is the one that is imported
+            continue
+        names = [file for file in package.files or () if file.suffix == ".py" and ".." not in file.parts]
+        found = {file.as_posix(): Path(package.locate_file(file)) for file in names}
+        found = {file: path for file, path in found.items() if path.is_file() and path.stat().st_size}
+        if found:
+            versions[name] = package.version
+            files |= found
+    if not files:
+        raise UserError("data.source: site found no package with *.py files; install some, or use data=stdlib")
+    listing = "\n".join(sorted(f"{name}=={version}" for name, version in versions.items()))
+    facts = {"packages": len(versions), "packages_hash": hashlib.sha256(listing.encode()).hexdigest()}
+    return _split_by_file(files, val_fraction, max_bytes, facts)
 
 
 def text(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus:
@@ -70,7 +106,7 @@ def text(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus
         raise UserError(f"data.path: no text file in the folder {root}; point it to a text file or a folder of them")
     if len(names) == 1:
         return _split_by_position(_map(root / names[0], np.uint8, max_bytes), 256, val_fraction, {"files": 1})
-    return _split_by_file(root, names, val_fraction, max_bytes, {})
+    return _split_by_file({name: root / name for name in names}, val_fraction, max_bytes, {})
 
 
 def tokens(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus:
@@ -119,21 +155,34 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(SNIFF_BYTES)
 
 
-def _split_by_file(root: Path, names: Iterable[str], val_fraction: float, max_bytes: int | None, facts: dict) -> Corpus:
-    parts: dict[str, list[bytes]] = {"train": [], "val": []}
+def _split_by_file(files: Mapping[str, Path], val_fraction: float, max_bytes: int | None, facts: dict) -> Corpus:
+    """Cut files, by the name that orders them, into train and val, of as many bytes as they have now."""
+    parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": []}
     size = {"train": 0, "val": 0}
-    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
         total = size["train"] + size["val"]
         if max_bytes is not None and total >= max_bytes:
             break
         side = "val" if size["val"] < val_fraction * total else "train"
-        data = (root / name).read_bytes()[: None if max_bytes is None else max_bytes - total]
-        parts[side].append(data)
-        size[side] += len(data)
-    train, val = (np.frombuffer(b"".join(parts[side]), np.uint8) for side in ("train", "val"))
+        length = min(files[name].stat().st_size, sys.maxsize if max_bytes is None else max_bytes - total)
+        parts[side].append((files[name], length))
+        size[side] += length
     facts = {"files": len(parts["train"]) + len(parts["val"])} | facts
     split = f"by file: {len(parts['train'])} train, {len(parts['val'])} val"
-    return Corpus(train=train, val=val, vocab_size=256, split=split, facts=facts)
+    return Corpus(train=_read(parts["train"]), val=_read(parts["val"]), vocab_size=256, split=split, facts=facts)
+
+
+def _read(parts: list[tuple[Path, int]]) -> np.ndarray:
+    """The first bytes of each file, as many as its number says, one after another."""
+    data = np.empty(sum(length for _, length in parts), np.uint8)
+    at = 0
+    for path, length in parts:
+        with path.open("rb") as file:
+            if file.readinto(memoryview(data)[at : at + length]) < length:
+                raise UserError(f"data: {path} became shorter while it was read; start again when it stays as it is")
+        at += length
+    data.flags.writeable = False
+    return data
 
 
 def _split_by_position(data: np.ndarray, vocab_size: int, val_fraction: float, facts: dict) -> Corpus:

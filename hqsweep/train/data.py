@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from hqsweep.train.markov import MarkovSource
 
 HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
-CHUNK = 1 << 24
+CHUNK = 1 << 20
 BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other users of the same seed
 
 
@@ -62,6 +63,20 @@ class Dataset:
         windows = torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
+    def epochs(self, tokens: int) -> float:
+        """How often a run that trains on `tokens` tokens reads the train split."""
+        return tokens / len(self.train)
+
+    def warnings(self, tokens: int) -> list[str]:
+        """What a person must know of a run that trains on `tokens` tokens: that it repeats its data, if it does."""
+        if self.epochs(tokens) <= 1:
+            return []
+        return [
+            f"training reads its {len(self.train):,} tokens {self.epochs(tokens):.2f} times; what repeats is learned by"
+            " heart, and a gap on it is not the gap on new text: give more data (data=site has the most on a machine),"
+            " or lower train.steps or train.batch"
+        ]
+
 
 def load(config: DataConfig) -> Dataset:
     """Read or generate the data that config names (source, path, val_fraction, max_bytes, markov).
@@ -96,6 +111,12 @@ def load(config: DataConfig) -> Dataset:
     return Dataset(train=found.train, val=found.val, vocab_size=found.vocab_size, hash=digest, facts=facts)
 
 
+@lru_cache(maxsize=1)
+def loaded(config: DataConfig) -> Dataset:
+    """load(config), kept until another config comes: runs that one process does one after another read it once."""
+    return load(config)
+
+
 def unigram_entropy(tokens: np.ndarray) -> float:
     """-sum_t p[t] ln p[t] in nats, p being the frequencies in `tokens` itself (1-D, uint8 or uint16)."""
     counts = np.zeros(np.iinfo(tokens.dtype).max + 1, np.int64)
@@ -122,6 +143,7 @@ def _markov(config: DataConfig) -> Corpus:
 
 SOURCES: dict[str, Callable[[DataConfig], Corpus]] = {
     "stdlib": lambda config: corpus.stdlib(config.val_fraction, config.max_bytes),
+    "site": lambda config: corpus.site(config.val_fraction, config.max_bytes),
     "text": lambda config: corpus.text(config.path, config.val_fraction, config.max_bytes),
     "tokens": lambda config: corpus.tokens(config.path, config.val_fraction, config.max_bytes),
     "markov": _markov,

@@ -250,6 +250,20 @@ def test_detached_runs_are_submitted_and_left(monkeypatch: pytest.MonkeyPatch) -
     assert (row["state"], row["val_loss"]) == ("pending", None)
 
 
+def test_warnings_of_runs_are_told_once_at_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list[RunDir]:
+        runs = RunStore(folder / "runs").create(sweep="tiny", conf="tiny", overrides=[], runs=plan.points)
+        for run in runs:
+            run.write_status(state="finished")
+            run.update_manifest(warnings=["training reads its data twice"] if run.name.startswith("mxfp8") else [])
+        return runs
+
+    monkeypatch.setattr(launch, "start", start)
+    result = hqsweep("run", *TINY, "recipe=bf16,mxfp8", "seed=0,1")
+    assert result.exit_code == 0
+    assert result.stdout.count("warning: training reads its data twice (2 of 4 runs)\n") == 1
+
+
 @pytest.mark.slow
 def test_a_failed_run_exits_3_and_names_its_log(folder: Path) -> None:
     too_short = [word.replace("length=4096", "length=30") for word in TINY]

@@ -64,6 +64,19 @@ def test_all_that_a_device_has_no_product_for_is_told_at_once(monkeypatch):
         assert part in str(raised.value)
 
 
+def test_a_run_that_repeats_its_data_says_so_in_its_manifest_and_its_log(tmp_path, capsys):
+    cfg, sink = config(), ListSink()
+    convergence.run(cfg, sink, tmp_path / "once")
+    assert sink.facts["epochs"] == 4 * 4 * 36 / 20_000 and "warnings" not in sink.facts
+    assert capsys.readouterr().out == ""
+    short = cfg.data.model_copy(update={"markov": cfg.data.markov.model_copy(update={"length": 400})})
+    convergence.run(cfg.model_copy(update={"data": short}), sink, tmp_path / "often")
+    assert sink.facts["epochs"] == 1.44
+    (line,) = sink.facts["warnings"]
+    assert line.startswith("training reads its 400 tokens 1.44 times")
+    assert capsys.readouterr().out == f"warning: {line}\n"
+
+
 def test_plans_say_native_where_it_is(monkeypatch):
     schedule = ({"at": 2, "gemm": "native"}, {"at": 3, "fprop": "bf16"})
     cfg = config(schedule=schedule)

@@ -40,6 +40,14 @@ def test_show_has_status_curve_worst_layers_manifest_and_config(make_sweep, fake
     assert "nvfp4 x nvfp4: exact fp32 (8)" in text and "2.13.0+cpu" in text and "lr: 0.001" in text
 
 
+def test_show_has_the_warnings_of_the_run(make_sweep, fake):
+    (run,) = make_sweep([fake.Run()])
+    run.update_manifest(warnings=["training reads its 9 tokens 2.00 times"])
+    page, document = show_run(run)
+    assert shown(page).count("warning: training reads its 9 tokens 2.00 times") == 1
+    assert document["manifest"]["warnings"] == ["training reads its 9 tokens 2.00 times"]
+
+
 def test_show_a_failed_and_a_pending_run(make_sweep, fake):
     failed, pending = make_sweep(
         [fake.Run(state="failed", reason="loss is nan at step 9", nan_from=9, steps=9), fake.Run(seed=1)]
