@@ -43,7 +43,9 @@ def parse(text: str) -> Format:
             if field in chosen:
                 raise UserError(f"format '{text}': option '+{token}' sets {field} a second time; give it once")
             chosen[field] = value
-    return cls(**fixed, **chosen)
+    format = cls(**fixed, **chosen)
+    _ = format.text  # worked out now: torch.compile cannot trace the lock that a cached_property of Python 3.11 takes
+    return format
 
 
 def options(name: str) -> list[str]:

@@ -20,6 +20,7 @@ from hqsweep.ops.request import (
     kernel_takes,
     key_words,
     request_of,
+    text_of,
     use_kernel,
 )
 from hqsweep.ops.splits import Splits
@@ -66,8 +67,8 @@ def find_amax(
             x, rowwise, columnwise_source = x.to(rowwise.format.dtype).to(x.dtype), NO_SEARCH, "original"
     decodes = columnwise_source == "rowwise_dequantized"
     request = request_of(
-        rowwise.format if rowwise.out is not None or decodes else None,
-        columnwise.format if columnwise.out is not None else None,
+        text_of(rowwise.format) if rowwise.out is not None or decodes else "",
+        text_of(columnwise.format) if columnwise.out is not None else "",
         columnwise_source, "codes", "codes",
     )  # fmt: skip
     if splits is None:

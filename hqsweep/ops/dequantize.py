@@ -6,7 +6,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format
 from hqsweep.ops import operators
-from hqsweep.ops.kernels import DTYPES, KernelSpec, spec_of
+from hqsweep.ops.kernels import DTYPES, KernelSpec, spec_named
 from hqsweep.ops.layout import GroupLayout, Layout
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.packed import PackedExact, held_exact, member_buffers, pack
@@ -22,7 +22,7 @@ def dequantize(
 ) -> Tensor:
     """Buffers of an operand -> its values [rows, cols] in TransformerEngine's order of operations, rounded to dtype
     (default float32). UserError for buffers of other shapes or types than the format's."""
-    dtype, spec = dtype or torch.float32, spec_of(format)
+    dtype, spec = dtype or torch.float32, spec_named(format.text)
     tensors = _tensors(buffers, spec, shape)
     if _by_kernel(tensors, spec, backend, dtype):
         return operators.dequantize(tensors, spec.text, *shape, False, dtype)
@@ -39,7 +39,7 @@ def exact_operand_of(
     """
     if isinstance(layout, Layout):
         return _exact_members(buffers, format, layout)
-    spec = spec_of(format)
+    spec = spec_named(format.text)
     tensors = _tensors(buffers, spec, layout)
     dtype = spec.exact_dtypes[tensors[0].is_cuda]
     if not _by_kernel(tensors, spec, backend, dtype):
@@ -49,7 +49,7 @@ def exact_operand_of(
 
 
 def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedExact:
-    spec, first = spec_of(format), next(iter(buffers.values()))
+    spec, first = spec_named(format.text), next(iter(buffers.values()))
     if format.high_precision:
         return held_exact(buffers["q"], format, layout)
     if spec.compiled is None or not has_kernels(first.device.type) or not isinstance(layout, GroupLayout):

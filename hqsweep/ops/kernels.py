@@ -55,8 +55,10 @@ class KernelSpec:
 
 
 @memo
-def spec_of(format: Format) -> KernelSpec:
-    """The kernel spec of a format, made once."""
+def spec_named(text: str) -> KernelSpec:
+    """The kernel spec of a format's text, made once. By text, as operators know formats too: of a function whose result
+    is constant, torch.compile of torch 2.11 takes no frozen dataclass as an argument."""
+    format = parse(text)
     fields, compiled = format.kernel_fields, None
     if fields and extension():
         compiled = extension().Spec(**fields, tile_rows=format.tile[0], tile_cols=format.tile[1])
@@ -76,13 +78,7 @@ def spec_of(format: Format) -> KernelSpec:
     )
 
 
-@memo
-def spec_named(text: str) -> KernelSpec:
-    """The kernel spec of a format's text, as operators know it."""
-    return spec_of(parse(text))
-
-
 def supports(x: Tensor, *formats: Format) -> bool:
     """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
-    known = all(spec_of(format).compiled is not None for format in formats)
+    known = all(spec_named(format.text).compiled is not None for format in formats)
     return x.dtype in DTYPES and has_kernels(x.device.type) and known

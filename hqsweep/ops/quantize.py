@@ -27,6 +27,7 @@ from hqsweep.ops.request import (
     check_shape,
     kernel_takes,
     request_of,
+    text_of,
     use_kernel,
 )
 from hqsweep.ops.splits import Splits
@@ -72,7 +73,7 @@ def quantize(
     """
     row = rowwise if type(rowwise) is Target else as_target(rowwise)
     column = columnwise if type(columnwise) is Target else as_target(columnwise) if columnwise else NO_TARGET
-    request = request_of(row.format, column.format, columnwise_source, row.output, column.output)
+    request = request_of(text_of(row.format), text_of(column.format), columnwise_source, row.output, column.output)
     x = as_matrix(x)
     if splits is not None:
         return _members(request, x, splits, row, column, statistics, backend)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.memo import memo
-from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, spec_of
+from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, spec_named
 from hqsweep.ops.library import has_kernels
 from hqsweep.ops.splits import Splits
 
@@ -69,11 +69,14 @@ class Request:
     """Whether an operand is the matrix itself, which an identity holds."""
 
 
+def text_of(format: Format | None) -> str:
+    """The canonical text of a format; "" for none."""
+    return "" if format is None else format.text
+
+
 @memo
-def request_of(
-    rowwise: Format | None, columnwise: Format | None, source: str, row_output: str, column_output: str
-) -> Request:
-    """The request, made and checked once."""
+def request_of(rowwise: str, columnwise: str, source: str, row_output: str, column_output: str) -> Request:
+    """The request, made and checked once; formats by their text_of."""
     words = {
         "columnwise_source": (source, SOURCES),
         "rowwise output": (row_output, OUTPUTS),
@@ -82,13 +85,13 @@ def request_of(
     for name, (word, known) in words.items():
         if word not in known:
             raise UserError(f"{name} is '{word}'{nearest(word, known)}; allowed: {', '.join(known)}")
-    dequantized = source == "rowwise_dequantized" and columnwise is not None
-    if dequantized and rowwise is None:
+    dequantized = source == "rowwise_dequantized" and columnwise != ""
+    if dequantized and not rowwise:
         raise UserError("columnwise_source is rowwise_dequantized but there is no rowwise format")
-    row, column = (format and spec_of(format) for format in (rowwise, columnwise))
+    row, column = (spec_named(text) if text else None for text in (rowwise, columnwise))
     specs = [spec for spec in (row, column) if spec]
-    row_holds = row is not None and rowwise.high_precision
-    column_holds = column is not None and columnwise.high_precision and not dequantized
+    row_holds = row is not None and row.format.high_precision
+    column_holds = column is not None and column.format.high_precision and not dequantized
     return Request(
         row=row,
         column=column,

@@ -38,19 +38,20 @@ MODULES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr", "nvfp4|mxfp8@rowwise_dequantized"])
 @pytest.mark.parametrize("kind", MODULES)
-def test_one_graph_without_a_break_serves_every_step(kind, text):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_one_graph_without_a_break_serves_every_step(device, kind, text):
     """The step is an input of it: random bits are those of the step."""
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    module = MODULES[kind](Recipe.from_config({"linear": text}))
+    module = MODULES[kind](Recipe.from_config({"linear": text})).to(device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     outputs = []
     for step in (1, 2, 3, 4):
         results = []
         for call in (module, compiled):
             module.zero_grad()
-            x = draw("normal", 64, 64 if kind == "layer" else K).view(2, 32, -1).float().requires_grad_()
+            x = draw("normal", 64, 64 if kind == "layer" else K).view(2, 32, -1).float().to(device).requires_grad_()
             with quantization(seed=1, step=step):
                 y = call(x)
                 y.float().square().sum().backward()

@@ -7,7 +7,7 @@ from calls import find_amax
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKeys, parse
 from hqsweep.formats.inputs import draw
-from hqsweep.ops.kernels import spec_of
+from hqsweep.ops.kernels import spec_named
 from hqsweep.ops.splits import Splits
 
 SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
@@ -33,10 +33,10 @@ def arguments(case, sizes, width, device):
     experts, made = len(sizes), {}
     generator = torch.Generator().manual_seed(0)
     for name, format, lines in (("out_rowwise", row, sum(sizes)), ("out_columnwise", column, experts * width)):
-        if format and spec_of(format).amax_name:
-            count = lines if spec_of(format).row_scaled else experts
+        if format and spec_named(format.text).amax_name:
+            count = lines if spec_named(format.text).row_scaled else experts
             made[name] = (torch.rand(count, generator=generator) ** 8 * 1e3).to(device)
-    if source != "original" and spec_of(row).delayed:
+    if source != "original" and spec_named(row.text).delayed:
         made["rowwise_amax"] = torch.rand(experts, generator=generator).to(device) * 4
     return (row, column), {"columnwise_source": source}, made
 
