@@ -21,9 +21,11 @@ class _Entry(Generic[Value]):
 
 
 class _Own(local):
-    """The innermost entry of each thread. torch.compile traces the attribute of a thread, but no context variable."""
+    """The innermost entry of each thread. torch.compile traces the attribute of a thread, but no context variable; an
+    attribute of the class would hide the thread's from that of torch 2.11."""
 
-    entry: "_Entry | None" = None
+    def __init__(self) -> None:
+        self.entry: _Entry | None = None
 
 
 class Scoped(Generic[Value]):

@@ -41,7 +41,7 @@ def exact_operand_of(
         return _exact_members(buffers, format, layout)
     spec = spec_named(format.text)
     tensors = _tensors(buffers, spec, layout)
-    dtype = spec.exact_dtypes[tensors[0].is_cuda]
+    dtype = spec.gpu_exact_dtype if tensors[0].is_cuda else spec.cpu_exact_dtype
     if not _by_kernel(tensors, spec, backend, dtype):
         return format.operand(buffers, layout)
     matrix = operators.dequantize(tensors, spec.text, *layout, True, dtype)
@@ -56,9 +56,10 @@ def _exact_members(buffers: Buffers, format: Format, layout: Layout) -> PackedEx
         members = zip(member_buffers(buffers, format, layout), layout.shapes, strict=True)
         exact = [exact_operand_of(own, format, shape) for own, shape in members]
         return pack(exact, format, layout, by_rows=layout.columnwise)
+    dtype = spec.gpu_exact_dtype if first.is_cuda else spec.cpu_exact_dtype
     matrix = operators.dequantize(
         [buffers[name] for name in spec.names], spec.text, layout.splits.rows, layout.width, True,
-        spec.exact_dtypes[first.is_cuda], layout.splits.offsets(first.device), layout.columnwise,
+        dtype, layout.splits.offsets(first.device), layout.columnwise,
     )  # fmt: skip
     kwargs = {"layout": layout, "by_rows": layout.columnwise, "per_row": spec.row_scaled}
     return PackedExact(matrix, buffers.get(spec.amax_name), spec.divisor, **kwargs)

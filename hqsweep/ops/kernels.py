@@ -50,8 +50,10 @@ class KernelSpec:
     stochastic: bool
     divisor: float
     """The divisor of the exact operand."""
-    exact_dtypes: tuple[torch.dtype, torch.dtype]
-    """dtype of the matrix that gemm=exact multiplies, on the CPU and on a GPU."""
+    cpu_exact_dtype: torch.dtype
+    """dtype of the matrix that gemm=exact multiplies on the CPU."""
+    gpu_exact_dtype: torch.dtype
+    """The same on a GPU."""
 
 
 @memo
@@ -74,7 +76,8 @@ def spec_named(text: str) -> KernelSpec:
         row_scaled=format.row_scaled,
         stochastic=format.stochastic,
         divisor=format.divisor,
-        exact_dtypes=(format.exact_dtype(False), format.exact_dtype(True)),
+        cpu_exact_dtype=format.exact_dtype(False),
+        gpu_exact_dtype=format.exact_dtype(True),
     )
 
 

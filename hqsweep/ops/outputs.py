@@ -65,7 +65,7 @@ def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
     spec = spec_named(wanted.text)
     held = "g" if wanted.given and spec.amax_name == "g" else None
     if wanted.exact:
-        buffers = [(1, 1, spec.exact_dtypes[on_gpu])]
+        buffers = [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)]
         if spec.amax_name and spec.amax_name != held:
             factor = spec.format.layout[spec.amax_name]
             buffers.append((factor.rows, factor.cols, torch.float32))
