@@ -32,8 +32,8 @@ MODULES = {
 
 LAYER = '''def _layer(name):
     """The first number among the parts of a module's name, or None."""
-    found = re.search(r"(?:^|\\.)(\\d+)(?:\\.|$)", name)
-    return int(found[1]) if found else None
+    match = re.search(r"(?:^|\\.)(\\d+)(?:\\.|$)", name)
+    return int(match[1]) if match else None
 
 
 '''
@@ -204,9 +204,9 @@ def _quantizer_call(format: Format) -> str | None:
                 "stochastic_rounding": format.sr,
                 "row_scaled_nvfp4": format.row_scaled,
             }
-            given = ", ".join(name + "=True" for name, chosen in options.items() if chosen)
+            words = ", ".join(name + "=True" for name, chosen in options.items() if chosen)
             unsigned = ", with_random_sign_mask=False" if not format.rht_signed else ""
-            return f"NVFP4Quantizer({given}{unsigned})"
+            return f"NVFP4Quantizer({words}{unsigned})"
     return None
 
 

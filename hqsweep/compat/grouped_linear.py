@@ -46,9 +46,9 @@ class GroupedLinear(_GroupedLinear):
         ranks = 1 if tp_group is None else tp_group.size()
         unsupported |= {"tp_size": tp_size if tp_size != 1 else None}
         unsupported |= {"tp_group of size": ranks if ranks > 1 else None}
-        given = [f"{n}={v!r}" for n, v in unsupported.items() if n not in SAYS_NOTHING and v not in (None, False, 0)]
-        if given:
-            raise UserError(f"GroupedLinear: {', '.join(given)} has no counterpart here; leave it out")
+        refused = [f"{n}={v!r}" for n, v in unsupported.items() if n not in SAYS_NOTHING and v not in (None, False, 0)]
+        if refused:
+            raise UserError(f"GroupedLinear: {', '.join(refused)} has no counterpart here; leave it out")
         super().__init__(
             num_gemms,
             in_features,

@@ -242,6 +242,6 @@ def _element(where: str, dtype: DType) -> str:
 
 def _refuse(where: str, options: dict[str, Any]) -> None:
     """UserError for options that are set and would change a number."""
-    given = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, 0)]
-    if given:
-        raise UserError(f"{where}: {', '.join(given)} has no counterpart here; leave it out")
+    refused = [f"{name}={value!r}" for name, value in options.items() if value not in (None, False, 0)]
+    if refused:
+        raise UserError(f"{where}: {', '.join(refused)} has no counterpart here; leave it out")

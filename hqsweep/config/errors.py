@@ -58,9 +58,9 @@ def _unknown(path: str, model: type[BaseModel]) -> str:
     by_name = {leaf.rpartition(".")[2]: leaf for leaf in leaves(model)}
     near = [f"{parent}.{key}".lstrip(".") for key in difflib.get_close_matches(name, siblings, 1)]
     near += [by_name[key] for key in difflib.get_close_matches(name, by_name, 1, 0.75)]
-    found = by_name.get(name) or next(iter(near), None)
+    meant = by_name.get(name) or next(iter(near), None)
     takes = f"; {parent or 'the top level'} takes {', '.join(siblings)}"
-    return f"{path}: no such key" + (f" (did you mean '{found}'?)" if found else takes)
+    return f"{path}: no such key" + (f" (did you mean '{meant}'?)" if meant else takes)
 
 
 def _nearest_literal(fault: typing.Any) -> str:

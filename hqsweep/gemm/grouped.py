@@ -159,6 +159,6 @@ def _packed(group: Operand | Members) -> Operand:
 
 
 def _layout(group: Members) -> GroupLayout:
-    """Of equal members, as they are."""
+    """The layout of members that are all of one shape."""
     rows, width = group.members[0].shape
     return GroupLayout(splits=Splits.uniform(len(group.members), rows), width=width, columnwise=False)

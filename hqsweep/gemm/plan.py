@@ -16,7 +16,7 @@ from hqsweep.gemm.native import Capability, plan_text
 GROUPED_MAJORS = (9, 10)
 """Compute capabilities for which torch._grouped_mm has a kernel; elsewhere it is a loop that waits for the splits."""
 NATIVE_MAJORS = (9,)
-"""Those for which torch._scaled_grouped_mm takes E4M3 codes with scales of rows."""
+"""Capabilities for which torch._scaled_grouped_mm takes E4M3 codes with scales of rows."""
 ALIGNMENT = 8
 """Both take strides of multiples of 16 bytes: so many bfloat16 elements, and twice as many codes."""
 

@@ -78,15 +78,15 @@ class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         t, width = q.shape[1:]
-        made = call.fold("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
-        row, column = _rows(made.rowwise, t), _columns(made.columnwise, t)
+        qkv = call.fold("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
+        row, column = _rows(qkv.rowwise, t), _columns(qkv.columnwise, t)
         scores = _bmm_t(_third(row, 0), _third(row, 1)) * (1 / math.sqrt(width))
         if call.causal:
             scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
         s = scores.softmax(dim=-1).to(call.dtype)
-        s_made = call.fold("s", s, rowwise="exact", columnwise="codes")
-        o = _bmm_t(_rows(s_made.rowwise, t), _third(column, 2)).to(call.dtype)
-        parts = [flatten(x) for x in (made.rowwise, made.columnwise, s_made.columnwise)]
+        s_operand = call.fold("s", s, rowwise="exact", columnwise="codes")
+        o = _bmm_t(_rows(s_operand.rowwise, t), _third(column, 2)).to(call.dtype)
+        parts = [flatten(x) for x in (qkv.rowwise, qkv.columnwise, s_operand.columnwise)]
         ctx.skeletons, ctx.counts = [skeleton for _, skeleton in parts], [len(tensors) for tensors, _ in parts]
         ctx.call = call
         ctx.save_for_backward(s, *(tensor for tensors, _ in parts for tensor in tensors))
@@ -100,14 +100,14 @@ class _AttentionFunction(torch.autograd.Function):
         operands = [unflatten([saved[i] for i in p], k) for p, k in zip(parts, ctx.skeletons, strict=True)]
         t = s.shape[1]
         row, column, s_column = _rows(operands[0], t), _columns(operands[1], t), _columns(operands[2], t)
-        do_made = call.fold("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
-        dv = _bmm_t(s_column, _columns(do_made.columnwise, t))
-        ds = _bmm_t(_rows(do_made.rowwise, t), _third(row, 2))
+        do_operand = call.fold("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
+        dv = _bmm_t(s_column, _columns(do_operand.columnwise, t))
+        ds = _bmm_t(_rows(do_operand.rowwise, t), _third(row, 2))
         ds = s.float() * (ds - (ds * s).sum(dim=-1, keepdim=True))
-        ds_made = call.fold("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
+        ds_operand = call.fold("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
         scale = 1 / math.sqrt(do.shape[-1])
-        dq = _bmm_t(_rows(ds_made.rowwise, t), _third(column, 1)) * scale
-        dk = _bmm_t(_columns(ds_made.columnwise, t), _third(column, 0)) * scale
+        dq = _bmm_t(_rows(ds_operand.rowwise, t), _third(column, 1)) * scale
+        dk = _bmm_t(_columns(ds_operand.columnwise, t), _third(column, 0)) * scale
         return *call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3), None
 
 

@@ -49,7 +49,7 @@ class Call:
     gemm: str
     """The recipe's mode: native multiplies codes on tensor cores, all others exact operands."""
     states: DelayedStates | ExpertStates
-    """Those of the module, or of each of its experts."""
+    """The states of the module, or of each of its experts."""
     grad: bool
     """Whether autograd records: without it nothing of a direction that only backward reads is made, and no state of
     delayed scaling changes."""

@@ -24,7 +24,7 @@ class Context:
 
     seed: int = 0
     step: int | None = None
-    """Of the training; None outside of any."""
+    """The step of the training; None outside of any."""
     probe: Probe | None = None
     microbatch: int = 0
     cache_weights: bool = False

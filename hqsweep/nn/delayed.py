@@ -58,12 +58,12 @@ class DelayedStates(nn.ModuleDict):
 
     def state(self, name: str, format: Fp8Delayed, device: torch.device) -> DelayedState:
         """The state of that name, made if it is not there or has another length."""
-        found = self._modules.get(name)
-        if found is not None and _fits(found, format.history) and found.history.device == device:
-            return found
+        state = self._modules.get(name)
+        if state is not None and _fits(state, format.history) and state.history.device == device:
+            return state
         with torch.inference_mode(False):
-            if found is not None and _fits(found, format.history):
-                return found.to(device)
+            if state is not None and _fits(state, format.history):
+                return state.to(device)
             if self._is_loaded:
                 self._is_loaded = False
                 warnings.warn(

@@ -32,7 +32,7 @@ from hqsweep.recipe.sections import LinearQuantizers, slots
 from hqsweep.recipe.validate import check_products
 
 NATIVE_MULTIPLE = 16
-"""Of the rows of every operand of tensor cores."""
+"""The number that the rows of every operand of tensor cores are a multiple of."""
 
 
 class GroupedLinear(LinearBase):
@@ -187,7 +187,7 @@ class GroupedLinear(LinearBase):
         return torch.cat([part[:size] for part, size in zip(y.split(padded.host), splits.host, strict=True)])
 
     def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
-        """Those of the call before where a list repeats them: their offsets are on the device already."""
+        """The splits of the call before where a list repeats them: their offsets are on the device already."""
         sizes = tuple(m_splits) if isinstance(m_splits, (list, tuple)) else None
         last = self._last_splits
         if sizes is not None and last is not None and last.sizes == sizes and last.rows == rows:

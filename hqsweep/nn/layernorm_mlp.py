@@ -55,7 +55,7 @@ class LayerNormMLP(nn.Module):
         self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", **shared)
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
-        """Those of fc1, then those of fc2."""
+        """The roles of fc1, then those of fc2."""
         return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
 
     def forward(self, x: Tensor) -> Tensor:

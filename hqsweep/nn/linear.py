@@ -50,14 +50,14 @@ class LinearBase(QuantizedModule):
 
     def linear_facts(self) -> dict[str, Any]:
         """The fields of a LinearCall, as they are now."""
-        facts = self.call_facts()
-        cache = facts["context"].cache_weights
+        fields = self.call_facts()
+        cache = fields["context"].cache_weights
         if not cache:
             self.workspace.clear()
-        facts["main_grad"] = self.fuse_wgrad_accumulation
-        facts["save_original"] = self.save_original_input and facts["quantizers"].input.may_save_original
-        facts["workspace"] = self.workspace if cache else None
-        return facts
+        fields["main_grad"] = self.fuse_wgrad_accumulation
+        fields["save_original"] = self.save_original_input and fields["quantizers"].input.may_save_original
+        fields["workspace"] = self.workspace if cache else None
+        return fields
 
     def extra_repr(self) -> str:
         q = self.quantizers

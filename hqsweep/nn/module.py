@@ -38,7 +38,7 @@ class QuantizedModule(nn.Module):
     """The mode of its GEMMs outside of autocast."""
 
     expert: int | None = None
-    """Of which expert of a grouped linear it has the slots; None: of none."""
+    """The expert of a grouped linear whose slots it has; None: it is no expert."""
 
     BOUNDARIES: Mapping[str, str] = MappingProxyType({})
     """Boundary slot -> the attribute that holds its role."""

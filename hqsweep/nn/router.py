@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from hqsweep.errors import UserError
+from torch.autograd.function import once_differentiable
 
 ROUTER_STD = 0.02
 """Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""
@@ -64,19 +63,8 @@ class Router(nn.Module):
         self.experts, self.top_k = experts, top_k
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, dim), std=ROUTER_STD))
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """float32 [M, E], under torch.autocast, too, inside of which backward is then refused."""
-        device = x.device.type
-        if not torch.is_autocast_enabled(device):
-            return F.linear(x.float(), self.weight.float())
-        with torch.autocast(device, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())
-        if logits.requires_grad:
-            logits.register_hook(_refuse_autocast)
-        return logits
-
     def forward(self, x: Tensor) -> Routing:
-        probabilities = F.softmax(self._logits(x), dim=-1)
+        probabilities = F.softmax(_Logits.apply(x.float(), self.weight.float()), dim=-1)
         order = torch.sort(probabilities.detach(), dim=-1, descending=True, stable=True).indices
         chosen = order[:, : self.top_k].contiguous()
         hits = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)
@@ -87,9 +75,21 @@ class Router(nn.Module):
         return Routing(chosen=chosen, weights=top / top.sum(dim=-1, keepdim=True), tokens=tokens, balance=balance)
 
 
-def _refuse_autocast(gradient: Tensor) -> None:
-    if torch.is_autocast_enabled(gradient.device.type):
-        raise UserError("router: torch.autocast would round its float32 gradients; call backward outside of it")
+class _Logits(torch.autograd.Function):
+    """x [M, D] @ weight [E, D].T in float32, forward and backward, also where either is inside torch.autocast."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        with torch.autocast(dy.device.type, enabled=False):
+            return dy @ weight, dy.t() @ x
 
 
 class _Dispatch(torch.autograd.Function):

@@ -19,7 +19,7 @@ class WeightWorkspace:
     """
 
     def __init__(self) -> None:
-        self._made: dict[Direction, tuple[Hashable, Any]] = {}
+        self._cached: dict[Direction, tuple[Hashable, Any]] = {}
 
     def take(
         self,
@@ -42,21 +42,21 @@ class WeightWorkspace:
         if not self._has(wanted, (bits, forms[wanted])):
             missing = {d: (bits, form) for d, form in forms.items() if not self._has(d, (bits, form))}
             for direction in missing:
-                self._made.pop(direction, None)  # its memory is free before the new one is made
-            made = make(list(missing))
-            self._made |= {d: (identity, getattr(made, d)) for d, identity in missing.items()}
-        return self._made[wanted][1]
+                self._cached.pop(direction, None)  # its memory is free before the new one is made
+            operands = make(list(missing))
+            self._cached |= {d: (identity, getattr(operands, d)) for d, identity in missing.items()}
+        return self._cached[wanted][1]
 
     def _has(self, direction: Direction, identity: Hashable) -> bool:
-        found = self._made.get(direction)
-        return found is not None and found[0] == identity
+        entry = self._cached.get(direction)
+        return entry is not None and entry[0] == identity
 
     def __len__(self) -> int:
         """How many operands are kept."""
-        return len(self._made)
+        return len(self._cached)
 
     def clear(self) -> None:
-        self._made.clear()
+        self._cached.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_made": {}}
+        return {"_cached": {}}

@@ -24,7 +24,7 @@ class PaddedSplits(Splits):
 
     @classmethod
     def over(cls, base: Splits, multiple: int, device: torch.device) -> "PaddedSplits":
-        """Those over splits whose sizes the host does not know, on that device. Made once."""
+        """Offsets over splits whose sizes the host does not know, on that device. Made once."""
         return base.cached("padded", partial(cls._over, base), multiple, device)
 
     @classmethod

@@ -37,8 +37,8 @@ class QuantizerRole:
     @property
     def layer(self) -> int | None:
         """Index of the layer that the module is in: the first number among the parts of its name, 3 in the example."""
-        found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.name)
-        return int(found[1]) if found else None
+        match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", self.name)
+        return int(match[1]) if match else None
 
 
 def module_roles(module_type: str, name: str) -> list[QuantizerRole]:

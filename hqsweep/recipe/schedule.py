@@ -29,9 +29,9 @@ def parse_recipe(config: Mapping[str, Any]) -> AnyRecipe:
 
     Keys whose value is None count as left out. Raises UserError with the key path of every fault.
     """
-    given = {key: value for key, value in config.items() if value is not None}
-    entries = given.pop("schedule", [])
-    recipe = before = _parse_one(given, "recipe")
+    fields = {key: value for key, value in config.items() if value is not None}
+    entries = fields.pop("schedule", [])
+    recipe = before = _parse_one(fields, "recipe")
     if not isinstance(entries, list | tuple):
         raise UserError(
             f"recipe.schedule is {entries!r}; it takes a list of changes such as [{{at: 0.82, fprop: bf16}}]"
@@ -52,55 +52,55 @@ def recipe_config(recipe: AnyRecipe) -> dict[str, Any]:
     return recipe.to_config() | {"schedule": changes}
 
 
-def _parse_one(given: Mapping[str, Any], where: str) -> AnyRecipe:
-    if not given.keys() & {"qfactory", "_target_"}:
-        return Recipe.from_config(given, where)
-    given = {("qfactory" if key == "_target_" else key): value for key, value in given.items()}
-    unknown = [key for key in given if key not in CUSTOM_KEYS]
+def _parse_one(config: Mapping[str, Any], where: str) -> AnyRecipe:
+    if not config.keys() & {"qfactory", "_target_"}:
+        return Recipe.from_config(config, where)
+    config = {("qfactory" if key == "_target_" else key): value for key, value in config.items()}
+    unknown = [key for key in config if key not in CUSTOM_KEYS]
     if unknown:
         raise UserError(
             f"{where}: unknown key '{unknown[0]}' beside qfactory{nearest(unknown[0], CUSTOM_KEYS)}; it takes"
             f" {', '.join(CUSTOM_KEYS)} and schedule, the rest is what the factory says"
         )
-    fp8_dpa = given.get("fp8_dpa", False)
+    fp8_dpa = config.get("fp8_dpa", False)
     if not isinstance(fp8_dpa, bool):
         raise UserError(f"{where}.fp8_dpa: got {fp8_dpa!r}; it must be true or false")
-    factory = find_factory(str(given["qfactory"]), f"{where}.qfactory")
-    return CustomRecipe(qfactory=factory, fp8_dpa=fp8_dpa, gemm=parse_gemm(given.get("gemm", "exact"), where))
+    factory = find_factory(str(config["qfactory"]), f"{where}.qfactory")
+    return CustomRecipe(qfactory=factory, fp8_dpa=fp8_dpa, gemm=parse_gemm(config.get("gemm", "exact"), where))
 
 
 def _parse_change(entry: object, before: AnyRecipe, where: str) -> Change:
-    given = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
-    given = {("qfactory" if key == "_target_" else key): value for key, value in given.items()}
-    unknown = [key for key in given if key not in CHANGE_KEYS]
-    if unknown or len(given) < 2 or "at" not in given:
+    fields = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
+    fields = {("qfactory" if key == "_target_" else key): value for key, value in fields.items()}
+    unknown = [key for key in fields if key not in CHANGE_KEYS]
+    if unknown or len(fields) < 2 or "at" not in fields:
         hint = nearest(unknown[0], CHANGE_KEYS) if unknown else ""
         raise UserError(f"{where} is {entry!r}; it takes at, and at least one of {', '.join(CHANGE_KEYS[1:])}{hint}")
-    at = given.pop("at")
+    at = fields.pop("at")
     fraction = isinstance(at, float) and 0 < at < 1
     if not (fraction or (type(at) is int and at >= 1)):
         raise UserError(
             f"{where}.at: got {at!r}; it takes a number of updates (1 or more), or a fraction between 0 and 1"
         )
-    return Change(at=at, recipe=_changed(given, before, where))
+    return Change(at=at, recipe=_changed(fields, before, where))
 
 
-def _changed(given: dict[str, Any], before: AnyRecipe, where: str) -> AnyRecipe:
-    gemms = {key: given.pop(key) for key in GEMMS if key in given}
-    if "qfactory" in given or isinstance(before, CustomRecipe):
-        if gemms or ("qfactory" not in given and "linear" not in given):
+def _changed(fields: dict[str, Any], before: AnyRecipe, where: str) -> AnyRecipe:
+    gemms = {key: fields.pop(key) for key in GEMMS if key in fields}
+    if "qfactory" in fields or isinstance(before, CustomRecipe):
+        if gemms or ("qfactory" not in fields and "linear" not in fields):
             raise UserError(f"{where}: {', '.join(gemms) or 'a part of a recipe'} cannot change a Python qfactory; give"
                             " another qfactory, or a linear section and what else the recipe has")  # fmt: skip
         inherited = {"gemm": before.gemm} | (
-            {"fp8_dpa": getattr(before, "fp8_dpa", False)} if "qfactory" in given else {}
+            {"fp8_dpa": getattr(before, "fp8_dpa", False)} if "qfactory" in fields else {}
         )
-        return _parse_one(inherited | given, where)
-    if isinstance(given.get("linear"), Mapping) and "rowwise" not in given["linear"]:
-        given["linear"] = before.linear.texts() | dict(given["linear"])
+        return _parse_one(inherited | fields, where)
+    if isinstance(fields.get("linear"), Mapping) and "rowwise" not in fields["linear"]:
+        fields["linear"] = before.linear.texts() | dict(fields["linear"])
     inherited = before.to_config()
-    if "linear" in given and before.grouped_linear == before.linear:
+    if "linear" in fields and before.grouped_linear == before.linear:
         inherited.pop("grouped_linear", None)  # follows linear, as it did
-    recipe = Recipe.from_config(inherited | given, where)
+    recipe = Recipe.from_config(inherited | fields, where)
     faults = Faults()
     formats = {gemm: faults.take(_parse_format, text, f"{where}.{gemm}") for gemm, text in gemms.items()}
     faults.raise_any()

@@ -38,23 +38,23 @@ class Override:
     def parse(cls, value: object, where: str) -> "Override":
         """From {name and/or layers, linear and/or grouped_linear and/or dpa}; grouped_linear defaults to linear."""
         takes = f"it takes name (a glob), layers, or both, and at least one of {', '.join(SECTIONS)}"
-        given = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
-        unknown = [key for key in given if key not in ("name", "layers", *SECTIONS)]
-        if unknown or not given.keys() & {"name", "layers"} or not given.keys() & SECTIONS.keys():
+        fields = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
+        unknown = [key for key in fields if key not in ("name", "layers", *SECTIONS)]
+        if unknown or not fields.keys() & {"name", "layers"} or not fields.keys() & SECTIONS.keys():
             hint = nearest(unknown[0], ("name", "layers", *SECTIONS)) if unknown else ""
             raise UserError(f"{where} is {value!r}; {takes}{hint}")
         faults = Faults()
-        sections = {k: faults.take(s.parse, given[k], f"{where}.{k}") for k, s in SECTIONS.items() if k in given}
-        if "layers" in given:
-            sections["layers"] = faults.take(Layers.parse, given["layers"], f"{where}.layers")
+        sections = {k: faults.take(s.parse, fields[k], f"{where}.{k}") for k, s in SECTIONS.items() if k in fields}
+        if "layers" in fields:
+            sections["layers"] = faults.take(Layers.parse, fields["layers"], f"{where}.layers")
         faults.raise_any()
-        return cls(name=str(given.get("name", "*")), **{"grouped_linear": sections.get("linear"), **sections})
+        return cls(name=str(fields.get("name", "*")), **{"grouped_linear": sections.get("linear"), **sections})
 
     def to_config(self) -> dict[str, Any]:
         """What parse takes, every section that is given."""
         layers = {} if self.layers is None else {"layers": self.layers.to_config()}
-        given = {key: section for key in SECTIONS if (section := getattr(self, key)) is not None}
-        return {"name": self.name, **layers} | {key: section.texts() for key, section in given.items()}
+        sections = {key: section for key in SECTIONS if (section := getattr(self, key)) is not None}
+        return {"name": self.name, **layers} | {key: section.texts() for key, section in sections.items()}
 
     def matches(self, role: QuantizerRole, layers: Sequence[int]) -> bool:
         """Whether it is for that role's module in a model with these layers."""
@@ -99,18 +99,18 @@ class Recipe:
             )
         if config.get("linear") is None:
             raise UserError(f"{where}: 'linear' is missing; it takes {{input, weight, grad_output}} or one quantizer")
-        faults, given = Faults(), {key: value for key, value in config.items() if value is not None}
-        parsed: dict[str, Any] = {"linear": faults.take(LinearQuantizers.parse, given["linear"], f"{where}.linear")}
+        faults, fields = Faults(), {key: value for key, value in config.items() if value is not None}
+        parsed: dict[str, Any] = {"linear": faults.take(LinearQuantizers.parse, fields["linear"], f"{where}.linear")}
         defaults = HIGH_PRECISION | {"grouped_linear": parsed["linear"]}
         for key, section in (*SECTIONS.items(), ("head", LinearQuantizers)):
-            if key in given and key != "linear":
-                parsed[key] = faults.take(section.parse, given[key], f"{where}.{key}", defaults[key])
+            if key in fields and key != "linear":
+                parsed[key] = faults.take(section.parse, fields[key], f"{where}.{key}", defaults[key])
         for key in ("embedding", "norm"):
-            if key in given:
-                parsed[key] = faults.take(parse_quantizer, given[key], f"{where}.{key}")
-        overrides = enumerate(given.get("overrides") or ())
+            if key in fields:
+                parsed[key] = faults.take(parse_quantizer, fields[key], f"{where}.{key}")
+        overrides = enumerate(fields.get("overrides") or ())
         parsed["overrides"] = tuple([faults.take(Override.parse, o, f"{where}.overrides[{i}]") for i, o in overrides])
-        parsed["gemm"] = faults.take(parse_gemm, given.get("gemm", "exact"), where)
+        parsed["gemm"] = faults.take(parse_gemm, fields.get("gemm", "exact"), where)
         faults.raise_any()
         return cls(**parsed)
 

@@ -20,10 +20,10 @@ class Faults:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def take(self, make: Callable[..., Any], *given: Any) -> Any:
-        """make(*given), or None and one more fault."""
+    def take(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        """make(*arguments), or None and one more fault."""
         try:
-            return make(*given)
+            return make(*arguments)
         except UserError as error:
             self.texts.append(str(error))
             return None
@@ -54,18 +54,18 @@ class Section:
         """
         tensors = cls.tensors()
         if isinstance(value, Mapping) and "rowwise" not in value:
-            given = value
+            texts = value
         elif value is None:
-            given = {}
+            texts = {}
         else:
             return cls(**dict.fromkeys(tensors, parse_quantizer(value, where)))
         faults = Faults()
         takes = f"it takes {', '.join(tensors)}"
-        faults.texts += [f"{where}: unknown key '{k}'{nearest(k, tensors)}; {takes}" for k in given if k not in tensors]
-        missing = [t for t in tensors if given.get(t) is None]
+        faults.texts += [f"{where}: unknown key '{k}'{nearest(k, tensors)}; {takes}" for k in texts if k not in tensors]
+        missing = [t for t in tensors if texts.get(t) is None]
         if default is None and not faults.texts:
             faults.texts += [f"{where}: '{tensor}' is missing; {takes}" for tensor in missing]
-        parsed = {t: faults.take(parse_quantizer, given[t], f"{where}.{t}") for t in tensors if t not in missing}
+        parsed = {t: faults.take(parse_quantizer, texts[t], f"{where}.{t}") for t in tensors if t not in missing}
         faults.raise_any()
         return cls(**{t: parsed.get(t) or getattr(default, t) for t in tensors})
 

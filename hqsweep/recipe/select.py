@@ -31,11 +31,11 @@ class Layers:
         indices = [value] if isinstance(value, int) else value
         if isinstance(indices, list | tuple) and indices and all(type(i) is int for i in indices):
             return cls(indices=tuple(sorted(set(indices))))
-        found = _ENDS.fullmatch(value.strip()) if isinstance(value, str) else None
-        count = _count(found[2]) if found else None
+        match = _ENDS.fullmatch(value.strip()) if isinstance(value, str) else None
+        count = _count(match[2]) if match else None
         if count is None:
             raise UserError(f"{where}: got {value!r}; {_TAKES}")
-        return cls(end=found[1], count=count)
+        return cls(end=match[1], count=count)
 
     def to_config(self) -> str | list[int]:
         """What parse takes."""

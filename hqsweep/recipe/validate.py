@@ -31,7 +31,7 @@ class GemmModule:
     shapes: Mapping[str, tuple[int, int, int]]
     """GEMM -> (m, n, k) of mm_t, k being the contracted axis."""
     context: int | None = None
-    """Of attention, the number of tokens, which its other GEMMs contract."""
+    """The number of tokens of attention, which its other GEMMs contract."""
 
     @property
     def roles(self) -> list[QuantizerRole]:
@@ -180,7 +180,8 @@ def unread_overrides(recipe: AnyRecipe, roles: Sequence[QuantizerRole]) -> Itera
         if not any(getattr(override, role.module_type) and override.matches(role, layers) for role in roles):
             named = any(fnmatchcase(name, override.name) for name in names)
             hint = f"; the model has layers {layers[0]} to {layers[-1]}" if named and layers else ""
-            hint = hint or f"{nearest(override.name, names)}; the model has {names[0]} to {names[-1]}"
+            known = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            hint = hint or f"{nearest(override.name, names)}; the model has {known}"
             yield f"{where} matches no module{hint}"
 
 

@@ -96,8 +96,8 @@ class MarkovSource:
         """Chains side by side: contexts [n] and a number in [0, 1) per token [n, steps] -> tokens, last contexts."""
         tokens = np.empty(uniforms.shape[::-1], np.int64)
         for step, u in enumerate(np.ascontiguousarray(uniforms.T)):
-            found = np.searchsorted(thresholds, contexts + u, side="right")
+            places = np.searchsorted(thresholds, contexts + u, side="right")
             # the minimum: contexts + u can round up to the next context's first threshold
-            tokens[step] = np.minimum(found - contexts * (self.vocab - 1), self.vocab - 1)
+            tokens[step] = np.minimum(places - contexts * (self.vocab - 1), self.vocab - 1)
             contexts = (contexts * self.vocab + tokens[step]) % len(self.rows)
         return tokens.T, contexts

@@ -58,8 +58,8 @@ assert tuple(DISTRIBUTIONS) == CALIBRATE_DISTRIBUTIONS, "the names stand in conf
 def draw(distribution: str, rows: int, cols: int, seed: int) -> Tensor:
     """float32 [rows, cols]; the same bits for the same arguments."""
     name = int.from_bytes(hashlib.sha256(distribution.encode()).digest()[:4], "little")
-    made = DISTRIBUTIONS[distribution](np.random.default_rng([seed, name]), rows, cols)
-    return torch.from_numpy(made).float()
+    values = DISTRIBUTIONS[distribution](np.random.default_rng([seed, name]), rows, cols)
+    return torch.from_numpy(values).float()
 
 
 def sqnr_rows(

@@ -29,7 +29,7 @@ DIM, OUTPUTS, BATCH, LR = 128, 64, 512, 3e-3
 GEMM_DIM = 1024
 PARKING_DB = (0.8, 1.35)
 SPREAD_DB = 0.3
-"""Of floors between seeds."""
+"""The spread of floors between seeds."""
 GEMM_DB = 0.15
 """Products of errors, and correlation of rounding errors with the values, are not in the sum."""
 EXACT_DB = 100.0
@@ -76,7 +76,7 @@ def gemm_rows(name: str, section: dict[str, str], seed: int, device: torch.devic
         y = module(x)
     y.backward(dy)
     exact = {"y": x.double() @ w.double().t(), "dx": dy.double() @ w.double(), "dw": dy.double().t() @ x.double()}
-    made = {"y": y, "dx": x.grad, "dw": module.weight.grad}
+    results = {"y": y, "dx": x.grad, "dw": module.weight.grad}
     q = quantizers
     nsr = {
         "y": (_nsr(q.input.rowwise), _nsr(q.weight.rowwise)),
@@ -89,12 +89,12 @@ def gemm_rows(name: str, section: dict[str, str], seed: int, device: torch.devic
         if math.isinf(predicted):
             limits = Expectation(source="predicted", expected_db=predicted, low_db=EXACT_DB, high_db=predicted)
         yield calibration_row(
-            "gemm", name, gemm, output_error(expected.detach(), made[gemm].detach())["sqnr_db"], limits
+            "gemm", name, gemm, output_error(expected.detach(), results[gemm].detach())["sqnr_db"], limits
         )
 
 
 def _linear(quantizers: LinearQuantizers, w: Tensor, device: torch.device) -> Linear:
-    """Of float32 inputs and outputs, so that nothing but the recipe rounds."""
+    """A linear of float32 inputs and outputs, so that nothing but the recipe rounds."""
     module = Linear(w.shape[1], w.shape[0], name="student", recipe=quantizers, dtype=torch.float32).to(device)
     with torch.no_grad():
         module.weight.copy_(w)
@@ -109,12 +109,12 @@ def _nsr(format: Format) -> float:
     if known is not None:
         return 10 ** (-known.expected_db / 10)
     key = RngKey(seed=0, slot="calibrate", step=0)
-    made = quantize(draw("normal", GEMM_DIM, GEMM_DIM, 0), Target(format, key=key), statistics=True)
-    return 10 ** (-made.rowwise_statistics.row()["sqnr_db"] / 10)
+    quantized = quantize(draw("normal", GEMM_DIM, GEMM_DIM, 0), Target(format, key=key), statistics=True)
+    return 10 ** (-quantized.rowwise_statistics.row()["sqnr_db"] / 10)
 
 
 def _column_nsr(quantizer: HybridQuantizer) -> float:
-    """Of the columnwise operand, which carries the rowwise error as well when it is made from that operand."""
+    """The error of the columnwise operand, which carries the rowwise error as well when it is made from that one."""
     twice = quantizer.columnwise_source == "rowwise_dequantized"
     return _nsr(quantizer.columnwise) + (_nsr(quantizer.rowwise) if twice else 0.0)
 

@@ -116,12 +116,12 @@ class _Problem:
         self.plan_capability: Capability = None
         self.dtype = torch.float32 if device.type == "cuda" else torch.bfloat16
         shapes = {"x": (sum(splits), K), "dy": (sum(splits), N), "w": (EXPERTS * N, K), "b": (EXPERTS, N)}
-        made = {name: draw("heavy", *shape, seed + i).clamp(-50, 50) for i, (name, shape) in enumerate(shapes.items())}
+        drawn = {name: draw("heavy", *shape, seed + i).clamp(-50, 50) for i, (name, shape) in enumerate(shapes.items())}
         size = 0.7 ** torch.arange(EXPERTS)
         rows = size.repeat_interleave(torch.tensor(self.splits))[:, None]
-        self.x, self.dy = ((made[name].float() * rows).to(device, self.dtype) for name in ("x", "dy"))
-        self.w = (made["w"].view(EXPERTS, N, K).float() * size[:, None, None]).to(device)
-        self.b = made["b"].float().to(device)
+        self.x, self.dy = ((drawn[name].float() * rows).to(device, self.dtype) for name in ("x", "dy"))
+        self.w = (drawn["w"].view(EXPERTS, N, K).float() * size[:, None, None]).to(device)
+        self.b = drawn["b"].float().to(device)
 
     def run(self, splits: Splits | None = None) -> Results:
         """By a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
@@ -136,9 +136,9 @@ class _Problem:
     def by_linears(self) -> Results:
         """By a Linear for each expert."""
         parts = zip(range(EXPERTS), self.parts(self.x), self.parts(self.dy), strict=True)
-        made = [self._by_linear(*part) for part in parts]
-        tokens = {name: torch.cat([results[name] for results in made]) for name in ("y", "dx")}
-        return tokens | {name: torch.stack([results[name] for results in made]) for name in ("dw", "db")}
+        experts = [self._by_linear(*part) for part in parts]
+        tokens = {name: torch.cat([results[name] for results in experts]) for name in ("y", "dx")}
+        return tokens | {name: torch.stack([results[name] for results in experts]) for name in ("dw", "db")}
 
     def _by_linear(self, expert: int, x: Tensor, dy: Tensor) -> Results:
         linear = _Expert(K, N, name="m", recipe=self.quantizers, bias=True, dtype=self.dtype).to(self.device)
@@ -147,7 +147,7 @@ class _Problem:
         return self._stepped(linear, x, dy)
 
     def _stepped(self, module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int] | Splits) -> Results:
-        """Of the first step, or of the second one where scales come from the step before."""
+        """Results of the first step, or of the second one where scales come from the step before."""
         for step in range(1, 2 + any(format.delayed for format in _formats(self.quantizers))):
             module.zero_grad()
             x = x.detach().clone().requires_grad_()
@@ -245,10 +245,10 @@ def _near_row(subject: str, case: str, errors: dict[str, float], bound: float, t
 
 def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> dict[str, object]:
     """weights, choices and balance of a mixture whose experts, and their neighbours, are quantized."""
-    made: list[Results] = []
+    routings: list[Results] = []
 
-    def keep(router: nn.Module, given: tuple[Tensor], routing: Routing) -> None:
-        made.append({name: getattr(routing, name) for name in ("weights", "chosen", "balance", "tokens")})
+    def keep(router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
+        routings.append({name: getattr(routing, name) for name in ("weights", "chosen", "balance", "tokens")})
 
     for section in (HIGH, quantizers):
         moe = LayerNormMoE(K, N, name="m", recipe=section, options=MoEOptions(experts=EXPERTS, top_k=2)).to(device)
@@ -256,7 +256,7 @@ def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device
             moe.router.weight.copy_(draw("normal", EXPERTS, K, seed))
             moe.router.register_forward_hook(keep)
             moe(draw("normal", 64, K, seed + 1).to(device))
-    return row("grouped", subject, "router", named_pairs(*made))
+    return row("grouped", subject, "router", named_pairs(*routings))
 
 
 def _has_kernel(quantizers: LinearQuantizers, capability: Capability) -> bool:

@@ -114,7 +114,7 @@ def routing_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def _families(names: Sequence[str]) -> list[str]:
-    """Those without options."""
+    """The formats without options."""
     return [name for name in names if "+" not in name]
 
 
@@ -127,13 +127,13 @@ def pairs_check(config: ParityConfig, device: torch.device) -> Rows:
         for b in columnwise:
             for source in SOURCES:
                 quantizer = HybridQuantizer(a, b, source)
-                made = quantizer.quantize(x, key=KEY)
+                both = quantizer.quantize(x, key=KEY)
                 row_key, column_key = (RngKey(seed=1, slot=f"parity/{d}", step=3) for d in ("rowwise", "columnwise"))
                 first = a.encode(x, None, row_key)
                 original = a.decode(first, tuple(x.shape)).to(x.dtype) if source == "rowwise_dequantized" else x
                 second = b.encode(original.t(), None, column_key)
-                pairs = {f"rowwise {name}": (t, made.rowwise.buffers[name]) for name, t in first.items()}
-                pairs |= {f"columnwise {name}": (t, made.columnwise.buffers[name]) for name, t in second.items()}
+                pairs = {f"rowwise {name}": (t, both.rowwise.buffers[name]) for name, t in first.items()}
+                pairs |= {f"columnwise {name}": (t, both.columnwise.buffers[name]) for name, t in second.items()}
                 subject = f"{a}|{b}" if source == "original" else f"{a}|{b}@{source}"  # also where a is b
                 yield row("pairs", subject, "both directions", pairs)
 

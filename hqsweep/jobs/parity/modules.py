@@ -84,8 +84,8 @@ def export_check(config: ParityConfig, device: torch.device) -> Rows:
     for name, sections in RECIPES.items():
         recipe = parse_recipe({"name": name, **sections})
         recipes = recipe, imported(to_transformer_engine(recipe, name))
-        made = (_initialised(MODULES["TransformerLayer"](each), config.seed).to(device) for each in recipes)
-        yield row("export", name, "TransformerLayer", named_pairs(*(_gradients(m, m, config.seed) for m in made)))
+        modules = (_initialised(MODULES["TransformerLayer"](each), config.seed).to(device) for each in recipes)
+        yield row("export", name, "TransformerLayer", named_pairs(*(_gradients(m, m, config.seed) for m in modules)))
 
 
 def imported(exported: str) -> CustomRecipe:

@@ -19,16 +19,16 @@ def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
     """Codes, scales, amaxes and exact matrices of both directions in one call each, with found and with given amaxes,
     and what decoding the codes gives."""
     codes, exact = (Target(format, output, key) for output in ("codes", "exact"))
-    made, exact = (quantize(x, target, target, backend=backend) for target in (codes, exact))
+    encoded, exact = (quantize(x, target, target, backend=backend) for target in (codes, exact))
     grids, name = (None, None), format.amax_name
     if name:
         grids = tuple({name: format.grid(matrix)[name] * 2} for matrix in (x, x.t()))
-    given = quantize(x, *(codes._replace(grid=grid) for grid in grids), backend=backend)
+    with_amax = quantize(x, *(codes._replace(grid=grid) for grid in grids), backend=backend)
     results = {}
     for direction, shape in (("rowwise", tuple(x.shape)), ("columnwise", tuple(x.shape)[::-1])):
-        buffers = getattr(made, direction)
+        buffers = getattr(encoded, direction)
         results |= {f"{direction} {name}": tensor for name, tensor in buffers.items()}
-        results |= {f"{direction} {name}, given amax": t for name, t in getattr(given, direction).items()}
+        results |= {f"{direction} {name}, given amax": t for name, t in getattr(with_amax, direction).items()}
         decoded = dequantize(buffers, format, shape, x.dtype, backend)
         again = exact_operand_of(buffers, format, shape, backend)
         results[f"{direction} dequantized"] = one_nan(decoded)
@@ -39,8 +39,8 @@ def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
 
 def gathered(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
     """Sums and counts of every tile and sums of every row, of both directions, as float32."""
-    made = quantize(x, Target(format, key=key), Target(format, key=key), statistics=True, backend=backend)
-    rowwise, columnwise = _tensors(made.rowwise_statistics), _tensors(made.columnwise_statistics)
+    quantized = quantize(x, Target(format, key=key), Target(format, key=key), statistics=True, backend=backend)
+    rowwise, columnwise = _tensors(quantized.rowwise_statistics), _tensors(quantized.columnwise_statistics)
     named = {f"rowwise {name}": t for name, t in rowwise.items()}
     return named | {f"columnwise {name}": t for name, t in columnwise.items()}
 

@@ -53,8 +53,8 @@ def resume_check(config: ParityConfig, device: torch.device) -> Rows:
 def weights_check(config: ParityConfig, device: torch.device) -> Rows:
     """Both kinds of weights from the same config; then held ones with and without an interruption."""
     for name in RECIPES:
-        made = _trained(config, name, device)
-        plain = {k: v for k, v in made.items() if ".states.weight_" not in k}  # where held ones are a write ahead
+        trained = _trained(config, name, device)
+        plain = {k: v for k, v in trained.items() if ".states.weight_" not in k}  # where held ones are a write ahead
         held, resumed = (run(config, name, device, quantized_weights=True) for run in (_trained, _resumed))
         yield row("weights", name, "small GPT", named_pairs(plain, held))
         yield row("weights", name, "small GPT, resumed", named_pairs({step: held[step] for step in resumed}, resumed))
@@ -102,22 +102,23 @@ def _trainer(config: ParityConfig, recipe: str, device: torch.device, **options:
 
 def _finish(trainer: Trainer) -> dict[str, Tensor]:
     """Every step that is left: the state of the model and the optimizer after it, and the losses that it logs."""
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for done in trainer.steps():
         losses = {name: torch.tensor(value, dtype=torch.float64) for name, value in done.metrics.items()}
-        made |= {f"step {done.step} {name}": tensor for name, tensor in (losses | _state(trainer)).items()}
-    return made
+        tensors |= {f"step {done.step} {name}": tensor for name, tensor in (losses | _state(trainer)).items()}
+    return tensors
 
 
 def _state(trainer: Trainer) -> dict[str, Tensor]:
     """The FP32 value and the moments of every parameter, the codes of quantized ones, and all buffers."""
-    made = dict(trainer.model.named_buffers())
+    tensors = dict(trainer.model.named_buffers())
     for name, p in trainer.model.named_parameters():
         state = trainer.optimizer.state[p]
-        made |= {name: trainer.optimizer.master_param(p)} | {f"{name}.{m}": state[m] for m in ("exp_avg", "exp_avg_sq")}
+        tensors[name] = trainer.optimizer.master_param(p)
+        tensors |= {f"{name}.{moment}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
         if isinstance(p, HybridQuantizedTensor):
-            made |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
-    return {name: tensor.detach().cpu().clone() for name, tensor in made.items()}
+            tensors |= {f"{name}.{part}": buffer for part, buffer in p.buffers.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 TRAINING_CHECKS: dict[str, Check] = {

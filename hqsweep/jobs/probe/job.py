@@ -45,8 +45,8 @@ def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Ro
         note = _fault(matrix, quantizer) if finite else "has NaN or infinite values"
         if note is None:
             key = RngKey(seed=0, slot=matrix.name, step=0)
-            made = stream_statistics(matrix.chunks, quantizer.rowwise, quantizer.columnwise, key)
-            statistics = {direction: finite_or_none(row) for direction, row in made.items()}
+            both = stream_statistics(matrix.chunks, quantizer.rowwise, quantizer.columnwise, key)
+            statistics = {direction: finite_or_none(row) for direction, row in both.items()}
         for direction, shape in zip(DIRECTIONS, ((matrix.rows, matrix.cols), (matrix.cols, matrix.rows)), strict=True):
             format = getattr(quantizer, direction)
             yield {

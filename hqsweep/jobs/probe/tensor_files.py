@@ -61,11 +61,11 @@ def find_matrices(path: Path) -> tuple[list[Matrix], list[tuple[str, str]]]:
     for file in _files(path):
         try:
             with safe_open(file, "pt") as opened:
-                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no mapping
-                facts = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no mapping
+                headers = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         except (SafetensorError, OSError) as error:
             raise UserError(f"'{file}' cannot be read as a safetensors file: {error}; give one, or a folder") from None
-        for name, (shape, dtype) in facts.items():
+        for name, (shape, dtype) in headers.items():
             if name in matrices:
                 raise UserError(f"tensor '{name}' is in '{matrices[name].file}' and in '{file}'; give one of the files")
             if why := _fault(shape, dtype):
