@@ -12,9 +12,9 @@ from hqsweep.report.look import (
     NULL_BAND,
     NULL_EDGE,
     Panel,
-    faint,
     figure,
     label,
+    line_with_band,
     listed,
     padded,
     styles,
@@ -43,7 +43,7 @@ def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int =
     means = rows[good].groupby(["arm", "step"], sort=False)["value"].agg(["mean", "min", "max", "count"]).reset_index()
     means = means.set_axis(["arm", "step", "loss", "lowest", "highest", "seeds"], axis=1)
     for arm, line in styles(comparison).items():
-        _line_with_band(fig, arm, line, thin(means[means["arm"] == arm]), ("loss", "lowest", "highest"))
+        line_with_band(fig, arm, line, thin(means[means["arm"] == arm]), ("loss", "lowest", "highest"))
         for _, run in rows[(rows["arm"] == arm) & ~good].groupby("run"):
             _broken_run(fig, arm, line, run.dropna(subset="value"))
     fig.update_yaxes(range=_useful_range(rows))
@@ -64,7 +64,7 @@ def gap_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 
         _resolution(fig, thin(rows[rows["arm"] == null].dropna()))
     fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
     for arm, line in styles(comparison).items():
-        _line_with_band(fig, arm, line, thin(rows[rows["arm"] == arm]), ("gap", "low", "high"))
+        line_with_band(fig, arm, line, thin(rows[rows["arm"] == arm]), ("gap", "low", "high"))
     settled = rows[rows["step"] > rows["step"].max() * SETTLED]
     fig.update_yaxes(range=padded(settled[["gap", "low", "high"]].to_numpy()), tickformat="+.3~f")
     says = (
@@ -96,26 +96,6 @@ def _resolution(fig: go.Figure, rows: pd.DataFrame) -> None:
     edge = {"x": rows["step"], "mode": "lines", "line": NULL_EDGE, "hoverinfo": "skip"}
     fig.add_scatter(y=far, **edge)
     fig.add_scatter(y=-far, fill="tonexty", fillcolor=NULL_BAND, **edge)
-
-
-def _line_with_band(fig: go.Figure, arm: str, line: dict, rows: pd.DataFrame, columns: tuple[str, str, str]) -> None:
-    """A mean line, and between low and high a band where there is more than one seed."""
-    if rows.empty:
-        return
-    mean, low, high = columns
-    if (rows[high] > rows[low]).any():
-        edge = {"x": rows["step"], "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": arm}
-        fig.add_scatter(y=rows[high], **edge)
-        fig.add_scatter(y=rows[low], fill="tonexty", fillcolor=faint(line["color"]), **edge)
-    fig.add_scatter(
-        x=rows["step"],
-        y=rows[mean],
-        mode="lines+markers" if len(rows) <= 12 else "lines",
-        line=line,
-        name=label(arm),
-        legendgroup=arm,
-        hovertemplate="step %{x}: %{y:.5f}",
-    )
 
 
 def _broken_run(fig: go.Figure, arm: str, line: dict, rows: pd.DataFrame) -> None:

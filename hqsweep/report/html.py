@@ -11,12 +11,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io as pio
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from hqsweep.report import experts, figures, heatmaps, parity, points, tables
 from hqsweep.report.arms import Comparison
+from hqsweep.report.forest import Forest
 from hqsweep.report.look import Panel, styles
 
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
@@ -113,10 +114,20 @@ def legend(comparison: Comparison) -> list[dict[str, str]]:
 
 def fill(template: str, **values: Any) -> str:
     """A page of a template beside this module, with plotly.js in it."""
+    return _template(template).render(plotly_js=Markup(get_plotlyjs()), **values)
+
+
+def forest_svg(drawn: Forest) -> str:
+    """The forest plot as a file of its own, which a Markdown page or W&B can show: SVG without scripts and links."""
+    return _template("forest.svg.j2").render(forest=drawn)
+
+
+def _template(name: str) -> Template:
+    """It escapes all values."""
     templates = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters |= {"div": div, "breakable": breakable}
-    return pages.get_template(template).render(plotly_js=Markup(get_plotlyjs()), **values)
+    return pages.get_template(name)
 
 
 def div(figure: go.Figure) -> Markup:

@@ -16,8 +16,10 @@ import plotly.graph_objects as go
 
 from hqsweep.report.arms import Comparison
 
-BASELINE_COLOUR, NULL_COLOUR, NULL_BAND = "#000000", "#767676", "rgba(118,118,118,0.18)"
+BASELINE_COLOUR, NULL_COLOUR = "#000000", "#767676"
+NULL_BAND = "rgba(118,118,118,0.18)"
 NULL_EDGE = {"color": NULL_COLOUR, "width": 1, "dash": "dot"}
+MARGIN_BAND, MARGIN_EDGE = "rgba(0,158,115,0.16)", {"color": "#00664b", "width": 1, "dash": "dot"}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "star")
@@ -88,6 +90,42 @@ def figure(
             "yaxis": {"title": {"text": y_title, "standoff": 8}, **look, **(y or {})},
         }
     )
+
+
+def line_with_band(
+    fig: go.Figure,
+    arm: str,
+    line: dict,
+    rows: pd.DataFrame,
+    columns: tuple[str, str, str],
+    hover: str = "step %{x}: %{y:.5f}",
+) -> None:
+    """A line of an arm over rows["step"], and a band where there is one: `columns` are its value, and the low and the
+    high end of the band."""
+    if rows.empty:
+        return
+    mean, low, high = columns
+    if (rows[high] > rows[low]).any():
+        edge = {"x": rows["step"], "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": arm}
+        fig.add_scatter(y=rows[high], **edge)
+        fig.add_scatter(y=rows[low], fill="tonexty", fillcolor=faint(line["color"]), **edge)
+    fig.add_scatter(
+        x=rows["step"],
+        y=rows[mean],
+        mode="lines+markers" if len(rows) <= 12 else "lines",
+        line=line,
+        name=label(arm),
+        legendgroup=arm,
+        hovertemplate=hover,
+    )
+
+
+def margin_band(fig: go.Figure, margin: float) -> None:
+    """A band of 0 -+ `margin`, in the unit of the y axis, behind everything; nothing where it is NaN."""
+    if np.isfinite(margin):
+        fig.add_hrect(y0=-margin, y1=margin, fillcolor=MARGIN_BAND, line={"width": 0}, layer="below")
+        for side in (-margin, margin):
+            fig.add_hline(y=side, line=MARGIN_EDGE, layer="below")
 
 
 def thin(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,198 @@
+"""The forest plot: one line for each arm with its gap to the baseline, two intervals, its replicates, and the margin.
+
+Places on a line are in % of its width, so that one drawing (forest.html.j2) fits the page, a phone, paper and an SVG
+file without a script. The axis is linear; where a gap is far larger than the margin it is asinh(gap / margin): linear
+within the margin and logarithmic beyond, so that a broken arm does not flatten the others.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from hqsweep.report.text import number
+
+NAME = "forest"
+BENT_FROM = 20
+"""An axis that reaches this many margins is bent."""
+TICKS = 7
+SPACE = 7
+"""Labels of a bent axis stand at least this far apart, in % of the width."""
+WIDE = 1.0
+"""Intervals may make the axis longer by this share of what gaps, replicates and margin cover, on either side."""
+
+
+VERDICT_COLOURS = {"worse": "#a3320b", "better": "#00568a", "equivalent": "#00664b", "undecided": "#6b5300"}
+"""As on the page; legible on white, and told apart by who sees no red or green. The word stands there as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """An axis from `low` to `high` %; `margin` % on both sides of 0 is the band; `bent`: asinh instead of linear."""
+
+    low: float
+    high: float
+    margin: float
+    bent: bool = False
+
+    def at(self, value: float) -> float:
+        """The place of a gap in % of the width, 0 to 100: what lies beyond an end stands at that end."""
+        low, high, place = (math.asinh(x / self.margin) if self.bent else x for x in (self.low, self.high, value))
+        return round(100 * min(max((place - low) / (high - low), 0.0), 1.0), 3)
+
+    def beyond(self, value: float) -> bool:
+        """Whether a gap lies outside of the axis."""
+        return not self.low <= value <= self.high
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """(place, label) of the ticks, 0 among them."""
+        values = self._bent_ticks() if self.bent else self._even_ticks()
+        return [(self.at(value), f"{value:+.4g}" if value else "0") for value in values]
+
+    def _even_ticks(self) -> list[float]:
+        step = _round_up((self.high - self.low) / TICKS)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        return [round(place * step, 12) for place in range(first, last + 1)]
+
+    def _bent_ticks(self) -> list[float]:
+        """0, the margin, and 1 and 3 of every power of ten beyond it, the large ones first, where there is room."""
+        decades = range(math.floor(math.log10(self.margin)), math.ceil(math.log10(max(-self.low, self.high))) + 1)
+        sizes = [lead * 10.0**decade for decade in reversed(decades) for lead in (3, 1)]
+        kept = [0.0]
+        for value in [sign * size for size in (self.margin, *sizes) for sign in (1, -1)]:
+            apart = all(abs(self.at(value) - self.at(other)) >= SPACE for other in kept)
+            if apart and not self.beyond(value) and abs(value) >= self.margin:
+                kept.append(value)
+        return sorted(kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What is drawn and said of one arm. Places are in % of the width; None: nothing to draw."""
+
+    arm: str
+    colour: str
+    null: bool
+    verdict: str
+    within: bool
+    gap: str
+    interval: str
+    says: str
+    mean: float | None
+    joint: tuple[float, float] | None
+    open_ends: tuple[bool, bool]
+    equivalence: tuple[float, float] | None
+    dots: tuple[tuple[float, str], ...]
+
+    @property
+    def words(self) -> str:
+        """The verdict, and what holds beside it."""
+        return self.verdict + (", inside the margin" if self.within else "")
+
+    @property
+    def verdict_colour(self) -> str:
+        return VERDICT_COLOURS.get(self.verdict, "#555")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forest:
+    """A forest plot: its lines from the lowest gap to the highest, the null arm last; `rows` are what it draws."""
+
+    heading: str
+    lines: tuple[Line, ...]
+    scale: Scale
+    replicate: str
+    rows: pd.DataFrame
+
+    @property
+    def margin(self) -> tuple[float, float]:
+        """Both ends of the margin band, in % of the width."""
+        return self.scale.at(-self.scale.margin), self.scale.at(self.scale.margin)
+
+    @property
+    def name_width(self) -> int:
+        """Characters that the longest name may take in a line of its own."""
+        return min(24, max(len(line.arm) for line in self.lines))
+
+    @property
+    def says(self) -> str:
+        """The figure in words."""
+        return f"{self.heading}. " + "; ".join(line.says for line in self.lines) + "."
+
+
+def forest(
+    arms: pd.DataFrame, singles: pd.DataFrame, colours: Mapping[str, str], *, heading: str, replicate: str = "seed"
+) -> Forest | None:
+    """The forest plot of `arms`, None where no arm has a gap.
+
+    arms: one row per arm under test and for the null arm, with arm, gap_pct, ci_low_pct, ci_high_pct (95 %, joint),
+    eq_low_pct, eq_high_pct (90 %), margin_pct, verdict, within_margin, null and n. singles: arm, replicate, gap_pct,
+    one row per replicate. All gaps are in % of the baseline's loss; NaN is not drawn. `replicate` says what one is.
+    """
+    if not arms["gap_pct"].notna().any():
+        return None
+    arms = arms.sort_values(["null", "gap_pct"], kind="stable", na_position="last")
+    scale = scale_of(arms, singles)
+    lines = tuple(_line(row, scale, colours[row.arm], singles[singles["arm"] == row.arm]) for row in arms.itertuples())
+    columns = ["arm", "verdict", "within_margin", "null", "n", "gap_pct", "ci_low_pct", "ci_high_pct"]
+    means = arms[[*columns, "eq_low_pct", "eq_high_pct", "margin_pct"]].assign(replicate="mean")
+    single = singles[singles["arm"].isin(arms["arm"])][["arm", "replicate", "gap_pct"]]
+    rows = pd.concat([means, single], ignore_index=True)
+    return Forest(heading=heading, lines=lines, scale=scale, replicate=replicate, rows=rows)
+
+
+def scale_of(arms: pd.DataFrame, singles: pd.DataFrame) -> Scale:
+    """An axis that shows every gap, every replicate and the margin, and intervals as far as that leaves them readable:
+    an interval of two replicates can be a hundred times as wide as what was seen."""
+    margin = float(arms["margin_pct"].max())
+    seen = np.array([*arms["gap_pct"], *singles["gap_pct"], 1.3 * margin, -1.3 * margin])
+    seen = seen[np.isfinite(seen)]
+    reach = WIDE * (seen.max() - seen.min())
+    ends = arms[["ci_low_pct", "ci_high_pct", "eq_low_pct", "eq_high_pct"]].to_numpy(dtype=float)
+    ends = ends[np.isfinite(ends)].clip(seen.min() - reach, seen.max() + reach)
+    low, high = min([seen.min(), *ends]), max([seen.max(), *ends])
+    room, bent = 0.03 * (high - low), max(high, -low) > BENT_FROM * margin
+    return Scale(low=float(low - room), high=float(high + room), margin=margin, bent=bent)
+
+
+def _line(row: Any, scale: Scale, colour: str, singles: pd.DataFrame) -> Line:
+    spec = f"+.{digits((row.ci_high_pct - row.ci_low_pct) / 2)}f"
+    known = math.isfinite(row.gap_pct)
+    bounded = known and math.isfinite(row.ci_low_pct)
+    gap = f"{number(row.gap_pct, spec)} %" if known else "-"
+    interval = f"{number(row.ci_low_pct, spec)} to {number(row.ci_high_pct, spec)}" if bounded else "-"
+    within = bool(row.within_margin) and row.verdict != "equivalent"
+    words = row.verdict + (", inside the margin" if within else "")
+    return Line(
+        arm=row.arm,
+        colour=colour,
+        null=bool(row.null),
+        verdict=row.verdict,
+        within=within,
+        gap=gap,
+        interval=interval,
+        says=f"{row.arm}: {words}" + (f", {gap}" if known else "") + (f" ({interval})" if bounded else ""),
+        mean=scale.at(row.gap_pct) if known else None,
+        joint=(scale.at(row.ci_low_pct), scale.at(row.ci_high_pct)) if bounded else None,
+        open_ends=(scale.beyond(row.ci_low_pct), scale.beyond(row.ci_high_pct)),
+        equivalence=(scale.at(row.eq_low_pct), scale.at(row.eq_high_pct)) if math.isfinite(row.eq_low_pct) else None,
+        dots=tuple(
+            (scale.at(one.gap_pct), f"{one.replicate}: {number(one.gap_pct, spec)} %")
+            for one in singles.itertuples()
+            if math.isfinite(one.gap_pct)
+        ),
+    )
+
+
+def digits(half: float) -> int:
+    """Decimals of a gap in % whose interval is -+ `half`: enough to show the interval, and two where there is none."""
+    return 3 if half < 0.02 else 1 if half >= 5 else 2
+
+
+def _round_up(step: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(lead * power for lead in (1, 2, 5, 10) if lead * power >= step * (1 - 1e-9))
