@@ -22,7 +22,8 @@ class Estimate:
     margin             the largest gap in size that counts as none
     worse, better      ci_low > 0, ci_high < 0: at this look, or at an earlier one of a sequential study
     within_margin      -margin < eq_low and eq_high < margin, likewise
-    needed             replicates in all that give a verdict in 4 of 5 studies; NaN where there is one, inf for none
+    needed             replicates in all that give a verdict in 4 of 5 studies, also beyond a sequential study's
+                       maximum; NaN where there is one, and for one replicate; inf where 1000 do not
     """
 
     gap: float

@@ -1,0 +1,62 @@
+"""From gaps and standard errors to verdicts: at one look, or at looks after each replicate of a growing study."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hqsweep.verdicts import levels, plan
+from hqsweep.verdicts.designs import Design
+from hqsweep.verdicts.estimate import Estimate
+
+Fit = Callable[[int], tuple[np.ndarray, np.ndarray]]
+"""The gaps and standard errors [..., arms] of the first n replicates."""
+
+
+def flags(fit: Fit, design: Design, n: int, margin: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(worse, better, within the margin) [..., arms] after n replicates. A flag that an earlier look raised stays, and
+    of worse and better the one that came first."""
+    worse = better = within = np.zeros(fit(n)[0].shape, dtype=bool)
+    looks = range(design.first, n + 1) if design.maximum else [n] if n >= design.first else []
+    for look in looks:
+        gap, error = fit(look)
+        tested = (error > 0) | (gap == 0)
+        far, near = design.critical(look) * error, design.equivalence(look) * error
+        claimed = worse | better
+        worse = worse | (tested & ~claimed & (gap > far))
+        better = better | (tested & ~claimed & (gap < -far))
+        within = within | (tested & (np.abs(gap) + near < margin))
+    return worse, better, within
+
+
+def estimates(names: Sequence[str], fit: Fit, design: Design, n: int, margin: float) -> dict[str, Estimate]:
+    """The estimate of every arm, in the order of `names`. One replicate gives a gap alone, and so does a gap that is
+    the same in every replicate; where it is 0 too, the arms are equal in every digit."""
+    if design.maximum:
+        levels.check(n, design.maximum)
+    gap, error = fit(n)
+    raised = flags(fit, design, n, margin)
+    spread = np.where((error > 0) | (gap == 0), error, np.nan)
+    joint, single = (design.critical(n), design.equivalence(n)) if n > 1 else (np.nan, np.nan)
+    with np.errstate(invalid="ignore"):
+        p = design.p(np.where(gap == 0, 0.0, np.abs(gap) / spread), n) if n > 1 else np.full(len(gap), np.nan)
+    return {
+        name: Estimate(
+            gap=float(gap[i]),
+            se=float(error[i]),
+            df=float(design.df(n)) if n > 1 else np.nan,
+            n=n,
+            ci_low=float(gap[i] - joint * spread[i]),
+            ci_high=float(gap[i] + joint * spread[i]),
+            eq_low=float(gap[i] - single * spread[i]),
+            eq_high=float(gap[i] + single * spread[i]),
+            p=float(p[i]),
+            margin=float(margin),
+            worse=bool(raised[0][i]),
+            better=bool(raised[1][i]),
+            within_margin=bool(raised[2][i]),
+            needed=np.nan
+            if any(flag[i] for flag in raised) or not spread[i] > 0
+            else plan.needed(design, float(error[i]) * n**0.5, gap=float(gap[i]), margin=margin, above=n),
+        )
+        for i, name in enumerate(names)
+    }
