@@ -52,7 +52,7 @@ inline void check_spec(const Spec& spec) {
   switch (spec.family) {
     case Family::current:
       require(rows == 0 && cols == 0, "family current has scale tile 0 x 0 (the whole tensor)" + got);
-      require(one_byte, "family current takes element e4m3 or e5m2");
+      require(one_byte || is_current_four(spec), "family current takes element e4m3, e5m2 or e2m1");
       break;
     case Family::block:
       require(cols == 128 && (rows == 1 || rows == 128), "family block has scale tile 1 x 128 or 128 x 128" + got);
@@ -69,9 +69,10 @@ inline void check_spec(const Spec& spec) {
       require(!(spec.row_scaled && rows != 1), "row_scaled needs scale tile 1 x 16" + got);
   }
   const bool adaptive = spec.four_over_six != FourOverSix::none;
-  const bool nvfp4_only = spec.row_scaled || spec.rht || spec.sr || adaptive || spec.fast_error;
-  require(spec.family == Family::nvfp4 || !nvfp4_only,
-          "row_scaled, rht, sr, four_over_six and fast_error belong to family nvfp4 only");
+  require(spec.family == Family::nvfp4 || !(spec.row_scaled || adaptive || spec.fast_error),
+          "row_scaled, four_over_six and fast_error belong to family nvfp4 only");
+  require(spec.family == Family::nvfp4 || is_current_four(spec) || !(spec.rht || spec.sr),
+          "rht and sr belong to family nvfp4, and to family current with element e2m1");
   require(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
 }
 

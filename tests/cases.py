@@ -5,7 +5,7 @@ A new format, or a new option of one, is in all of them without another line.
 
 from itertools import pairwise
 
-from hqsweep.formats import FORMATS, Format, bases, parse, spellings
+from hqsweep.formats import FORMATS, Format, bases, parse, spellings, words_of
 from hqsweep.quant import HybridQuantizer
 
 NAMES = tuple(FORMATS)
@@ -19,7 +19,7 @@ ALL = tuple(text for name in NAMES for text in spellings(name))
 def _shortest(name: str) -> list[str]:
     """The name, and for each of its options the first text that has it."""
     texts = spellings(name)
-    words = dict.fromkeys(word for text in texts for word in text.split("+")[1:])
+    words = dict.fromkeys(word for text in texts for word in words_of(text)[1])
     return [name, *(next(text for text in texts if word in text.split("+")) for word in words)]
 
 
@@ -85,7 +85,7 @@ def _pairs(texts: tuple[str, ...], distance: int) -> tuple[str, ...]:
 SAME = tuple(map(both_directions, REPRESENTATIVE))
 """Quantizers with one format in both directions."""
 HIGH = tuple(name for name in NAMES if name not in LOW)
-PAIRS = _pairs(REPRESENTATIVE, 11) + tuple(f"{row}|{column}@rowwise_dequantized" for row, column in pairwise(HIGH))
+PAIRS = _pairs(REPRESENTATIVE, 13) + tuple(f"{row}|{column}@rowwise_dequantized" for row, column in pairwise(HIGH))
 """Quantizers with two formats."""
 QUANTIZERS = SAME + PAIRS
 BASES = bases()

@@ -2,7 +2,7 @@
 
 from cases import ALL, EVERY_OPTION, PAIRS, REPRESENTATIVE
 
-from hqsweep.formats import FORMATS, options, parse
+from hqsweep.formats import FORMATS, options, parse, words_of
 from hqsweep.quant import HybridQuantizer
 
 
@@ -11,8 +11,8 @@ def test_every_name_and_option_is_there() -> None:
         plain = vars(parse(name))
         changing = {option for option in options(name) if not cls.OPTIONS[option].items() <= plain.items()}
         for texts in (ALL, EVERY_OPTION):
-            own = [text.split("+") for text in texts if text.split("+")[0] == name]
-            assert {word for _, *words in own for word in words} >= changing and name in REPRESENTATIVE
+            own = [words for known, words in map(words_of, texts) if known == name]
+            assert {word for words in own for word in words} >= changing and name in REPRESENTATIVE
 
 
 def test_every_format_meets_another_in_both_directions() -> None:

@@ -106,7 +106,7 @@ void write_exact(const Work& work, const Tile& tile, int r) {
 void value_scales(const Work& work, const Tile& tile, int t, float* out) {
   const Spec& spec = work.to.spec;
   if (spec.family == Family::current) {
-    out[0] = 1.0f / work.whole_scale;
+    for (int b = 0; b < kBlocks; ++b) out[b] = 1.0f / work.whole_scale;
   } else if (spec.family == Family::nvfp4) {
     const float amax = global_amax(work, tile, t), inverse = 1.0f / (6.0f * spec.e4m3_max);
     for (int b = 0; b < kBlocks; ++b) out[b] = tile.decode_scale[t][b] * amax * inverse;
@@ -152,8 +152,7 @@ template <class E, int kBlock>
 void quantize_tile_as(const Work& work, Tile& tile, int64_t index, const Dtype* dtype) {
   const Spec& spec = work.to.spec;
   if (spec.family == Family::current) {
-    tile.encode_scale[0][0] = work.whole_scale;
-    tile.decode_scale[0][0] = 1.0f;
+    for (int b = 0; b < kWidth / kBlock; ++b) tile.encode_scale[0][b] = work.whole_scale, tile.decode_scale[0][b] = 1.0f;
   } else {
     block_amax<kBlock>(work, tile);
     const int64_t per_row = (work.cols + kBlock - 1) / kBlock;

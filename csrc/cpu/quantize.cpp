@@ -41,7 +41,8 @@ struct Arranged {
 
 // find: only amaxes are wanted, and the one scale of current scaling is not known yet.
 Work work_of(const Source& source, const Direction& to, bool columns, bool find) {
-  const int block = to.spec.tile_cols ? to.spec.tile_cols : kWidth;
+  const int whole = is_current_four(to.spec) ? 16 : kWidth;  // random bits come by 16
+  const int block = to.spec.tile_cols ? to.spec.tile_cols : whole;
   Work work{to, columns ? source.cols : source.rows, columns ? source.rows : source.cols, block, max_of(to.spec.element),
             max_of(source.dtype), 1.0f, to.amax ? to.amax : to.found};
   if (to.spec.family == Family::current && work.amax && !find)

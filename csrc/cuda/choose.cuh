@@ -28,11 +28,11 @@ inline bool is_mxfp8(const Direction& to) {
 // Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
-// What training needs: no amax per row, no 4over6, MX scales rounded up, no transform of scale tiles of several rows,
-// decoded values in bf16. segments: see stores_segments.
+// What training needs: no amax per row, no 4over6, no E2M1 under one scale, MX scales rounded up, no transform of scale
+// tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
-  return segments && !spec.row_scaled && spec.four_over_six == FourOverSix::none &&
+  return segments && !spec.row_scaled && spec.four_over_six == FourOverSix::none && !is_current_four(spec) &&
          spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);
 }

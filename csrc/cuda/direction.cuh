@@ -173,10 +173,10 @@ __device__ __forceinline__ void find_direction(const Direction& to, const Frame&
 template <bool kFour>
 __device__ __forceinline__ BlockScale find_scale(const Spec& spec, const ElementFacts& facts, const Frame& frame,
                                                  float amax, const GlobalScale& global) {
+  if (spec.family == Family::current) return current_scale(global.amax, facts, spec);
   if constexpr (kFour) {
     if (spec.family == Family::nvfp4) return nvfp4_scale_of(nvfp4_scale_code(amax, global), global, spec);
   } else {
-    if (spec.family == Family::current) return current_scale(global.amax, facts, spec);
     if (spec.family == Family::block) return block_scale(amax, facts, spec, frame.input_max);
   }
   return mx_scale(amax, facts, spec);

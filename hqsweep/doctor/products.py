@@ -25,7 +25,7 @@ def _pairing_unlike(name: str) -> list[str]:
         f = parse(text)
         two_d = f.two_d and f.scaling == "block"
         answers.setdefault((f.element_name, two_d, f.fits_bf16, f.rht, f.rht_signed), text)
-    return [text for text in answers.values() if text.count("+") < 2]
+    return [text for text in answers.values() if len(formats.words_of(text)[1]) < 2]
 
 
 FORMATS = tuple(text for name in formats.FORMATS for text in _pairing_unlike(name))

@@ -5,7 +5,8 @@ from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed, Fp8PerTensor
 from hqsweep.formats.identity import Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
-from hqsweep.formats.parse import FORMATS, bases, options, parse, spellings
+from hqsweep.formats.nvfp4_tensor import NVFP4Tensor
+from hqsweep.formats.parse import FORMATS, bases, options, parse, spellings, words_of
 from hqsweep.formats.random import RngKey, RngKeys
 
 __all__ = [
@@ -22,10 +23,12 @@ __all__ = [
     "Fp8Delayed",
     "Fp8PerTensor",
     "Identity",
+    "NVFP4Tensor",
     "RngKey",
     "RngKeys",
     "bases",
     "options",
     "parse",
     "spellings",
+    "words_of",
 ]

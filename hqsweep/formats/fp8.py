@@ -18,21 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, divide, expand_tiles, tile_amax
 from hqsweep.formats.elements import ELEMENTS, Element
 from hqsweep.formats.random import RngKey
-
-FLT_MAX = torch.finfo(torch.float32).max
-
-
-def fp8_scale(amax: Tensor, *, fp8_max: float, epsilon: float, pow2: bool, inf_value: float) -> Tensor:
-    """S(amax): scale = fl(fp8_max / max(amax, epsilon)), truncated to a power of two with pow2; 1 for amax 0 or inf.
-
-    A quotient that overflows becomes inf_value (before the truncation). float32 in, float32 out, same shape.
-    """
-    amax = torch.where(amax < epsilon, epsilon, amax)
-    scale = divide(fp8_max, amax)
-    scale = torch.where(torch.isinf(scale), inf_value, scale)
-    if pow2:
-        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
-    return torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
+from hqsweep.formats.tiles import FLT_MAX, fp8_scale
 
 
 @dataclass(frozen=True, kw_only=True)

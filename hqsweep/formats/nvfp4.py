@@ -26,8 +26,10 @@ from hqsweep.formats.base import (
 )
 from hqsweep.formats.elements import E2M1, E4M3, Element, pack_nibbles, unpack_nibbles
 from hqsweep.formats.hadamard import hadamard
-from hqsweep.formats.nvfp4_scales import BLOCK, FLT_MAX, FourOverSix, block_encode_scale
-from hqsweep.formats.random import RngKey, random_bytes
+from hqsweep.formats.nvfp4_scales import BLOCK, FourOverSix, block_encode_scale
+from hqsweep.formats.random import RngKey
+from hqsweep.formats.stochastic import round_e2m1
+from hqsweep.formats.tiles import FLT_MAX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ class NVFP4(Format):
         sixth = encode_scale * torch.full_like(encode_scale, 1.0 / 6.0)
         scales = E4M3.encode((grid["s"] * sixth).clamp(max=FLT_MAX))
         scaled = x * expand_tiles(block_encode_scale(scales, encode_scale), x.shape, *self.tile)
-        codes = self._round_stochastic(scaled, key) if self.sr else E2M1.encode(scaled)
+        codes = round_e2m1(scaled, sr=self.sr, key=key, name=self.text)
         return {"q": pack_nibbles(codes), "s": scales, "g": grid["g"]}
 
     def global_scale(self, amax: Tensor) -> Tensor:
@@ -197,24 +199,3 @@ class NVFP4(Format):
             return x
         self.check_shape(*x.shape)
         return hadamard(x, signed=self.rht_signed).bfloat16()
-
-    def _round_stochastic(self, scaled: Tensor, key: RngKey | None) -> Tensor:
-        if key is None:
-            raise ValueError("nvfp4+sr: encode needs an RngKey")
-        return stochastic_e2m1(scaled, random_bytes(key, *scaled.shape, scaled.device))
-
-
-def stochastic_e2m1(x: Tensor, random: Tensor) -> Tensor:
-    """float32 and uint8 random bytes of one shape -> E2M1 codes; up with probability distance / step, saturating at 6.
-
-    t = |x| + random / 256 * step(|x|) in one rounding; result = min(floor(t / step(t)) * step(t), 6); NaN -> +6. The
-    step is 0.5 below 2, 1 below 4, 2 above. Source: TransformerEngine common/util/ptx.cuh:532 at d0067d0da6cb.
-    """
-    magnitude = x.abs()
-    t = magnitude + random.float() * (_step(magnitude) / 256)
-    rounded = (torch.floor(t / _step(t)) * _step(t)).clamp(max=6.0)
-    return E2M1.encode(torch.where(torch.isnan(x), 6.0, torch.copysign(rounded, x)))
-
-
-def _step(magnitude: Tensor) -> Tensor:
-    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))

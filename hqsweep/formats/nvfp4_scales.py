@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.formats.elements import E2M1, E4M3
-from hqsweep.formats.tiles import divide, expand_tiles
+from hqsweep.formats.tiles import FLT_MAX, divide, expand_tiles
 
 BLOCK = 16
-FLT_MAX = torch.finfo(torch.float32).max
 
 
 def block_encode_scale(scales: Tensor, encode_scale: Tensor) -> Tensor:

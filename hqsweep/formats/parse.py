@@ -14,6 +14,7 @@ from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed
 from hqsweep.formats.identity import DTYPES, Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
+from hqsweep.formats.nvfp4_tensor import NVFP4Tensor
 
 FORMATS: dict[str, tuple[type[Format], dict[str, object]]] = {
     **{name: (Identity, {"name": name}) for name in DTYPES},
@@ -25,15 +26,16 @@ FORMATS: dict[str, tuple[type[Format], dict[str, object]]] = {
     "mxfp6_e3m2": (MX, {"name": "mxfp6_e3m2", "element_name": "e3m2"}),
     "mxfp4": (MX, {"name": "mxfp4", "element_name": "e2m1"}),
     "nvfp4": (NVFP4, {}),
+    "nvfp4+tensor": (NVFP4Tensor, {}),
 }
-"""Name -> class and the fields that the name fixes."""
+"""Name -> class and the fields that the name fixes. Some names have a second word, which stands among the options."""
 
 _NUMBERED = re.compile(r"([a-z]+)(\d+(\.\d*)?(e-?\d+)?)")
 
 
 def parse(text: str) -> Format:
     """Text -> Format; UserError names the unknown part, the known one most like it, and what is allowed."""
-    name, *tokens = text.strip().split("+")
+    name, tokens = words_of(text)
     if name not in FORMATS:
         raise UserError(f"format '{text}': unknown name '{name}'{nearest(name, FORMATS)}; known: {', '.join(FORMATS)}")
     cls, fixed = FORMATS[name]
@@ -46,6 +48,16 @@ def parse(text: str) -> Format:
     format = cls(**fixed, **chosen)
     _ = format.text  # worked out now: torch.compile cannot trace the lock that a cached_property of Python 3.11 takes
     return format
+
+
+def words_of(text: str) -> tuple[str, list[str]]:
+    """The name that a text begins with, known or not, with its second word if it has one; and the options."""
+    name, *tokens = text.strip().split("+")
+    second = next((token for token in tokens if f"{name}+{token}" in FORMATS), None)
+    if second is None:
+        return name, tokens
+    tokens.remove(second)
+    return f"{name}+{second}", tokens
 
 
 def options(name: str) -> list[str]:
@@ -89,5 +101,6 @@ def _fields(text: str, name: str, token: str) -> dict[str, object]:
     field = cls.NUMBERED.get(number[1]) if number else None
     if field and (isinstance(getattr(cls, field), float) or number[2].isdigit()):
         return {field: type(getattr(cls, field))(number[2])}
+    allowed += [known.removeprefix(f"{name}+") for known in FORMATS if known.startswith(f"{name}+")]
     takes = ", ".join([f"+{o}" for o in allowed] + [f"+{o}N" for o in cls.NUMBERED]) or "no options"
     raise UserError(f"format '{text}': unknown option '+{token}'{nearest(token, allowed)}; {name} takes {takes}")

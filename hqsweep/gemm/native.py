@@ -75,7 +75,7 @@ def fault(a: Format, b: Format, capability: Capability) -> str | None:
 
 
 def _has_native(format: Format, kinds: tuple[str, ...]) -> bool:
-    return format.scaling in kinds and (format.scaling != "mx" or format.name == "mxfp8")
+    return format.scaling in kinds and (format.scaling == "nvfp4" or format.element_name in FLOAT8)
 
 
 def _names(kinds: tuple[str, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from hqsweep.formats import ExactOperand, RngKey, parse
 from hqsweep.ops.quantize import quantize
 from hqsweep.ops.request import Backend, Target
 
-EXPECTED = "c3eb54d3bb66d10b2365dccb18a08576075e0525bfcb9c758189476d41c55c78"
+EXPECTED = "efe9481fa9da443f263ba55e89ae7d3fb70d8af9334c5095af96a6e9980a1110"
 """The hash of the reference, and of every kernel that keeps its promise."""
 
 FORMATS = (
@@ -34,6 +34,8 @@ FORMATS = (
     "nvfp4+row_scaled",
     "nvfp4+4over6+fast_error",
     "nvfp4+2d+4over6+mse",
+    "nvfp4+tensor",
+    "nvfp4+tensor+rht+sr",
 )
 ROWS, COLS = 80, 176
 """Multiples of 16, and partial blocks of 32 and 128 both ways."""

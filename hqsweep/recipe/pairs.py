@@ -49,9 +49,10 @@ def mathematical_fault(a: Format, b: Format) -> str | None:
 def hardware_fault(a: Format, b: Format) -> str | None:
     """Why no hardware GEMM takes the two (gemm=strict), or None.
 
-    Tensor cores scale both operands in one way: a scalar for FP8 per-tensor, 1x128 or 128x128 blocks (not 128x128 on
-    both sides, as TransformerEngine's cuBLAS call), 32-blocks with E8M0 scales for MX (any mix of elements: PTX
-    tcgen05.mma.kind::mxf8f6f4), 16-blocks with E4M3 scales for NVFP4. High precision needs one dtype.
+    Tensor cores scale both operands in one way: a scalar for FP8 and E2M1 per tensor (any mix of elements: PTX
+    tcgen05.mma.kind::f8f6f4), 1x128 or 128x128 blocks (not 128x128 on both sides, as TransformerEngine's cuBLAS call),
+    32-blocks with E8M0 scales for MX (any mix: kind::mxf8f6f4), 16-blocks with E4M3 scales for NVFP4. High precision
+    needs one dtype.
     """
     if a.high_precision and b.high_precision:
         return None if a == b else "a GEMM takes one dtype"

@@ -98,6 +98,16 @@ def test_fp8_current_over_all_codes(text):
     assert torch.equal(operand.factor, scale)
 
 
+@pytest.mark.parametrize("text", [text for text in EVERY_OPTION if text.startswith("nvfp4+tensor")])
+def test_nvfp4_tensor_over_all_codes(text):
+    format = parse(text)
+    codes, scale = torch.arange(16, dtype=torch.uint8)[None], torch.tensor([[0.37]])
+    operand = format.operand({"q": codes[:, 0::2] | codes[:, 1::2] << 4, "s": scale}, (1, 16))
+    assert operand.matrix.dtype == torch.bfloat16 and operand.divisor == 1
+    assert torch.equal(operand.matrix.float(), format.element.values()[None])
+    assert torch.equal(operand.factor, scale)
+
+
 @pytest.mark.parametrize("text", ["fp8_block+fp32_scale", "fp8_block+fp32_scale+2d", "fp8_block+fp32_scale+e5m2"])
 def test_fp8_block_with_fp32_scales_is_one_rounding_in_float32(text):
     format = parse(text)

@@ -27,10 +27,11 @@ from golden_cases import (
 
 from hqsweep.formats import Format, parse
 from hqsweep.formats.elements import ELEMENTS, e8m0_decode, e8m0_up
-from hqsweep.formats.fp8 import FLT_MAX, end_step, fp8_scale
+from hqsweep.formats.fp8 import end_step
 from hqsweep.formats.hadamard import SIGNS
-from hqsweep.formats.nvfp4 import stochastic_e2m1
 from hqsweep.formats.random import philox
+from hqsweep.formats.stochastic import stochastic_e2m1
+from hqsweep.formats.tiles import FLT_MAX, fp8_scale
 from hqsweep.ops.dequantize import dequantize
 from hqsweep.ops.quantize import quantize
 

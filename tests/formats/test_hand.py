@@ -47,6 +47,20 @@ def test_fp8_current_scale_is_one_number():
     assert decoded.tolist() == [[7.0, 1.0], [-7.0, 0.0]]
 
 
+def test_nvfp4_tensor_has_one_scale_and_no_more():
+    # amax 12 -> scale 6/12 = 0.5, scale_inv 2. 12 -> 6 (0x7), -3 -> -1.5 (0xB), 1 -> 0.5 (0x1); 0.5 -> 0.25 ties to 0,
+    # 5 -> 2.5 ties to 2 (0x4). In the second row a scale of the block's own would keep the 0.5.
+    rows = [12.0, -3.0, 1.0, 5.0] + [0.0] * 12, [0.5] + [0.0] * 15
+    buffers, decoded = encode("nvfp4+tensor", *rows)
+    assert buffers["s"].tolist() == [[2.0]] and list(buffers) == ["q", "s"]
+    assert buffers["q"][:, :2].tolist() == [[0xB7, 0x41], [0x00, 0x00]]
+    assert decoded[0, :4].tolist() == [12.0, -3.0, 1.0, 4.0] and decoded[1, 0] == 0.0
+    assert encode("mxfp4", *rows)[1][1, 0] == 0.5
+    # +pow2: 6/10 truncates to 0.5, scale_inv 2: 10 -> 5, halfway between 4 and 6 -> 4 (even), decoded 8.
+    buffers, decoded = encode("nvfp4+tensor+pow2", [10.0] + [0.0] * 15)
+    assert buffers["s"].tolist() == [[2.0]] and decoded[0, 0] == 8.0
+
+
 def test_fp8_block_has_a_scale_for_128_elements_and_takes_a_partial_block():
     buffers, decoded = encode("fp8_block", [1.0] * 128 + [100.0, 3.0])
     # 448/1 truncates to 256, 448/100 = 4.48 to 4. 100 * 4 = 400 ties between 384 and 416: the even mantissa is 384.

@@ -7,8 +7,8 @@ from hqsweep.formats import FORMATS, RngKey, options, parse
 from hqsweep.formats.elements import E2M1
 from hqsweep.formats.hadamard import hadamard
 from hqsweep.formats.inputs import DISTRIBUTIONS, draw
-from hqsweep.formats.nvfp4 import stochastic_e2m1
 from hqsweep.formats.random import philox, random_bytes
+from hqsweep.formats.stochastic import stochastic_e2m1
 
 KEY = RngKey(seed=0, slot="test", step=0)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hqsweep.formats import FORMATS as NAMES
-from hqsweep.formats import parse
+from hqsweep.formats import parse, words_of
 from hqsweep.ops import fingerprint as module
 from hqsweep.ops.fingerprint import EXPECTED, FORMATS, fingerprint, wide_range
 
@@ -28,8 +28,8 @@ def test_gpu(backend):
 
 def test_every_format_and_option_takes_part():
     without = {"bf16", "fp16", "fp32", "fp8_delayed"}  # no kernel, or that of fp8_current
-    assert {text.split("+")[0] for text in FORMATS} == set(NAMES) - without
-    options = {option for text in FORMATS for option in text.split("+")[1:]}
+    assert {words_of(text)[0] for text in FORMATS} == set(NAMES) - without
+    options = {option for text in FORMATS for option in words_of(text)[1]}
     assert options == {"e5m2", "pow2", "2d", "fp32_scale", "floor", "even", "sr", "rht", "row_scaled", "4over6", "mse",
                        "fast_error"}  # fmt: skip
     assert all(str(parse(text)) == text for text in FORMATS)

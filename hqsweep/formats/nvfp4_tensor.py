@@ -1,0 +1,119 @@
+"""E2M1 codes under one float32 scale for the tensor: NVFP4 without the scales of its blocks.
+
+scale = S(A), which is fp8_scale() with max 6: fl(6 / A) for the tensor's amax A, 1 where A is 0 or inf, at most
+FLT_MAX, truncated to a power of two with +pow2; code = E2M1(fl(x * scale)), saturating; scale_inv = fl(1 / scale);
+value = fl(code * scale_inv). scale_inv is stored. The arithmetic is that of fp8_current, the rounding (RNE or +sr) and
+the transform (+rht) those of nvfp4. No library has the format: it shows what the scales of blocks are good for.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, tile_amax
+from hqsweep.formats.elements import E2M1, Element, pack_nibbles, unpack_nibbles
+from hqsweep.formats.hadamard import hadamard
+from hqsweep.formats.random import RngKey
+from hqsweep.formats.stochastic import round_e2m1
+from hqsweep.formats.tiles import FLT_MAX, divide, fp8_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Tensor(Format):
+    """nvfp4+tensor with its options; columns must be a multiple of 16.
+
+    operand(): matrix = codes in bfloat16 (always exact), factor = scale_inv.
+    """
+
+    name = "nvfp4+tensor"
+    scaling = "tensor"
+    amax_name = "s"
+    element_name = "e2m1"
+    tile = (WHOLE, WHOLE)
+    column_multiple = 16
+    OPTIONS: ClassVar = {
+        "rht": {"rht": True},
+        "nosign": {"rht_signed": False},
+        "sr": {"sr": True},
+        "pow2": {"pow2": True},
+    }
+
+    rht: bool = False
+    """Random Hadamard transform along the contracted axis first; only meaningful columnwise, on both wgrad operands."""
+    rht_signed: bool = True
+    """Whether the transform has the signs of TransformerEngine's, or none."""
+    sr: bool = False
+    """Stochastic rounding of elements, keyed."""
+    pow2: bool = False
+    """The scale is truncated to a power of two."""
+
+    def __post_init__(self) -> None:
+        if not self.rht and not self.rht_signed:
+            raise UserError(f"{self.name}: nosign describes the transform of +rht; add +rht or drop it")
+
+    @property
+    def element_bits(self) -> int:
+        return 4
+
+    @property
+    def element(self) -> Element:
+        return E2M1
+
+    @property
+    def stochastic(self) -> bool:
+        return self.sr
+
+    @property
+    def rowwise_form(self) -> "NVFP4Tensor":
+        return replace(self, rht=False, rht_signed=True)
+
+    @property
+    def kernel_fields(self) -> dict[str, object]:
+        return {
+            "family": "current",
+            "element": self.element_name,
+            "pow2": self.pow2,
+            "rht": self.rht,
+            "rht_sign": self.rht_signed,
+            "sr": self.sr,
+        }
+
+    @cached_property
+    def layout(self) -> dict[str, Buffer]:
+        return {"q": Buffer(1, 2, torch.uint8), "s": Buffer(*self.tile, torch.float32)}
+
+    def grid(self, x: Tensor) -> dict[str, Tensor]:
+        return {"s": tile_amax(self._transform(x), *self.tile)}
+
+    def encode(self, x: Tensor, grid: Buffers | None = None, key: RngKey | None = None) -> dict[str, Tensor]:
+        self.check_shape(*x.shape)
+        amax = (self.grid(x) if grid is None else grid)["s"]
+        scale = fp8_scale(amax, fp8_max=E2M1.max, epsilon=0.0, pow2=self.pow2, inf_value=FLT_MAX)
+        codes = round_e2m1(self.basis(x) * scale, sr=self.sr, key=key, name=self.text)
+        return {"q": pack_nibbles(codes), "s": divide(1.0, scale)}
+
+    def decode(self, buffers: Buffers, shape: tuple[int, int]) -> Tensor:
+        """Values in the basis of the codes: with +rht they stay transformed, as the GEMM consumes them."""
+        return E2M1.decode(self.codes(buffers)) * buffers["s"]
+
+    def operand(self, buffers: Buffers, shape: tuple[int, int]) -> ExactOperand:
+        return ExactOperand(E2M1.decode(self.codes(buffers)).bfloat16(), buffers["s"])
+
+    def basis(self, x: Tensor) -> Tensor:
+        return self._transform(x).float()
+
+    def scales(self, buffers: Buffers) -> Tensor:
+        return buffers["s"]
+
+    def codes(self, buffers: Buffers) -> Tensor:
+        return unpack_nibbles(buffers["q"])
+
+    def _transform(self, x: Tensor) -> Tensor:
+        if not self.rht:
+            return x
+        self.check_shape(*x.shape)
+        return hadamard(x, signed=self.rht_signed).bfloat16()
