@@ -91,7 +91,14 @@ QUANTIZERS = SAME + PAIRS
 BASES = bases()
 FEW = (*BASES, f"{BASES[-1]}|{BASES[-2]}@rowwise_dequantized", f"{BASES[-2]}|{BASES[-1]}")
 """One format of each scaling, and two hybrid quantizers: for tests of seconds."""
+SOME = (*FEW, next(text for text in REPRESENTATIVE if parse(text).stochastic))
+"""These, and one that draws random bits."""
 STATELESS = tuple(text for text in QUANTIZERS if not HybridQuantizer.parse(text).delayed)
 """Those that need no history of amaxes."""
 KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed)
 """Formats that the compiled extension quantizes without a history."""
+KERNEL_PAIRS = tuple(
+    tuple(text.partition("@")[0].split("|"))
+    for text in _pairs(tuple(text for text in REPRESENTATIVE if text in KERNELS), 5)
+)
+"""Two formats, rowwise and columnwise, both of KERNELS."""

@@ -4,10 +4,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cases import REPRESENTATIVE, SOME
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hqsweep.formats import RngKey
+from hqsweep.formats import RngKey, parse
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.nn.attention import TENSORS, DotProductAttention
 from hqsweep.nn.offload import ActivationOffload, _Lane
@@ -18,10 +19,7 @@ pytestmark = pytest.mark.usefixtures("deterministic")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 devices = pytest.mark.parametrize("device", DEVICES)
 KEY = RngKey(seed=1, slot="test", step=2)
-OPERANDS = [
-    "bf16", "fp32", "fp8_current", "fp8_current+e5m2", "fp8_block", "fp8_block+2d", "fp8_block+fp32_scale", "mxfp8",
-    "mxfp8+2d", "mxfp6_e2m3", "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+rht+sr",
-]  # fmt: skip
+OPERANDS = [text for text in REPRESENTATIVE if not (parse(text).row_scaled or parse(text).delayed)]
 LINEARS = {
     "bf16": "bf16",
     "fp8_current": "fp8_current",
@@ -165,7 +163,7 @@ def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
 
 
 @devices
-@pytest.mark.parametrize("text", ["bf16", "mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", [text for text in SOME if "fp8_block" not in text])  # 64 positions are no block of it
 def test_attention_is_the_same_bytes(text, device):
     module = DotProductAttention(name="dpa", recipe=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS}))
     model = nn.Linear(1, 1, device=device)

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from cases import SOME, STATELESS
 from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 
 from hqsweep.formats.inputs import draw
@@ -51,7 +52,7 @@ def assert_trained_alike(cached, plain, batches=3, **context):
     assert torch.equal(cached.weight.grad, plain.weight.grad)
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4|mxfp8@rowwise_dequantized", SR, "bf16"], ids=str)
+@pytest.mark.parametrize("quantizers", SOME, ids=str)
 def test_microbatches_share_operands_and_have_the_same_bits(made, quantizers):
     cached, plain = linear(quantizers), linear(quantizers)
     assert_trained_alike(cached, plain, seed=1, step=2)
@@ -69,13 +70,7 @@ def test_a_written_weight_is_quantized_again(made):
     assert made == [BOTH, BOTH] and torch.equal(after, 2 * before)
 
 
-FORMATS = [
-    "mxfp8", "nvfp4|mxfp8@rowwise_dequantized", "mxfp8|nvfp4@rowwise_dequantized", "nvfp4+sr", "nvfp4+sr|mxfp8",
-    "fp8_block+2d", "fp8_block+fp32_scale", "fp8_current", "mxfp6_e2m3|bf16", "bf16",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", STATELESS)
 def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
     """And each is an operand of the product's kind."""
     section = {"input": "bf16", "weight": text, "grad_output": "bf16"}
@@ -85,7 +80,7 @@ def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
 @pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS], ids=["ragged", "equal"])
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("text", SOME)
 def test_groups_are_made_at_once_as_the_products_take_them(text, single, kernels, splits, monkeypatch):
     """One call a step, with the bytes of a call for each direction."""
     calls, real = [], LinearCall.quantize

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from calls import quantize
+from cases import KERNEL_PAIRS
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -88,12 +89,9 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 @pytest.mark.parametrize("output", ["codes", "exact"])
 @pytest.mark.parametrize(
     "texts",
-    [
-        ("mxfp8", "nvfp4"), ("nvfp4+row_scaled", "mxfp4+floor"), ("fp8_current+e5m2", "nvfp4+rht+sr"),
-        ("fp8_block+2d", "mxfp6_e2m3"), ("nvfp4+4over6", "fp8_block+fp32_scale"),
-    ],
+    KERNEL_PAIRS,
     ids="|".join,
-)  # fmt: skip
+)
 def test_kernels_gather_what_the_reference_does(texts, output, source, device):
     """Tile by tile: sums up to float32, the largest magnitude and the counts exactly."""
     x, key = draw("heavy", 208, 304).to(device), RngKey(seed=1, slot="t", step=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import STATELESS
+from cases import SOME, STATELESS
 from group_tensors import KEY, E, K, N, alone, assert_same_bytes, grouped, key_of, values
 from torch import nn
 
@@ -43,7 +43,7 @@ def test_members_are_views_of_the_packed_buffers(text):
 
 
 @pytest.mark.parametrize("directions", [("rowwise",), ("columnwise",)])
-@pytest.mark.parametrize("text", ["bf16", "mxfp8|fp8_current", "nvfp4"])
+@pytest.mark.parametrize("text", SOME)
 def test_one_direction_alone(text, directions):
     w = grouped(text, directions=directions)
     for own, single in zip(w.members, alone(values(), text, directions=directions), strict=True):
@@ -52,7 +52,7 @@ def test_one_direction_alone(text, directions):
     assert torch.equal(w.dequantize(), torch.stack([own.dequantize() for own in w.members]))
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current|mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", SOME)
 def test_in_place_operations_and_init_functions_return_self(text):
     w = nn.Parameter(grouped(text))
     assert isinstance(w, nn.Parameter) and isinstance(w, GroupedTensor)
@@ -81,7 +81,7 @@ def test_a_key_goes_on_for_every_expert():
     assert_same_bytes(part[0], grouped("nvfp4+sr")[0])
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current", "nvfp4|mxfp8"])
+@pytest.mark.parametrize("text", SOME)
 def test_it_is_cut_between_experts_and_copied_whole(text):
     w = grouped(text)
     whole = w.dequantize()
@@ -101,7 +101,7 @@ def test_it_is_cut_between_experts_and_copied_whole(text):
     assert torch.empty_like(w).buffers.keys() == w.buffers.keys()
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current|mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", SOME)
 def test_files(text, tmp_path):
     w = nn.Parameter(grouped(text))
     file = io.BytesIO()
@@ -115,7 +115,7 @@ def test_files(text, tmp_path):
     assert isinstance(loaded, nn.Parameter)
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current|mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", SOME)
 def test_one_is_made_of_members(text):
     members = alone(values(), text)
     assert_same_bytes(GroupedTensor.of(members), grouped(text))

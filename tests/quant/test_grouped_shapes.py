@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import QUANTIZERS
+from cases import QUANTIZERS, SOME
 from golden_cases import QUANTIZER_CASES, Arrays, as_matrix, check_encoded, directions, format_of, golden_buffers
 from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
@@ -84,7 +84,7 @@ def assert_exact(members, expected):
         assert own.factor is None or torch.equal(own.factor, wanted.factor)
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current", "fp8_block", "mxfp8", "nvfp4", "nvfp4+sr"])
+@pytest.mark.parametrize("text", SOME)
 def test_rows_alone_are_one_call(text, monkeypatch):
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES["wide"])
     expected, calls = alone(x, quantizer, columnwise=False), []

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import SOME
 from group_tensors import assert_same_bytes
 from shape_groups import KEY, SHAPES, group, tensors
 from torch import nn
@@ -22,7 +23,7 @@ from hqsweep.quant.group import quantize_group
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 
 cases = pytest.mark.parametrize("name", SHAPES)
-some = pytest.mark.parametrize("text", ["bf16", "fp8_current|mxfp8", "nvfp4+sr", "nvfp4|mxfp8@rowwise_dequantized"])
+some = pytest.mark.parametrize("text", SOME)
 
 
 @some

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from cases import SOME
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -83,7 +84,7 @@ def test_columnwise_source(text, source):
         assert any(not torch.equal(b, original.buffers[n]) for n, b in both.columnwise.buffers.items())
 
 
-@pytest.mark.parametrize("text", ["bf16", "mxfp8", "nvfp4+rht+sr", "fp8_block+2d", "nvfp4|mxfp8@rowwise_dequantized"])
+@pytest.mark.parametrize("text", SOME)
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_exact_is_the_operand_of_quantize(text, direction):
     x, quantizer = draw("heavy", 32, 64), HybridQuantizer.parse(text)

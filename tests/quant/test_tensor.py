@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import STATELESS
+from cases import SOME, STATELESS
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -56,7 +56,7 @@ def test_one_matrix_serves_both_directions_of_an_identity():
     assert list(quantized("bf16", directions=["columnwise"])[1].buffers) == ["columnwise_q"]
 
 
-@pytest.mark.parametrize("text", ["fp8_current", "nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized", "bf16", "nvfp4+sr"])
+@pytest.mark.parametrize("text", SOME)
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_one_direction_alone_has_the_bytes_it_has_in_both(text, direction):
     x, both = quantized(text)
@@ -98,7 +98,7 @@ def test_leading_axes_are_folded():
     assert torch.equal(w.dequantize(), flat.dequantize().view(2, 32, 96))
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current", "nvfp4|mxfp8", "mxfp8|nvfp4@rowwise_dequantized"])
+@pytest.mark.parametrize("text", SOME)
 def test_in_place_operations_compute_on_values_and_return_self(text):
     _, w = quantized(text, dtype=torch.float32)
     value = w.dequantize()
