@@ -15,6 +15,7 @@ from hqsweep.cli import probe as cli_probe
 from hqsweep.cli import recipe as cli_recipe
 from hqsweep.cli import status as cli_status
 from hqsweep.cli.output import (
+    FORK_COLUMNS,
     GRID_COLUMNS,
     RESULT_COLUMNS,
     AsJson,
@@ -80,7 +81,8 @@ def run(
 
     plan = launch.plan(words, config_dir=config_dir, workers=workers)
     if dry_run:
-        print_result(as_json, plan.rows(), rows_table(f"{len(plan.points)} runs", plan.rows(), GRID_COLUMNS))
+        columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
+        print_result(as_json, plan.rows(), rows_table(plan.heading, plan.rows(), columns))
         return
     runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
     results = [launch.result(run) for run in runs]

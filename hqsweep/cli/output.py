@@ -68,6 +68,7 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
 
 
 GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
+FORK_COLUMNS = {"arm": "arm", "seed": "seed", "point": "point", "trunk": "trunk", "run": "run"}
 RESULT_COLUMNS = {
     "arm": "arm", "seed": "seed", "state": "state", "val_loss": "val loss", "tokens_per_s": "tokens/s",
     "seconds": "seconds", "reason": "reason",
@@ -85,6 +86,6 @@ def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]
         return " ".join(value) if isinstance(value, list) else text(value)
 
     cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
-    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key == "seed")
+    numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key in ("seed", "point"))
     table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
     return to_rich(table.without("reason") if all(row.get("reason") is None for row in rows) else table, heading)

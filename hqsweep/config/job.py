@@ -17,6 +17,7 @@ from hqsweep.config.checks import CalibrateSection, ParitySection
 from hqsweep.config.data import DataConfig
 from hqsweep.config.engine import EngineConfig, TrackConfig
 from hqsweep.config.errors import sentence
+from hqsweep.config.fork import ForkConfig
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.model import ModelConfig, gemm_modules
 from hqsweep.config.recipe import RecipeConfig
@@ -45,6 +46,23 @@ class ConvergenceConfig(Job):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     stats: StatsConfig = StatsConfig()
+    fork: ForkConfig | None = None
+
+    @property
+    def start(self) -> int:
+        """Steps of the trunk that come before the run's own."""
+        return self.fork.start if self.fork else 0
+
+    @property
+    def own_steps(self) -> int:
+        """Steps of the run itself."""
+        return self.train.steps - self.start
+
+    @model_validator(mode="after")
+    def _forked(self) -> "ConvergenceConfig":
+        if self.fork is not None:
+            _check_fork(self)
+        return self
 
     @model_validator(mode="after")
     def _captured(self) -> "ConvergenceConfig":
@@ -59,7 +77,7 @@ class ConvergenceConfig(Job):
     def _recipe_fits(self) -> "ConvergenceConfig":
         self.check_recipe(self.data.vocab_estimate)
         if self.model.quantized_weights:
-            check_held_weights(self.recipe.build(), self.train.steps, self._gemm_modules(self.data.vocab_estimate))
+            check_held_weights(self.recipe.build(), self.own_steps, self._gemm_modules(self.data.vocab_estimate))
         return self
 
     def _gemm_modules(self, vocab_size: int) -> list[GemmModule]:
@@ -68,7 +86,27 @@ class ConvergenceConfig(Job):
 
     def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
         """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
-        validate(self.recipe.build(), self.train.steps, self._gemm_modules(vocab_size), device_fault)
+        validate(self.recipe.build(), self.own_steps, self._gemm_modules(vocab_size), device_fault)
+
+
+def _check_fork(config: ConvergenceConfig) -> None:
+    """UserError for what a run of a fork study cannot have."""
+    fork, train, default = config.fork, config.train, TrainConfig()
+    if train.steps != fork.last:
+        raise UserError(f"train.steps: {train.steps}, but the last step by fork is {fork.last}")
+    for key, instead in (("warmup", "fork.warmup"), ("decay", "fork.decay"), ("min_lr_fraction", "fork.decay")):
+        if getattr(train, key) != getattr(default, key):
+            raise UserError(
+                f"train.{key}: is not read in a fork study, whose learning rate has fork.warmup steps of rise and"
+                f" fork.decay of fall to 0; leave it at {getattr(default, key)} and give {instead}"
+            )
+    if config.stats.capture_at is not None:
+        raise UserError("stats.capture_at: a fork study has no one step for it; capture in a run from scratch")
+    if fork.is_trunk and config.recipe.schedule:
+        raise UserError(
+            f"recipe.schedule: {config.recipe.name} is the baseline, in whose recipe the trunks of a fork study are"
+            " trained, and it changes on the way; give a baseline without a schedule"
+        )
 
 
 class ParityConfig(Job):

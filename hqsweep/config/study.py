@@ -4,10 +4,12 @@ They stand beside a run's own keys in a sweep's YAML and among its overrides, bu
 keeps them.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from hqsweep.config.errors import sentence
 from hqsweep.config.types import Count, Index, Section
@@ -44,10 +46,10 @@ class ForkStudy(Section):
     """A fork study: a trunk in the baseline's recipe at a constant learning rate, after `warmup` steps, from whose
     state at each step of `at` every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
 
-    trunk: a checkpoint of an earlier run instead, or the folder of that run.
+    trunk: instead, a checkpoint of an earlier run, or the folder of that run; at may then be left out for a file.
     """
 
-    at: Annotated[list[Count], BeforeValidator(_points), Field(min_length=1)]
+    at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
     steps: Count = 160
     decay: Count = 160
     warmup: Index = 30
@@ -60,6 +62,18 @@ class ForkStudy(Section):
         if twice is not None:
             raise UserError(f"fork.at: step {twice} is given twice; every point is forked once, so give it once")
         return sorted(at)
+
+    @model_validator(mode="after")
+    def _somewhere(self) -> "ForkStudy":
+        if not self.at and self.file_step is None:
+            raise UserError("fork.at: empty; give the steps of the trunk at which arms fork, as in fork.at=200,400")
+        return self
+
+    @property
+    def file_step(self) -> int | None:
+        """The step of a trunk that is given as a file step_N.pt."""
+        found = re.fullmatch(r"step_(\d+)\.pt", Path(self.trunk or "").name)
+        return int(found[1]) if found else None
 
 
 class StudyConfig(Section):

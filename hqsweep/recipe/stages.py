@@ -14,21 +14,22 @@ class Stage:
     recipe: AnyRecipe
 
 
-def stages(recipe: AnyRecipe, steps: int) -> list[Stage]:
-    """Which recipe each of `steps` training steps runs on, in order.
+def stages(recipe: AnyRecipe, steps: int, start: int = 0) -> list[Stage]:
+    """Which recipe each of `steps` training steps runs on, in order; they come after `start` steps of another run, from
+    which the schedule does not count.
 
     Raises:
         UserError: a change comes before the first or after the last update, or not after the change before it.
     """
-    so_far, faults = [Stage(first_step=1, recipe=replace(recipe, schedule=()))], Faults()
+    so_far, faults = [Stage(first_step=start + 1, recipe=replace(recipe, schedule=()))], Faults()
     for index, change in enumerate(recipe.schedule):
         done = change.at if change.at >= 1 else round(change.at * steps)
         where = f"recipe.schedule[{index}].at: {change.at} is after {done} of {steps} updates"
         if not 0 < done < steps:
             faults.texts.append(f"{where}; a change comes after at least one update and before the last")
-        elif done < so_far[-1].first_step:
-            before = so_far[-1].first_step - 1
+        elif start + done < so_far[-1].first_step:
+            before = so_far[-1].first_step - 1 - start
             faults.texts.append(f"{where}, but the change before it after {before}; give them in order")
-        so_far.append(Stage(first_step=done + 1, recipe=change.recipe))
+        so_far.append(Stage(first_step=start + done + 1, recipe=change.recipe))
     faults.raise_any()
     return so_far

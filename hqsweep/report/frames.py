@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import NOT_IN_ID, RunDir
+from hqsweep.sweep.names import NOT_IN_ID
+from hqsweep.sweep.store import RunDir
 from hqsweep.track.tables import TABLES
 
 

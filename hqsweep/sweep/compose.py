@@ -30,10 +30,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.config.study import StudyConfig, parse_study
 from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.fork_points import fork_points
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
+from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.null_arm import baseline_of, null_points
-from hqsweep.sweep.point import Grid, GridPoint
-from hqsweep.sweep.store import NOT_IN_ID
+from hqsweep.sweep.point import Grid, GridPoint, is_trunk, section
 
 PACKAGED = files("hqsweep") / "conf"
 """The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
@@ -310,18 +311,21 @@ def _study(points: list[GridPoint], study: StudyConfig) -> Grid:
     """The grid with the runs that the study adds, and the name of its baseline."""
     if points[0].config.get("job") == "convergence":
         baseline = baseline_of(points, study.baseline)
-        if study.null_arm:
+        if study.fork is not None:
+            points = fork_points(points, study.fork, baseline, null_arm=study.null_arm)
+        elif study.null_arm:
             points = [*points, *null_points(points, baseline)]
         study = study.model_copy(update={"baseline": study.baseline or _leaf(baseline.config, "recipe.name")})
-    _check_arms(points)
+    _check_arms([point for point in points if not is_trunk(point)])
     return Grid(points=points, study=study)
 
 
 def _check_arms(points: Iterable[GridPoint]) -> None:
     """Two recipes under one name would be taken for repetitions of each other."""
-    seen: dict[tuple[str, str], GridPoint] = {}
+    seen: dict[tuple[str, str], GridPoint] = {}  # by arm, seed and point of a fork
     for point in points:
-        twin = seen.setdefault((point.arm, json.dumps(point.config.get("seed"))), point)
+        seed, at = point.config.get("seed"), section(point, "fork").get("at")
+        twin = seen.setdefault((point.arm, json.dumps([seed, at])), point)
         if twin is not point:
             raise UserError(
                 f"{' '.join(twin.changed)} and {' '.join(point.changed)} are different runs with the same recipe.name"

@@ -18,10 +18,12 @@ from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
 from hqsweep.sweep.compose import expand, known_confs
 from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm import run_slurm
-from hqsweep.sweep.store import RunDir, RunStore, run_name
+from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.trunks import check_twins, linked
 from hqsweep.train.loop import pick_device
 
 
@@ -40,13 +42,24 @@ class SweepPlan:
         """It speaks for what cannot be swept."""
         return self.configs[0]
 
+    @property
+    def heading(self) -> str:
+        """How many runs there are."""
+        if not self.study.fork:
+            return f"{len(self.points)} runs"
+        trunks = sum(config.fork.is_trunk for config in self.configs)
+        return f"{len(self.points)} runs: {trunks} trunks and {len(self.points) - trunks} forks"
+
     def rows(self) -> list[dict[str, Any]]:
-        """Per run: run (its folder's name), arm, seed, changed, config."""
-        return [
-            {"run": run_name(p.config), "arm": p.arm, "seed": p.config["seed"], "changed": list(p.changed),
-             "config": p.config}
-            for p in self.points
-        ]  # fmt: skip
+        """Per run: run (its folder's name), arm, seed, changed, config; of a fork study also point and trunk, None for
+        the trunks themselves."""
+        rows = []
+        for point, config in zip(self.points, self.configs, strict=True):
+            row = {"run": run_name(point.config), "arm": point.arm, "seed": config.seed}
+            if self.study.fork:
+                row |= {"point": config.start or None, "trunk": config.fork.trunk_name}
+            rows.append(row | {"changed": list(point.changed), "config": point.config})
+        return rows
 
 
 def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> SweepPlan:
@@ -61,6 +74,9 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     grid = expand(conf, overrides, config_dir)
     configs = _parse_all(grid.points)
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
+    if grid.study.fork is not None:
+        typed, configs = zip(*linked(grid.points, configs, grid.study.fork), strict=True)
+    check_twins(typed)
     facts = {"conf": conf, "words": tuple(overrides), "study": grid.study}
     return SweepPlan(points=tuple(typed), configs=tuple(configs), **facts)
 

@@ -6,10 +6,9 @@ noise, because a smaller one (1e-5) stays on the baseline's trajectory for long 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.point import GridPoint
+from hqsweep.sweep.point import GridPoint, section, without
 
 NULL_ARM = "null_arm"
 """The key of a sweep that asks for it."""
@@ -24,9 +23,9 @@ def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> GridPoint:
     UserError for a name that the grid does not have.
     """
     if wanted is None:
-        return next((point for point in points if _section(point, "recipe").get("name") == BASELINE), points[0])
+        return next((point for point in points if section(point, "recipe").get("name") == BASELINE), points[0])
     for point in points:
-        if wanted in (point.arm, _section(point, "recipe").get("name")):
+        if wanted in (point.arm, section(point, "recipe").get("name")):
             return point
     names = list(dict.fromkeys(point.arm for point in points))
     raise UserError(f"baseline: no arm or recipe '{wanted}'{nearest(wanted, names)}; the grid has {', '.join(names)}")
@@ -37,27 +36,17 @@ def null_points(points: Sequence[GridPoint], baseline: GridPoint) -> list[GridPo
 
     Where other keys than the recipe's are swept, each of their values gets a null arm of its own.
     """
-    recipe = _section(baseline, "recipe")
-    return [_perturbed(point) for point in points if _section(point, "recipe") == recipe]
+    recipe = section(baseline, "recipe")
+    return [_perturbed(point) for point in points if section(point, "recipe") == recipe]
 
 
 def _perturbed(point: GridPoint) -> GridPoint:
-    recipe, model = _section(point, "recipe"), _section(point, "model")
+    recipe, model = section(point, "recipe"), section(point, "model")
     noise = f"model.init_noise={NOISE}"
     return replace(
         point,
         config=point.config | {"recipe": recipe | {"name": NAME}, "model": model | {"init_noise": NOISE}},
-        overrides=(*_without(point.overrides, NULL_ARM), f"{NULL_ARM}=false", f"recipe.name='{NAME}'", noise),
-        changed=(*_without(point.changed, "recipe"), noise),
+        overrides=(*without(point.overrides, NULL_ARM), f"{NULL_ARM}=false", f"recipe.name='{NAME}'", noise),
+        changed=(*without(point.changed, "recipe"), noise),
         arm=NAME + point.arm.removeprefix(str(recipe.get("name"))),
     )
-
-
-def _without(overrides: Sequence[str], key: str) -> list[str]:
-    return [text for text in overrides if text.lstrip("+").partition("=")[0] != key]
-
-
-def _section(point: GridPoint, key: str) -> dict[str, Any]:
-    """A section of a config that nothing has checked yet."""
-    section = point.config.get(key)
-    return section if isinstance(section, dict) else {}

@@ -1,5 +1,6 @@
 """GridPoint: one run of a grid, as composition gives it; Grid: all of them, and the study that they are for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,14 @@ class GridPoint:
 
     config: resolved, as plain dicts and lists. overrides: all that were given, this point's choices among them.
     changed: those of them that were swept. arm: the label of the run's recipe in this sweep, equal for all seeds.
+    trunk: the run of the same grid that the run is a fork of.
     """
 
     config: dict[str, Any]
     overrides: tuple[str, ...]
     changed: tuple[str, ...]
     arm: str
+    trunk: "GridPoint | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +29,20 @@ class Grid:
 
     points: list[GridPoint]
     study: StudyConfig
+
+
+def section(point: GridPoint, key: str) -> dict[str, Any]:
+    """A section of a config that nothing has checked yet; {} where there is none."""
+    found = point.config.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def is_trunk(point: GridPoint) -> bool:
+    """Whether the run is a trunk of a fork study, and so of no arm."""
+    fork = section(point, "fork")
+    return bool(fork) and fork.get("trunk") is None
+
+
+def without(overrides: Sequence[str], key: str) -> list[str]:
+    """The overrides of all other keys."""
+    return [text for text in overrides if text.lstrip("+").partition("=")[0] != key]

@@ -8,13 +8,11 @@ command finds the same folders again, and a changed learning rate is another run
 process at a time, by an flock on it, which the kernel releases however the worker dies.
 """
 
-import hashlib
-import json
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,9 +24,7 @@ import yaml
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.files import read_json, read_rows, write_json, write_text
 from hqsweep.sweep.locks import RunBusy, is_locked, locked
-
-NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
-"""Top-level config keys that cannot change a number, so they do not make another run."""
+from hqsweep.sweep.names import fork_of, run_id, run_name
 
 PENDING: dict[str, Any] = {
     "state": "pending", "reason": None, "exit_code": None, "pid": None, "host": None, "attempt": 0,
@@ -53,18 +49,6 @@ class PlannedRun(Protocol):
     """Label of the recipe in this sweep."""
     overrides: Sequence[str]
     """The overrides that lead from the sweep's config to this run."""
-
-
-def run_id(config: Mapping[str, Any]) -> str:
-    """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID."""
-    content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def run_name(config: Mapping[str, Any]) -> str:
-    """`<recipe>-s<seed>-<first 10 hex digits of the run id>`; a parity run is called parity."""
-    label = config["recipe"]["name"] if config["job"] == "convergence" else config["job"]
-    return f"{re.sub(r'[^A-Za-z0-9._+-]', '_', label)}-s{config['seed']}-{run_id(config)[:10]}"
 
 
 @dataclass(frozen=True)
@@ -122,6 +106,21 @@ class RunDir:
         """Where the rows of `table` are when the run is finished."""
         return self.path / f"{table}.parquet"
 
+    def fork(self) -> Any:
+        """The section fork of the config, a ForkConfig; None for a run from scratch to its end."""
+        return fork_of(self.config())
+
+    def trunk_state(self) -> Path | None:
+        """The file that a fork starts from, whether it is there yet or not; None for all other runs."""
+        fork = self.fork()
+        return fork and fork.state_file(self.path)
+
+    def trunk(self) -> "RunDir | None":
+        """The run of this sweep that the run is a fork of; None for all other runs."""
+        fork = self.fork()
+        outside = fork is None or fork.is_trunk or fork.trunk_hash is not None
+        return None if outside else RunDir(self.sweep_path / fork.trunk)
+
     def config(self) -> dict[str, Any]:
         """The resolved config. Raises UserError where there is none."""
         try:
@@ -153,6 +152,9 @@ class RunDir:
             status |= {"state": "interrupted", "reason": "its worker is gone"}
         return status
 
+    def has_finished(self) -> bool:
+        return self.written_status()["state"] == "finished"
+
     def write_status(self, **changes: Any) -> dict[str, Any]:
         """Change these fields of status.json and return all. The worker writes it, and the engine once that is dead."""
         status = self.written_status() | changes
@@ -173,7 +175,7 @@ class RunDir:
         for entry in self.path.iterdir():
             if entry not in (self.config_path, self.lock_path):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        planned = ("run_id", "sweep", "arm", "seed", "job", "overrides")
+        planned = ("run_id", "sweep", "arm", "seed", "job", "overrides", "trunk", "point")
         write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
         write_json(self.status_path, PENDING)
 
@@ -217,13 +219,16 @@ class RunStore:
     def _create(self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun]) -> list[RunDir]:
         """listed: what sweep.json is to say beside the runs."""
         named = {run_name(point.config): point for point in points}
-        run_dirs = [_create_run(RunDir(folder / name), point) for name, point in named.items()]
+        forks = [(RunDir(folder / name), fork) for name, p in named.items() if (fork := fork_of(p.config))]
+        trunks = {run.name for run, fork in forks if fork.is_trunk}
+        needed = {fork.state_file(run.path) for run, fork in forks if not fork.is_trunk and not run.has_finished()}
+        run_dirs = [_create_run(RunDir(folder / name), point, needed) for name, point in named.items()]
         new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
         old = read_json(folder / "sweep.json", new)
         write_json(folder / "sweep.json", {
             "name": folder.name, **listed,
             "runs": list(dict.fromkeys([*old["runs"], *named])),
-            "arms": list(dict.fromkeys([*old["arms"], *(point.arm for point in points)])),
+            "arms": list(dict.fromkeys([*old["arms"], *(p.arm for name, p in named.items() if name not in trunks)])),
             "created": old["created"],
             "study": old.get("study", {}) if listed["study"] is None else listed["study"],
         })  # fmt: skip
@@ -267,25 +272,45 @@ class RunStore:
         for start in (f"{word}-", word):
             if runs := [run for run in named if run.name.startswith(start)]:
                 return runs
-        recipes = [re.sub(r"-s\d+-[0-9a-f]{10}$", "", run.name) for run in named]
+        recipes = [re.sub(r"-s\d+(-at\d+)?-[0-9a-f]{10}$", "", run.name) for run in named]
         hint = nearest(word, [*sweeps, *recipes, *(run.name for run in named)])
         raise UserError(f"'{word}' is no run or sweep in {self.root} and no folder{hint}; `hqsweep ls` lists them")
 
 
-def _create_run(run: RunDir, point: PlannedRun) -> RunDir:
+def _create_run(run: RunDir, point: PlannedRun, needed: Collection[Path] = ()) -> RunDir:
     """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
-    config, which can differ only in what cannot change a number (track, engine)."""
+    config, which can differ only in what cannot change a number (track, engine).
+
+    needed: checkpoints that forks wait for. A finished trunk that lacks one of them is pending again, and keeps the
+    points that it has.
+    """
     run.path.mkdir(exist_ok=True)
     with suppress(RunBusy), run.lock():
-        if run.written_status()["state"] != "finished":
-            write_text(run.config_path, yaml.safe_dump(dict(point.config), sort_keys=False, width=120))
+        config, fork = dict(point.config), fork_of(point.config)
+        if fork and fork.is_trunk:
+            config = _with_points_of(run, config)
+            lacking = [path for path in needed if path.parent == run.checkpoint and not path.exists()]
+            if lacking and run.has_finished():
+                run.write_status(**PENDING | {"seconds": run.written_status()["seconds"]})
+        if not run.has_finished():
+            write_text(run.config_path, yaml.safe_dump(config, sort_keys=False, width=120))
+            forked = {} if fork is None or fork.is_trunk else {"trunk": fork.trunk_name, "point": fork.start}
             run.update_manifest(
                 run_id=run_id(point.config), sweep=run.sweep, arm=point.arm, seed=point.config["seed"],
-                job=point.config["job"], overrides=list(point.overrides),
+                job=point.config["job"], overrides=list(point.overrides), **forked,
             )  # fmt: skip
         if not run.status_path.exists():
             run.write_status()
     return run
+
+
+def _with_points_of(run: RunDir, config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a trunk with the points that it was made for before."""
+    before = run.fork() if run.config_path.exists() else None
+    points = sorted({*config["fork"]["at"], *(before.at if before else ())})
+    return config | {
+        "fork": config["fork"] | {"at": points}, "train": config["train"] | {"steps": max(points)},
+    }  # fmt: skip
 
 
 def _sweep_facts(sweep_path: Path) -> dict[str, Any]:

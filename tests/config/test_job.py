@@ -88,7 +88,7 @@ def test_packaged_options_are_valid(group: str, option: str, tmp_path) -> None:
 def test_yaml_states_every_leaf_with_the_default_of_the_model() -> None:
     (point,) = expand("convergence", ["track=none"]).points
     default = parse(smallest(sweep="convergence")).model_dump(mode="json")
-    assert point.config | {"recipe": None} == default | {"recipe": None}
+    assert point.config | {"recipe": None, "fork": None} == default | {"recipe": None}
 
 
 @pytest.mark.parametrize("conf", ["quickstart", "stdlib", "markov", "moe", "parity", "calibrate"])
@@ -157,7 +157,7 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
     value: object = {"wrong": "type"}
     for key in reversed(path.split(".")):
         value = {key: value}
-    with pytest.raises(UserError, match=rf"^{path}: got \{{'wrong': 'type'\}}; must be "):
+    with pytest.raises(UserError, match=rf"(^|; ){path}: got \{{'wrong': 'type'\}}; must be "):
         parse(smallest(**value))
 
 

@@ -1,0 +1,70 @@
+"""The runs of a fork study: trunks in the baseline's recipe, and every arm forked from each at every point.
+
+Where other keys than the recipe's are swept, each of their values has trunks of its own.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hqsweep.config.fork import NULL_NOISE
+from hqsweep.config.study import ForkStudy
+from hqsweep.errors import UserError
+from hqsweep.sweep.null_arm import NAME
+from hqsweep.sweep.point import GridPoint, section, without
+
+TRUNK = "trunk"
+"""Arm of the trunks, and how their runs' names begin."""
+
+
+def fork_points(
+    points: Sequence[GridPoint], study: ForkStudy, baseline: GridPoint, *, null_arm: bool
+) -> list[GridPoint]:
+    """The trunks, then the forks of every point of the grid, then those of the null arm.
+
+    The config of a fork names its trunk only when that has a name (GridPoint.trunk). UserError for a point beyond the
+    trunk.
+    """
+    recipe, trunks, forks = section(baseline, "recipe"), {}, []
+    null = [replace(p, arm=NAME + p.arm.removeprefix(str(recipe.get("name")))) for p in points if _is(p, recipe)]
+    for point, noise in [*((p, 0.0) for p in points), *((p, NULL_NOISE) for p in (null if null_arm else []))]:
+        trunk = None if study.trunk else _trunk(point, study, recipe)
+        if trunk is not None:
+            trunk = trunks.setdefault(json.dumps(trunk.config), trunk)
+        forks += [_fork(point, study, at, trunk, noise) for at in study.at or [study.file_step]]
+    return [*trunks.values(), *forks]
+
+
+def _is(point: GridPoint, recipe: dict[str, Any]) -> bool:
+    return section(point, "recipe") == recipe
+
+
+def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPoint:
+    train, last = section(point, "train"), max(study.at)
+    longest = train.get("steps")
+    if isinstance(longest, int) and last > longest:
+        raise UserError(
+            f"fork.at: step {last} is beyond the trunk, which has {longest} steps (train.steps); give at most that, or"
+            " more of train.steps"
+        )
+    fork = study.model_dump() | {"trunk": None}
+    unsampled = section(point, "stats") | {"every": 0}
+    config = {"recipe": recipe, "train": train | {"steps": last}, "stats": unsampled, "fork": fork}
+    changed = tuple(text for text in point.changed if not _key(text).startswith("recipe"))
+    arm = " ".join([TRUNK, *(text.lstrip("+") for text in changed if _key(text) != "seed")])
+    return replace(point, config=point.config | config, changed=changed, arm=arm)
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
+def _fork(point: GridPoint, study: ForkStudy, at: int, trunk: GridPoint | None, noise: float) -> GridPoint:
+    fork = study.model_dump() | {"at": [at], "trunk": study.trunk or TRUNK, "noise": noise}
+    config = {"train": section(point, "train") | {"steps": at + study.steps + study.decay}, "fork": fork}
+    changed = (*point.changed, f"fork.at={at}")
+    if noise:
+        config["recipe"] = section(point, "recipe") | {"name": NAME}
+        changed = (*without(point.changed, "recipe"), f"fork.noise={noise}", f"fork.at={at}")
+    return replace(point, config=point.config | config, changed=changed, trunk=trunk)

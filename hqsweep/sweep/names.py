@@ -1,0 +1,52 @@
+"""Names of runs: each ends in the hash of everything in the resolved config that can change a number."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
+"""Top-level config keys that cannot change a number, so they do not make another run."""
+
+NOT_IN_TRUNK_ID = {
+    "train": ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"), "fork": ("at", "steps", "decay"),
+}  # fmt: skip
+"""Section -> keys that cannot change a number of a trunk's forks, so that other points, or another cadence, make no
+other trunk; nor does `stats`."""
+
+
+def fork_of(config: Mapping[str, Any]) -> Any:
+    """The section fork of a run's config, a ForkConfig; None where the run is from scratch to its end."""
+    section = config.get("fork")
+    if section is None:
+        return None
+    from hqsweep.config.fork import ForkConfig  # with pydantic, for which completion cannot wait
+
+    return ForkConfig.model_validate(section)
+
+
+def run_id(config: Mapping[str, Any]) -> str:
+    """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID; of a trunk
+    also without NOT_IN_TRUNK_ID."""
+    content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    fork = fork_of(config)
+    if fork is None:
+        content.pop("fork", None)
+    elif fork.is_trunk:
+        content.pop("stats", None)
+        for name, keys in NOT_IN_TRUNK_ID.items():
+            content[name] = {key: value for key, value in content[name].items() if key not in keys}
+    elif fork.trunk_hash:
+        content["fork"] = content["fork"] | {"trunk": None}  # wherever the file lies
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def run_name(config: Mapping[str, Any]) -> str:
+    """`<recipe>-s<seed>-<first 10 hex digits of the run id>`; a parity run is called parity, a trunk trunk, and a fork
+    has its point before the id: nvfp4-s0-at400-1f2e3d4c5b."""
+    label = config["recipe"]["name"] if config["job"] == "convergence" else config["job"]
+    fork = fork_of(config)
+    label = "trunk" if fork and fork.is_trunk else re.sub(r"[^A-Za-z0-9._+-]", "_", label)
+    point = f"-at{fork.start}" if fork and not fork.is_trunk else ""
+    return f"{label}-s{config['seed']}{point}-{run_id(config)[:10]}"

@@ -1,0 +1,122 @@
+"""Forks and what they start from: a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run,
+by the hash of its file and after a look at the config that it was trained with.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hqsweep.config.job import Config, ConvergenceConfig, parse
+from hqsweep.config.study import ForkStudy
+from hqsweep.errors import UserError
+from hqsweep.sweep.names import run_name
+from hqsweep.sweep.point import GridPoint, is_trunk, section
+from hqsweep.sweep.store import RunDir
+from hqsweep.train import data
+
+SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")
+"""Keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
+
+PARTS = {
+    "model": lambda keys: [key for key in keys if key != "init_noise"],
+    "data": lambda keys: [key for key in keys if key != "path"],
+    "train": lambda keys: SAME_TRAIN,
+}
+"""Section -> which of its keys a fork shares with its trunk; the path of data may have changed, its hash not."""
+
+Pair = tuple[GridPoint, Config]
+
+
+def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy) -> list[Pair]:
+    """The runs of a fork study with canonical configs in which every fork says what it starts from; a trunk that
+    several points of the grid share is there once.
+
+    Raises:
+        UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
+    """
+    files = _files(study) if study.trunk else {}
+    names = {id(point): run_name(config.model_dump(mode="json")) for point, config in zip(grid, configs, strict=True)}
+    pairs: dict[str, Pair] = {}
+    for point, config in zip(grid, configs, strict=True):
+        if files:
+            path, digest = files[config.start]
+            config = _started(config, trunk=str(path), trunk_hash=digest)
+        elif point.trunk is not None:
+            config = _started(config, trunk=names[id(point.trunk)])
+        dump = config.model_dump(mode="json")
+        pairs.setdefault(run_name(dump), (replace(point, config=dump), config))
+    if files:
+        _check_outside(next(iter(files.values()))[0], [config for _, config in pairs.values()])
+    return list(pairs.values())
+
+
+def _started(config: ConvergenceConfig, **known: str) -> ConvergenceConfig:
+    return config.model_copy(update={"fork": config.fork.model_copy(update=known)})
+
+
+def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
+    """Point -> the checkpoint of fork.trunk there, and its hash."""
+    given = Path(study.trunk)
+    folder = given.parent if study.file_step else given / "checkpoint"
+    found = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.pt") if path.is_file())
+    if study.file_step:
+        found = [study.file_step] if given.is_file() else []
+    if not found:
+        raise UserError(
+            f"fork.trunk: '{given}' has no checkpoint; give a file step_N.pt, or the folder of a run that has some"
+        )
+    missing = [at for at in study.at if at not in found]
+    if missing:
+        there = ", ".join(map(str, found))
+        raise UserError(f"fork.at: '{given}' has no checkpoint of step {missing[0]}; it has those of {there}")
+    paths = {at: (folder / f"step_{at}.pt").resolve() for at in study.at or found}
+    return {at: (path, _sha256(path)) for at, path in paths.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
+    """UserError unless the run of a checkpoint had the model, the data and the training of its forks."""
+    run = RunDir(path.parent.parent)
+    if not run.config_path.is_file():
+        raise UserError(f"fork.trunk: {run.path} has no config.yaml, which says what the checkpoint in it is one of")
+    trunk = parse(run.config())
+    if not isinstance(trunk, ConvergenceConfig):
+        raise UserError(f"fork.trunk: {run.path} is a run of the job {trunk.job}, which trains no model to go on with")
+    known = run.manifest().get("data_hash")
+    for config in configs:
+        for key, theirs, ours in _different(trunk, config):
+            raise UserError(f"fork.trunk: {run.path} was trained with {key}={theirs}, but its forks have {key}={ours}")
+        if known is not None and known != (found := data.loaded(config.data).hash):
+            raise UserError(
+                f"fork.trunk: {run.path} was trained on other data (hash {known[:10]}) than its forks would be"
+                f" ({found[:10]}), though under the same keys"
+            )
+
+
+def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[str, object, object]]:
+    """Keys with the values of both, where a fork does not go on with what the trunk was."""
+    sections = [(name, getattr(trunk, name).model_dump(), getattr(fork, name).model_dump()) for name in PARTS]
+    return [
+        (f"{name}.{key}", theirs[key], value)
+        for name, theirs, ours in sections
+        for key, value in ours.items()
+        if theirs[key] != value and key in PARTS[name](ours)
+    ]
+
+
+def check_twins(points: Iterable[GridPoint]) -> None:
+    """UserError for arms that differ in recipe.name alone, by canonical configs: they would be one run twice."""
+    seen: dict[str, str] = {}
+    for point in points:
+        recipe = section(point, "recipe")
+        if recipe and not is_trunk(point):
+            content = json.dumps(point.config | {"recipe": recipe | {"name": None}}, sort_keys=True)
+            other = seen.setdefault(content, point.arm)
+            if other != point.arm:
+                raise UserError(f"arms '{other}' and '{point.arm}' differ in the name alone; leave one of them out")
