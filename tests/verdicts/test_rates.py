@@ -1,0 +1,185 @@
+"""How often verdicts are wrong, over 2,000 simulated studies a case: no oftener than the procedure was found to be.
+
+Rates are asserted to lie within three standard errors of the stated ones; the same assertion fails on procedures that
+are known to be wrong (pooled variances, forks as replicates, looks without correction).
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hqsweep.verdicts import forks, multivariate_t, whole_runs
+from hqsweep.verdicts.designs import Forks, WholeRuns
+from hqsweep.verdicts.looks import flags
+
+STUDIES = 2000
+FAR = 100.0
+"""A margin that many sds lie below, in sds."""
+
+
+def at_most(rate: float, stated: float) -> bool:
+    """Whether a rate over STUDIES agrees with at most `stated`, both shares."""
+    return rate <= stated + 3 * np.sqrt(max(stated, 0.002) * (1 - stated) / STUDIES)
+
+
+def noise(name: str, arms: int, seeds: int, controls: int = 2) -> np.ndarray:
+    """Losses [STUDIES, controls + arms, seeds] without any gap: the baseline, the null arm, the arms."""
+    rng = np.random.default_rng([sum(map(ord, name)), arms, seeds, controls])
+    total = controls + arms
+    draws = rng.standard_t(5, (STUDIES, total, seeds)) if name == "t5" else rng.normal(size=(STUDIES, total, seeds))
+    factor = rng.normal(size=(STUDIES, 1, seeds))
+    variances = np.ones(total)
+    match name:
+        case "loud arm 6" | "loud arm 36":
+            variances[controls] = int(name.split()[-1])
+        case "loud arms 6":
+            variances[controls:] = 6
+        case "graded 6":
+            variances[controls:] = np.linspace(1, 6, arms)
+        case "loud baseline 6":
+            variances[0] = 6
+        case "star":
+            signs = np.where(np.arange(total) == 0, -1, 1)[:, None]
+            draws = np.sqrt(0.5) * (signs * factor + draws)
+        case "shared arms":
+            draws[:, controls:] = np.sqrt(0.8) * factor + np.sqrt(0.2) * draws[:, controls:]
+    return np.sqrt(variances)[:, None] * draws + 2 * rng.normal(size=(STUDIES, 1, seeds))
+
+
+def runs(name: str, arms: int, seeds: int, controls: int = 2, maximum: int | None = None) -> tuple[float, float, float]:
+    """Shares of studies of whole runs: any arm claimed; any arm worse; and, most over arms, an arm whose gap is the
+    margin called equivalent."""
+    losses, design = noise(name, arms, seeds, controls), WholeRuns(arms=arms, controls=controls, maximum=maximum)
+    worse, better, _ = flags(partial(whole_runs.fit, losses, controls), design, seeds, FAR)
+    shifted = losses + np.where(np.arange(controls + arms) < controls, 0, FAR)[:, None]
+    *_, within = flags(partial(whole_runs.fit, shifted, controls), design, seeds, FAR)
+    return (worse | better).any(-1).mean(), worse.any(-1).mean(), within.mean(0).max()
+
+
+FAMILY = {
+    (1, "equal"): (5.2, 5.0, 4.9, 5.2, 4.8), (1, "t5"): (4.7, 4.5, 4.6, 4.6, 4.5),
+    (2, "equal"): (0.5, 1.0, 1.5, 1.9, 2.6), (2, "loud arm 6"): (1.2, 2.7, 3.6, 3.9, 3.5),
+    (2, "loud arms 6"): (0.9, 2.0, 3.1, 3.5, 4.0), (2, "shared arms"): (0.8, 1.7, 2.4, 2.7, 3.3),
+    (4, "equal"): (0.2, 0.7, 1.1, 1.5, 2.2), (4, "t5"): (0.2, 0.5, 0.9, 1.2, 1.9),
+    (4, "loud arm 6"): (0.8, 2.3, 2.8, 3.0, 2.6), (4, "loud arm 36"): (4.9, 5.2, 4.3, 3.6, 2.6),
+    (4, "loud baseline 6"): (0.4, 1.2, 1.7, 2.0, 2.6), (4, "star"): (0.4, 1.0, 1.4, 1.9, 2.7),
+    (4, "shared arms"): (1.0, 2.3, 3.5, 3.9, 3.9),
+    (7, "equal"): (0.0, 0.2, 0.7, 0.9, 1.7), (7, "shared arms"): (0.4, 2.2, 3.2, 4.0, 4.2),
+}  # fmt: skip
+"""Studies in % with any claim, at 2, 3, 4, 5 and 8 seeds."""
+SEEDS = (2, 3, 4, 5, 8)
+
+
+@pytest.mark.parametrize(("arms", "name"), FAMILY)
+def test_whole_runs_claim_as_rarely_as_stated(arms, name):
+    for seeds, stated in zip(SEEDS, FAMILY[arms, name], strict=True):
+        claimed, worse, _ = runs(name, arms, seeds)
+        assert at_most(claimed, stated / 100), f"{name}, {arms} arms, {seeds} seeds: {claimed:.2%}, stated {stated} %"
+        assert at_most(worse, 0.025)
+
+
+EQUIVALENT = {
+    (1, "equal"): (5.3, 4.9, 5.1, 5.0, 4.9), (4, "equal"): (0.0, 0.5, 1.3, 1.8, 3.0),
+    (4, "loud arm 6"): (0.5, 3.0, 4.1, 4.5, 4.9), (4, "graded 6"): (0.3, 2.0, 3.3, 3.6, 4.6),
+}  # fmt: skip
+"""Studies in % that call an arm equivalent whose gap is the margin, the worst arm."""
+
+
+@pytest.mark.parametrize(("arms", "name"), EQUIVALENT)
+def test_whole_runs_call_an_arm_at_the_margin_equivalent_as_rarely_as_stated(arms, name):
+    for seeds, stated in zip(SEEDS, EQUIVALENT[arms, name], strict=True):
+        assert at_most(runs(name, arms, seeds)[2], stated / 100)
+
+
+@pytest.mark.parametrize(("arms", "stated"), [(2, 0.047), (4, 0.048), (7, 0.045)])
+def test_whole_runs_without_a_null_arm(arms, stated):
+    for name in ("equal", "loud arm 6", "loud baseline 6", "shared arms"):
+        for seeds in SEEDS:
+            claimed, worse, within = runs(name, arms, seeds, controls=1)
+            assert at_most(claimed, stated) and at_most(worse, 0.025) and at_most(within, 0.054)
+
+
+@pytest.mark.parametrize(("arms", "stated"), [(1, 0.053), (2, 0.038), (4, 0.038), (7, 0.041)])
+def test_looks_after_every_seed_claim_as_rarely_as_stated(arms, stated):
+    for name in ("equal", "t5", "loud arm 6", "loud baseline 6", "graded 6", "star", "shared arms"):
+        claimed, worse, within = runs(name, arms, 8, maximum=8)
+        assert at_most(claimed, stated), f"{name}: {claimed:.2%}"
+        assert at_most(worse, 0.027) and at_most(within, 0.052)
+
+
+def forked(arms: int, trunks: int, points: int, share: float) -> np.ndarray:
+    """Gaps [STUDIES, arms, trunks, points] without any true gap on average over the trunks, of which `share` of the
+    variance is the trunk's. Arms' sds are 1 to 6, their trunks correlate by a half, and points differ truly."""
+    rng = np.random.default_rng([arms, trunks, points, int(10 * share)])
+    common, own = (rng.normal(size=(STUDIES, each, trunks, 1)) for each in (1, arms))
+    inner = rng.normal(size=(STUDIES, arms, trunks, points))
+    gaps = np.sqrt(share) * np.sqrt(0.5) * (common + own) + np.sqrt(1 - share) * inner
+    slope = np.arange(points) - (points - 1) / 2
+    return np.linspace(1, 6, arms)[:, None, None] * gaps + 3 * slope
+
+
+def fork_rates(arms: int, trunks: int, points: int, share: float, maximum: int | None = None) -> tuple[float, ...]:
+    gaps, design = forked(arms, trunks, points, share), Forks(arms=arms, maximum=maximum)
+    worse, better, _ = flags(partial(forks.fit, gaps), design, trunks, FAR)
+    *_, within = flags(partial(forks.fit, gaps + FAR), design, trunks, FAR)
+    return (worse | better).any(-1).mean(), worse.any(-1).mean(), within.mean(0).max()
+
+
+@pytest.mark.parametrize("arms", [1, 4, 7])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_forks_in_trunks_claim_as_rarely_as_stated(arms, share):
+    for trunks in (3, 4, 8):
+        for points in (1, 3):
+            claimed, worse, within = fork_rates(arms, trunks, points, share)
+            assert at_most(claimed, 0.05) and at_most(worse, 0.025) and at_most(within, 0.05)
+    assert fork_rates(arms, 2, 3, share) == (0, 0, 0)  # two trunks give no verdict
+
+
+@pytest.mark.parametrize("arms", [1, 4, 7])
+def test_looks_after_every_trunk_claim_as_rarely_as_stated(arms):
+    for share in (0.0, 0.8):
+        claimed, worse, within = fork_rates(arms, 8, 3, share, maximum=8)
+        assert at_most(claimed, 0.053) and at_most(worse, 0.027) and at_most(within, 0.052)
+
+
+def test_a_flag_stays_and_the_other_may_join_it():
+    gaps = np.array([[1.0, 1.01, 1.02, 9.0, -9.0, 8.0]])[..., None]
+    fit, design = partial(forks.fit, gaps), Forks(arms=1, maximum=8)
+    assert [bool(flags(fit, design, n, 2.0)[0][0]) for n in (2, 3, 4, 6)] == [False, True, True, True]
+    assert not flags(fit, Forks(arms=1), 6, 2.0)[0][0] and flags(fit, design, 6, 2.0)[2][0]
+
+
+def test_power_is_that_of_the_table():
+    """One arm of four with a gap, the others without: % of studies that find it, at gaps of 1, 2, 3 and 5 sd."""
+    for seeds, stated in {3: (6, 45, 86, 100), 5: (27, 92, 100, 100)}.items():
+        for gap, percent in zip((1, 2, 3, 5), stated, strict=True):
+            losses = noise("equal", 4, seeds)
+            losses[:, 2] += gap * np.sqrt(2)  # in sds of the gap between two runs
+            worse, *_ = flags(partial(whole_runs.fit, losses, 2), WholeRuns(arms=4, controls=2), seeds, FAR)
+            assert worse[:, 0].mean() == pytest.approx(percent / 100, abs=0.04)
+
+
+def test_pooled_variances_without_a_guard_do_fail():
+    rates = []
+    for seeds in SEEDS:
+        losses = noise("loud baseline 6", 7, seeds, controls=1)
+        residual = losses - losses.mean(-1, keepdims=True) - losses.mean(-2, keepdims=True)
+        residual += losses.mean((-1, -2), keepdims=True)
+        error = np.sqrt(2 * (residual**2).sum((-1, -2)) / (7 * (seeds - 1)) / seeds)
+        gap = np.abs((losses[:, 1:] - losses[:, :1]).mean(-1)).max(-1)
+        rates.append(np.mean(gap / error > multivariate_t.critical(0.05, 7, 0.5, float(7 * (seeds - 1)))))
+    assert max(rates) > 0.15 and not at_most(max(rates), 0.05)
+
+
+def test_forks_as_replicates_do_fail():
+    gaps = forked(1, 2, 4, 0.8) - 3 * (np.arange(4) - 1.5)
+    p = stats.ttest_1samp(gaps.reshape(STUDIES, -1), 0, axis=1).pvalue
+    assert np.mean(p < 0.05) > 0.3 and not at_most(np.mean(p < 0.05), 0.05)
+
+
+def test_looks_without_correction_do_fail():
+    gaps = forked(1, 8, 1, 0.0)[:, 0, :, 0]
+    looks = [stats.ttest_1samp(gaps[:, :n], 0, axis=1).pvalue < 0.05 for n in range(2, 9)]
+    assert np.any(looks, axis=0).mean() > 0.14 and not at_most(np.any(looks, axis=0).mean(), 0.05)
