@@ -1,7 +1,8 @@
-"""The process of one run: `python -m hqsweep.worker RUN_DIR`. Every engine starts this and nothing else.
+"""The process of runs: `python -m hqsweep.worker RUN_DIR` for one, and without it those that its parent hands over on
+stdin, one after another (sweep/handover.py). Every engine starts this and nothing else.
 
-It locks the folder, makes a typed config of config.yaml, gives the job a sink, and leaves the outcome in status.json
-and the exit code:
+For each run it locks the folder, makes a typed config of config.yaml, gives the job a sink, and leaves the outcome in
+status.json and the exit code, which ends the process where another run may not follow:
 
     0 finished    3 failed (the reason is in the status, the traceback in log.txt)    75 another worker has the folder
     74 the folder cannot be written in (disk full, read-only), so the status is an old one
@@ -18,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,9 +27,10 @@ from typing import Any
 from hqsweep.config.job import parse
 from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, UserError
+from hqsweep.jobs.isolation import isolated
 from hqsweep.jobs.sink import Diverged
+from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.process import stop_with_parent
 from hqsweep.sweep.store import CANCELLED, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.open import open_tracker
@@ -51,25 +53,47 @@ class Stopped(BaseException):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hqsweep.worker", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", type=Path)
+    """Run the run, or the parent's runs; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m hqsweep.worker", description="Do a run, or those of a parent.")
+    parser.add_argument("run_dir", type=Path, nargs="?", help="the run's folder; needed without --parent")
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this is no longer the parent process")
     options = parser.parse_args(arguments)
+    if options.run_dir is None and options.parent is None:
+        parser.error("run_dir is missing")
     faulthandler.enable()
     if options.parent is not None:
         stop_with_parent(options.parent)
-    run = RunDir(options.run_dir)
+    try:
+        return _alone(RunDir(options.run_dir)) if options.run_dir is not None else serve(_among_others)
+    except OSError:
+        with contextlib.suppress(OSError):  # the log is on the same disk
+            traceback.print_exc()
+        os._exit(EXIT_STORAGE)  # the exit handlers would try to write what stdout still holds
+
+
+def _among_others(run: RunDir) -> int | None:
+    """The run, and None where another may follow in this process. None follows one that did not finish, and none a
+    user's own code, which may have left anything anywhere."""
+    with isolated(), _own_signals():
+        exit_code = _alone(run)
+    return None if exit_code == 0 and _is_ours(run.config()) else exit_code
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether it is a training in which no Python factory makes the quantizers."""
+    if config["job"] != "convergence":
+        return False
+    return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
+
+
+def _alone(run: RunDir) -> int:
+    """The run, if no other worker has it; returns the exit code."""
     try:
         with run.lock(wait_s=LOCK_WAIT_S):
             return _work(run)
     except RunBusy:
         print(f"{run.name}: another worker has this run", flush=True)
         return EXIT_BUSY
-    except OSError:
-        with contextlib.suppress(OSError):  # the log is on the same disk
-            traceback.print_exc()
-        os._exit(EXIT_STORAGE)  # the exit handlers would try to write what stdout still holds
 
 
 def _work(run: RunDir) -> int:
@@ -115,6 +139,15 @@ def _do_job(run: RunDir, tracker: Tracker) -> None:
         sink.write_parquet()
     finally:
         sink.close()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """What signals did before is what they do after: end a process that waits for a run."""
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGALRM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _listen() -> None:

@@ -222,6 +222,11 @@ def test_a_worker_whose_parent_is_another_stops(run):
     assert not run.is_locked() and run.status()["state"] in ("pending", "interrupted")
 
 
+def test_a_worker_by_hand_needs_a_folder():
+    done = subprocess.run([sys.executable, "-m", "hqsweep.worker"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "run_dir is missing" in done.stderr
+
+
 def test_a_clock_that_jumps_back_disturbs_no_run(run, job, monkeypatch):
     clock = iter([2e9, 1e9])
     monkeypatch.setattr(worker.time, "time", lambda: next(clock, 0.5e9))

@@ -156,10 +156,19 @@ def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def _terminate(run: RunDir) -> None:
-    """SIGTERM to the run's worker, if that is a process of this machine and not one that took over its number."""
+    """SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on to
+    other runs, and another process may take over the number of a dead one."""
     status = run.written_status()
     if status["pid"] is None or status["host"] != socket.gethostname():
         return
+    lock = run.lock_path.resolve()
     with suppress(OSError):
-        if os.fsencode(run.name) in Path(f"/proc/{status['pid']}/cmdline").read_bytes():
+        if any(_leads_to(lock, opened) for opened in Path(f"/proc/{status['pid']}/fd").iterdir()):
             os.kill(status["pid"], signal.SIGTERM)
+
+
+def _leads_to(path: Path, opened: Path) -> bool:
+    """Whether a process's open file is `path`; a file that it has closed meanwhile is not."""
+    with suppress(OSError):
+        return opened.readlink() == path
+    return False

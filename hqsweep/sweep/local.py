@@ -1,9 +1,9 @@
-"""engine=local: one worker process per run, a fixed number at a time.
+"""engine=local: worker processes, a fixed number at a time, each for one run after another as long as these finish.
 
-The parent knows a run only by its folder and its process: it starts `python -m hqsweep.worker RUN_DIR`, watches, and
-reads status.json. So a run may crash in any way and the sweep goes on; a parent killed at any instant leaves folders
-from which the same command goes on; and two parents of the same sweep share the work, because a folder that a live
-worker has locked is left to it.
+The parent knows a run only by its folder and its process: it hands the folder to a worker, watches, and reads
+status.json. So a run may crash in any way and the sweep goes on; a parent killed at any instant leaves folders from
+which the same command goes on; and two parents of the same sweep share the work, because a folder that a live worker
+has locked is left to it.
 
 States:  pending -> running -> finished | failed (crash, exception, time-out) | interrupted (stopped from outside)
 """
@@ -13,12 +13,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
 from hqsweep.errors import EXIT_BUSY
 from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.process import WorkerProcess
+from hqsweep.sweep.process import Attempt, Slot
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slots import cores, slots, thread_limits
 from hqsweep.sweep.store import CANCELLED, RunDir
@@ -59,14 +60,14 @@ def run_local(
     a second signal kills them at once. To be called from the main thread.
     """
     free = slots(limits.workers, limits.runs_per_gpu)
-    threads = limits.threads or max(1, cores() // len(free))
-    pool = _Pool(display=display, limits=limits, threads=threads, slots=free)
+    threads = thread_limits(limits.threads or max(1, cores() // len(free)))
+    pool = _Pool(display=display, limits=limits, slots=[Slot({**threads, **gpu}) for gpu in free])
     with display, _caught_signals() as caught:
         try:
             pool.enqueue(runs, force=force)
             while pool.busy() and not caught:
                 pool.turn()
-                time.sleep(POLL_S)
+                pool.wait()
         finally:
             reason = f"stopped by {caught[0].name}" if caught else "the sweep broke off"
             pool.stop(reason, hurry=lambda: len(caught) > 1)
@@ -112,19 +113,18 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Active:
-    """A task with the worker that runs it in a slot."""
+    """A task with the attempt that is made at it."""
 
     task: _Task
-    slot: dict[str, str]
-    worker: WorkerProcess
+    attempt: Attempt
 
 
 @dataclass(kw_only=True)
 class _Pool:
     display: Display
     limits: Limits
-    threads: int
-    slots: list[dict[str, str]]
+    slots: list[Slot]
+    """The free ones."""
     queue: list[_Task] = field(default_factory=list)
     active: list[_Active] = field(default_factory=list)
 
@@ -143,31 +143,44 @@ class _Pool:
         return bool(self.queue or self.active)
 
     def turn(self) -> None:
-        """Start what can start, look at what runs, clear away what has ended."""
+        """Look at what runs, clear away what has ended, start what can start."""
+        for active in list(self.active):
+            if not active.attempt.alive():
+                self._end(active)
+            elif self.limits.timeout_s is not None and active.attempt.seconds > self.limits.timeout_s:
+                active.attempt.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
+            elif active.task.due():
+                self._show(active.task.run, active.task.run.written_status())
         for task in list(self.queue):
             if not self.slots:
                 break
             if task.due():
                 self._try_start(task)
-        for active in list(self.active):
-            if not active.worker.alive():
-                self._end(active)
-            elif self.limits.timeout_s is not None and active.worker.seconds > self.limits.timeout_s:
-                active.worker.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
-            elif active.task.due():
-                self._show(active.task.run, active.task.run.written_status())
+        if not self.queue:
+            self._clear()
+
+    def wait(self) -> None:
+        """POLL_S seconds, or until a worker speaks or dies."""
+        workers = [active.attempt.worker for active in self.active]
+        wait([worker.channel for worker in workers if worker.answers], POLL_S)
 
     def stop(self, reason: str, hurry: Callable[[], bool]) -> None:
         """Stop all workers and wait for their end; `hurry` says whether to kill them instead."""
         for active in self.active:
-            active.worker.stop("interrupted", reason)
-        while any([active.worker.alive() for active in self.active]):
+            active.attempt.stop("interrupted", reason)
+        while any([active.attempt.alive() for active in self.active]):
             if hurry():
                 for active in self.active:
-                    active.worker.kill()
+                    active.attempt.kill()
             time.sleep(POLL_S)
-        for run, status in [(active.task.run, active.worker.settle()) for active in self.active]:
+        self._clear()
+        for run, status in [(active.task.run, active.attempt.settle()) for active in self.active]:
             self._show(run, status)
+
+    def _clear(self) -> None:
+        """End the workers that wait for a run."""
+        for slot in self.slots:
+            slot.clear()
 
     def _show(self, run: RunDir, status: dict[str, Any]) -> None:
         self.display.update(run.name, status)
@@ -182,7 +195,8 @@ class _Pool:
             return
         try:
             status = self._prepare(task)
-            worker = WorkerProcess(task.run, {**thread_limits(self.threads), **self.slots[0]})
+            slot = min(self.slots, key=lambda slot: slot.idle is None)
+            attempt = Attempt(task.run, slot)
         except RunBusy:
             self._leave_to_other(task, status)
             return
@@ -192,7 +206,8 @@ class _Pool:
             return
         self.queue.remove(task)
         self._show(task.run, status)
-        self.active.append(_Active(task=task, slot=self.slots.pop(0), worker=worker))
+        self.slots.remove(slot)
+        self.active.append(_Active(task=task, attempt=attempt))
 
     def _prepare(self, task: _Task) -> dict[str, Any]:
         """Make the run pending, for a worker of ours; returns its status."""
@@ -210,12 +225,12 @@ class _Pool:
     def _end(self, active: _Active) -> None:
         """Give the slot back; the run is at its end, or goes to the queue again."""
         self.active.remove(active)
-        self.slots.append(active.slot)
+        self.slots.append(active.attempt.slot)
         task = active.task
-        if active.worker.exit_code == EXIT_BUSY:
+        if active.attempt.exit_code == EXIT_BUSY:
             self.queue.append(task)
             return
-        status = active.worker.settle()
+        status = active.attempt.settle()
         self._show(task.run, status)
         if status["state"] == "failed" and task.failures < self.limits.retries:
             self._retry(task, status["reason"])

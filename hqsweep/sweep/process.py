@@ -1,6 +1,5 @@
-"""One worker process of the local engine: started, watched, stopped, and its last status written if it died first.
-
-The parent's end is WorkerProcess; the worker's end is stop_with_parent.
+"""The parent's end of the local engine: a slot's worker process, and each attempt at a run in it, which is started,
+watched, stopped, and has its last status written here if the worker died first. The worker's end is handover.py.
 """
 
 import os
@@ -8,56 +7,122 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 from hqsweep.errors import EXIT_STORAGE
+from hqsweep.sweep.handover import GRACE_S, line_of
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.store import CANCELLED, RunDir
 
-GRACE_S = 10.0
-"""Seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
-PARENT_LOOK_S = 0.5
 ENDED = ("finished", "failed", "interrupted")
 """States that a worker writes when it stops."""
 
 
-def worker_command(run: RunDir) -> list[str]:
-    """The command of a run's worker, which ends itself when its parent is gone."""
-    return [sys.executable, "-m", "hqsweep.worker", str(run.path), "--parent", str(os.getpid())]
-
-
-def stop_with_parent(parent: int) -> None:
-    """From now on, stop this process when process `parent` is no longer its parent: SIGTERM, then SIGKILL."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_LOOK_S)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-        time.sleep(GRACE_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+def worker_command() -> list[str]:
+    """The command of a worker, which takes its runs from stdin and ends itself when its parent is gone."""
+    return [sys.executable, "-m", "hqsweep.worker", "--parent", str(os.getpid())]
 
 
 class WorkerProcess:
-    """`worker_command(run)` in a session of its own, so that a terminal's Ctrl-C reaches the parent alone; stdout and
-    stderr are appended to the run's log. `environment` is added to ours."""
+    """`worker_command()` in a session of its own, so that a terminal's Ctrl-C reaches the parent alone. `environment`
+    is added to ours; what the process says before its first run is appended to `log`."""
 
-    def __init__(self, run: RunDir, environment: Mapping[str, str]) -> None:
-        self.run = run
+    def __init__(self, environment: Mapping[str, str], log: BinaryIO) -> None:
+        self.channel, theirs = socket.socketpair()
+        self.answers = True
+        """Whether something may still come through the channel."""
+        with theirs:
+            self._process = subprocess.Popen(
+                worker_command(), env={**os.environ, **environment}, start_new_session=True,
+                stdin=theirs, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell has it, 128 + the signal's number for a worker killed by one; None while it lives."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    @property
+    def killed_by(self) -> signal.Signals | None:
+        """The signal that ended it."""
+        code = self._process.poll()
+        return signal.Signals(-code) if code is not None and code < 0 else None
+
+    def take(self, run: RunDir) -> bool:
+        """Hand a run over; False when the process is gone."""
+        try:
+            self.channel.sendall(line_of(run))
+        except OSError:
+            return False
+        return self.exit_code is None
+
+    def finished(self) -> bool:
+        """Whether it says, since the last call, that its run is finished."""
+        try:
+            answer = self.channel.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            answer = b""
+        self.answers = bool(answer)
+        return self.answers
+
+    def terminate(self) -> None:
+        """SIGTERM to the worker."""
+        self._process.terminate()
+
+    def end(self) -> None:
+        """SIGKILL to the worker and all that it started, if it lives. One that waits for a run loses nothing by it."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        self.answers = False
+        self.channel.close()
+
+
+@dataclass(eq=False)
+class Slot:
+    """Room for one run at a time, on the threads and the GPU that `environment` gives, with the worker that waits there
+    for the next run: starting Python and torch takes longer than a short run."""
+
+    environment: Mapping[str, str]
+    idle: WorkerProcess | None = None
+
+    def worker_for(self, run: RunDir, log: BinaryIO) -> WorkerProcess:
+        """The worker to which the run was handed: the idle one, else a new one."""
+        worker, self.idle = self.idle, None
+        if worker is None or not worker.take(run):
+            if worker is not None:
+                worker.end()
+            worker = WorkerProcess(self.environment, log)
+            worker.take(run)  # one that is dead already is found so
+        return worker
+
+    def clear(self) -> None:
+        """End the worker that waits here."""
+        if self.idle is not None:
+            self.idle.end()
+            self.idle = None
+
+
+class Attempt:
+    """One attempt at a run, in a worker of the slot. Raises OSError when it cannot be started."""
+
+    def __init__(self, run: RunDir, slot: Slot) -> None:
+        self.run, self.slot = run, slot
         self._seconds_before = run.written_status()["seconds"]
         self._began = time.monotonic()
         self._stop: tuple[str, str] | None = None
         self._kill_at = float("inf")
+        self._finished = False
         with run.log.open("ab") as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                worker_command(run), env={**os.environ, **environment}, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            self.worker = slot.worker_for(run, log)
 
     @property
     def seconds(self) -> float:
@@ -66,42 +131,46 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell has it, 128 + the signal's number for a worker killed by one; None while it lives."""
-        code = self._process.poll()
-        return 128 - code if code is not None and code < 0 else code
+        """0 for a run that finished in a worker which lives on, else the worker's; None while it goes on."""
+        return 0 if self._finished else self.worker.exit_code
 
     def alive(self) -> bool:
-        """Whether it lives; one that outlives its grace after `stop` is killed here."""
-        if self.exit_code is None and time.monotonic() >= self._kill_at:
-            self.kill()
-        return self.exit_code is None
+        """Whether it goes on. A worker that finishes its run is left to the slot, unless it was told to stop: then it
+        ends, at the latest with its grace."""
+        if self._finished:
+            return False
+        finished = self.worker.answers and self.worker.finished()
+        if finished and self._stop is None:
+            self._finished, self.slot.idle = True, self.worker
+            return False
+        if finished or self.worker.exit_code is not None or time.monotonic() >= self._kill_at:
+            self.worker.end()
+        return self.worker.exit_code is None
 
     def stop(self, state: str, reason: str) -> None:
         """Ask the worker to end (SIGTERM). The run becomes `state` for `reason`, unless it finishes first."""
         if self._stop is None:
             self._stop = (state, reason)
             self._kill_at = time.monotonic() + GRACE_S
-            self._process.terminate()
+            self.worker.terminate()
 
     def kill(self) -> None:
         """SIGKILL to the worker and all that it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self.worker.end()
 
     def settle(self) -> dict[str, Any]:
-        """Final status of an ended worker's run: the one that the worker wrote, else one written here. Where another
+        """Final status of an attempt that ended: the one that the worker wrote, else one written here. Where another
         worker has taken the run since, that worker's; where nothing can be written, ours with a note of that."""
         state, reason = self._stop or ("failed", self._cause_of_death())
         ours = {"state": state, "reason": reason, "exit_code": self.exit_code}
         try:
             with self.run.lock(wait_s=1.0):
                 status = self.run.written_status()
-                spoke = status["pid"] == self._process.pid and status["state"] in ENDED
+                spoke = status["pid"] == self.worker.pid and status["state"] in ENDED
                 if status["state"] == "finished" or status["reason"] == CANCELLED or (spoke and self._stop is None):
                     return status
                 return self.run.write_status(
-                    **ours, pid=self._process.pid, host=socket.gethostname(), ended=time.time(),
+                    **ours, pid=self.worker.pid, host=socket.gethostname(), ended=time.time(),
                     seconds=round(self._seconds_before + self.seconds, 3),
                 )  # fmt: skip
         except RunBusy:
@@ -110,13 +179,12 @@ class WorkerProcess:
             return self.run.written_status() | ours | {"reason": f"{reason} (its status cannot be written: {error})"}
 
     def _cause_of_death(self) -> str:
-        code = self._process.returncode
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        if code == EXIT_STORAGE:
+        if killed_by := self.worker.killed_by:
+            return f"killed by {killed_by.name}"
+        if self.exit_code == EXIT_STORAGE:
             return f"cannot write in {self.run.path}; is the disk full or read-only?"
         with self.run.log.open("rb") as log:
             log.seek(self._log_start)
             lines = log.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
-        return f"worker ended with exit code {code}" + (f": {said[-1]}" if said else " and said nothing")
+        return f"worker ended with exit code {self.exit_code}" + (f": {said[-1]}" if said else " and said nothing")

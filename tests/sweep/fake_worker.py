@@ -1,11 +1,12 @@
 """A worker without torch: locks, speaks and dies as the real one may. `do` in the run's config says how.
 
-`fake_worker.py RUN_DIR --parent PID` is the worker, `fake_worker.py SWEEP_PATH --sweep WORKERS` a parent that runs the
-sweep with such workers.
+`fake_worker.py --parent PID` is the worker, `fake_worker.py --sweep WORKERS SWEEP_PATH` a parent that runs the sweep
+with such workers.
 """
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,14 +15,15 @@ from rich.console import Console
 
 from hqsweep.errors import EXIT_BUSY
 from hqsweep.sweep import process, slurm_job
+from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import RunDir, RunStore
 
 
-def command(run: RunDir) -> list[str]:
-    return [sys.executable, __file__, str(run.path), "--parent", str(os.getpid())]
+def command() -> list[str]:
+    return [sys.executable, __file__, "--parent", str(os.getpid())]
 
 
 def work_in_slurm(path: Path, limit_s: float | None, options: dict) -> None:
@@ -44,6 +46,9 @@ def act(run: RunDir, do: str) -> None:
     if do == "exit":
         print("boring line\nModuleNotFoundError: no module named spam\n")
         os._exit(1)
+    if do == "say":
+        print(f"{run.name} by Python", flush=True)
+        subprocess.run(["echo", f"{run.name} by a child"], check=True)
     if do == "raise" or (do == "flaky" and run.written_status()["attempt"] < 3):
         run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
         os._exit(3)
@@ -76,20 +81,26 @@ def work(run: RunDir) -> int:
     return 0
 
 
-def main(path: Path, role: str, number: int) -> int:
+def locked_work(run: RunDir) -> int | None:
+    try:
+        with run.lock(wait_s=1):
+            return work(run) or None
+    except RunBusy:
+        return EXIT_BUSY
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def main(role: str, number: int, *sweep: str) -> int:
     if role == "--sweep":
         process.worker_command = command
+        path = Path(sweep[0])
         runs = RunStore(path.parent).runs(path.name)
         run_local(runs, display=PlainDisplay(Console()), limits=Limits(workers=number))
         return 0
-    process.stop_with_parent(number)
-    run = RunDir(path)
-    try:
-        with run.lock(wait_s=1):
-            return work(run)
-    except RunBusy:
-        return EXIT_BUSY
+    stop_with_parent(number)
+    return serve(locked_work)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:]))

@@ -115,7 +115,7 @@ def test_cancel_takes_a_run_back_that_waits_for_its_next_job(run, slurm, monkeyp
 
 def test_cancel_reaches_what_runs_here_and_what_waits_and_the_parent_goes_home(make_runs, store):
     runs = make_runs("quick", "sleep", "quick")
-    command = [sys.executable, fake_worker.__file__, str(store.root / "fakes"), "--sweep", "1"]
+    command = [sys.executable, fake_worker.__file__, "--sweep", "1", str(store.root / "fakes")]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 20
     while runs[1].status()["state"] != "running" and time.monotonic() < deadline:
@@ -125,6 +125,21 @@ def test_cancel_reaches_what_runs_here_and_what_waits_and_the_parent_goes_home(m
     assert parent.returncode == 0
     assert [(run.status()["state"], run.status()["reason"]) for run in runs] == [
         ("finished", None), ("interrupted", "cancelled"), ("interrupted", "cancelled")
+    ]  # fmt: skip
+
+
+def test_cancel_finds_the_worker_by_what_it_has_locked_not_by_what_it_was_started_for(make_runs, store):
+    runs = make_runs("quick", "sleep", "quick")
+    command = [sys.executable, fake_worker.__file__, "--sweep", "1", str(store.root / "fakes")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while runs[1].status()["state"] != "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert runs[0].status()["pid"] == runs[1].status()["pid"]
+    assert follow.cancel([runs[1]]) == [runs[1]]
+    parent.communicate(timeout=20)
+    assert [(run.status()["state"], run.status()["reason"]) for run in runs] == [
+        ("finished", None), ("interrupted", "cancelled"), ("finished", None)
     ]  # fmt: skip
 
 

@@ -74,6 +74,37 @@ def test_runs_die_each_in_its_way_and_the_others_finish(make_runs):
     assert "boring line" in runs[4].log.read_text()
 
 
+def test_a_worker_does_one_run_after_another_until_one_does_not_finish(make_runs):
+    runs = make_runs("quick", "quick", "exit", "quick", "raise", "quick", "kill", "quick", "quick")
+    statuses = run_local(runs, display=Lines())
+    states = ["finished", "finished", "failed", "finished", "failed", "finished", "failed", "finished", "finished"]
+    assert [status["state"] for status in statuses] == states
+    pids = [status["pid"] for status in statuses]
+    assert pids == [pids[0]] * 3 + [pids[3]] * 2 + [pids[5]] * 2 + [pids[7]] * 2 and len(set(pids)) == 4
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_each_run_of_a_worker_writes_to_its_own_log(make_runs):
+    runs = make_runs("say", "say")
+    pids = [status["pid"] for status in run_local(runs, display=Lines())]
+    assert pids[0] == pids[1]
+    assert [run.log.read_text() for run in runs] == [f"{run.name} by Python\n{run.name} by a child\n" for run in runs]
+
+
+def test_a_worker_that_dies_while_it_waits_costs_no_run(make_runs, monkeypatch):
+    runs = make_runs("quick", "quick")
+
+    def worker_for(slot, run, log, original=process.Slot.worker_for):
+        if slot.idle is not None:
+            os.kill(slot.idle.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, slot.idle.pid, os.WEXITED | os.WNOWAIT)
+        return original(slot, run, log)
+
+    monkeypatch.setattr(process.Slot, "worker_for", worker_for)
+    first, second = run_local(runs, display=Lines())
+    assert (second["state"], second["attempt"]) == ("finished", 1) and first["pid"] != second["pid"]
+
+
 def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
     (run,) = make_runs("exit")
     run.write_status(state="failed", reason="an old one", progress={"step": 3})
@@ -154,7 +185,7 @@ def test_an_error_of_the_display_leaves_no_worker_behind(make_runs):
 
 
 def start_parent(store: RunStore, workers: int) -> subprocess.Popen:
-    command = [sys.executable, fake_worker.__file__, str(store.root / "fakes"), "--sweep", str(workers)]
+    command = [sys.executable, fake_worker.__file__, "--sweep", str(workers), str(store.root / "fakes")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 

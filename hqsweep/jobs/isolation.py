@@ -1,0 +1,47 @@
+"""What a run changes in its process as a whole is put back after it, and what it held is let go, so that the next run
+in the same process has the bits, the warnings and the memory of one in a process of its own.
+"""
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.backends import cuda
+from torch.utils import deterministic
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """The environment, torch's switches and the filters of warnings as before, and a warning that was given is given
+    again; torch's generators seeded by the system, as in a new process; unreachable objects are collected, and CUDA's
+    cached memory goes back to the device."""
+    environment, switches = dict(os.environ), _switches()
+    gc.freeze()  # what is there already, torch above all, takes a third of a second to look through
+    with warnings.catch_warnings():
+        yield
+    os.environ.clear()
+    os.environ.update(environment)
+    _switch(*switches)
+    torch.seed()
+    gc.collect()
+    gc.unfreeze()
+    torch.cuda.empty_cache()
+
+
+def _switches() -> tuple[bool, bool, bool]:
+    """Those that jobs turn: deterministic algorithms, filling of new memory, attention of cuDNN."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        deterministic.fill_uninitialized_memory,
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def _switch(algorithms: bool, fill: bool, cudnn_attention: bool) -> None:
+    if torch.are_deterministic_algorithms_enabled() != algorithms:  # to say it again takes two seconds of imports
+        torch.use_deterministic_algorithms(algorithms)
+    deterministic.fill_uninitialized_memory = fill
+    cuda.enable_cudnn_sdp(cudnn_attention)
