@@ -5,13 +5,19 @@ from types import ModuleType
 
 from docs.generate.source import docstring
 from hqsweep.ops import stats
-from hqsweep.report import arms, baseline, curves, frames, gate, paired, verdict
+from hqsweep.report import arms, baseline, curves, families, frames, gate, verdict
+from hqsweep.verdicts import estimate, forks, levels, plan, whole_runs
 
 CHAPTERS = {
     "Errors of quantized tensors and of GEMMs": (stats, ()),
     "Gaps": (arms, (arms.Comparison, arms.baselines)),
-    "Intervals, tests and seeds": (paired, None),
-    "What a report claims": (verdict, (verdict.outcome,)),
+    "Which runs enter": (families, (families.Family, families.judge)),
+    "Verdicts": (estimate, (estimate.Estimate,)),
+    "Whole runs": (whole_runs, (whole_runs.judge,)),
+    "Forks": (forks, (forks.judge, forks.these_forks)),
+    "Looks at a growing study": (levels, None),
+    "Replicates": (plan, None),
+    "What is said of an arm": (verdict, (verdict.sentence,)),
     "Curves": (curves, None),
     "The gate": (gate, (gate.Verdict, gate.Verdicts, gate.gate, gate.decide)),
     "Baselines": (baseline, (baseline.comparable, baseline.gap)),

@@ -105,13 +105,17 @@ def run(
 @app.command()
 def compare(
     runs: Runs,
-    baseline: Annotated[str, typer.Option(help="Arm, or recipe, that the others are measured against.")] = "bf16",
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="Arm, or recipe, that the others are measured against; default: the sweep's, else bf16."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
     window: Annotated[
         float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
     ] = 0.1,
-    target_gap: Annotated[
-        float | None, typer.Option(help="Tell the seeds needed to resolve this many nats; default: each arm's own gap.")
+    margin: Annotated[
+        str | None,
+        typer.Option(help="Largest gap that counts as none, in % of the baseline's loss; default: the sweep's, 0.25%."),
     ] = None,
     band: Annotated[
         float | None, typer.Option(help="Exit 1 when an arm ends farther than this many nats from the baseline.")
@@ -119,29 +123,23 @@ def compare(
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare the recipes of any runs and write a report.
+    """Say which recipes are worse, better or equivalent, and write a report.
 
     A table here; HTML, Markdown, CSV and Parquet in the report folder.
     """
-    import json
-
     from hqsweep.report.band import within_band
-    from hqsweep.report.compare import compare, write
+    from hqsweep.report.compare import compare, document, write
     from hqsweep.report.tables import rich_table
     from hqsweep.sweep.store import RunStore
     from hqsweep.track.mirror import mirror_report
 
     selected = RunStore(runs_dir).resolve(runs)
-    comparison = compare(selected, baseline, window, target_gap)
+    comparison = compare(selected, baseline, window, margin)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
     mirror_report(selected, page.parent)
     good, line = within_band(comparison, band) if band is not None else (True, "")
-    document = {
-        "arms": json.loads(comparison.arms.to_json(orient="records")),
-        "report": str(page),
-        "check": line or None,
-    }
-    print_result(as_json, document, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    facts = document(comparison) | {"report": str(page), "check": line or None}
+    print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else EXIT_MISMATCH)
 
 
@@ -206,7 +204,6 @@ app.add_typer(cli_recipe.app, name="recipe")
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
     """Print each warning of the runs once, then what to type next, on stderr beside JSON: the log of the first failed
     run, else the comparison."""
-    import shlex
     from collections import Counter
 
     for warning, count in Counter(line for result in results for line in result["warnings"]).items():
@@ -216,7 +213,7 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
     if failed:
         line = f"{len(failed)} of {len(results)} runs did not finish; see {failed[0]['path']}/log.txt, then run again"
     elif len(set(arms)) > 1:
-        line = f"next: hqsweep compare {sweep} --baseline {shlex.quote('bf16' if 'bf16' in arms else arms[0])}"
+        line = f"next: hqsweep compare {sweep}"
     else:
         line = f"next: hqsweep show {results[0]['run']}"
     typer.echo(line, err=as_json)

@@ -1,41 +1,58 @@
-"""The arms of a comparison: who is paired with whom, gaps, the null arm's resolution, and what of it can be claimed.
+"""The arms of a comparison: who is paired with whom, and one row per arm with its gap, its verdict and what it cost.
 
-Runs of one seed see the same weights and batches in every arm, so the seed's own level (often ten times larger than
-the effect of a format) cancels in the difference. With d_s = L_arm,s - L_baseline,s over the n seeds that finished in
-both arms,
-    gap = mean(d),  interval = gap -+ t(0.975, n - 1) * sd(d) / sqrt(n)       (Student's t, 95 %)
-Losses are natural-log cross entropies in nats, averaged over the trailing window of the run. A run that did not finish,
-or whose final loss is NaN or inf, takes part in no gap, and the arm's sentence says so first.
+Runs of one seed (or forks of one trunk at one point) see the same weights and batches in every arm, so that the level
+of the seed, often ten times larger than the effect of a format, cancels in the difference. What is made of the
+differences is in hqsweep.verdicts; which runs enter is in families. Losses are natural-log cross entropies in nats,
+gaps of verdicts are in % of the baseline's loss.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
 from hqsweep.errors import UserError, nearest
-from hqsweep.report.frames import Frames, config_leaves
+from hqsweep.report.curves import interval, intervals
+from hqsweep.report.families import LOSSES, Family
+from hqsweep.report.frames import FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.gemm_plans import computed_by
-from hqsweep.report.paired import holm, interval, intervals, p_value, seeds_needed
-from hqsweep.report.verdict import outcome, sentence, state_text
+from hqsweep.report.verdict import FEWEST_TRUNKS, sentence, state_text
+from hqsweep.verdicts.estimate import Estimate
 
-INIT_NOISE = "config.model.init_noise"
+NOISE = ("config.model.init_noise", "config.fork.noise")
+"""Keys of the null arm: a perturbation of the weights at the start of a run, and at a fork."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """The comparison that a report shows.
 
-    arms    one row per arm: arm, baseline, null (whether it is the null arm of its baseline), runs, state, seeds
-            (paired), final_loss (mean over finished runs), final_sd, gap, gap_lo, gap_hi, gap_sd (nats), gap_pct,
-            gap_pct_lo, gap_pct_hi (of the baseline's mean loss), train_gap, train_lo, train_hi, p (of gap = 0), p_holm
-            (corrected over the arms that are neither baseline nor null), resolution (nats: the far end of the null
-            arm's interval), target_gap, seeds_needed (for it), overhead_pct, overhead_lo, overhead_hi (tokens to
-            loss), loss_spikes_pct, grad_spikes_pct (means over runs), diverged (runs), diverged_at (tokens, of the
-            first), tokens_per_s, gemm (the plans that computed its GEMMs), outcome, verdict
-    finals  one row per run: the columns of curves.measures, and gap, train_gap, overhead_pct (NaN without a pair)
+    design       "whole run" or "fork"
+    margin_pct   the largest gap that counts as none, in % of the baseline's loss
+    maximum      replicates up to which a sequential study looks after each; None for a study of a fixed size
+    estimates    arm -> the estimate that decides, in % of the baseline's loss; the baseline, and arms without a
+                 verdict of their own, have none
+    points       families.Family.points of all arms
+    notes        sentences about the study as a whole: what entered, what it covers, what it does not see
+    arms         one row per arm, the baseline first: arm, baseline, null (whether it is the null arm of its baseline),
+                 design, runs, state, verdict (one of verdicts.estimate.VERDICTS; baseline; or, of an arm that is no
+                 part of the family: diverged, failed, unfinished, unpaired), sentence, final_loss (mean val_loss of
+                 finished runs), final_sd, n (seeds or trunks that entered), gap (nats), gap_pct, ci_low_pct,
+                 ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p, margin_pct, within_margin,
+                 needed (replicates in all), more (beyond n), replicate_minutes, needed_minutes, maximum, val_gap_pct,
+                 val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
+                 decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
+                 baseline's, over seeds), overhead_pct, overhead_lo, overhead_hi (tokens to loss), slope (nats a
+                 doubling of tokens takes off the baseline's train_loss),
+                 baseline_loss (nats, of the loss that decides), loss_spikes_pct, grad_spikes_pct (means over runs),
+                 diverged (runs), diverged_at (tokens, of the first), tokens_per_s, gemm (the plans that computed its
+                 GEMMs), pairs and paired_gap (runs paired with the baseline's, and the mean gap in nats of them all),
+                 null_in_doubt (whether the null arm is not shown equal)
+    finals       one row per run: the columns of curves.measures, and gap (of the loss that decides), overhead_pct, both
+                 against the baseline's run of the same replicate (NaN without one)
+    trunks       the trunks' own rows, of forks
     """
 
     frames: Frames
@@ -44,6 +61,13 @@ class Comparison:
     window: float
     arms: pd.DataFrame
     finals: pd.DataFrame
+    design: str
+    margin_pct: float
+    maximum: int | None
+    estimates: dict[str, Estimate]
+    points: pd.DataFrame
+    trunks: Frames
+    notes: tuple[str, ...] = field(default=())
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
@@ -66,9 +90,9 @@ def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
     return paired
 
 
-def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequence[str] = ("seed",)) -> pd.Series:
-    """rows[value] minus the value of the row of the baseline arm with equal `by` (seed, or seed and step); index as
-    `rows`."""
+def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequence[str] = REPLICATE) -> pd.Series:
+    """rows[value] minus the value of the row of the baseline arm with equal `by` (the replicate and point, and for
+    curves the step too); index as `rows`."""
     keys = ["arm", *by]
     reference = rows.set_index(keys)[value]
     partner = rows.assign(arm=rows["arm"].map(baseline_of))[keys]
@@ -77,65 +101,66 @@ def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequ
 
 
 def partners(finals: pd.DataFrame, baseline_of: dict[str, str]) -> list[str | None]:
-    """For each row of `finals` the run of its baseline arm with the same seed, None where there is none."""
-    runs = {(final.arm, final.seed): final.run for final in finals.itertuples()}
-    return [runs.get((baseline_of[final.arm], final.seed)) for final in finals.itertuples()]
+    """For each row of `finals` the run of its baseline arm of the same replicate, None where there is none."""
+    runs = {(final.arm, *(getattr(final, key) for key in REPLICATE)): final.run for final in finals.itertuples()}
+    return [
+        runs.get((baseline_of[final.arm], *(getattr(final, key) for key in REPLICATE))) for final in finals.itertuples()
+    ]
 
 
-def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFrame:
-    """arm, step, gap, low, high, seeds: the paired gap of `metric` at every step that both arms have; each run's gap
-    is a rolling mean over `smooth` rows. An arm with finished runs shows only those; the baseline itself is left
-    out."""
+def gap_curve(comparison: Comparison, metric: str, smooth: int = 1, apart: bool = False) -> pd.DataFrame:
+    """arm, step, gap (nats), low, high, n: the paired gap of `metric` at every step that both arms have; each run's gap
+    is a rolling mean over `smooth` rows. The interval is the arm's own, 95 % over n seeds.
+
+    Forks: step is that of the fork (1 is its first), gaps are averaged within a trunk, and n counts trunks; with
+    `apart` there is a column point, and each point is averaged by itself. An arm with finished runs shows only
+    those; the baseline itself is left out.
+    """
     rows, finals = comparison.frames.metrics, comparison.finals
     done = finals["final_loss"].notna()
     shown = finals["run"][done | ~finals["arm"].isin(set(finals["arm"][done]))]
     rows = rows[(rows["metric"] == metric) & rows["run"].isin(shown)].sort_values(["run", "step"])
-    rows = rows.assign(gap=paired(rows, "value", comparison.baseline_of, by=("seed", "step"))).dropna(subset="gap")
+    rows = rows.drop(columns="seed").join(finals.set_index("run")[[*REPLICATE]], on="run")
+    rows = rows.assign(gap=paired(rows, "value", comparison.baseline_of, by=(*REPLICATE, "step"))).dropna(subset="gap")
     rows = rows[rows["arm"] != rows["arm"].map(comparison.baseline_of)]
     rows["gap"] = rows.groupby("run")["gap"].transform(lambda gaps: gaps.rolling(smooth, min_periods=1).mean())
-    return intervals(rows.groupby(["arm", "step"])["gap"]).reset_index().rename(columns={"mean": "gap"})
+    rows["step"] -= rows["point"]
+    keys = ["arm", "point", "step"] if apart else ["arm", "step"]
+    means = rows.groupby([*keys, "trunk"])["gap"].mean()
+    return intervals(means.groupby(keys)).reset_index().rename(columns={"mean": "gap"})
 
 
 def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:
-    """baseline -> its null arm: the arm with init noise whose config has no other difference but the recipe's name."""
-    if INIT_NOISE not in runs:
-        return {}
-    leaves = [name for name in config_leaves(runs) if name not in (INIT_NOISE, "config.recipe.name")]
+    """baseline -> its null arm: the arm with noise in its weights whose config has no other difference but the recipe's
+    name; of several the one with the least noise."""
+    noise = [name for name in NOISE if name in runs]
+    leaves = [name for name in config_leaves(runs) if name not in (*NOISE, "config.recipe.name")]
     first = runs.drop_duplicates("arm").set_index("arm")
-    return {
-        baseline: arm
-        for arm, baseline in baseline_of.items()
-        if first.at[arm, INIT_NOISE] > first.at[baseline, INIT_NOISE]
-        and first.loc[arm, leaves].equals(first.loc[baseline, leaves])
-    }
+    loud = first[noise].astype("float64").fillna(0).sum(axis=1) if noise else pd.Series(0.0, first.index)
+    found = {}
+    for arm in loud.sort_values(ascending=False, kind="stable").index:
+        baseline = baseline_of[arm]
+        if loud[arm] > loud[baseline] and first.loc[arm, leaves].equals(first.loc[baseline, leaves]):
+            found[baseline] = arm
+    return found
 
 
-def arm_row(arm: str, baseline: str, finals: pd.DataFrame, runs: pd.DataFrame, reference: float) -> dict[str, Any]:
-    """One row of `Comparison.arms` as far as the arm alone decides it; `finals` and `runs` are this arm's, `reference`
-    is the baseline's mean final loss in nats."""
-    gaps = finals["gap"].dropna()
-    gap, low, high = interval(gaps)
-    train_gap, train_low, train_high = interval(finals["train_gap"].dropna())
-    overhead, overhead_low, overhead_high = interval(finals["overhead_pct"].dropna())
-    return {
+def arm_row(
+    arm: str, family: Family, finals: pd.DataFrame, runs: pd.DataFrame, study: dict[str, Any]
+) -> dict[str, Any]:
+    """One row of `Comparison.arms`; `finals` and `runs` are this arm's, `study` the cells that all arms have alike."""
+    overhead, overhead_low, overhead_high = interval(finals["overhead_pct"])
+    pairs = finals["gap"].dropna()
+    row = {
         "arm": arm,
-        "baseline": baseline,
+        "baseline": family.baseline,
+        "null": arm == family.null,
+        **study,
         "runs": len(runs),
         "state": state_text(runs["state"]),
-        "seeds": len(gaps),
+        **_estimated(arm, family),
         "final_loss": finals["final_loss"].mean(),
         "final_sd": finals["final_loss"].std(),
-        "gap": gap,
-        "gap_lo": low,
-        "gap_hi": high,
-        "gap_sd": gaps.std(),
-        "gap_pct": 100 * gap / reference,
-        "gap_pct_lo": 100 * low / reference,
-        "gap_pct_hi": 100 * high / reference,
-        "train_gap": train_gap,
-        "train_lo": train_low,
-        "train_hi": train_high,
-        "p": p_value(gaps),
         "overhead_pct": overhead,
         "overhead_lo": overhead_low,
         "overhead_hi": overhead_high,
@@ -145,34 +170,52 @@ def arm_row(arm: str, baseline: str, finals: pd.DataFrame, runs: pd.DataFrame, r
         "diverged_at": finals["diverged_at"].min(),
         "tokens_per_s": runs["tokens_per_s"].mean(),
         "gemm": computed_by(runs),
+        "pairs": len(pairs),
+        "paired_gap": pairs.mean(),
     }
+    if row["design"] == FORK and not math.isnan(row["slope"]):
+        for name, gap in (("overhead_pct", "gap_pct"), ("overhead_lo", "ci_low_pct"), ("overhead_hi", "ci_high_pct")):
+            row[name] = _overhead(row[gap] * row["baseline_loss"] / 100, row["slope"])
+    row["needed_minutes"] = row["more"] * row["replicate_minutes"]
+    without = runs["run"].isin(finals["run"][finals["final_loss"].isna()])
+    row["sentence"] = sentence(row, runs[without])
+    return row
 
 
-def judge(
-    rows: list[dict[str, Any]],
-    nulls: dict[str, str],
-    finals: pd.DataFrame,
-    runs: pd.DataFrame,
-    target_gap: float | None,
-) -> None:
-    """Fill in what depends on the other arms: null, p_holm, resolution, target_gap, seeds_needed, outcome, verdict.
+def _overhead(nats: float, slope: float) -> float:
+    """Tokens in % that a gap in nats is worth, where a doubling takes `slope` nats off the loss."""
+    return 100 * (2 ** (nats / slope) - 1) if slope > 0 else math.nan
 
-    The resolution is the larger end, in size, of the null arm's 95 % interval. seeds_needed is for `target_gap` nats
-    (None: the arm's own gap), with the larger one of the arm's and the null arm's standard deviations.
-    """
-    null_rows = {row["baseline"]: row for row in rows if nulls.get(row["baseline"]) == row["arm"]}
-    claims = {row["arm"]: row["p"] for row in rows if row["arm"] not in (row["baseline"], nulls.get(row["baseline"]))}
-    corrected = holm(claims)
-    tests = sum(not math.isnan(p) for p in claims.values())
-    for row in rows:
-        null = null_rows.get(row["baseline"])
-        spreads = [sd for sd in (row["gap_sd"], null["gap_sd"] if null else math.nan) if not math.isnan(sd)]
-        row["null"] = row is null
-        row["resolution"] = max(abs(null["gap_lo"]), abs(null["gap_hi"])) if null else math.nan
-        row["p_holm"] = corrected.get(row["arm"], math.nan)
-        row["target_gap"] = abs(row["gap"]) if target_gap is None else target_gap
-        spread = math.nan if row["arm"] == row["baseline"] else max(spreads, default=math.nan)
-        row["seeds_needed"] = seeds_needed(spread, row["target_gap"], tests)
-        row["outcome"] = outcome(row)
-        without = finals["run"][(finals["arm"] == row["arm"]) & finals["final_loss"].isna()]
-        row["verdict"] = sentence(row, runs[runs["run"].isin(without)])
+
+def _estimated(arm: str, family: Family) -> dict[str, Any]:
+    """The cells that come from an arm's estimate, NaN where it has none."""
+    estimate, points = family.estimates.get(arm), family.points[family.points["arm"] == arm]
+    null = family.estimates.get(family.null)
+    tested = estimate is not None and estimate.n >= (FEWEST_TRUNKS if family.design == FORK else 2)
+    doubt = tested and family.null not in (None, arm) and not (null and null.within_margin)
+    cells = {
+        "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,
+        "n": estimate.n if estimate else 0,
+        "gap": points["gap"].mean(),
+        "gap_pct": estimate.gap if estimate else math.nan,
+        "ci_low_pct": estimate.ci_low if estimate else math.nan,
+        "ci_high_pct": estimate.ci_high if estimate else math.nan,
+        "half_pct": (estimate.ci_high - estimate.ci_low) / 2 if estimate else math.nan,
+        "eq_low_pct": estimate.eq_low if estimate else math.nan,
+        "eq_high_pct": estimate.eq_high if estimate else math.nan,
+        "p": estimate.p if estimate else math.nan,
+        "within_margin": bool(estimate and estimate.within_margin),
+        "needed": estimate.needed if estimate else math.nan,
+        "more": estimate.needed - estimate.n if estimate else math.nan,
+        "null_in_doubt": doubt,
+    }
+    for loss in LOSSES:
+        other = family.of_loss(loss).get(arm)
+        low, high = (other.ci_low, other.ci_high) if other else (math.nan, math.nan)
+        cells |= {
+            f"{loss}_gap_pct": other.gap if other else math.nan,
+            f"{loss}_low_pct": low,
+            f"{loss}_high_pct": high,
+        }
+    cells["these_low_pct"], cells["these_high_pct"] = family.these.get(arm, (math.nan, math.nan))
+    return cells | {"correlation": family.correlations.get(arm, math.nan), "baseline_loss": family.loss}

@@ -1,68 +1,160 @@
 """Compare the arms of any set of runs with a baseline arm, and write the report folder.
 
-comparison = compare(RunStore(Path("runs")).resolve(["quickstart"]), baseline="bf16")
+comparison = compare(RunStore(Path("runs")).resolve(["quickstart"]), margin="0.25%")
 write(comparison, Path("reports/quickstart"))
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from hqsweep.config.study import parse_margin
 from hqsweep.errors import UserError
 from hqsweep.report import html, tables
-from hqsweep.report.arms import Comparison, arm_row, baselines, judge, null_arms, paired, partners
-from hqsweep.report.curves import measures, overheads
-from hqsweep.report.frames import load
+from hqsweep.report.arms import Comparison, arm_row, baselines, null_arms, paired, partners
+from hqsweep.report.cost import replicate_minutes
+from hqsweep.report.csv_files import write_csv
+from hqsweep.report.curves import loss_slope, measures, overheads
+from hqsweep.report.families import DECIDES, LOSSES, Family, Rule, judge
+from hqsweep.report.frames import FORK, Frames, load
+from hqsweep.report.notes import study_notes
+from hqsweep.report.studies import Study, study_of
 from hqsweep.sweep.store import RunDir
+from hqsweep.verdicts.estimate import VERDICTS
+
+UNIT = "% of the baseline's loss"
 
 
 def compare(
-    run_dirs: Iterable[RunDir], baseline: str, window: float = 0.1, target_gap: float | None = None
+    run_dirs: Iterable[RunDir], baseline: str | None = None, window: float = 0.1, margin: float | str | None = None
 ) -> Comparison:
-    """Every arm of the convergence runs in `run_dirs` against the arm (or the recipe) called `baseline`.
+    """Every arm of the convergence runs in `run_dirs`, whole runs or forks, against the arm (or recipe) `baseline`.
 
-    The losses of a run are the means of val_loss and of train_loss over `window`, its trailing part: a number of steps,
-    or a fraction of the run below 1, and at least the last value. `target_gap` is the gap in nats for which the seeds
-    needed are told (None: each arm's own). Raises UserError for no convergence run, an unknown baseline, window <= 0,
-    or target_gap <= 0.
+    baseline  None: what the sweep states, else bf16, else the first arm's recipe
+    window    of whole runs: losses are means over the trailing part, a number of steps or a fraction of the run below
+              1, and at least the last value
+    margin    the largest gap that counts as none, in % of the baseline's loss: 0.25 or "0.25%". None: what the sweep
+              states
+
+    A sweep that says seeds.until=decided is judged as one that was looked at after every replicate. Raises UserError
+    for no convergence run, whole runs beside forks, an unknown baseline, window <= 0, a margin of 0 or over 100 %, and
+    sweeps that state different ones.
     """
     if not window > 0:
         raise UserError(f"window: {window} steps; give a number of steps (50) or a fraction of the run (0.1)")
-    if target_gap is not None and not target_gap > 0:
-        raise UserError(f"target_gap: {target_gap} nats; give the size of the gap to resolve, such as 0.01")
-    frames = load(run_dirs).of_job("convergence")
+    margin = None if margin is None else parse_margin(margin)
+    runs = list(run_dirs)
+    frames, trunks = load(runs).of_job("convergence").of_design()
+    study = study_of(runs, baseline, margin)
+    baseline = study.baseline or _usual_baseline(frames.runs)
     baseline_of = baselines(frames.runs, baseline)
+    design = frames.runs["design"].iloc[0]
     finals = measures(frames, window)
-    finals["gap"] = paired(finals, "final_loss", baseline_of)
-    finals["train_gap"] = paired(finals, "train_loss", baseline_of)
-    finals["overhead_pct"] = overheads(frames, finals, partners(finals, baseline_of))
-    means = finals.groupby("arm")["final_loss"].mean()
+    finals["gap"] = paired(finals, LOSSES[DECIDES[design]], baseline_of)
+    finals["overhead_pct"] = np.nan if design == FORK else overheads(frames, finals, partners(finals, baseline_of))
+    rule = Rule(design=design, margin=study.margin, maximum=study.maximum)
+    nulls = null_arms(frames.runs, baseline_of)
+    groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
+    families = {name: judge(rows, name, nulls.get(name), rule) for name, rows in groups}
+    return Comparison(
+        frames=frames, baseline=baseline, baseline_of=baseline_of, window=window, finals=finals, design=design,
+        margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
+        arms=_arms(frames, trunks, finals, families, study),
+        estimates={arm: each for family in families.values() for arm, each in family.estimates.items()},
+        points=pd.concat([family.points for family in families.values()], ignore_index=True),
+        notes=study_notes(list(families.values()), finals, study),
+    )  # fmt: skip
+
+
+def _usual_baseline(runs: pd.DataFrame) -> str:
+    known = {*runs["arm"], *runs["recipe"]}
+    return "bf16" if "bf16" in known else runs["recipe"].iloc[0]
+
+
+def _arms(
+    frames: Frames, trunks: Frames, finals: pd.DataFrame, families: dict[str, Family], study: Study
+) -> pd.DataFrame:
+    """Comparison.arms."""
+    family_of = {arm: family for family in families.values() for arm in (*_of(family), family.baseline)}
+    common = {
+        "design": frames.runs["design"].iloc[0], "margin_pct": study.margin, "maximum": study.maximum or 0,
+        "replicate_minutes": replicate_minutes(frames.runs, trunks.runs),
+    }  # fmt: skip
+    slopes = {name: _slope(frames, trunks, name) for name in families}
     rows = [
-        arm_row(arm, baseline_of[arm], finals[finals["arm"] == arm], runs, means[baseline_of[arm]])
+        arm_row(
+            arm, family_of[arm], finals[finals["arm"] == arm], runs, common | {"slope": slopes[family_of[arm].baseline]}
+        )
         for arm, runs in frames.runs.groupby("arm", sort=False)
     ]
-    judge(rows, null_arms(frames.runs, baseline_of), finals, frames.runs, target_gap)
     rows.sort(key=lambda row: row["arm"] != row["baseline"])
-    return Comparison(
-        frames=frames, baseline=baseline, baseline_of=baseline_of, window=window, arms=pd.DataFrame(rows), finals=finals
-    )
+    return pd.DataFrame(rows)
+
+
+def _of(family: Family) -> Sequence[str]:
+    return (*family.estimates, *family.apart)
+
+
+def _slope(frames: Frames, trunks: Frames, baseline: str) -> float:
+    """Mean over runs (and points) of the nats that a doubling of tokens takes off train_loss: of the baseline's runs at
+    their end, of trunks at the points where they are forked."""
+    forked = frames.runs["design"].iloc[0] == FORK
+    runs = trunks.runs if forked else frames.runs[frames.runs["arm"] == baseline]
+    metrics = trunks.metrics if forked else frames.metrics
+    curves = metrics[metrics["run"].isin(runs["run"]) & metrics["metric"].eq("train_loss")].sort_values("step")
+    ends = sorted(frames.runs["point"].unique()) if forked else [None]
+    slopes = [
+        loss_slope(curve["step"].to_numpy(), curve["value"].to_numpy(), curve["step"].max() if end is None else end)
+        for _, curve in curves.groupby("run")
+        for end in ends
+    ]
+    known = [slope for slope in slopes if not np.isnan(slope)]
+    return float(np.mean(known)) if known else np.nan
+
+
+def document(comparison: Comparison) -> dict[str, Any]:
+    """The comparison for programs: `arms` without the baseline, each with a verdict of VERDICTS, gaps in `unit`. An arm
+    that is no part of its family is undecided, and `apart` says why."""
+    rows = json.loads(comparison.arms.to_json(orient="records"))
+    names = {"gap": "gap_pct", "ci_low": "ci_low_pct", "ci_high": "ci_high_pct", "eq_low": "eq_low_pct",
+             "eq_high": "eq_high_pct", "margin": "margin_pct", "gap_nats": "gap"}  # fmt: skip
+    arms = [
+        {"arm": row["arm"], "verdict": row["verdict"] if row["verdict"] in VERDICTS else "undecided"}
+        | {name: row[source] for name, source in names.items()}
+        | {"apart": None if row["verdict"] in VERDICTS else row["verdict"]}
+        | {name: value for name, value in row.items() if name not in {"verdict", *names, *names.values()}}
+        for row in rows
+        if row["arm"] != row["baseline"]
+    ]
+    return {
+        "arms": arms,
+        "baselines": [row for row in rows if row["arm"] == row["baseline"]],
+        "unit": UNIT,
+        "margin": comparison.margin_pct,
+        "design": comparison.design,
+        "notes": list(comparison.notes),
+    }
 
 
 def write(comparison: Comparison, out_dir: Path) -> Path:
-    """Write report.html, report.md, compare.csv, runs.csv, metrics.parquet, stats.parquet, and figures/*.csv with the
-    rows of every figure, under `out_dir`; returns the HTML's path."""
+    """Write report.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet, stats.parquet, and
+    figures/*.csv with the rows of every figure, under `out_dir`; returns the HTML's path."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     frames, drawn = comparison.frames, html.panels(comparison)
     for name, rows in {panel.name: panel.rows for panel in drawn.every()}.items():
-        rows.to_csv(out_dir / "figures" / f"{name}.csv", index=False)
+        write_csv(rows, out_dir / "figures" / f"{name}.csv")
     page = out_dir / "report.html"
     page.write_text(html.render(comparison, drawn), encoding="utf-8")
     (out_dir / "report.md").write_text(tables.report_markdown(comparison), encoding="utf-8")
-    comparison.arms.to_csv(out_dir / "compare.csv", index=False)
-    frames.runs.merge(comparison.finals.drop(columns=["arm", "seed", "state"]), on="run").to_csv(
-        out_dir / "runs.csv", index=False
-    )
+    write_csv(comparison.arms, out_dir / "compare.csv")
+    write_csv(comparison.points, out_dir / "points.csv")
+    shared = [name for name in comparison.finals if name in frames.runs and name != "run"]
+    runs = frames.runs.merge(comparison.finals.drop(columns=shared), on="run")
+    write_csv(pd.concat([comparison.trunks.runs, runs]) if len(comparison.trunks.runs) else runs, out_dir / "runs.csv")
     frames.metrics.to_parquet(out_dir / "metrics.parquet", index=False)
     frames.stats.to_parquet(out_dir / "stats.parquet", index=False)
     return page

@@ -1,4 +1,5 @@
-"""The loss curve of one run in numbers: its trailing mean, its spikes, the tokens to a loss, and where it diverged.
+"""The loss curve of one run in numbers: its trailing mean, the mean over a fork's decay, spikes, the tokens to a loss,
+the loss that a doubling of tokens takes off, and where it diverged.
 
 Tokens are train.batch x train.context a step. Losses are in nats.
 """
@@ -7,8 +8,11 @@ import math
 
 import numpy as np
 import pandas as pd
+from pandas.api.typing import SeriesGroupBy
+from scipy import stats
 
-from hqsweep.report.frames import Frames
+from hqsweep.report.frames import FORK, Frames
+from hqsweep.verdicts.estimate import LEVEL
 
 ENTROPY = "manifest.data.unigram_entropy_nats"
 """The loss that a model which ignores its context cannot beat."""
@@ -17,19 +21,23 @@ LEARNT_NATS, RISE_NATS = 0.1, 1.0
 
 
 def measures(frames: Frames, window: float) -> pd.DataFrame:
-    """One row per run, in the order of frames.runs: run, arm, seed, state, then
+    """One row per run, in the order of frames.runs: run, arm, trunk, seed, point, draw, state, then
 
     final_loss, train_loss             means of val_loss and of train_loss over the trailing window, at least the last
-                                       value; NaN unless the run finished and all of them are finite
+                                       value; of a fork the last val_loss, and train_loss over the decay (decay_means);
+                                       NaN unless the run finished and all of them are finite
     loss_spikes_pct, grad_spikes_pct   spike scores of train_loss and grad_norm
     diverged_at                        tokens at divergence, NaN for none
     """
-    rows = frames.runs[["run", "arm", "seed", "state"]].copy()
+    rows = frames.runs[["run", "arm", "trunk", "seed", "point", "draw", "state"]].copy()
     by_metric = {name: part.sort_values(["run", "step"]) for name, part in frames.metrics.groupby("metric")}
-    empty = frames.metrics.iloc[:0]
+    empty, forks = frames.metrics.iloc[:0], set(frames.runs["run"][frames.runs["design"] == FORK])
     for column, metric in (("final_loss", "val_loss"), ("train_loss", "train_loss")):
-        means = trailing(by_metric.get(metric, empty), window).groupby("run")["value"]
-        rows[column] = rows["run"].map(means.agg(lambda values: values.mean(skipna=False)))
+        values = by_metric.get(metric, empty)
+        of_fork = values["run"].isin(forks)
+        means = [_means(trailing(values[~of_fork], window))]
+        means += [_means(trailing(values[of_fork], 1)) if metric == "val_loss" else decay_means(frames.runs, values)]
+        rows[column] = rows["run"].map(pd.concat(means))
         rows[column] = rows[column].where(np.isfinite(rows[column].astype(float)) & (rows["state"] == "finished"))
     for column, metric in (("loss_spikes_pct", "train_loss"), ("grad_spikes_pct", "grad_norm")):
         rows[column] = rows["run"].map(by_metric.get(metric, empty).groupby("run")["value"].agg(spike_score))
@@ -43,6 +51,60 @@ def trailing(rows: pd.DataFrame, window: float) -> pd.DataFrame:
     last = rows.groupby("run")["step"].transform("max")
     width = window if window >= 1 else (last * window).clip(lower=1)
     return rows[rows["step"] > last - width]
+
+
+def _means(rows: pd.DataFrame) -> pd.Series:
+    """Mean value of each run, NaN where a value is."""
+    return rows.groupby("run")["value"].agg(lambda values: values.mean(skipna=False)).astype(float)
+
+
+def decay_means(runs: pd.DataFrame, train: pd.DataFrame) -> pd.Series:
+    """run -> mean train_loss over the decay of each fork among `runs`: the rows of `train` (ordered by run and step)
+    after the fork's constant stretch, each with the weight of the steps that it is a mean of, from the row before it
+    on."""
+    forks = runs[runs["design"] == FORK].set_index("run")
+    rows = train[train["run"].isin(forks.index)]
+    if rows.empty:
+        return pd.Series(dtype="float64")
+    point = rows["run"].map(forks["point"])
+    weight = rows["step"] - rows.groupby("run")["step"].shift().fillna(point)
+    constant = rows["run"].map(forks["config.fork.steps"])
+    decay = rows.assign(weight=weight, loss=rows["value"] * weight)[rows["step"] > point + constant]
+    sums = decay.groupby("run")[["loss", "weight"]].agg(lambda values: values.sum(skipna=False))
+    return sums["loss"] / sums["weight"]
+
+
+def intervals(groups: SeriesGroupBy) -> pd.DataFrame:
+    """Of every group mean, low, high and n, the number of values: the mean's own 95 % interval, mean -+
+    t(0.975, n - 1) sd / sqrt(n), for one group by itself. low and high are NaN for one value."""
+    moments = groups.agg(["mean", "std", "count"])
+    half = stats.t.ppf(1 - LEVEL / 2, moments["count"] - 1) * moments["std"] / np.sqrt(moments["count"])
+    return pd.DataFrame(
+        {
+            "mean": moments["mean"],
+            "low": moments["mean"] - half,
+            "high": moments["mean"] + half,
+            "n": moments["count"],
+        }
+    )
+
+
+def interval(values: pd.Series) -> tuple[float, float, float]:
+    """(mean, low, high) of `intervals` for one group; all NaN without a value."""
+    values = values.dropna()
+    if values.empty:
+        return math.nan, math.nan, math.nan
+    row = intervals(values.groupby(np.zeros(len(values)))).iloc[0]
+    return float(row["mean"]), float(row["low"]), float(row["high"])
+
+
+def loss_slope(steps: np.ndarray, losses: np.ndarray, until: float) -> float:
+    """Nats that a doubling of tokens takes off the loss: least squares of the losses on log2(step) between until / 2
+    and `until`, the sign turned; NaN for fewer than three points there."""
+    part = (steps >= until / 2) & (steps <= until) & np.isfinite(losses)
+    if part.sum() < 3:
+        return math.nan
+    return -float(np.polyfit(np.log2(steps[part]), losses[part], 1)[0])
 
 
 def spike_score(values: pd.Series) -> float:

@@ -9,8 +9,6 @@ import plotly.graph_objects as go
 from hqsweep.report.arms import Comparison, gap_curve
 from hqsweep.report.look import (
     BASELINE_COLOUR,
-    NULL_BAND,
-    NULL_EDGE,
     Panel,
     figure,
     label,
@@ -54,14 +52,11 @@ def loss_curves(comparison: Comparison, heading: str, metric: str, smooth: int =
 
 
 def gap_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 1) -> Panel | None:
-    """Paired gap to the baseline at each step: mean over seeds, with its 95 % interval as a band. The grey band around
-    0 is the resolution at that step: as far as the interval of the null arm reaches, in size."""
+    """Paired gap to the baseline at each step: mean over replicates, with its 95 % interval as a band."""
     rows = gap_curve(comparison, metric, smooth)
     if rows.empty:
         return None
     fig = figure(f"{metric} gap (nats)")
-    for null in comparison.arms["arm"][comparison.arms["null"]]:
-        _resolution(fig, thin(rows[rows["arm"] == null].dropna()))
     fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
     for arm, line in styles(comparison).items():
         line_with_band(fig, arm, line, thin(rows[rows["arm"] == arm]), ("gap", "low", "high"))
@@ -88,14 +83,6 @@ def _smoothed(comparison: Comparison, metric: str, smooth: int) -> pd.DataFrame:
     rows = rows[rows["metric"] == metric].sort_values(["run", "step"])
     mean = rows.groupby("run")["value"].transform(lambda values: values.rolling(smooth, min_periods=1).mean())
     return rows.assign(value=mean.where(np.isfinite(rows["value"])))
-
-
-def _resolution(fig: go.Figure, rows: pd.DataFrame) -> None:
-    """The null band, as wide as the null arm's interval reaches."""
-    far = rows[["low", "high"]].abs().max(axis=1)
-    edge = {"x": rows["step"], "mode": "lines", "line": NULL_EDGE, "hoverinfo": "skip"}
-    fig.add_scatter(y=far, **edge)
-    fig.add_scatter(y=-far, fill="tonexty", fillcolor=NULL_BAND, **edge)
 
 
 def _broken_run(fig: go.Figure, arm: str, line: dict, rows: pd.DataFrame) -> None:

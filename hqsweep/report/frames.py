@@ -1,12 +1,16 @@
 """Run folders to tidy pandas frames: the one place where the report reads files.
 
-runs     one row per run: run, sweep, arm, recipe, seed, job, state, reason, diverged, step, steps, seconds,
-         tokens_per_s, run_id, path, every leaf of the resolved config (`config.train.lr`) and of the manifest
-         (`manifest.device`); diverged: a loss of the run is NaN or infinite
+runs     one row per run: run, sweep, arm, recipe, seed, job, design, trunk, point, draw, state, reason, diverged, step,
+         steps, seconds, tokens_per_s, run_id, path, every leaf of the resolved config (`config.train.lr`) and of the
+         manifest (`manifest.device`); diverged: a loss of the run is NaN or infinite
 metrics  long: run, arm, seed, step, metric, value (float64; NaN and inf as they came)
 stats    long: run, arm, seed, then the columns of stats.jsonl (SQNR in dB, underflow and saturation in %;
          tokens and load, over the mean of all, where layer is an expert and tensor is routed)
 parity   the rows of parity.jsonl, as dicts, of all runs that have some
+
+design is "whole run" (from scratch), "trunk" or "fork". trunk names the replicate: a fork's trunk, a trunk itself,
+"seed 0" of a whole run. point is the step at which a fork leaves its trunk, 0 otherwise; draw is the point as text,
+with the seed where one trunk is forked with several.
 """
 
 import json
@@ -21,6 +25,14 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.store import RunDir
 from hqsweep.track.tables import TABLES
+
+WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
+REPLICATE = ("trunk", "seed", "point")
+"""Columns that are equal in the runs of two arms that saw the same weights and batches."""
+PLACE = ("config.fork.at", "config.fork.trunk", "config.fork.trunk_hash")
+"""Keys that say where a fork leaves which trunk; they make no other arm, as the seed does not."""
+FORK_STEPS = "config.train.steps"
+"""Of a fork, these follow from where it leaves its trunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +50,21 @@ class Frames:
         if runs.empty:
             came = ", ".join(f"{count} {name}" for name, count in self.runs["job"].value_counts().items())
             raise UserError(f"runs: no {job} run among them (came: {came}); give runs of a {job} job")
+        return self.only(runs)
+
+    def of_design(self) -> tuple["Frames", "Frames"]:
+        """(runs to compare, trunks): the runs are whole runs or forks. Raises UserError for both, or for neither."""
+        counts = self.runs["design"].value_counts()
+        came = ", ".join(f"{count} {design}{'s' * (count > 1)}" for design, count in counts.items())
+        if not set(counts.index) - {TRUNK}:
+            raise UserError(f"runs: nothing but trunks among them (came: {came}); give the forks of a fork study")
+        if {WHOLE, FORK} <= set(counts.index):
+            raise UserError(f"runs: whole runs and forks among them (came: {came}); compare the one or the other")
+        trunk = self.runs["design"] == TRUNK
+        return self.only(self.runs[~trunk]), self.only(self.runs[trunk])
+
+    def only(self, runs: pd.DataFrame) -> "Frames":
+        """The rows of some of the runs, and the parity rows of every run."""
         keep = set(runs["run"])
         return Frames(
             runs=runs.reset_index(drop=True),
@@ -73,6 +100,12 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
     if not read:
         raise UserError("runs: no run to read; give the names of runs or sweeps, as `hqsweep ls` lists them")
     runs = unique_arms(pd.DataFrame([row for row, *_ in read.values()]))
+    forks = runs[runs["design"] == FORK]
+    several = runs["trunk"].isin(forks.groupby("trunk")["seed"].nunique().loc[lambda seeds: seeds > 1].index)
+    runs["draw"] = [
+        f"{point} seed {seed}" if more else str(point)
+        for point, seed, more in zip(runs["point"], runs["seed"], several, strict=True)
+    ]
     runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64"))
     metrics = _long(runs, [rows for _, rows, _, _ in read.values()], "metrics")
     metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
@@ -95,6 +128,7 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
         "recipe": recipe,
         "seed": config["seed"],
         "job": config["job"],
+        **_place(config, manifest, run.name),
         "state": status["state"],
         "reason": status["reason"],
         "step": progress.get("step"),
@@ -108,6 +142,16 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     leaves = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
     row |= flatten(config, "config") | flatten(leaves, "manifest")
     return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
+
+
+def _place(config: dict, manifest: dict, name: str) -> dict[str, Any]:
+    """design, trunk, point; draw is filled in when all runs are known."""
+    fork = config.get("fork")
+    if not fork:
+        return {"design": WHOLE, "trunk": f"seed {config['seed']}", "point": 0, "draw": ""}
+    if fork["trunk"] is None:
+        return {"design": TRUNK, "trunk": name, "point": 0, "draw": ""}
+    return {"design": FORK, "trunk": manifest.get("trunk") or fork["trunk"], "point": fork["at"][0], "draw": ""}
 
 
 def _long(runs: pd.DataFrame, rows: list[list[dict]], table: str) -> pd.DataFrame:
@@ -147,5 +191,6 @@ def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
 
 def config_leaves(runs: pd.DataFrame) -> list[str]:
     """Columns of the config that can make another run of the same arm and seed."""
-    apart = ("seed", *NOT_IN_ID)
-    return [name for name in runs.columns if name.startswith("config.") and name.split(".")[1] not in apart]
+    apart, places = ("seed", *NOT_IN_ID), PLACE if (runs["design"] == WHOLE).any() else (*PLACE, FORK_STEPS)
+    names = [name for name in runs.columns if name.startswith("config.") and name.split(".")[1] not in apart]
+    return [name for name in names if name not in places]

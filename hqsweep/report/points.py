@@ -1,6 +1,5 @@
 """Numbers of arms side by side as points on a line: final gaps, throughput, and the direction of gradients."""
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,37 +29,37 @@ GRADIENTS = {"dgrad": "Gradient of the input (dgrad)", "wgrad": "Gradient of the
 
 
 def final_gaps(comparison: Comparison, heading: str) -> Panel | None:
-    """One line per arm: every seed's final gap as a dot, their mean as a diamond with its 95 % interval, and the grey
-    null band of its baseline: 0 -+ the resolution."""
-    arms = comparison.arms[(comparison.arms["arm"] != comparison.arms["baseline"]) & (comparison.arms["seeds"] > 0)]
+    """One line per arm: every replicate's gap as a dot, their mean as a diamond with its 95 % interval, and the margin
+    as a grey band around 0."""
+    arms = comparison.arms[comparison.arms["n"] > 0]
     if arms.empty:
         return None
-    fig = _lines(arms["arm"], "gap in final val_loss (nats)")
-    _null_bands(fig, arms["resolution"])
+    fig = _lines(arms["arm"], "gap in % of the baseline's loss")
+    _margin_band(fig, comparison.margin_pct, len(arms))
     fig.add_vline(x=0, line={"color": BASELINE_COLOUR, "width": 1})
-    look, finals = styles(comparison), comparison.finals
+    look, points = styles(comparison), comparison.points
     for place, row in enumerate(arms.itertuples()):
-        seeds = finals[(finals["arm"] == row.arm) & finals["gap"].notna()]
+        seeds = points[points["arm"] == row.arm]
         colour = look[row.arm]["color"]
-        _seeds(fig, place, seeds, "gap", colour, "seed %{customdata}: %{x:+.5f} nats<extra></extra>")
-        bar = {"array": [row.gap_hi - row.gap], "color": colour, "thickness": 2, "width": 7}
+        _seeds(fig, place, seeds, "gap_pct", colour, "seed %{customdata}: %{x:+.3f} %<extra></extra>")
+        bar = {"array": [row.half_pct], "color": colour, "thickness": 2, "width": 7}
         fig.add_scatter(
-            x=[row.gap],
+            x=[row.gap_pct],
             y=[place],
-            error_x=bar if row.seeds > 1 else None,
+            error_x=bar if row.n > 1 else None,
             mode="markers",
             marker={"color": colour, "size": 11, "symbol": "diamond"},
-            hovertemplate=f"mean of {row.seeds}: %{{x:+.5f}} nats<extra></extra>",
+            hovertemplate=f"mean of {row.n}: %{{x:+.3f}} %<extra></extra>",
         )
     fig.update_xaxes(tickformat="+.3~f")
-    shown = ["arm", "baseline", "seeds", "gap", "gap_lo", "gap_hi", "resolution"]
-    single = finals[finals["arm"].isin(arms["arm"]) & finals["gap"].notna()][["arm", "seed", "gap"]]
-    says = "; ".join(f"{row.arm}: {row.verdict}" for row in arms.head(8).itertuples())
+    shown = ["arm", "baseline", "n", "gap", "gap_pct", "ci_low_pct", "ci_high_pct", "margin_pct"]
+    single = points[["arm", "trunk", "seed", "point", "gap", "gap_pct"]]
+    says = "; ".join(f"{row.arm}: {row.sentence}" for row in arms.head(8).itertuples())
     return Panel(
         heading=heading,
         figure=fig,
         name="final_gap",
-        says=f"{heading} in nats with 95 % intervals. {says}",
+        says=f"{heading} in % of the baseline's loss with 95 % intervals. {says}",
         rows=pd.concat([arms[shown].assign(seed="mean"), single], ignore_index=True),
     )
 
@@ -147,16 +146,12 @@ def _lines(arms: pd.Series | list[str], x_title: str) -> go.Figure:
     return fig.update_layout(margin={"l": 12, "t": 4}, annotations=names)
 
 
-def _null_bands(fig: go.Figure, resolutions: pd.Series) -> None:
-    """A grey band of 0 -+ resolution, over all neighbouring lines that have the same."""
-    place = 0
-    for resolution, lines in ((value, len(list(same))) for value, same in itertools.groupby(resolutions)):
-        box = {"y0": place - 0.7, "y1": place + lines - 0.6, "layer": "below"}
-        place += lines
-        if np.isfinite(resolution):
-            fig.add_shape(type="rect", x0=-resolution, x1=resolution, fillcolor=NULL_BAND, line={"width": 0}, **box)
-            for side in (-resolution, resolution):
-                fig.add_shape(type="line", x0=side, x1=side, line=NULL_EDGE, **box)
+def _margin_band(fig: go.Figure, margin: float, lines: int) -> None:
+    """A grey band of 0 -+ margin over all lines."""
+    box = {"y0": -0.7, "y1": lines - 0.6, "layer": "below"}
+    fig.add_shape(type="rect", x0=-margin, x1=margin, fillcolor=NULL_BAND, line={"width": 0}, **box)
+    for side in (-margin, margin):
+        fig.add_shape(type="line", x0=side, x1=side, line=NULL_EDGE, **box)
 
 
 def _seeds(fig: go.Figure, place: int, rows: pd.DataFrame, column: str, colour: str, hover: str) -> None:

@@ -12,19 +12,21 @@ from rich.text import Text
 
 from hqsweep.report import experts
 from hqsweep.report.arms import Comparison
-from hqsweep.report.frames import config_leaves
+from hqsweep.report.curves import intervals
+from hqsweep.report.frames import FORK, config_leaves
 from hqsweep.report.gemm_plans import arm_lines
 from hqsweep.report.parity import text_tables
 from hqsweep.report.text import TextTable, markdown, markdown_text, number, text, to_rich
-from hqsweep.report.verdict import fault
+from hqsweep.report.verdict import digits, fault
 
 COLOUR = {
     "worse": "red",
     "failed": "red",
     "diverged": "red",
     "better": "green",
-    "equal": "green",
-    "one seed": "yellow",
+    "equivalent": "green",
+    "undecided": "yellow",
+    "unfinished": "yellow",
     "unpaired": "yellow",
 }
 SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
@@ -33,55 +35,89 @@ FIRST = ("device", "commit", "dirty", "data_hash", "versions")
 """Facts that come before the others."""
 
 
+def by_gap(comparison: Comparison) -> pd.DataFrame:
+    """The arms, the baseline first, then by gap, those without one last."""
+    arms = comparison.arms.assign(others=comparison.arms["arm"] != comparison.arms["baseline"])
+    return arms.sort_values(["others", "gap_pct"], kind="stable", ignore_index=True).drop(columns="others")
+
+
 def arms_table(comparison: Comparison) -> TextTable:
-    """One row per arm: final loss, gap with its interval, gap in %, corrected p, seeds, seeds needed, speed, state."""
+    """One row per arm, the baseline first, then by gap: verdict, gap in % of the baseline's loss with its interval, gap
+    in nats, the 90 % interval of equivalence, adjusted p, replicates and how many more, losses, speed, state."""
+    unit = "trunks" if comparison.design == FORK else "seeds"
     rows = tuple(
         (
             row.arm,
-            number(row.final_loss),
+            row.verdict,
             *_gap_cells(row),
-            str(row.seeds),
-            number(row.seeds_needed, ".0f"),
+            str(row.n) if row.arm != row.baseline else "-",
+            number(row.more, "+.0f"),
+            number(row.final_loss),
             number(row.tokens_per_s, ",.0f"),
             row.state,
         )
-        for row in comparison.arms.itertuples()
+        for row in by_gap(comparison).itertuples()
     )
     header = (
         "arm",
-        "final loss",
-        "gap (nats)",
-        "95 % interval",
+        "verdict",
         "gap %",
-        "p (Holm)",
-        "seeds",
-        "seeds needed",
+        "95 % interval",
+        "90 % interval",
+        "gap (nats)",
+        "p",
+        unit,
+        f"more {unit}",
+        "final loss",
         "tokens/s",
         "state",
     )
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)))
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(2, 11)))
 
 
-def _gap_cells(row: Any) -> tuple[str, str, str, str]:
-    if row.arm == row.baseline:
-        return "baseline", "-", "-", "-"
-    span = _span(row.gap_lo, row.gap_hi, "+.4f") if row.seeds != 1 else "one seed"
-    return number(row.gap, "+.4f"), span, number(row.gap_pct, "+.2f"), number(row.p_holm, ".2g")
+def _gap_cells(row: Any) -> tuple[str, ...]:
+    if math.isnan(row.gap_pct):
+        return ("-",) * 5
+    places = f"+.{digits(row.half_pct)}f"
+    ends = (_span(row.ci_low_pct, row.ci_high_pct, places), _span(row.eq_low_pct, row.eq_high_pct, places))
+    return number(row.gap_pct, places), *ends, number(row.gap, "+.4f"), number(row.p, ".2g")
 
 
 def _span(low: float, high: float, spec: str) -> str:
     return "-" if math.isnan(low) else f"{low:{spec}} to {high:{spec}}"
 
 
+def points_table(comparison: Comparison) -> TextTable:
+    """One row per arm, one column per fork point: the gap in % there, averaged over trunks, with its own 95 % interval
+    where there are two trunks; empty for whole runs and for one point."""
+    points = comparison.points.sort_values("point", kind="stable")
+    draws = list(dict.fromkeys(points["draw"]))
+    if comparison.design != FORK or len(draws) < 2:
+        return TextTable(header=("arm",), rows=())
+    means, arms = intervals(points.groupby(["arm", "draw"])["gap_pct"]), dict.fromkeys(comparison.points["arm"])
+    rows = tuple((arm, *(_with_half(means.loc[(arm, draw)]) for draw in draws)) for arm in arms)
+    header = ("arm", *(f"gap % at {draw}" for draw in draws))
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, len(header))))
+
+
+def _with_half(mean: pd.Series) -> str:
+    half = mean["high"] - mean["mean"]
+    places = digits(half)
+    return f"{mean['mean']:+.{places}f}" + ("" if math.isnan(half) else f" ± {half:.{places}f}")
+
+
 def training_table(comparison: Comparison) -> TextTable:
-    """One row per arm on what its curves say: trailing train gap, tokens-to-loss overhead, spike scores, divergence."""
+    """One row per arm on what its curves say: the gaps of both losses, tokens-to-loss overhead beside the loss that a
+    doubling of tokens takes off, correlation over seeds, spike scores, divergence."""
     rows = tuple(
         (
             row.arm,
-            number(row.train_gap, "+.4f"),
-            _span(row.train_lo, row.train_hi, "+.4f"),
+            *_percent_cells(row, "train"),
+            *_percent_cells(row, "val"),
             number(row.overhead_pct, "+.1f"),
             _span(row.overhead_lo, row.overhead_hi, "+.1f"),
+            number(row.slope, ".3f"),
+            number(row.correlation, "+.2f"),
             number(row.loss_spikes_pct, ".2f"),
             number(row.grad_spikes_pct, ".2f"),
             f"{row.diverged} of {row.runs}" if row.diverged else "none",
@@ -91,16 +127,28 @@ def training_table(comparison: Comparison) -> TextTable:
     )
     header = (
         "arm",
-        "train gap (nats)",
-        "95 % interval",
+        "train gap %",
+        "95 % of it",
+        "val gap %",
+        "95 % of that",
         "tokens-to-loss overhead %",
         "95 % interval of it",
+        "nats a doubling",
+        "correlation",
         "loss spikes %",
         "gradient spikes %",
         "diverged",
         "at token",
     )
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 9)) - {7})
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 13)) - {11}).without(
+        *(["correlation"] if comparison.design == FORK else [])
+    )
+
+
+def _percent_cells(row: Any, loss: str) -> tuple[str, str]:
+    gap, low, high = (getattr(row, f"{loss}_{cell}_pct") for cell in ("gap", "low", "high"))
+    places = f"+.{digits((high - low) / 2)}f"
+    return number(gap, places), _span(low, high, places)
 
 
 def unfinished_table(comparison: Comparison) -> TextTable:
@@ -108,10 +156,11 @@ def unfinished_table(comparison: Comparison) -> TextTable:
     without = comparison.finals["run"][comparison.finals["final_loss"].isna()]
     runs = comparison.frames.runs
     rows = tuple(
-        (run.arm, str(run.seed), fault(run), _progress(run), run.run)
+        (run.arm, str(run.seed), str(run.point), fault(run), _progress(run), run.run)
         for run in runs[runs["run"].isin(without)].itertuples()
     )
-    return TextTable(header=("arm", "seed", "state", "step", "run"), rows=rows, numeric=frozenset({1, 3}))
+    table = TextTable(header=("arm", "seed", "point", "state", "step", "run"), rows=rows, numeric=frozenset({1, 2, 4}))
+    return table if comparison.design == FORK else table.without("point")
 
 
 def _progress(run: Any) -> str:
@@ -170,12 +219,14 @@ def gemm_errors(stats: pd.DataFrame) -> TextTable:
 
 
 def runs_table(comparison: Comparison) -> TextTable:
-    """One row per run: final loss, its gap to the baseline's run of the same seed, time and speed."""
+    """One row per run: final loss, its gap (of the loss that decides) to the baseline's run of the same replicate, time
+    and speed."""
     runs = comparison.frames.runs.set_index("run")
     rows = tuple(
         (
             final.arm,
             str(final.seed),
+            str(final.point),
             final.state,
             number(final.final_loss, ".6f"),
             number(final.gap, "+.6f"),
@@ -185,8 +236,9 @@ def runs_table(comparison: Comparison) -> TextTable:
         )
         for final in comparison.finals.itertuples()
     )
-    header = ("arm", "seed", "state", "final loss", "gap (nats)", "seconds", "tokens/s", "run")
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, 7)) - {2})
+    header = ("arm", "seed", "point", "state", "final loss", "gap (nats)", "seconds", "tokens/s", "run")
+    table = TextTable(header=header, rows=rows, numeric=frozenset(range(1, 8)) - {3})
+    return table if comparison.design == FORK else table.without("point")
 
 
 def distinct(values: pd.Series, count: bool = False) -> str:
@@ -199,14 +251,17 @@ def distinct(values: pd.Series, count: bool = False) -> str:
 
 def report_markdown(comparison: Comparison) -> str:
     """The report as one Markdown page."""
-    runs = comparison.frames.runs
+    runs, arms = comparison.frames.runs, by_gap(comparison).itertuples()
     parts = [
         f"# {markdown_text(title(comparison))}\n",
-        *_section("Config: where the arms differ", arm_by_key(comparison)),
-        "\n## Result\n\n",
-        markdown(arms_table(comparison)),
         "\n",
-        *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.verdict)}\n" for row in comparison.arms.itertuples()),
+        *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.sentence)}\n" for row in arms),
+        "\n",
+        *(f"{markdown_text(note)}\n\n" for note in comparison.notes),
+        "## Result\n\n",
+        markdown(arms_table(comparison)),
+        *_section("Gap at each fork point", points_table(comparison)),
+        *_section("Config: where the arms differ", arm_by_key(comparison)),
         *_section("Runs without a result", unfinished_table(comparison)),
         *_section("Training: tokens to loss, spikes, divergence", training_table(comparison)),
         *_section("GEMM output error against FP32", gemm_errors(comparison.frames.stats)),
@@ -231,21 +286,21 @@ def title(comparison: Comparison) -> str:
 
 
 def rich_table(comparison: Comparison) -> Table:
-    """The arms for a terminal of 80 columns, coloured by outcome; the caption below has the verdict sentences and the
-    plans that computed the GEMMs.
+    """The arms for a terminal of 80 columns, coloured by verdict; the caption below has the sentences, what is to be
+    said of all, and the plans that computed the GEMMs.
 
-    The interval is left out when every arm has one seed, else seeds and tokens/s make room for it; sentences have the
-    seeds, those needed and p. The state is left out when every run finished. Pages show all columns.
+    The interval is left out when no arm has one, and the state when every run finished. Pages show all columns.
     """
-    styles = [COLOUR.get(outcome, "") for outcome in comparison.arms["outcome"]]
-    cells = arms_table(comparison).without("p (Holm)", "seeds needed")
-    single = cells.column("95 % interval") <= {"-", "one seed"}
-    cells = cells.without("95 % interval") if single else cells.without("seeds", "tokens/s")
+    arms = by_gap(comparison)
+    unit = "trunks" if comparison.design == FORK else "seeds"
+    cells = arms_table(comparison).without("90 % interval", "p", f"more {unit}", "final loss")
+    single = cells.column("95 % interval") == {"-"}
+    cells = cells.without("95 % interval") if single else cells.without("tokens/s")
     if all(state.endswith("finished") and "," not in state for state in cells.column("state")):
         cells = cells.without("state")
-    table = to_rich(cells, title(comparison), styles)
-    sentences = [f"{row.arm}: {row.verdict}" for row in comparison.arms.itertuples()]
-    table.caption = Text("\n".join([*sentences, *_computed_by(comparison.arms)]))
+    table = to_rich(cells, title(comparison), [COLOUR.get(verdict, "") for verdict in arms["verdict"]])
+    sentences = [f"{row.arm}: {row.sentence}" for row in arms.itertuples()]
+    table.caption = Text("\n".join([*sentences, *comparison.notes, *_computed_by(comparison.arms)]))
     table.caption_justify = "left"
     return table
 

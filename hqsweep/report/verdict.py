@@ -1,7 +1,6 @@
-"""The claim that a report makes of an arm: one word, and one sentence in plain words.
+"""What a report says of an arm: one sentence in plain words, with its size, its interval and what would decide it.
 
-A difference is claimed when its p, corrected by Holm over the arms of the report, is below 5 % and it is larger than
-the resolution that the null arm measured. Anything else is not resolved, and the sentence says how many seeds would be.
+The verdict itself is that of hqsweep.verdicts; a margin makes "equivalent" mean something, an interval the rest.
 """
 
 import math
@@ -10,46 +9,20 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.report.paired import LEVEL, MAX_SEEDS
-
 Row = Mapping[str, Any]
 """A row of Comparison.arms, as far as it is filled in."""
+NULL_IN_DOUBT = "The null arm is not shown equal to {baseline}, so the machinery is in doubt."
+BLIND = (
+    "A fork does not see damage that builds up from the start of training, early instability, or late divergence; whole"
+    " runs do."
+)
+FEWEST_TRUNKS = 3
+"""Trunks below which there is no verdict about all trunks."""
 
 
 def state_text(states: pd.Series) -> str:
     """ "3 finished", or "2 finished, 1 failed"."""
     return ", ".join(f"{count} {state}" for state, count in states.value_counts().items())
-
-
-def outcome(row: Row) -> str:
-    """One word for the arm: baseline, failed (no run has a final loss), diverged (some run did), unpaired, null, one
-    seed, equal, worse, better or unresolved."""
-    if math.isnan(row["final_loss"]):
-        return "failed"
-    if row["arm"] == row["baseline"]:
-        return "baseline"
-    if row["diverged"]:
-        return "diverged"
-    if row["seeds"] == 0:
-        return "unpaired"
-    if row["null"]:
-        return "null"
-    if row["seeds"] == 1:
-        return "one seed"
-    if row["gap_lo"] == row["gap_hi"] == 0:
-        return "equal"
-    if not row["p_holm"] < LEVEL or abs(row["gap"]) <= row["resolution"]:
-        return "unresolved"
-    return "worse" if row["gap"] > 0 else "better"
-
-
-def sentence(row: Row, unfinished: pd.DataFrame) -> str:
-    """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first."""
-    faults = [f"seed {run.seed} {fault(run)}" for run in unfinished.itertuples()]
-    trouble = f"{len(faults)} of {row['runs']} runs without a result: {'; '.join(faults)}. " if faults else ""
-    if row["diverged"]:
-        trouble += f"{row['diverged']} of {row['runs']} runs diverged, the first at {row['diverged_at']:,.0f} tokens. "
-    return trouble + _finding(row)
 
 
 def fault(run: Any) -> str:
@@ -59,60 +32,122 @@ def fault(run: Any) -> str:
     return run.state + (f" ({run.reason})" if isinstance(run.reason, str) else "")
 
 
+def sentence(row: Row, unfinished: pd.DataFrame) -> str:
+    """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first."""
+    faults = [f"{_which(run)} {fault(run)}" for run in unfinished.itertuples()]
+    trouble = f"{len(faults)} of {row['runs']} runs without a result: {'; '.join(faults)}. " if faults else ""
+    if row["diverged"]:
+        trouble += f"{row['diverged']} of {row['runs']} runs diverged, the first at {row['diverged_at']:,.0f} tokens. "
+    doubt = f" {NULL_IN_DOUBT.format(baseline=_name(row))}" if row["null_in_doubt"] else ""
+    return trouble + ("Null arm: " if row["null"] else "") + _finding(row) + doubt
+
+
+def _which(run: Any) -> str:
+    return f"seed {run.seed}" + (f" at {run.point}" if run.design == "fork" else "")
+
+
+def _name(row: Row) -> str:
+    return f"'{row['baseline']}'"
+
+
 def _finding(row: Row) -> str:
-    name, gap = f"'{row['baseline']}'", f"{row['gap']:+.4f}"
-    match row["outcome"]:
-        case "failed":
-            return "No run of this arm has a final loss."
+    name = _name(row)
+    match row["verdict"]:
+        case "baseline" if math.isnan(row["final_loss"]):
+            return "No run of the baseline has a final loss."
         case "baseline":
             return f"Baseline: final loss {row['final_loss']:.4f} nats."
+        case "failed" | "unfinished":
+            return "No run of this arm has a final loss."
         case "unpaired":
-            return f"No finished seed in common with {name}: no gap."
-        case "equal":
-            return f"Equal to {name} in every digit over {row['seeds']} seeds."
-        case "null":
-            return f"Null arm of {name}, {gap}{_half(row)} nats{_seeds(row)}: {_resolution(row)}."
-        case "diverged" if row["seeds"] == 0:
-            return f"No other run has a seed in common with {name}."
+            return f"No finished {_unit(row, 1)} in common with {name} and the other arms: no gap."
+        case "diverged" if row["pairs"] == 0:
+            return f"No verdict, and no other run is paired with {name}."
         case "diverged":
-            return f"The others end {gap}{_half(row)} nats from {name}{_seeds(row)}."
-        case "one seed":
-            side = "above" if row["gap"] > 0 else "below"
-            return f"Ends {abs(row['gap']):.4f} nats {side} {name}; one seed: no interval; add seeds."
-        case "unresolved":
-            return f"Not resolved from {name}: {gap}{_half(row)} nats{_seeds(row)}{_why_not(row)}."
+            return f"No verdict. The others end {row['paired_gap']:+.4f} nats from {name} over {row['pairs']} runs."
+        case "equivalent" if row["gap_pct"] == row["half_pct"] == 0:
+            return f"equivalent to {name}: equal in every digit over {_replicates(row)}."
+        case "equivalent":
+            size = f"{_percent(row)} ({_interval(row)}) over {_replicates(row)}"
+            return f"equivalent to {name} within {row['margin_pct']:g} %: {size}{_narrower(row)}."
+        case "undecided":
+            return _undecided(row)
         case verdict:
-            size = f"{abs(row['gap']):.4f}{_half(row)} nats ({abs(row['gap_pct']):.2f} %)"
-            return (
-                f"{verdict.capitalize()} than {name} by {size}{_seeds(row)}, p {_p(row['p_holm'])}; {_resolution(row)}."
-            )
+            inside = f", inside the margin of {row['margin_pct']:g} %" if row["within_margin"] else ""
+            size = _percent(row).lstrip("+-")
+            return f"{verdict} than {name} by {size} ({_interval(row)}) over {_replicates(row)}{inside}."
 
 
-def _half(row: Row) -> str:
-    """Half the width of the 95 % interval, nothing for one seed."""
-    return "" if math.isnan(row["gap_hi"]) else f" ± {row['gap_hi'] - row['gap']:.4f}"
+def _undecided(row: Row) -> str:
+    """No verdict yet: the gap, what its interval covers, and what more would decide."""
+    name, unit = _name(row), _unit(row, 2)
+    size = f"undecided against {name}: {_percent(row)}"
+    if row["design"] == "fork" and row["n"] < FEWEST_TRUNKS:
+        here = "this one trunk" if row["n"] == 1 else "these two trunks"
+        other = "another seed" if row["n"] == 1 else "all trunks"
+        known = not math.isnan(row["these_low_pct"])
+        span = f" (95 % {_span(row, 'these_low_pct', 'these_high_pct')})" if known else ""
+        more = max(FEWEST_TRUNKS - row["n"], 0 if math.isnan(row["more"]) else row["more"])
+        least = f"a verdict needs at least {more:.0f} more {_unit(row, more)}{_minutes(row, more)}"
+        return f"{size}{span}, which covers the fork points of {here} and says nothing about {other}; {least}."
+    if row["n"] == 1:
+        return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{_minutes(row, 1)}."
+    size += f" ({_interval(row)}) over {_replicates(row)}"
+    if math.isnan(row["more"]):
+        return f"{size}; the same gap in every one, which no test takes."
+    if math.isinf(row["more"]):
+        return f"{size}; no number of {unit} within reach would decide it."
+    if row["maximum"] and row["n"] + row["more"] > row["maximum"]:
+        total = f"about {row['needed']:.0f} {unit} in all would decide, and this study has {row['maximum']} at most"
+        return f"{size}; {total}."
+    more = row["more"]
+    return f"{size}; about {more:.0f} more {_unit(row, more)}{_minutes(row, more)} would decide."
 
 
-def _seeds(row: Row) -> str:
-    return " over 1 seed" if row["seeds"] == 1 else f" over {row['seeds']} seeds"
+def _minutes(row: Row, more: float) -> str:
+    """ " (7 minutes here)", nothing where no run has told."""
+    minutes = more * row["replicate_minutes"]
+    if math.isnan(minutes):
+        return ""
+    return f" ({_rounded(minutes)} here)"
 
 
-def _p(p: float) -> str:
-    return "< 0.0001" if p < 1e-4 else f"{p:.2g}"
+def _rounded(minutes: float) -> str:
+    if minutes < 1:
+        return "less than a minute"
+    return f"{minutes:.0f} minute{'s' * (round(minutes) != 1)}" if minutes < 120 else f"{minutes / 60:.0f} hours"
 
 
-def _resolution(row: Row) -> str:
-    if math.isnan(row["resolution"]):
-        return "resolution unknown"
-    return f"resolution {row['resolution']:.4f}"
+def _unit(row: Row, count: float) -> str:
+    return ("trunk" if row["design"] == "fork" else "seed") + "s" * (count != 1)
 
 
-def _why_not(row: Row) -> str:
-    """The part of the sentence that says what a claim lacks: a gap above the resolution, or seeds."""
-    below = f", within the resolution of {row['resolution']:.4f}" if abs(row["gap"]) <= row["resolution"] else ""
-    needed, target = row["seeds_needed"], f"{row['target_gap']:.4f} nats"
-    if needed <= row["seeds"]:
-        return below + f"; these seeds would resolve {target}" * (not below)
-    if math.isinf(needed):
-        return f"{below}; {target} would need more than {MAX_SEEDS:,} seeds"
-    return f"{below}; {needed:.0f} seeds would be needed for {target}"
+def _replicates(row: Row) -> str:
+    return f"{row['n']} {_unit(row, row['n'])}"
+
+
+def digits(half: float) -> int:
+    """Decimals of a number in % whose interval reaches `half` to either side: two significant ones of that, 2 to 5."""
+    if not half > 0:
+        return 2
+    return min(5, max(2, 1 - math.floor(math.log10(half))))
+
+
+def _percent(row: Row) -> str:
+    return f"{row['gap_pct']:+.{digits(row['half_pct'])}f} %"
+
+
+def _span(row: Row, low: str, high: str) -> str:
+    places = digits((row[high] - row[low]) / 2)
+    return f"{row[low]:+.{places}f} to {row[high]:+.{places}f} %"
+
+
+def _interval(row: Row) -> str:
+    return f"95 % interval {_span(row, 'ci_low_pct', 'ci_high_pct')}"
+
+
+def _narrower(row: Row) -> str:
+    """The interval that decides, where the wider one leaves the margin."""
+    if max(-row["ci_low_pct"], row["ci_high_pct"]) < row["margin_pct"]:
+        return ""
+    return f"; the 90 % interval, which decides this, is {_span(row, 'eq_low_pct', 'eq_high_pct')}"

@@ -41,6 +41,14 @@ class FakeRun:
     schedule: tuple = ()
     init_noise: float = 0.0
     overrides: tuple = ()  # recipe.overrides
+    trunk: str | None = None  # of a fork: its trunk's name; "" of a trunk itself
+    point: int = 0
+    noise: float = 0.0  # fork.noise
+    base: float = 2.0  # loss of the baseline's fork, in nats
+    val_gap: float | None = None  # of a fork's val_loss; None: gap
+    final: float | None = None  # of a whole run: its last val_loss
+    seconds: float = 21.0
+    workers: int | None = None
 
 
 def losses(run: FakeRun) -> np.ndarray:
@@ -53,14 +61,31 @@ def losses(run: FakeRun) -> np.ndarray:
     return np.where(step >= (run.nan_from or STEPS + 1), math.nan, loss)
 
 
+FORK_STEPS, FORK_DECAY = 20, 20
+
+
+def fork_rows(run: FakeRun) -> list[dict]:
+    """A fork logs every tenth step: 9 nats at the constant rate, then exactly base + gap over the decay."""
+    rows = []
+    for step in range(run.point + 10, run.point + FORK_STEPS + FORK_DECAY + 1, 10):
+        value = 9.0 if step <= run.point + FORK_STEPS else run.base + run.gap
+        rows.append({"step": step, "metric": "train_loss", "value": value})
+    val_gap = run.gap if run.val_gap is None else run.val_gap
+    rows.append({"step": step, "metric": "val_loss", "value": run.base + val_gap})
+    return rows if run.state == "finished" else rows[:2]
+
+
 def metric_rows(run: FakeRun) -> list[dict]:
+    if run.trunk:
+        return fork_rows(run)
     noise = np.random.default_rng([run.seed, 7]).normal(0, 0.08, STEPS)  # the same batches in every arm
     rows = []
     for step, loss, jitter in list(zip(range(1, STEPS + 1), losses(run), noise, strict=True))[: run.steps]:
         rows.append({"step": step, "metric": "train_loss", "value": loss + jitter})
         rows.append({"step": step, "metric": "lr", "value": 1e-3})
         if step % EVAL_EVERY == 0:
-            rows.append({"step": step, "metric": "val_loss", "value": loss})
+            exact = run.final is not None and step == STEPS
+            rows.append({"step": step, "metric": "val_loss", "value": run.final if exact else loss})
     return rows
 
 
@@ -112,6 +137,13 @@ def stats_rows(run: FakeRun) -> list[dict]:
     return rows
 
 
+def fork_section(run: FakeRun) -> dict | None:
+    if run.trunk is None:
+        return None
+    section = {"steps": FORK_STEPS, "decay": FORK_DECAY, "warmup": 5, "trunk_hash": None, "noise": run.noise}
+    return section | {"at": [run.point] if run.trunk else [40, 80], "trunk": run.trunk or None}
+
+
 def write_run(sweep: Path, run: FakeRun) -> Path:
     recipe = run.recipe or run.arm
     digest = hashlib.sha256(repr(run).encode()).hexdigest()
@@ -130,7 +162,11 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         },
         "model": {"dim": 64, "layers": 2, "init_noise": run.init_noise},
         "train": {"steps": STEPS, "lr": 0.001, "batch": 4, "context": 32},
+        "fork": fork_section(run),
+        "engine": {"kind": "local", "workers": run.workers},
     }
+    if run.trunk:
+        config["train"]["steps"] = run.point + FORK_STEPS + FORK_DECAY
     manifest = {
         "run_id": digest,
         "sweep": sweep.name,
@@ -149,7 +185,7 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "gemm_plan": {layer: {"fprop": f"{run.fmt} x {run.fmt}: {run.gemm}"} for layer in LAYERS},
         "recipe_schedule": list(run.schedule),
         "params": 98304,
-    }
+    } | ({"trunk": run.trunk, "point": run.point} if run.trunk else {})
     status = {
         "state": run.state,
         "reason": run.reason,
@@ -158,8 +194,8 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
         "host": "box",
         "attempt": 1,
         "started": 1.7e9,
-        "ended": 1.7e9 + 21,
-        "seconds": 21.0,
+        "ended": 1.7e9 + run.seconds,
+        "seconds": run.seconds,
         "progress": {
             "step": run.steps,
             "steps": STEPS,
@@ -202,6 +238,23 @@ def three_arms(**changes) -> list[FakeRun]:
     ]
 
 
+def fork_study(gaps: dict, trunks: int = 4, points: Sequence[int] = (40, 80), **changes) -> list[FakeRun]:
+    """A fork study: trunks, the baseline's forks at 2 nats, and per arm the forks with gaps[arm](trunk, point) nats
+    (or one number for all); the arm "null" is the baseline with noise."""
+    runs = [FakeRun(arm="trunk", recipe="bf16", fmt="bf16", seed=seed, trunk="") for seed in range(trunks)]
+    for arm, gap in {"bf16": 0.0, **gaps}.items():
+        fmt = "bf16" if arm in ("bf16", "null") else "mxfp8"
+        runs += [
+            FakeRun(
+                arm=arm, fmt=fmt, seed=seed, trunk=f"trunk-s{seed}", point=point, noise=0.01 * (arm == "null"),
+                gap=gap(seed, point) if callable(gap) else gap, **changes,
+            )
+            for seed in range(trunks)
+            for point in points
+        ]  # fmt: skip
+    return runs
+
+
 @pytest.fixture
 def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
     """make_sweep(runs, name="sweep") -> its RunDirs in grid order, under tmp_path / "runs"."""
@@ -211,4 +264,5 @@ def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
 @pytest.fixture
 def fake() -> SimpleNamespace:
     """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...)."""
-    return SimpleNamespace(Run=FakeRun, three_arms=three_arms, entropy=VOCAB_ENTROPY, steps=STEPS)
+    made = {"Run": FakeRun, "three_arms": three_arms, "fork_study": fork_study}
+    return SimpleNamespace(**made, entropy=VOCAB_ENTROPY, steps=STEPS)

@@ -82,5 +82,7 @@ def test_tokens_at_divergence_are_in_the_arms_row_and_in_its_sentence(make_sweep
     runs = [fake.Run(seed=s) for s in (0, 1)] + [fake.Run(arm="nvfp4", seed=0)]
     runs += [fake.Run(arm="nvfp4", seed=1, nan_from=150, state="failed", reason="loss is nan at step 150", steps=150)]
     row = compare(make_sweep(runs), "bf16").arms.set_index("arm").loc["nvfp4"]
-    assert row["outcome"] == "diverged" and row["diverged"] == 1 and row["diverged_at"] == 150 * 4 * 32
-    assert "1 of 2 runs diverged, the first at 19,200 tokens. The others end +0.0000 nats" in row["verdict"]
+    assert row["verdict"] == "diverged" and row["diverged"] == 1 and row["diverged_at"] == 150 * 4 * 32
+    assert (
+        "1 of 2 runs diverged, the first at 19,200 tokens. No verdict. The others end +0.0000 nats" in row["sentence"]
+    )

@@ -57,9 +57,9 @@ def test_every_section_is_there(comparison):
     for words in (
         "sweep: 3 arms against bf16", "Runs without a result", "failed (boom <b onclick=x>)", "Gap to bf16",
         "Final gap", "Validation loss", "Training loss, rolling mean of 5 rows", "Quantization error",
-        "Underflow by layer", "Gradient cosine by layer", "Throughput", "There is no null band",
+        "Underflow by layer", "Gradient cosine by layer", "Throughput", "Grey band: the margin",
         "GEMM output error", "Config: where the arms differ", "GEMM plans", "All runs", "Provenance",
-        "-O3 -ffp-contract=off", *comparison.arms["verdict"],
+        "-O3 -ffp-contract=off", *comparison.arms["sentence"],
     ):  # fmt: skip
         assert words in page.text
     drawn = [tag for tag, attributes in page.tags if "plotly-graph-div" in attributes.get("class", "")]
@@ -124,19 +124,10 @@ def test_what_differs_comes_first_and_keys_that_say_the_same_share_a_column(comp
     assert same == ["same", "other", "other", "other"]  # bf16 itself, mxfp8, nvfp4, and the broken arm's mxfp8
 
 
-def test_the_null_band_is_as_wide_as_the_resolution(make_sweep, fake):
-    arms = (("bf16", 0.0, 0.0), ("nvfp4", 0.03, 0.0), ("null", 0.001, 0.01))
-    runs = [fake.Run(arm=arm, gap=gap, seed=s, init_noise=noise) for arm, gap, noise in arms for s in range(3)]
-    comparison = compare(make_sweep(runs), "bf16")
-    resolution = comparison.arms.set_index("arm").at["nvfp4", "resolution"]
+def test_the_grey_band_is_the_margin(make_sweep, fake):
+    comparison = compare(make_sweep(fake.three_arms()), margin="0.5%")
     band, *_ = points.final_gaps(comparison, "Final gap").figure.layout.shapes
-    assert (band.type, band.x0, band.x1) == ("rect", -resolution, resolution) and band.y0 < 0 and band.y1 > 1
-    panel = figures.gap_curves(comparison, "Gap", "val_loss")
-    upper, lower = panel.figure.data[:2]
-    null = panel.rows[panel.rows["arm"] == "null"]
-    assert list(upper.y) == [max(abs(row.low), abs(row.high)) for row in null.itertuples()] and upper.line.dash == "dot"
-    assert [-y for y in lower.y] == list(upper.y) and lower.fill == "tonexty"
-    assert "There is no null band" not in rendered(comparison)
+    assert (band.type, band.x0, band.x1) == ("rect", -0.5, 0.5) and band.y0 < 0 and band.y1 > 1
 
 
 def test_gradient_cosines_by_layer_in_forward_order(comparison):

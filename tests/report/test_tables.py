@@ -26,14 +26,15 @@ def test_terminal_table_has_every_arm_with_gap_interval_and_sentence(comparison)
     shown = terminal(tables.rich_table(comparison))
     row = comparison.arms.set_index("arm").loc["nvfp4"]
     for part in (
+        f"{row['gap_pct']:+.2f}",
+        f"{row['ci_low_pct']:+.2f} to {row['ci_high_pct']:+.2f}",
         f"{row['gap']:+.4f}",
-        f"{row['gap_lo']:+.4f} to {row['gap_hi']:+.4f}",
         "1 failed",
         "baseline",
     ):
         assert part in shown
     assert "tokens/s" not in shown and "8,500" in tables.report_markdown(comparison)
-    assert row["verdict"] in " ".join(shown.split()) and "[bold]" in shown
+    assert row["sentence"] in " ".join(shown.split()) and "[bold]" in shown
 
 
 def test_markdown_rows_keep_their_columns_and_hold_no_html(comparison):

@@ -1,0 +1,49 @@
+"""What sweeps state about the comparison of their arms: the baseline, the margin, and whether it grew until decided."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hqsweep.config.study import StudyConfig
+from hqsweep.errors import UserError
+from hqsweep.sweep.store import RunDir, RunStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """baseline: None where nothing states one. margin: in % of the baseline's loss. maximum: replicates at most of a
+    study that is looked at after each, None for one of a fixed size."""
+
+    baseline: str | None
+    margin: float
+    maximum: int | None
+
+
+def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float | None = None) -> Study:
+    """The study of these runs; a baseline and a margin that are given count. Raises UserError where the sweeps state
+    different ones."""
+    paths = dict.fromkeys(run.sweep_path for run in runs)
+    stated = {path.name: _stated(path) for path in paths}
+    chosen = baseline if baseline is not None else _agreed(stated, "baseline")
+    growing = [study["seeds"]["max"] for study in stated.values() if study["seeds"]["until"] == "decided"]
+    return Study(
+        baseline=chosen,
+        margin=margin if margin is not None else _agreed(stated, "margin"),
+        maximum=max(growing, default=None),
+    )
+
+
+def _stated(sweep_path) -> dict[str, Any]:
+    """The keys of StudyConfig, the defaults where a sweep says nothing."""
+    defaults = StudyConfig().model_dump(mode="json")
+    if not (sweep_path / "sweep.json").is_file():
+        return defaults
+    return defaults | RunStore(sweep_path.parent).facts(sweep_path.name).get("study", {})
+
+
+def _agreed(stated: dict[str, dict[str, Any]], key: str) -> Any:
+    values = {sweep: study[key] for sweep, study in stated.items() if study[key] is not None}
+    if len(set(values.values())) > 1:
+        said = ", ".join(f"{sweep} {value}" for sweep, value in values.items())
+        raise UserError(f"{key}: the sweeps state different ones ({said}); give --{key}")
+    return next(iter(values.values()), None)
