@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,18 @@ from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
 from hqsweep.train import data
-from hqsweep.train.loop import Step, Throughput, Trainer, is_finite, load_checkpoint, pick_device, save_checkpoint
+from hqsweep.train.data import Dataset
+from hqsweep.train.loop import (
+    Step,
+    Throughput,
+    Trainer,
+    checkpoints,
+    is_finite,
+    load_checkpoint,
+    pick_device,
+    read_state,
+    save_checkpoint,
+)
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
@@ -37,13 +49,17 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         make_deterministic()
     dataset = data.loaded(config.data)
     check_native(config, device, dataset.vocab_size)
+    folder = workspace / "checkpoint"
+    make_up(config, dataset, device, sink, folder)
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     known = facts(trainer)
     sink.manifest(**known)
     for line in known.get("warnings", []):
         print(f"warning: {line}", flush=True)
-    if load_checkpoint(trainer, workspace / "checkpoint"):
+    if load_checkpoint(trainer, folder):
         sink.rewind(trainer.step)
+    elif config.start:
+        begin_fork(trainer, sink, workspace)
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
     first = trainer.step + 1
@@ -59,9 +75,49 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             sink.progress(done.step, train.steps, done.loss, throughput.at(done.step))
         if not is_finite(done.loss):
             raise Diverged(done.step, done.loss)
-        if done.step % train.checkpoint_every == 0 and done.step < train.steps:
-            save_checkpoint(trainer, workspace / "checkpoint")
-    save_checkpoint(trainer, workspace / "checkpoint")
+        due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
+        if due or done.step in trainer.kept:
+            save_checkpoint(trainer, folder)
+    if config.start:
+        shutil.rmtree(folder, ignore_errors=True)  # a fork is short, and its trunk is there
+    elif trainer.step not in trainer.kept:
+        save_checkpoint(trainer, folder)
+
+
+def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, sink: Sink, folder: Path) -> None:
+    """Train a trunk again from before each point that was asked for after it had passed it, and keep that. Its rows are
+    there already."""
+    there = checkpoints(folder)
+    points = config.fork.at if config.fork and config.fork.is_trunk else []
+    missing = [at for at in points if at not in there and at < max(there, default=0)]
+    if not missing:
+        return
+    trainer = Trainer(config, dataset, config.recipe.build(), device)
+    for point in missing:
+        if trainer.step < max((at for at in there if at < point), default=0):
+            load_checkpoint(trainer, folder, before=point)
+        for done in trainer.steps(last=point):
+            if done.loss is not None:
+                sink.progress(done.step, config.train.steps, done.loss, None)
+        save_checkpoint(trainer, folder)
+
+
+def begin_fork(trainer: Trainer, sink: Sink, workspace: Path) -> None:
+    """Give the trainer the state of its trunk. UserError where that is not there, or is one of another step."""
+    fork = trainer.config.fork
+    path = fork.state_file(workspace)
+    if not path.is_file():
+        raise UserError(
+            f"fork.trunk: {path} is not there, so its trunk has not come to step {fork.start}, or was trained for other"
+            " points; the sweep's command trains it"
+        )
+    state = read_state(path, trainer.device)
+    if state["step"] != fork.start:
+        raise UserError(
+            f"fork.trunk: {path} holds step {state['step']}; give the file the name step_{state['step']}.pt"
+        )
+    trainer.fork_from(state)
+    sink.manifest(trunk_val_loss=state.get("val_loss"))
 
 
 def save_captured(done: Step, folder: Path) -> None:

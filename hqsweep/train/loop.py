@@ -7,7 +7,7 @@ equals an uninterrupted one bit for bit on the same device, threads and instruct
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,8 @@ from hqsweep.optim import FusedAdam
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
 from hqsweep.train.data import Dataset
+from hqsweep.train.fork import perturb as perturb_state
+from hqsweep.train.fork import start_from
 from hqsweep.train.model import GPT, Balance
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -52,7 +54,7 @@ class Trainer:
 
     def __init__(self, config: ConvergenceConfig, dataset: Dataset, recipe: AnyRecipe, device: torch.device) -> None:
         self.config, self.dataset, self.device = config, dataset, device
-        self.stages = stages(recipe, config.train.steps)
+        self.stages = stages(recipe, config.own_steps, config.start)
         self.stage = self.stages[0]
         self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
         self.optimizer = make_optimizer(self.model, config.train)
@@ -61,10 +63,11 @@ class Trainer:
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
+        self.val_loss: float | None = None
 
-    def steps(self) -> Iterator[Step]:
-        """Train to the end, one Step an update."""
-        while self.step < self.config.train.steps:
+    def steps(self, last: int | None = None) -> Iterator[Step]:
+        """Train to the end, or to the step `last`; one Step an update."""
+        while self.step < (last or self.config.train.steps):
             yield self._advance()
 
     def _advance(self) -> Step:
@@ -72,7 +75,8 @@ class Trainer:
         self.step += 1
         self._follow_schedule()
         probe = self._probe()
-        lr = learning_rate(train, self.step)
+        fork = self.config.fork
+        lr = train.lr * fork.rate(self.step) if fork else learning_rate(train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss, balance = self._forward_backward(probe)
@@ -93,15 +97,16 @@ class Trainer:
     def _report(self, norm: Tensor, lr: float, balance: Balance, probe: Probe | None) -> Step:
         train, metrics, mean = self.config.train, {}, None
         last = self.step == train.steps
-        if last or self.step % train.log_every == 0:
+        own, fork = self.step - self.config.start, self.config.fork
+        if last or own % train.log_every == 0 or (fork and self.step == fork.constant_end):
             mean = (self.loss_sum / self.loss_count).item()
             metrics = {"train_loss": mean, "grad_norm": norm.item(), "lr": lr}
             if balance.tokens:
                 metrics |= {"aux_loss": balance.loss.item(), "expert_load_max": balance.greatest_load()}
             self.loss_sum.zero_()
             self.loss_count = 0
-        if last or self.step % train.eval_every == 0:
-            metrics["val_loss"] = self.evaluate()
+        if last or own % train.eval_every == 0 or self.step in self.kept:
+            metrics["val_loss"] = self.val_loss = self.evaluate()
         if len(self.stages) > 1 and self.step == self.stage.first_step:
             metrics["recipe_stage"] = float(self.stages.index(self.stage))
         probed = {"stats": probe.rows, "captured": probe.captured} if probe else {}
@@ -110,7 +115,7 @@ class Trainer:
     def _probe(self) -> Probe | None:
         stats = self.config.stats
         capture = self.step == stats.capture_at
-        if not capture and (not stats.every or self.step % stats.every):
+        if not capture and (not stats.every or (self.step - self.config.start) % stats.every):
             return None
         masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
         for grouped in self.model.grouped_linears():
@@ -160,14 +165,29 @@ class Trainer:
             losses = [self._loss(*batch)[0].double() for batch in batches]
         return torch.stack(losses).mean().item()
 
+    @property
+    def kept(self) -> Collection[int]:
+        """Steps whose checkpoints are kept: the points of a trunk."""
+        fork = self.config.fork
+        return fork.at if fork and fork.is_trunk else ()
+
     def state(self) -> dict:
-        return {
+        measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
+        return measured | {
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "loss_sum": self.loss_sum,
             "loss_count": self.loss_count,
         }
+
+    def fork_from(self, state: dict) -> None:
+        """Begin as a fork of a Trainer in any recipe, whose state it is."""
+        fork, seed = self.config.fork, self.config.seed
+        start_from(self.model, self.optimizer, state)
+        if fork.noise:
+            perturb_state(self.model, self.optimizer, fork.noise, (seed, fork.start))
+        self.step = state["step"]
 
     def load_state(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
@@ -224,7 +244,8 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def save_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Write step_<n>.pt through a rename, then drop older ones: at every instant one whole checkpoint is there."""
+    """Write step_<n>.pt through a rename, then drop older ones that no fork needs: at every instant one whole
+    checkpoint is there."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{trainer.step}.pt"
     partial = target.with_suffix(".tmp")
@@ -238,18 +259,28 @@ def save_checkpoint(trainer: Trainer, folder: Path) -> None:
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     finally:
         partial.unlink(missing_ok=True)  # on a full disk it would take the room of what is to be kept
-    for old in folder.glob("step_*.pt"):
-        if old != target:
+    for step, old in checkpoints(folder).items():
+        if step < trainer.step and step not in trainer.kept:
             old.unlink()
 
 
-def load_checkpoint(trainer: Trainer, folder: Path) -> bool:
-    """Continue from the newest checkpoint; False when there is none."""
-    found = sorted(folder.glob("step_*.pt"), key=lambda p: int(p.stem.removeprefix("step_")))
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Step -> checkpoint, in order of steps."""
+    return dict(sorted((int(path.stem.removeprefix("step_")), path) for path in folder.glob("step_*.pt")))
+
+
+def load_checkpoint(trainer: Trainer, folder: Path, before: int | None = None) -> bool:
+    """Continue from the newest checkpoint, or the newest before a step; False when there is none."""
+    found = [path for step, path in checkpoints(folder).items() if before is None or step < before]
     if not found:
         return False
-    trainer.load_state(torch.load(found[-1], map_location=trainer.device, weights_only=True))
+    trainer.load_state(read_state(found[-1], trainer.device))
     return True
+
+
+def read_state(path: Path, device: torch.device) -> dict:
+    """What save_checkpoint wrote, on the device."""
+    return torch.load(path, map_location=device, weights_only=True)
 
 
 class Throughput:
