@@ -7,7 +7,7 @@ STAMP := $(VENV)/.hqsweep-installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: quickstart test test-fast build docs lint clean
-.PHONY: gpu-test gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-install
+.PHONY: gpu-test gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
 quickstart: $(STAMP)  ## train six recipes on real text and write reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
@@ -57,6 +57,15 @@ gpu-bench: gpu-install  ## all benchmarks on the GPU; rows to build/benchmarks.j
 gpu-study: gpu-install  ## the study whose table is in the README: at most 10 minutes of one H200; report in reports/gpu_study
 	$(GPU_RUN) -m hqsweep run conf=gpu_study track=none
 	$(GPU_RUN) -m hqsweep compare gpu_study --baseline bf16
+
+gpu-answers: gpu-install  ## the fork study whose table is in the README: 15 minutes of one H200; report in reports/gpu_answers
+	$(GPU_RUN) -m hqsweep run conf=gpu_answers track=none
+	$(GPU_RUN) -m hqsweep compare gpu_answers
+
+gpu-designs: gpu-install  ## forks held against whole runs: 20 minutes of one H200; reports/gpu_forks and reports/gpu_whole
+	for name in gpu_forks gpu_whole; do $(GPU_RUN) -m hqsweep run conf=$$name track=none || exit 1; \
+	  $(GPU_RUN) -m hqsweep compare $$name || exit 1; done
+	$(GPU_RUN) -m benchmarks.designs gpu_whole gpu_forks --out reports/gpu_forks/designs.md
 
 gpu-install:
 	@$(PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'gpu-test: torch sees no GPU')"
