@@ -44,7 +44,7 @@ gpu-test-modules: gpu-install  ## operands, products and modules
 	$(GPU_PYTEST) tests/quant tests/gemm tests/nn tests/test_optim.py
 
 gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
-	$(GPU_PYTEST) tests/train tests/jobs tests/benchmarks
+	$(GPU_PYTEST) tests/train tests/jobs tests/sweep tests/benchmarks
 
 gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force
