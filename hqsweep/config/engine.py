@@ -66,7 +66,8 @@ class EngineConfig(Section):
 
     local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: None workers is
     as many as there is room for; None threads is 1. A run may take timeout_s seconds an attempt; after a failed one
-    there are `retries` more, the first after backoff_s seconds, each further one after twice as long.
+    there are `retries` more, the first after backoff_s seconds, each further one after twice as long. With fail_fast
+    nothing is started any more after a run that failed for good.
     """
 
     kind: Literal["local", "slurm"] = "local"
@@ -76,6 +77,7 @@ class EngineConfig(Section):
     timeout_s: Positive | None = None
     retries: Index = 0
     backoff_s: Positive = 1.0
+    fail_fast: bool = False
     slurm: SlurmConfig = SlurmConfig()
 
     @model_validator(mode="after")
@@ -84,4 +86,9 @@ class EngineConfig(Section):
             raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
         if self.kind == "slurm" and self.runs_per_gpu is not None:
             raise UserError("engine.runs_per_gpu: is for engine=local; a run on Slurm has what engine.slurm.gres asks")
+        if self.kind == "slurm" and self.fail_fast:
+            raise UserError(
+                "engine.fail_fast: is for engine=local; nothing here watches the jobs of Slurm, but hqsweep cancel"
+                " takes back those that wait"
+            )
         return self

@@ -3,7 +3,7 @@
 The parent knows a run only by its folder and its process: it hands the folder to a worker, watches, and reads
 status.json. So a run may crash in any way and the sweep goes on; a parent killed at any instant leaves folders from
 which the same command goes on; and two parents of the same sweep share the work, because a folder that a live worker
-has locked is left to it.
+has locked is left to it. A fork waits, without a slot, for the state of its trunk.
 
 States:  pending -> running -> finished | failed (crash, exception, time-out) | interrupted (stopped from outside)
 """
@@ -23,11 +23,10 @@ from hqsweep.sweep.process import Attempt, Slot
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slots import cores, slots, thread_limits
 from hqsweep.sweep.store import CANCELLED, RunDir
+from hqsweep.sweep.task import Task, end_without
 
 POLL_S = 0.05
 """Seconds between two looks at the worker processes."""
-LOOK_S = 0.25
-"""Seconds between two looks at the status or the lock of a run."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
 
@@ -47,6 +46,8 @@ class Limits:
     """Further attempts after a failed one, each from the run's last checkpoint."""
     backoff_s: float = 1.0
     """Seconds before the first of them, twice as long before each further one."""
+    fail_fast: bool = False
+    """Start nothing more after the first run that failed, retries included."""
 
 
 def run_local(
@@ -93,29 +94,11 @@ def _caught_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Task:
-    """A run that is not at its end."""
-
-    run: RunDir
-    reset: bool
-    failures: int = 0
-    look_at: float = 0.0
-    announced: bool = False
-
-    def due(self) -> bool:
-        """Whether to look at the run's folder again; counts as the look."""
-        if time.monotonic() < self.look_at:
-            return False
-        self.look_at = time.monotonic() + LOOK_S
-        return True
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Active:
     """A task with the attempt that is made at it."""
 
-    task: _Task
+    task: Task
     attempt: Attempt
 
 
@@ -125,7 +108,7 @@ class _Pool:
     limits: Limits
     slots: list[Slot]
     """The free ones."""
-    queue: list[_Task] = field(default_factory=list)
+    queue: list[Task] = field(default_factory=list)
     active: list[_Active] = field(default_factory=list)
 
     def enqueue(self, runs: Sequence[RunDir], *, force: bool) -> None:
@@ -135,9 +118,13 @@ class _Pool:
                 status = run.write_status(state="pending", reason=None)
             self._show(run, status)
             if force or status["state"] != "finished":
-                self.queue.append(_Task(run=run, reset=force))
+                self.queue.append(Task.of(run, reset=force))
         if skipped := len(runs) - len(self.queue):
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
+        trunks = {task.trunk for task in self.queue}
+        self.queue.sort(key=lambda task: task.run not in trunks)
+        if waiting := [task.trunk for task in self.queue if task.trunk and not task.needs.exists()]:
+            self.display.say(f"{len(waiting)} forks wait for {len(set(waiting))} trunks")
 
     def busy(self) -> bool:
         return bool(self.queue or self.active)
@@ -151,7 +138,9 @@ class _Pool:
                 active.attempt.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
             elif active.task.due():
                 self._show(active.task.run, active.task.run.written_status())
-        for task in list(self.queue):
+        for task in [task for task in self.queue if not task.ready and task.due()]:
+            self._look_for_trunk(task)
+        for task in [task for task in self.queue if task.ready]:
             if not self.slots:
                 break
             if task.due():
@@ -185,7 +174,39 @@ class _Pool:
     def _show(self, run: RunDir, status: dict[str, Any]) -> None:
         self.display.update(run.name, status)
 
-    def _try_start(self, task: _Task) -> None:
+    def _look_for_trunk(self, task: Task) -> None:
+        """Make a fork ready whose trunk has come to its point, and end one whose trunk nobody trains any further."""
+        before = [other for other in self.queue if other.run == task.trunk]
+        trained = before or any(active.task.run == task.trunk for active in self.active)
+        end = None if trained else end_without(task.trunk)
+        if task.needs.exists() and not any(other.reset for other in before):
+            task.make_ready()
+        elif end is None:
+            self._wait(task)
+        else:
+            self.queue.remove(task)
+            status = self._settle_unstarted(task, *end)
+            self._show(task.run, status)
+            self._stop_after(task.run, status)
+
+    def _wait(self, task: Task) -> None:
+        """Show once that the fork waits. It is pending, whatever became of it in an earlier sweep."""
+        if not task.announced:
+            task.announced = True
+            status = self._settle_unstarted(task, "pending", None)
+            self._show(task.run, status | {"state": "pending", "reason": f"waits for {task.trunk.name}"})
+
+    def _settle_unstarted(self, task: Task, state: str, reason: str | None) -> dict[str, Any]:
+        """Status of a run that is not started, written unless it was cancelled or is another process's."""
+        status = task.run.status()
+        kept = ("running", state) if task.reset else ("running", state, "finished")
+        if status["state"] in kept or status["reason"] == CANCELLED:
+            return status
+        with contextlib.suppress(RunBusy, OSError), task.run.lock():
+            status = task.run.write_status(state=state, reason=reason)
+        return status
+
+    def _try_start(self, task: Task) -> None:
         """Start the task unless its run is finished or cancelled, or another process works on it."""
         status = task.run.status()
         done = status["state"] == "finished" and not task.reset
@@ -202,21 +223,22 @@ class _Pool:
             return
         except OSError as error:
             self.queue.remove(task)
-            self._show(task.run, status | {"state": "failed", "reason": f"cannot be started: {error}"})
+            self._show(task.run, status := status | {"state": "failed", "reason": f"cannot be started: {error}"})
+            self._stop_after(task.run, status)
             return
         self.queue.remove(task)
         self._show(task.run, status)
         self.slots.remove(slot)
         self.active.append(_Active(task=task, attempt=attempt))
 
-    def _prepare(self, task: _Task) -> dict[str, Any]:
+    def _prepare(self, task: Task) -> dict[str, Any]:
         """Make the run pending, for a worker of ours; returns its status."""
         with task.run.lock():
             if task.reset:
                 task.run.reset()
             return task.run.write_status(state="pending", reason=None)
 
-    def _leave_to_other(self, task: _Task, status: dict[str, Any]) -> None:
+    def _leave_to_other(self, task: Task, status: dict[str, Any]) -> None:
         self._show(task.run, status)
         if not task.announced:
             self.display.say(f"{task.run.name}: another process works on it; waiting for that")
@@ -234,8 +256,17 @@ class _Pool:
         self._show(task.run, status)
         if status["state"] == "failed" and task.failures < self.limits.retries:
             self._retry(task, status["reason"])
+        else:
+            self._stop_after(task.run, status)
 
-    def _retry(self, task: _Task, reason: str) -> None:
+    def _stop_after(self, run: RunDir, status: dict[str, Any]) -> None:
+        """With fail_fast, leave what is not started where a run has failed for good."""
+        if self.limits.fail_fast and self.queue and status["state"] == "failed":
+            left = f"{len(self.queue)} runs are not started (engine.fail_fast)"
+            self.display.say(f"{run.name}: {status['reason']}; {left}")
+            self.queue.clear()
+
+    def _retry(self, task: Task, reason: str) -> None:
         wait_s = self.limits.backoff_s * 2**task.failures
         self.display.say(f"{task.run.name}: {reason}; trying again in {wait_s:g} s")
         task.failures, task.reset, task.look_at = task.failures + 1, False, time.monotonic() + wait_s

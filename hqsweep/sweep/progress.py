@@ -7,7 +7,7 @@ seconds, speed in tokens per second.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 STYLES = {"pending": "dim", "running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
+MANY = 25
+"""Runs of a sweep whose lines are to be few."""
 
 Status = Mapping[str, Any]
 
@@ -62,8 +64,15 @@ def counts(statuses: Mapping[str, Status]) -> str:
     return ", ".join([f"{states.count('finished')} of {len(states)} runs finished", *others])
 
 
+def _all(reasons: Mapping[str, str]) -> str:
+    """As in: waits for trunk-s0 and 3 more."""
+    first, *others = dict.fromkeys(reasons.values())
+    return f"{first} and {len(others)} more" if others else first
+
+
 class PlainDisplay:
-    """One line when a run changes its state, and one per run every `every_s` seconds of progress."""
+    """One line when a run changes its state, and one per run every `every_s` seconds of progress. Where there are many
+    runs, their starts are left out."""
 
     def __init__(self, console: Console, every_s: float = 10.0) -> None:
         self._console, self._every_s = console, every_s
@@ -82,7 +91,8 @@ class PlainDisplay:
         if before is None or state == "pending":
             return
         if state != before["state"]:
-            self.say(self._state_line(run, status))
+            if state != "running" or len(self._statuses) < MANY:
+                self.say(self._state_line(run, status))
         elif state == "running" and status["progress"] and time.monotonic() - self._said_s[run] >= self._every_s:
             self.say(self._progress_line(run, status))
         else:
@@ -134,17 +144,28 @@ class LiveDisplay:
         table.add_column("step", min_width=24)
         for heading in ("loss", "tokens/s", "left, took"):
             table.add_column(heading, justify="right")
-        for run in self._shown():
+        waiting = self._waiting()
+        for run in self._shown(waiting):
             table.add_row(*self._row(run, self._statuses[run]))
+        if waiting:
+            table.add_row(
+                f"{len(waiting)} runs", *(Text(t, style=STYLES["pending"]) for t in ("pending", _all(waiting)))
+            )
         return Group(table, Text(counts(self._statuses), style="bold"))
 
-    def _shown(self) -> list[str]:
-        """All runs if they fit; else the running, the failed and the last others that fit, in grid order."""
-        room = max(self._console.height - 4, 1)
+    def _waiting(self) -> dict[str, str]:
+        """Runs that wait for something, and for what; they have one line together, or none where it is only one run."""
+        waiting = {run: s["reason"] for run, s in self._statuses.items() if s["state"] == "pending" and s["reason"]}
+        return waiting if len(waiting) > 1 else {}
+
+    def _shown(self, waiting: Collection[str]) -> list[str]:
+        """All other runs if they fit; else the running, the failed and the last others that fit, in grid order."""
+        room = max(self._console.height - 4 - bool(waiting), 1)
         urgency = {"running": 0, "failed": 1, "interrupted": 1, "finished": 2, "pending": 3}
-        ranked = sorted(self._statuses, key=lambda run: urgency[self._statuses[run]["state"]])
+        others = [run for run in self._statuses if run not in waiting]
+        ranked = sorted(others, key=lambda run: urgency[self._statuses[run]["state"]])
         fitting = set(ranked[:room])
-        return [run for run in self._statuses if run in fitting]
+        return [run for run in others if run in fitting]
 
     def _row(self, run: str, status: Status) -> list[RenderableType]:
         state, progress = status["state"], status["progress"]

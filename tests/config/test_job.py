@@ -205,6 +205,7 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"sweep": "a/b"}, "sweep: got 'a/b'; must match the pattern"),
         ({"engine": {"slurm": {"gres": "gpu:1"}}}, "engine.slurm: given, but the engine is local"),
         ({"engine": {"kind": "slurm", "runs_per_gpu": 2}}, "engine.runs_per_gpu: is for engine=local"),
+        ({"engine": {"kind": "slurm", "fail_fast": True}}, "engine.fail_fast: is for engine=local"),
         ({"engine": {"kind": "slurm", "slurm": {"time_min": 1}}}, "engine.slurm.signal_s: 60 s before the end"),
         ({"engine": {"kind": "slurm", "slurm": {"options": "-A lab"}}}, "engine.slurm.options: '-A' is no --NAME"),
     ],

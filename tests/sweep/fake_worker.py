@@ -49,6 +49,10 @@ def act(run: RunDir, do: str) -> None:
     if do == "say":
         print(f"{run.name} by Python", flush=True)
         subprocess.run(["echo", f"{run.name} by a child"], check=True)
+    if run.trunk() is not None:
+        assert run.trunk_state().read_text() == f"state {run.fork().start}"
+    if do.startswith("trunk"):
+        train_trunk(run, do)
     if do == "raise" or (do == "flaky" and run.written_status()["attempt"] < 3):
         run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
         os._exit(3)
@@ -60,6 +64,19 @@ def act(run: RunDir, do: str) -> None:
     if do == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3}.get(do, 0.02))
+
+
+def train_trunk(run: RunDir, do: str) -> None:
+    """Keep the state at each point; trunk-fails and trunk-dies do so after the first, at the first attempt alone."""
+    run.checkpoint.mkdir(exist_ok=True)
+    for step in run.fork().at:
+        time.sleep(60 if do == "trunk-sleeps" and step > 1 else 0.3)
+        if step > 1 and run.written_status()["attempt"] == 1 and do == "trunk-dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step > 1 and not (run.path / "mended").exists() and do == "trunk-fails":
+            run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
+            os._exit(3)
+        (run.checkpoint / f"step_{step}.pt").write_text(f"state {step}")
 
 
 def work(run: RunDir) -> int:

@@ -90,6 +90,35 @@ def test_the_table_shows_what_matters_when_the_terminal_is_low(console):
     assert all(text in running for text in ("40/200", "2.5000", "9,500", "1:01"))
 
 
+def test_runs_that_wait_have_one_line_together(console):
+    display = LiveDisplay(console)
+    for index in range(96):
+        display.update(f"fork{index}", status("pending", reason=f"waits for trunk-s{index % 4}"))
+    for index in range(4):
+        display.update(f"trunk-s{index}", status(step=40))
+    console.print(display._draw())
+    lines = printed(console)
+    assert len(lines) == 7  # heading, 4 trunks, what waits, counts
+    assert [text for text in lines if "waits" in text] == [lines[-2]]
+    assert all(text in lines[-2] for text in ("96 runs", "pending", "waits for trunk-s0 and 3 more"))
+    assert sum("running" in line for line in lines) == 5
+
+
+def test_a_single_run_that_waits_has_a_line_of_its_own(console):
+    display = LiveDisplay(console)
+    display.update("fork0", status("pending", reason="waits for trunk-s0"))
+    console.print(display._draw())
+    assert "fork0" in printed(console)[1] and "waits for trunk-s0" in printed(console)[1]
+
+
+def test_starts_of_many_runs_are_left_out(console):
+    display = PlainDisplay(console)
+    for state in ("pending", "running", "finished"):
+        for index in range(30):
+            display.update(f"run{index}", status(state))
+    assert len(printed(console)) == 30 and ": running" not in console.file.getvalue()
+
+
 def test_the_kind_of_display_follows_the_console(console):
     assert isinstance(open_display(console), PlainDisplay)
     with open_display(Console(file=io.StringIO(), force_terminal=True)) as live:
