@@ -64,17 +64,11 @@ def sync(
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Make the W&B mirror of runs again from their rows.
+    """Make the mirror of runs, in W&B or TensorBoard, again from their rows.
 
-    Offline, the folders that `wandb sync` uploads are printed.
+    Offline, the folders that `wandb sync` uploads are printed; for TensorBoard its folder.
     """
-    from importlib.util import find_spec
-
-    from hqsweep.errors import UserError
     from hqsweep.sweep.store import RunStore
-
-    if find_spec("wandb") is None:
-        raise UserError("sync needs the package wandb; pip install wandb")
     from hqsweep.track.sync import sync as replay
 
     folders = {run.name: [str(folder) for folder in replay(run, mode)] for run in RunStore(runs_dir).resolve(runs)}

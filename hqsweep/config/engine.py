@@ -10,11 +10,19 @@ from hqsweep.config.types import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
 
+def check_installed(kind: str) -> None:
+    """UserError where the package of a kind of tracker, which has its name, is not there."""
+    if find_spec(kind) is None:
+        raise UserError(
+            f"track.kind: '{kind}' needs the package {kind}; pip install 'hqsweep[{kind}]', or set track=none"
+        )
+
+
 class TrackConfig(Section):
     """The tracker that mirrors the run folder. kind auto is wandb where it is installed, else none; mode auto is online
-    for who is logged in, else offline."""
+    for who is logged in, else offline. mode, project, entity and init_timeout_s are those of wandb."""
 
-    kind: Literal["none", "wandb"] = "none"
+    kind: Literal["none", "wandb", "tensorboard"] = "none"
     mode: Literal["offline", "online", "auto"] = "auto"
     project: str = "hqsweep"
     entity: str | None = None
@@ -23,10 +31,9 @@ class TrackConfig(Section):
     @field_validator("kind", mode="before")
     @classmethod
     def _installed(cls, kind: Any) -> Any:
-        installed = find_spec("wandb") is not None
-        if kind == "wandb" and not installed:
-            raise UserError("track.kind: 'wandb' needs the package wandb; pip install wandb, or set track=none")
-        return ("wandb" if installed else "none") if kind == "auto" else kind
+        if kind in ("wandb", "tensorboard"):
+            check_installed(kind)
+        return ("none" if find_spec("wandb") is None else "wandb") if kind == "auto" else kind
 
 
 class SlurmConfig(Section):

@@ -42,8 +42,14 @@ class BackgroundTracker:
                 self._full = True
                 print("tracker: it does not keep up; `hqsweep sync` makes up for what it misses", flush=True)
 
+    def rewind(self, step: int) -> None:
+        self._put("rewind", step)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._put("log", step, dict(values))
+
+    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self._put("sampled", step, rows)
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
         self._put("table", name, rows)

@@ -1,8 +1,6 @@
 """The tracker of a run, by the `track` section of its config."""
 
-from importlib.util import find_spec
-
-from hqsweep.errors import UserError
+from hqsweep.config.engine import check_installed
 from hqsweep.sweep.store import RunDir
 from hqsweep.track.background import BackgroundTracker
 from hqsweep.track.tracker import NullTracker, Tracker
@@ -11,16 +9,20 @@ from hqsweep.track.tracker import NullTracker, Tracker
 def open_tracker(run: RunDir) -> Tracker:
     """The tracker that the `track` section of the run's config asks for.
 
-    Raises UserError when it asks for wandb and there is none.
+    Raises UserError when it asks for one whose package is not there.
     """
     config = run.config()
-    if config["track"]["kind"] == "none":
+    kind = config["track"]["kind"]
+    if kind == "none":
         return NullTracker()
-    if find_spec("wandb") is None:
-        raise UserError("track.kind: 'wandb' needs the package wandb; `pip install wandb`, or set track=none")
+    check_installed(kind)
 
     def opened() -> Tracker:
-        from hqsweep.track.wandb import open_run  # only here, so that track=none works without wandb
+        if kind == "tensorboard":  # only here, so that a kind works without the packages of the others
+            from hqsweep.track.tensorboard import open_tensorboard
+
+            return open_tensorboard(run, config)
+        from hqsweep.track.wandb import open_run
 
         return open_run(run, config)
 

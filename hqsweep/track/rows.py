@@ -10,6 +10,8 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,7 +91,11 @@ class RowSink:
 
     def rows(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
         """Rows of any other table, in the columns of TABLES."""
+        rows = list(rows)
         self._tables[table].append(rows)
+        if table == "stats":
+            for step, sampled in groupby(rows, itemgetter("step")):
+                self._tracker.sampled(step, list(sampled))
 
     def manifest(self, **entries: Any) -> None:
         """Add facts to the run's manifest."""
@@ -113,6 +119,7 @@ class RowSink:
         """Take back the rows after `step`, the step of the checkpoint from which the job goes on."""
         for table in self._tables.values():
             table.rewind(step)
+        self._tracker.rewind(step)
 
     def close(self) -> None:
         """No more rows."""

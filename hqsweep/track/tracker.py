@@ -1,14 +1,24 @@
 """A tracker mirrors a run's rows somewhere else. No tracker is a tracker too: the one that does nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
+
+SAMPLED = ("sqnr_db", "amax", "underflow_pct", "saturation_pct", "load")
+"""Error statistics that are mirrored as curves; all of them are in the table at the end."""
 
 
 class Tracker(Protocol):
     """The mirror of one run. It never raises once it is open: losing the mirror must not lose the run."""
 
+    def rewind(self, step: int) -> None:
+        """The rows after `step` are taken back: before the first row of every attempt, with -1 for an attempt from the
+        start."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics of a step; steps never go down within one process."""
+
+    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Rows of the table "stats" of one step, before its metrics."""
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
         """A table of rows with equal columns, once, at the end."""
@@ -20,7 +30,13 @@ class Tracker(Protocol):
 class NullTracker:
     """track.kind=none."""
 
+    def rewind(self, step: int) -> None:
+        pass
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
         pass
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
@@ -28,3 +44,14 @@ class NullTracker:
 
     def finish(self, exit_code: int) -> bool:
         return True
+
+
+def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Rows of the table "stats" -> SAMPLED by name, STATISTIC/LAYER/TENSOR/DIRECTION, as in
+    "sqnr_db/layers.0.attn.qkv/input/rowwise": the first word is the panel's. What a row has not is left out."""
+    return {
+        f"{name}/{row['layer']}/{row['tensor']}/{row['direction']}": row[name]
+        for name in SAMPLED
+        for row in rows
+        if row[name] is not None
+    }

@@ -4,10 +4,9 @@ Everything W&B writes stays in the run's folder (`<run>/wandb/`; a report's in t
 reach the disk every second, where W&B's own default loses up to 15 s of a killed run.
 """
 
-import functools
 import netrc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +14,8 @@ from urllib.parse import urlsplit
 import wandb
 
 from hqsweep.sweep.store import RunDir
-from hqsweep.track.tracker import NullTracker, Tracker
+from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
+from hqsweep.track.tracker import NullTracker, Tracker, curves
 
 FAST = {
     "console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_stats": True,
@@ -94,48 +94,34 @@ def _open(folder: Path, track: Mapping[str, Any], **run_fields: Any) -> Tracker:
             place = {"dir": folder, "project": track["project"], "entity": track["entity"]}
             return WandbTracker(wandb.init(mode=attempt, settings=settings, **place, **run_fields))
         except Exception as error:
-            print(f"wandb: cannot track {attempt}: {_line(error)}", flush=True)
+            print(f"wandb: cannot track {attempt}: {one_line(error)}", flush=True)
             wandb.teardown()  # its service still holds the run id
     return NullTracker()
 
 
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _harmless(method: Callable[..., Any]) -> Callable[..., bool]:
-    """Whatever W&B raises becomes one line in the log, said once, and the result False."""
-
-    @functools.wraps(method)
-    def guarded(self: "WandbTracker", *args: Any, **kwargs: Any) -> bool:
-        try:
-            return method(self, *args, **kwargs) is not False
-        except Exception as error:
-            self.complain(f"{method.__name__}: {_line(error)}")
-            return False
-
-    return guarded
-
-
-class WandbTracker:
+class WandbTracker(HarmlessTracker):
     """Tracker over an open W&B run."""
 
+    who = "wandb"
+
     def __init__(self, run: Any) -> None:
+        super().__init__()
         self._run, self._step = run, 0
-        self._complaints: set[str] = set()
 
-    def complain(self, line: str) -> None:
-        """Say it in the log, once."""
-        if line not in self._complaints:
-            self._complaints.add(line)
-            print(f"wandb: {line}; the run goes on, its rows are in its folder", flush=True)
+    def rewind(self, step: int) -> None:
+        """W&B keeps the steps that it has, which are the same bit for bit."""
 
-    @_harmless
+    @harmless
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._step = step
         self._run.log(dict(values), step=step)
 
-    @_harmless
+    @harmless
+    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self._step = step
+        self._run.log(curves(rows), step=step)
+
+    @harmless
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
         if rows:
             columns = list(rows[0])
@@ -143,13 +129,13 @@ class WandbTracker:
             table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
             self._run.log({name: table}, step=self._step)
 
-    @_harmless
+    @harmless
     def artifact(self, folder: Path) -> None:
         artifact = wandb.Artifact(f"report-{self._run.group}", type="report")
         artifact.add_dir(str(folder))
         self._run.log_artifact(artifact)
 
-    @_harmless
+    @harmless
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
         wandb.teardown()  # waits for W&B's service, which else happens at the exit of the process, without a limit

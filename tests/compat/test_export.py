@@ -10,7 +10,7 @@ from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
 from hqsweep.recipe.roles import module_roles
 from hqsweep.sweep.compose import known_recipes, load_recipe
 
-NOT_THERE = {"mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4_4over6"}
+NOT_THERE = {"mxfp4", "mxfp4_floor", "mxfp6_e2m3", "mxfp6_e3m2", "nvfp4_4over6", "nvfp4_tensor"}
 """Packaged recipes with a format that TransformerEngine has not, or not under a name of d0067d0."""
 EXPORTED = sorted(set(known_recipes()) - NOT_THERE)
 LAYERS = 12

@@ -41,6 +41,8 @@ ZOO = {
     "nvfp4_fwd_mxfp8_bwd_dequantized": (*["nvfp4|mxfp8@rowwise_dequantized"] * 2, "mxfp8"),
     "nvfp4_4over6": ("nvfp4+4over6|nvfp4+rht", "nvfp4+2d+4over6", "nvfp4+rht+sr"),
     "mxfp4": ("mxfp4", "mxfp4", "mxfp4"),
+    "mxfp4_floor": ("mxfp4+floor", "mxfp4+floor", "mxfp4+floor"),
+    "nvfp4_tensor": ("nvfp4+tensor", "nvfp4+tensor", "nvfp4+tensor"),
     "mxfp6_e2m3": ("mxfp6_e2m3", "mxfp6_e2m3", "mxfp6_e2m3"),
     "mxfp6_e3m2": ("mxfp6_e3m2", "mxfp6_e3m2", "mxfp6_e3m2"),
     "mxfp8_e5m2_grad": ("mxfp8", "mxfp8", "mxfp8+e5m2"),
@@ -136,6 +138,8 @@ def test_tracker_is_wandb_only_where_it_is_installed(monkeypatch: pytest.MonkeyP
     assert parse(smallest(track={"kind": "auto"})).track.kind == "none"
     with pytest.raises(UserError, match=r"track.kind: 'wandb' needs the package wandb"):
         parse(smallest(track={"kind": "wandb"}))
+    with pytest.raises(UserError, match=r"'tensorboard' needs the package tensorboard; pip install 'hqsweep\[tensorb"):
+        parse(smallest(track={"kind": "tensorboard"}))
 
 
 def test_all_faults_in_one_line() -> None:

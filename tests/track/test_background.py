@@ -23,6 +23,12 @@ class Slow:
     def log(self, step, values):
         self._take(step, values)
 
+    def rewind(self, step):
+        self._take("rewind", step)
+
+    def sampled(self, step, rows):
+        self._take("sampled", step, rows)
+
     def table(self, name, rows):
         self._take(name, rows)
 
@@ -46,6 +52,8 @@ def test_calls_are_made_in_order_while_the_tracker_is_still_opening(slow):
 
     tracker, began = BackgroundTracker(opened), time.monotonic()
     values = {"loss": 1.0}
+    tracker.rewind(0)
+    tracker.sampled(1, [{"layer": "a"}])
     tracker.log(1, values)
     values["loss"] = 2.0  # the caller's own again
     tracker.table("stats", [])
@@ -53,7 +61,8 @@ def test_calls_are_made_in_order_while_the_tracker_is_still_opening(slow):
     slow.gate.set()
     opening.set()
     assert tracker.finish(3) is True
-    assert slow.calls == [(1, {"loss": 1.0}), ("stats", []), ("finish", 3)]
+    sampled = ("sampled", 1, [{"layer": "a"}])
+    assert slow.calls == [("rewind", 0), sampled, (1, {"loss": 1.0}), ("stats", []), ("finish", 3)]
 
 
 def test_a_tracker_that_hangs_is_left_behind(slow, monkeypatch, capsys):
@@ -70,6 +79,7 @@ def test_what_does_not_fit_is_dropped_and_said_once(slow, monkeypatch, capsys):
     tracker, began = BackgroundTracker(lambda: slow), time.monotonic()
     for step in range(100):
         tracker.log(step, {"loss": 1.0})
+        tracker.sampled(step, [])
     assert not tracker.finish(0)
     assert time.monotonic() - began < 1
     assert capsys.readouterr().out.count("does not keep up") == 1

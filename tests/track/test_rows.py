@@ -49,6 +49,30 @@ def test_rows_are_on_disk_when_the_call_returns(run, sink):
     assert (len(run.rows("stats")), len(run.rows("parity"))) == (1, 1)
 
 
+def test_statistics_reach_the_tracker_as_they_are_sampled_and_what_is_taken_back_is_said(run):
+    calls = []
+
+    class Kept(NullTracker):
+        def rewind(self, step):
+            calls.append(("rewind", step))
+
+        def log(self, step, values):
+            calls.append((step, dict(values)))
+
+        def sampled(self, step, rows):
+            calls.append((step, [row["layer"] for row in rows]))
+
+    sink = RowSink(run, Kept())
+    sink.rewind(-1)
+    sink.rows("stats", iter([stats_row(3), stats_row(3, layer="m"), stats_row(4)]))
+    sink.metric(4, {"train_loss": 1.0})
+    sink.rows("parity", [parity_row("a")])
+    sink.rewind(3)
+    sink.close()
+    assert calls == [("rewind", -1), (3, ["l", "m"]), (4, ["l"]), (4, {"train_loss": 1.0}), ("rewind", 3)]
+    assert len(run.rows("stats")) == 2
+
+
 def test_no_rows_no_file(run, sink):
     sink.rows("stats", [])
     sink.write_parquet()

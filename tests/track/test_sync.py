@@ -13,6 +13,7 @@ import wandb_file
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunStore
 from hqsweep.track.sync import sync
+from hqsweep.track.tables import TABLES
 from hqsweep.track.wandb import open_run
 
 CONFIG = {
@@ -32,7 +33,8 @@ def run(tmp_path, monkeypatch):
     run = RunStore(tmp_path / "runs").create(sweep="grid", conf="c", overrides=[], runs=[point])[0]
     rows = [{"step": step, "metric": metric, "value": value} for step, metric, value in ROWS]
     run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 30, "met')
-    run.jsonl("stats").write_text('{"step": 10, "layer": "a", "sqnr_db": 30.5}\n')
+    row = dict.fromkeys(TABLES["stats"]) | {"layer": "a", "tensor": "input", "direction": "rowwise", "sqnr_db": 30.5}
+    run.jsonl("stats").write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (10, 15)))
     run.write_status(state="failed", exit_code=3)
     return run
 
@@ -47,6 +49,8 @@ def test_sync_replays_every_row_whatever_the_mirror_had(run):
         names = {metric for _, metric, _ in ROWS}
         rows = [(row["_step"], name, row[name]) for row in uploaded.history for name in names & row.keys()]
         assert sorted(rows) == sorted(ROWS)
+        curve = [row["_step"] for row in uploaded.history if row.get("sqnr_db/a/input/rowwise") == 30.5]
+        assert curve == [10, 15]
         assert any("stats.path" in row for row in uploaded.history)
         assert (uploaded.run.run_id, uploaded.run.run_group, uploaded.exit_code) == (f"grid-{run.name}", "grid", 3)
         assert folder.is_relative_to(run.path)

@@ -19,6 +19,7 @@ import wandb_file
 from hqsweep.sweep.store import RunStore
 from hqsweep.track import wandb as mirror
 from hqsweep.track.open import open_tracker
+from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import NullTracker
 
 CONFIG = {
@@ -49,6 +50,8 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     for step in (0, 10, 20):
         tracker.log(step, {"train_loss": 3.0 - step})
     tracker.log(20, {"val_loss": math.nan})
+    row = dict.fromkeys(TABLES["stats"]) | {"layer": "l.0", "tensor": "input", "direction": "rowwise", "sqnr_db": 30.5}
+    tracker.sampled(20, [row])
     tracker.table("stats", [{"layer": "a", "sqnr_db": 30.5}, {"layer": "b", "sqnr_db": None}])
     assert tracker.finish(0)
     (folder,) = mirror.offline_folders(run)
@@ -62,6 +65,7 @@ def test_an_offline_run_mirrors_config_metrics_and_tables(run, tmp_path):
     assert {key: mirrored.config[key] for key in CONFIG} == CONFIG
     assert [(row["_step"], row["train_loss"]) for row in mirrored.history] == [(0, 3.0), (10, -7.0), (20, -17.0)]
     assert math.isnan(mirrored.history[-1]["val_loss"])
+    assert mirrored.history[-1]["sqnr_db/l.0/input/rowwise"] == 30.5
     table = json.loads((folder / "files" / mirrored.history[-1]["stats.path"]).read_text())
     assert (table["columns"], table["data"]) == (["layer", "sqnr_db"], [["a", 30.5], ["b", None]])
     assert mirrored.exit_code == 0
@@ -181,11 +185,14 @@ def test_errors_after_the_start_are_one_line_each_and_harmless(capsys):
     tracker = mirror.WandbTracker(SimpleNamespace(log=fail, finish=fail))
     for step in range(3):
         tracker.log(step, {"loss": 1.0})
+        tracker.sampled(step, [])
+    tracker.rewind(0)
     tracker.table("stats", [{"a": 1}])
     tracker.finish(0)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(";")[0] for line in lines] == [
         "wandb: log: RuntimeError: service died",
+        "wandb: sampled: RuntimeError: service died",
         "wandb: table: RuntimeError: service died",
         "wandb: finish: RuntimeError: service died",
     ]

@@ -1,0 +1,110 @@
+"""TensorBoard as a mirror of the rows, in `<run>/tensorboard/`, by torch's own writer: never the death of a run.
+
+A resumed run writes a file of its own that begins with the step from which it goes on, and TensorBoard drops what
+earlier files have of that step and later ones, so that no point is there twice. Files reach the disk every second.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from hqsweep.sweep.store import RunDir
+from hqsweep.track.harmless import HarmlessTracker, harmless
+from hqsweep.track.tracker import Tracker, curves
+
+FLUSH_S = 1
+TEXT_ROWS = 500
+"""Rows of a table that are mirrored as text."""
+
+
+def open_tensorboard(run: RunDir, config: Mapping[str, Any]) -> Tracker:
+    """The mirror of a run."""
+    return TensorBoardTracker(tensorboard_folder(run), config)
+
+
+def tensorboard_folder(run: RunDir) -> Path:
+    """Where the files of a run's mirror are."""
+    return run.path / "tensorboard"
+
+
+class TensorBoardTracker(HarmlessTracker):
+    """Tracker over a SummaryWriter, which is opened by the first call."""
+
+    who = "tensorboard"
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._folder, self._config = folder, config
+        self._writer: SummaryWriter | None = None
+
+    @harmless
+    def rewind(self, step: int) -> None:
+        self._close()
+        if step < 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        resumed = any(self._folder.glob("events.*"))
+        self._open(purge_step=step + 1 if resumed else None)
+
+    @harmless
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        writer = self._open()
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    @harmless
+    def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.log(step, curves(rows))
+
+    @harmless
+    def table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        if rows and name != "stats":  # its curves are there
+            self._open().add_text(name, markdown_table(rows))
+
+    @harmless
+    def finish(self, exit_code: int) -> None:
+        if exit_code == 0:
+            self._open().file_writer.add_summary(self._hparams()[2])
+        self._close()
+
+    def _open(self, purge_step: int | None = None) -> SummaryWriter:
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=FLUSH_S)
+            if purge_step is None:
+                self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(self._config, sort_keys=False)}```")
+                for summary in self._hparams()[:2]:
+                    self._writer.file_writer.add_summary(summary)
+        return self._writer
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    def _hparams(self) -> tuple[Any, Any, Any]:
+        """Summaries of the plugin HParams: of its columns, of the start of a session and of its successful end."""
+        metrics = {"val_loss": 0.0} if self._config.get("job") == "convergence" else {}
+        return hparams(dict(leaves(self._config)), metrics)
+
+
+def leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | float | str]]:
+    """(key path, value) of every leaf of a config that has a value; what is no number and no text as JSON."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{path}{key}.")
+        elif value is not None:
+            yield f"{path}{key}", value if type(value) in (int, float, str) else json.dumps(value)
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Rows with equal columns as Markdown: the first TEXT_ROWS, and how many more there are."""
+    cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows[:TEXT_ROWS])]
+    lines = ["| " + " | ".join("" if c is None else str(c).replace("|", "\\|") for c in line) + " |" for line in cells]
+    if len(rows) > TEXT_ROWS:
+        lines += ["", f"and {len(rows) - TEXT_ROWS} more rows, which are in the run's folder"]
+    return "\n".join(lines)

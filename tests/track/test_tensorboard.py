@@ -1,0 +1,176 @@
+"""The TensorBoard mirror, read back by TensorBoard's own loader."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("tensorboard")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.track.open import open_tracker
+from hqsweep.track.sync import sync
+from hqsweep.track.tables import TABLES
+from hqsweep.track.tensorboard import TEXT_ROWS, leaves, markdown_table, open_tensorboard, tensorboard_folder
+
+CONFIG = {
+    "job": "convergence", "sweep": "grid", "seed": 3, "recipe": {"name": "mxfp8"},
+    "deep": {"er": [1, 2.5, None], "none": None, "flag": True},
+    "track": {"kind": "tensorboard", "mode": "auto", "project": "hqsweep", "entity": None, "init_timeout_s": 2},
+}  # fmt: skip
+ROW = dict.fromkeys(TABLES["stats"]) | {"layer": "l.0", "tensor": "input", "direction": "rowwise", "sqnr_db": 30.5}
+
+
+@pytest.fixture
+def run(tmp_path):
+    point = SimpleNamespace(config=CONFIG, arm="mxfp8 lr=0.1", overrides=[])
+    return RunStore(tmp_path / "runs").create(sweep="grid", conf="c", overrides=[], runs=[point])[0]
+
+
+def load(run) -> EventAccumulator:
+    return EventAccumulator(str(tensorboard_folder(run)), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def points(loaded: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in loaded.Scalars(tag)]
+
+
+def text(loaded: EventAccumulator, tag: str) -> str:
+    (event,) = loaded.Tensors(f"{tag}/text_summary")
+    return event.tensor_proto.string_val[0].decode()
+
+
+def hyperparameters(loaded: EventAccumulator) -> dict[str, HParamsPluginData]:
+    contents = loaded.PluginTagToContent("hparams")
+    return {tag: HParamsPluginData.FromString(content) for tag, content in contents.items()}
+
+
+def test_metrics_statistics_config_and_tables_are_there(run):
+    tracker = open_tensorboard(run, CONFIG)
+    tracker.rewind(-1)
+    for step in (0, 10, 20):
+        tracker.sampled(step, [ROW])
+        tracker.log(step, {"train_loss": 3.0 - step})
+    tracker.log(20, {"val_loss": math.nan})
+    tracker.table("stats", [ROW])
+    tracker.table("parity", [{"check": "kernel", "case": "a|b"}, {"check": "routing", "case": None}])
+    tracker.table("calibrate", [])
+    assert tracker.finish(0)
+    loaded = load(run)
+    assert points(loaded, "train_loss") == [(0, 3.0), (10, -7.0), (20, -17.0)]
+    assert points(loaded, "sqnr_db/l.0/input/rowwise") == [(0, 30.5), (10, 30.5), (20, 30.5)]
+    assert math.isnan(points(loaded, "val_loss")[0][1])
+    assert "er:\n  - 1\n  - 2.5" in text(loaded, "config") and "kind: tensorboard" in text(loaded, "config")
+    assert text(loaded, "parity") == "| check | case |\n| --- | --- |\n| kernel | a\\|b |\n| routing |  |"
+    assert sorted(loaded.Tags()["tensors"]) == ["config/text_summary", "parity/text_summary"]
+    found = hyperparameters(loaded)
+    named = found["_hparams_/session_start_info"].session_start_info.hparams
+    assert (named["seed"].number_value, named["deep.flag"].string_value) == (3, "true")
+    assert "deep.none" not in named and found["_hparams_/session_end_info"].session_end_info.status == 1
+
+
+def test_a_run_that_failed_has_no_successful_end(run):
+    tracker = open_tensorboard(run, CONFIG)
+    tracker.rewind(-1)
+    tracker.finish(3)
+    assert "_hparams_/session_end_info" not in hyperparameters(load(run))
+
+
+def test_a_resumed_run_has_no_point_twice(run):
+    first = open_tensorboard(run, CONFIG)
+    first.rewind(-1)
+    for step in range(1, 8):
+        first.log(step, {"train_loss": float(step)})
+        first.sampled(step, [ROW])
+    first._close()  # as a killed one leaves it
+    second = open_tensorboard(run, CONFIG)
+    second.rewind(4)
+    for step in range(5, 10):
+        second.log(step, {"train_loss": float(step)})
+        second.sampled(step, [ROW])
+    assert second.finish(0)
+    loaded = load(run)
+    assert points(loaded, "train_loss") == [(step, float(step)) for step in range(1, 10)]
+    assert [step for step, _ in points(loaded, "sqnr_db/l.0/input/rowwise")] == list(range(1, 10))
+    assert text(loaded, "config")  # once
+
+
+def test_an_attempt_from_the_start_replaces_what_was_there(run):
+    for value in (1.0, 2.0):
+        tracker = open_tensorboard(run, CONFIG)
+        tracker.rewind(-1)
+        tracker.log(1, {"train_loss": value})
+        tracker.finish(0)
+    assert points(load(run), "train_loss") == [(1, 2.0)]
+
+
+@pytest.mark.slow
+def test_a_killed_run_loses_about_a_second(run):
+    program = f"""
+        import time
+        from pathlib import Path
+        from hqsweep.sweep.store import RunDir
+        from hqsweep.track.tensorboard import open_tensorboard
+        run = RunDir(Path({str(run.path)!r}))
+        tracker = open_tensorboard(run, run.config())
+        tracker.rewind(-1)
+        for step in range(1000):
+            tracker.log(step, {{"loss": 1.0}})
+            print(step, flush=True)
+            time.sleep(0.1)
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    while worker.stdout.readline() != "35\n":
+        pass
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate()
+    assert len(points(load(run), "loss")) >= 15
+    tracker = open_tensorboard(run, CONFIG)
+    tracker.rewind(9)
+    tracker.log(10, {"loss": 2.0})
+    tracker.finish(0)
+    assert points(load(run), "loss") == [*((step, 1.0) for step in range(10)), (10, 2.0)]
+
+
+def test_training_does_not_wait_and_errors_are_one_line_each(run, capsys):
+    run.path.joinpath("tensorboard").write_text("a file is in the way")
+    began = time.monotonic()
+    tracker = open_tracker(run)
+    for step in range(3):
+        tracker.log(step, {"loss": 1.0})
+    assert time.monotonic() - began < 1
+    assert not tracker.finish(0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [["tensorboard", " log"], ["tensorboard", " finish"]]
+    assert all(line.endswith("the run goes on, its rows are in its folder") for line in lines)
+
+
+def test_sync_makes_the_mirror_again(run):
+    rows = [{"step": step, "metric": "train_loss", "value": 1.0} for step in (10, 20)]
+    run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.jsonl("stats").write_text("".join(json.dumps(ROW | {"step": step}) + "\n" for step in (10, 15)))
+    run.write_status(state="finished", exit_code=0)
+    for _ in range(2):  # a second time changes nothing
+        assert sync(run, "auto") == [tensorboard_folder(run)]
+        loaded = load(run)
+        assert points(loaded, "train_loss") == [(10, 1.0), (20, 1.0)]
+        assert points(loaded, "sqnr_db/l.0/input/rowwise") == [(10, 30.5), (15, 30.5)]
+        assert "_hparams_/session_end_info" in hyperparameters(loaded)
+    shutil.rmtree(tensorboard_folder(run))
+    assert RunDir(run.path).rows("metrics") == rows
+
+
+def test_leaves_and_long_tables():
+    assert dict(leaves({"a": {"b": [1, None]}, "c": None, "d": True})) == {"a.b": "[1, null]", "d": "true"}
+    table = markdown_table([{"n": n} for n in range(TEXT_ROWS + 3)])
+    assert table.count("\n|") == TEXT_ROWS + 1 and table.endswith("\n\nand 3 more rows, which are in the run's folder")
