@@ -108,13 +108,12 @@ def partners(finals: pd.DataFrame, baseline_of: dict[str, str]) -> list[str | No
     ]
 
 
-def gap_curve(comparison: Comparison, metric: str, smooth: int = 1, apart: bool = False) -> pd.DataFrame:
+def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFrame:
     """arm, step, gap (nats), low, high, n: the paired gap of `metric` at every step that both arms have; each run's gap
     is a rolling mean over `smooth` rows. The interval is the arm's own, 95 % over n seeds.
 
-    Forks: step is that of the fork (1 is its first), gaps are averaged within a trunk, and n counts trunks; with
-    `apart` there is a column point, and each point is averaged by itself. An arm with finished runs shows only
-    those; the baseline itself is left out.
+    Forks: step is that of the fork (1 is its first), gaps are averaged within a trunk, and n counts trunks. An arm with
+    finished runs shows only those; the baseline itself is left out.
     """
     rows, finals = comparison.frames.metrics, comparison.finals
     done = finals["final_loss"].notna()
@@ -125,9 +124,8 @@ def gap_curve(comparison: Comparison, metric: str, smooth: int = 1, apart: bool 
     rows = rows[rows["arm"] != rows["arm"].map(comparison.baseline_of)]
     rows["gap"] = rows.groupby("run")["gap"].transform(lambda gaps: gaps.rolling(smooth, min_periods=1).mean())
     rows["step"] -= rows["point"]
-    keys = ["arm", "point", "step"] if apart else ["arm", "step"]
-    means = rows.groupby([*keys, "trunk"])["gap"].mean()
-    return intervals(means.groupby(keys)).reset_index().rename(columns={"mean": "gap"})
+    means = rows.groupby(["arm", "step", "trunk"])["gap"].mean()
+    return intervals(means.groupby(["arm", "step"])).reset_index().rename(columns={"mean": "gap"})
 
 
 def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:

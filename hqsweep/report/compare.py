@@ -119,7 +119,7 @@ def _slope(frames: Frames, trunks: Frames, baseline: str) -> float:
 def document(comparison: Comparison) -> dict[str, Any]:
     """The comparison for programs: `arms` without the baseline, each with a verdict of VERDICTS, gaps in `unit`. An arm
     that is no part of its family is undecided, and `apart` says why."""
-    rows = json.loads(comparison.arms.to_json(orient="records"))
+    rows = json.loads(comparison.arms.to_json(orient="records", double_precision=15))
     names = {"gap": "gap_pct", "ci_low": "ci_low_pct", "ci_high": "ci_high_pct", "eq_low": "eq_low_pct",
              "eq_high": "eq_high_pct", "margin": "margin_pct", "gap_nats": "gap"}  # fmt: skip
     arms = [

@@ -9,6 +9,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from hqsweep.config.fork import ForkConfig
 from hqsweep.report.gemm_plans import plan_lines
 from hqsweep.report.job_tables import job_tables
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
@@ -19,7 +20,8 @@ WORST = 5
 
 
 def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
-    """(table, dicts): per sweep its conf, when it was made, arms, and how many runs are in each state; newest last."""
+    """(table, dicts): per sweep its conf, when it was made, arms, runs (of a fork study trunks, which are no arm, and
+    forks), and how many of them are in each state; newest last."""
     sweeps = [_sweep(store, name) for name in store.sweeps()]
     if not sweeps:
         return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
@@ -29,7 +31,7 @@ def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
             sweep["conf"],
             sweep["created"][:16].replace("T", " "),
             str(len(sweep["arms"])),
-            str(sweep["runs"]),
+            _counted(sweep),
             ", ".join(f"{sweep['states'][state]} {state}" for state in STATES if state in sweep["states"]),
         )
         for sweep in sweeps
@@ -38,16 +40,27 @@ def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
     return to_rich(TextTable(header=header, rows=rows, numeric=frozenset({3, 4})), f"sweeps in {store.root}"), sweeps
 
 
+def _counted(sweep: dict[str, Any]) -> str:
+    """The number of runs, of a fork study by what they are."""
+    parts = [(sweep["trunks"], "trunk"), (sweep["forks"], "fork")] if sweep["forks"] else []
+    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for count, kind in parts) or str(sweep["runs"])
+
+
 def _sweep(store: RunStore, name: str) -> dict[str, Any]:
-    document = store.facts(name)
-    states = Counter(run.status()["state"] for run in store.runs(name))
+    document, runs = store.facts(name), store.runs(name)
+    states = Counter(run.status()["state"] for run in runs)
+    sections = [run.fork() for run in runs] if document["study"].get("fork") else []
+    trunks = sum(section is not None and section.is_trunk for section in sections)
     return {
         "sweep": name,
         "conf": document["conf"],
         "created": document["created"],
         "overrides": document["overrides"],
         "arms": document["arms"],
+        "study": document["study"],
         "runs": states.total(),
+        "trunks": trunks,
+        "forks": len(sections) - trunks,
         "states": dict(states),
     }
 
@@ -67,6 +80,7 @@ def show_run(run: RunDir) -> tuple[RenderableType, dict[str, Any]]:
         "worst_sqnr": worst,
     }
     parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
+    parts += [Text(line) for line in _place_lines(run.fork())]
     parts += [Text(f"warning: {line}", style="yellow") for line in manifest.get("warnings", [])]
     if curve["values"]:
         ends = f"{number(curve['values'][0])} -> {number(curve['values'][-1])} nats at step {curve['last_step']}"
@@ -88,6 +102,19 @@ def _status_line(status: dict[str, Any]) -> str:
     speed = f", {number(progress.get('tokens_per_s'), ',.0f')} tokens/s" if progress else ""
     reason = f": {status['reason']}" if status["reason"] else ""
     return f"{status['state']}{reason}{steps}, {number(status['seconds'], '.0f')} s{speed}, attempt {status['attempt']}"
+
+
+def _place_lines(fork: ForkConfig | None) -> list[str]:
+    """Where a run stands in a fork study; nothing of a run from scratch."""
+    if fork is None:
+        return []
+    if fork.is_trunk:
+        return [f"trunk: constant rate after {fork.warmup} steps, forked at {', '.join(map(str, fork.at))}"]
+    noise = f", its weights times 1 + {fork.noise:g} N(0, 1) there" * bool(fork.noise)
+    return [
+        f"fork of {fork.trunk_name} at step {fork.start}{noise}: {fork.steps} steps at the constant rate,"
+        f" {fork.decay} to rate 0"
+    ]
 
 
 def _loss_curve(run: RunDir) -> dict[str, Any]:

@@ -24,6 +24,20 @@ def test_list_counts_states(make_sweep, fake, tmp_path):
     assert "first" in shown(table) and "synthetic" in shown(table)
 
 
+def test_trunks_are_no_arm_and_are_counted_apart_from_forks(make_sweep, fake, tmp_path):
+    runs = make_sweep(fake.fork_study({"mxfp8": 0.001}, trunks=2), "forked")
+    path = tmp_path / "runs" / "forked" / "sweep.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"arms": ["bf16", "mxfp8"], "study": {"fork": {"at": [40, 80]}}}))
+    make_sweep([fake.Run()], "whole")
+    table, sweeps = list_sweeps(RunStore(tmp_path / "runs"))
+    counts = {sweep["sweep"]: (sweep["runs"], sweep["trunks"], sweep["forks"]) for sweep in sweeps}
+    assert counts == {"forked": (10, 2, 8), "whole": (1, 0, 0)} and "2 trunks, 8 forks" in shown(table)
+    assert "trunk: constant rate after 5 steps, forked at 40, 80" in shown(show_run(runs[0])[0])
+    fork = shown(show_run(runs[3])[0])
+    assert "fork of trunk-s0 at step 80: 20 steps at the constant rate, 20 to rate 0" in fork
+
+
 def test_an_empty_store_says_what_to_do(tmp_path):
     table, sweeps = list_sweeps(RunStore(tmp_path / "none"))
     assert sweeps == [] and "no sweep in" in shown(table) and "hqsweep run" in shown(table)

@@ -1,0 +1,28 @@
+"""What is written comes back from pandas.read_csv with its defaults, every name as text."""
+
+import pandas as pd
+import pytest
+
+from hqsweep.report.compare import compare, write
+from hqsweep.report.csv_files import READ_AS_MISSING, write_csv
+
+
+@pytest.mark.parametrize("word", sorted(READ_AS_MISSING))
+def test_a_name_that_pandas_takes_for_missing_is_written_as_text(tmp_path, word):
+    path = tmp_path / "rows.csv"
+    pd.DataFrame({"arm": [word], "gap": [1.0]}).to_csv(path, index=False)
+    assert pd.read_csv(path)["arm"].isna().all()
+    write_csv(pd.DataFrame({"arm": [word, "bf16"], "gap": [1.0, None], "note": [None, "x"]}), path)
+    read = pd.read_csv(path)
+    assert read["arm"].tolist() == [f"{word} arm", "bf16"] and read["gap"].isna().tolist() == [False, True]
+    assert read["note"].isna().tolist() == [True, False]
+
+
+def test_the_null_arm_has_its_name_in_every_csv_of_a_report(make_sweep, fake, tmp_path):
+    folder = write(compare(make_sweep(fake.fork_study({"null": 1e-5, "mxfp8": 1e-3}))), tmp_path / "out").parent
+    files = {path.relative_to(folder).as_posix(): pd.read_csv(path) for path in folder.rglob("*.csv")}
+    assert {"compare.csv", "points.csv", "runs.csv", "figures/train_loss.csv"} <= set(files)
+    for name, rows in files.items():
+        assert "null arm" in set(rows["arm"]) and rows["arm"].notna().all(), name
+    assert set(files["compare.csv"]["arm"]) == {"bf16", "mxfp8", "null arm"}
+    assert files["runs.csv"]["recipe"].notna().all() and "trunk" in set(files["runs.csv"]["arm"])
