@@ -1,91 +1,146 @@
-"""How often the gate and the comparison raise a false alarm: 200 sweeps of a tiny model without any real difference.
+"""How often a comparison calls arms apart that are not, or equivalent at the margin: 200 sweeps of a tiny model in each
+design, without any real difference.
 
-    nice python -m benchmarks.null_sweeps --out rows.jsonl [--sweeps 200]
+    nice python -m benchmarks.null_sweeps --out rows.jsonl [--sweeps 200] [--design "whole runs"|forks]
 
-A sweep has three seeds and three arms: the stored baseline, and two that differ from it by harmless noise on the
-initial weights alone (1 and 0.5 %). It is judged as `hqsweep gate` judges sweeps of another machine, and as `hqsweep
-compare` claims differences. Sweeps that are in --out already are not trained again. Rows of section "sweep" hold final
-val_losses in nats, and those of section "rate" the share of sweeps with an alarm, its 95 % interval (Clopper and
-Pearson), and the stated level. Floor: a rate cannot be told from the level more finely than that interval.
+A sweep has the baseline and two arms that differ from it by harmless noise on the weights alone: 1 %, the arm under
+test, and 0.5 %, the null arm. Whole runs: three seeds, noise on the initial weights. Forks: four trunks forked at two
+points, noise at the fork. It is judged as `hqsweep compare` judges, by hqsweep.verdicts. Sweeps that are in --out
+already are not trained again. Rows of section "sweep" (whole runs) hold final val_losses in nats, those of section
+"fork sweep" the training loss over the decay [trunks, points], and those of section "rate" the share of sweeps with a
+verdict, its 95 % interval (Clopper and Pearson), and the stated level. Floor: a rate cannot be told from the level more
+finely than that interval.
 """
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 from scipy import stats
 
+from benchmarks import forking
 from benchmarks.rows import Row, Writer
 from hqsweep.config.job import parse
-from hqsweep.report.gate import ALARM_LEVEL, decide
-from hqsweep.report.paired import LEVEL, holm, p_value
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer
+from hqsweep.verdicts import forks, whole_runs
+from hqsweep.verdicts.estimate import LEVEL, Estimate
 
-NOISES = {"baseline": 0.0, "noise 1 %": 0.01, "noise 0.5 %": 0.005}
-SEEDS = 3
+ARM, NULL = "noise 1 %", "noise 0.5 %"
+NOISES = {"baseline": 0.0, ARM: 0.01, NULL: 0.005}
+SEEDS, TRUNKS, POINTS = 3, 4, (32, 48)
+MARGIN = 0.25
+"""In % of the baseline's loss."""
 COLUMNS = ("case", "seeds", *NOISES, "sweeps", "alarms", "rate", "low", "high", "level")
 CONFIG = {
     "job": "convergence", "sweep": "null", "recipe": {"name": "fp32", "linear": "fp32"},
     "data": {"source": "markov", "markov": {"length": 100_000}}, "stats": {"every": 0},
     "train": {"steps": 24, "batch": 8, "context": 32, "lr": 1e-2, "log_every": 24, "eval_every": 24, "eval_batches": 4,
               "dtype": "fp32", "device": "cpu"},
+    "model": {"dim": 32, "layers": 1, "heads": 2},
 }  # fmt: skip
+FORK = {"steps": 8, "decay": 8, "warmup": 8}
+FORK_DATA = {"source": "markov", "markov": {"length": 100_000, "order": 1}}
+"""Learned within a trunk: on the plateau that CONFIG's data begins with, noise of 1 % is a small but real change."""
 
 
 def train(dataset: data.Dataset, seed: int, noise: float) -> float:
     """The final val_loss in nats of one run."""
-    model = {"dim": 32, "layers": 1, "heads": 2, "init_noise": noise}
-    config = parse(CONFIG | {"seed": seed, "model": model})
-    *_, last = Trainer(config, dataset, config.recipe.build(), torch.device("cpu")).steps()
+    config = CONFIG | {"seed": seed, "model": CONFIG["model"] | {"init_noise": noise}}
+    *_, last = forking.trainer(dataset, config).steps()
     return last.metrics["val_loss"]
 
 
+def train_forks(dataset: data.Dataset, seed: int) -> dict[str, list[float]]:
+    """The mean training loss in nats over the decay of every arm's forks [points] of one trunk."""
+    config = CONFIG | {"data": FORK_DATA, "seed": seed}
+    states = forking.trunk_states(dataset, config, POINTS, FORK)
+    return {
+        arm: [forking.decay_loss(dataset, config, state, FORK | {"noise": noise}) for state in states]
+        for arm, noise in NOISES.items()
+    }
+
+
 def sweep(dataset: data.Dataset, number: int) -> Row:
-    """The row of one sweep, on seeds of its own."""
+    """The row of one sweep of whole runs, on seeds of its own."""
     seeds = [SEEDS * number + i for i in range(SEEDS)]
-    return {"seeds": seeds} | {arm: [train(dataset, seed, noise) for seed in seeds] for arm, noise in NOISES.items()}
+    losses = {arm: [train(dataset, seed, noise) for seed in seeds] for arm, noise in NOISES.items()}
+    return {"section": "sweep", "case": number, "seeds": seeds} | losses
+
+
+def fork_sweep(dataset: data.Dataset, number: int) -> Row:
+    """The row of one fork study, on trunks of its own."""
+    seeds = [TRUNKS * number + i for i in range(TRUNKS)]
+    trunks = [train_forks(dataset, seed) for seed in seeds]
+    losses = {arm: [trunk[arm] for trunk in trunks] for arm in NOISES}
+    return {"section": "fork sweep", "case": number, "seeds": seeds} | losses
+
+
+def judge(row: Row, shift: float = 0.0) -> Estimate:
+    """The arm's estimate in % of the baseline's loss, when all its losses were higher by `shift` %."""
+    losses = {arm: np.array(row[arm]) for arm in NOISES}
+    baseline = losses["baseline"]
+    if row["section"] == "sweep":
+        percent = {arm: 100 * values / baseline.mean() + shift * (arm == ARM) for arm, values in losses.items()}
+        return whole_runs.judge(percent, baseline="baseline", null=NULL, margin=MARGIN)[ARM]
+    gaps = {arm: forking.percent(losses[arm], baseline) + shift * (arm == ARM) for arm in (ARM, NULL)}
+    return forks.judge(gaps, null=NULL, margin=MARGIN)[ARM]
 
 
 def rates(sweeps: list[Row]) -> list[Row]:
     """The rows of section "rate"."""
-    gaps = [{arm: np.subtract(row[arm], row["baseline"]) for arm in NOISES if arm != "baseline"} for row in sweeps]
-    gated = {limit: [decide(each, limit).values() for each in gaps] for limit in (0.0, 0.01)}
-    claims = [holm({arm: p_value(values) for arm, values in each.items()}).values() for each in gaps]
-    return [
-        rate("gate, max_gap 0: regression", ["regression" in each for each in gated[0.0]], ALARM_LEVEL),
-        rate("gate, max_gap 0.01: regression", ["regression" in each for each in gated[0.01]], ALARM_LEVEL),
-        rate("gate, max_gap 0.01: inconclusive", ["inconclusive" in each for each in gated[0.01]], None),
-        rate("compare: worse or better", [min(each) < LEVEL for each in claims], LEVEL),
-    ]
+    return [row for design, (section, *_) in DESIGNS.items() for row in _rates(design, section, sweeps)]
 
 
-def rate(case: str, alarms: list[bool], level: float | None) -> Row:
-    """How many sweeps have at least one such arm; `level` is the largest rate that is promised, None for none."""
-    test = stats.binomtest(sum(alarms), len(alarms))
+def _rates(design: str, section: str, sweeps: list[Row]) -> list[Row]:
+    chosen = [row for row in sweeps if row["section"] == section]
+    judged, shifted = ([judge(row, shift) for row in chosen] for shift in (0.0, MARGIN))
+    cases = {
+        "worse or better": ([each.worse or each.better for each in judged], LEVEL),
+        "worse": ([each.worse for each in judged], LEVEL / 2),
+        "equivalent, with the arm off by the margin": ([each.within_margin for each in shifted], LEVEL),
+        "equivalent, as it is": ([each.within_margin for each in judged], None),
+    }
+    return [rate(f"{design}: {case}", *counted) for case, counted in cases.items() if chosen]
+
+
+def rate(case: str, verdicts: list[bool], level: float | None) -> Row:
+    """How many sweeps have the verdict; `level` is the largest rate that is promised, None for none."""
+    test = stats.binomtest(sum(verdicts), len(verdicts))
     span = test.proportion_ci(0.95, "exact")
-    row = {"section": "rate", "case": case, "sweeps": len(alarms), "alarms": sum(alarms), "rate": test.statistic}
+    row = {"section": "rate", "case": case, "sweeps": len(verdicts), "alarms": sum(verdicts), "rate": test.statistic}
     return row | {"low": round(span.low, 4), "high": round(span.high, 4), "level": level}
+
+
+DESIGNS: dict[str, tuple[str, Callable[[data.Dataset, int], Row], Row]] = {
+    "whole runs": ("sweep", sweep, CONFIG["data"]),
+    "forks": ("fork sweep", fork_sweep, FORK_DATA),
+}
+"""The section of its rows, what trains one, and the data."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="append rows to this JSONL file")
     parser.add_argument("--sweeps", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="leave out those before: processes may share the work")
+    parser.add_argument("--design", choices=list(DESIGNS), help="this one alone")
     parser.add_argument("--commit", help="of a copy of the tree that has no history")
     args = parser.parse_args()
     torch.set_num_threads(1)
     lines = args.out.read_text().splitlines() if args.out.exists() else []
-    sweeps = {row["case"]: row for row in map(json.loads, lines) if row["section"] == "sweep"}
+    rows = {(row["section"], row["case"]): row for row in map(json.loads, lines) if row["section"] != "rate"}
     writer = Writer("null_sweeps", "cpu", args)
-    dataset = data.load(parse(CONFIG | {"model": {"dim": 32, "heads": 2}}).data)
-    for number in range(args.sweeps):
-        if number not in sweeps:
-            sweeps[number] = {"section": "sweep", "case": number} | sweep(dataset, number)
-            writer.add(sweeps[number])
-    for row in rates(list(sweeps.values())):
+    for name in [args.design] if args.design else DESIGNS:
+        section, train_sweep, source = DESIGNS[name]
+        dataset = data.load(parse(CONFIG | {"data": source}).data)
+        for number in range(args.first, args.sweeps):
+            if (section, number) not in rows:
+                rows[section, number] = train_sweep(dataset, number)
+                writer.add(rows[section, number])
+    for row in rates(list(rows.values())):
         writer.add(row)
 
 

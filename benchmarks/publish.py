@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.rows import ROOT, Row, markdown
 
-BENCHMARKS = ("quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "scale")
+BENCHMARKS = ("quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity", "scale")
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import special
+from scipy import optimize, special
 
 from hqsweep.errors import UserError
 from hqsweep.verdicts.designs import Design, Forks, WholeRuns
@@ -94,6 +94,15 @@ def half_width(design: str, sd: float, arms: int, n: int, null: bool = True) -> 
     """Half of the 95 % interval, joint over `arms` arms, that n replicates give where their sd is as expected; NaN for
     fewer than two."""
     return _design(design, arms, null, None).critical(n) * sd / math.sqrt(n) if n > 1 else math.nan
+
+
+def smallest_gap(design: str, sd: float, arms: int, n: int, null: bool = True) -> float:
+    """The smallest true gap that n replicates call worse or better in 4 of 5 studies, in the unit of sd, that of one
+    replicate's gap; NaN for fewer than give a verdict, or an unknown sd."""
+    law = _design(design, arms, null, None)
+    if n < law.first or math.isnan(sd):
+        return math.nan
+    return sd * optimize.brentq(lambda effect: power_of_claim(law, n, effect) - POWER, 0.0, 10 * law.critical(n))
 
 
 def _design(name: str, arms: int, null: bool, maximum: int | None) -> Design:

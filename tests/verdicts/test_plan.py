@@ -7,7 +7,7 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.verdicts.designs import Forks, WholeRuns
-from hqsweep.verdicts.plan import half_width, needed, power_of_claim, power_of_equivalence, replicates
+from hqsweep.verdicts.plan import half_width, needed, power_of_claim, power_of_equivalence, replicates, smallest_gap
 from hqsweep.verdicts.whole_runs import fit
 
 EFFECTS = (1, 1.5, 2, 3, 5, 10)
@@ -95,6 +95,13 @@ def test_half_width_of_the_interval():
     assert half_width("forks", 0.2, 3, 4) == pytest.approx(Forks(arms=3).critical(4) * 0.1)
     one, two = (half_width("whole runs", 0.2, 3, 4, null) for null in (False, True))
     assert two < one and math.isnan(half_width("forks", 0.2, 3, 1))
+
+
+def test_smallest_gap_is_the_one_for_which_these_replicates_are_needed():
+    gap = smallest_gap("forks", 0.2, 4, 5)
+    assert replicates("forks", 0.2, 4, gap=1.001 * gap) == 5 and replicates("forks", 0.2, 4, gap=0.999 * gap) == 6
+    assert smallest_gap("whole runs", 0.2, 4, 2) > smallest_gap("whole runs", 0.2, 4, 3) > 0
+    assert math.isnan(smallest_gap("forks", 0.2, 4, 2)) and math.isnan(smallest_gap("forks", math.nan, 4, 5))
 
 
 def test_a_sequential_study_needs_more():
