@@ -136,9 +136,9 @@ def compare(
     selected = RunStore(runs_dir).resolve(runs)
     comparison = compare(selected, baseline, window, margin)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
-    mirror_report(selected, page.parent)
     good, line = within_band(comparison, band) if band is not None else (True, "")
     facts = document(comparison) | {"report": str(page), "check": line or None}
+    mirror_report(selected, page.parent, facts["arms"])
     print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else EXIT_MISMATCH)
 

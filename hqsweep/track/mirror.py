@@ -2,18 +2,20 @@
 `hqsweep compare` starts fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hqsweep.sweep.store import RunDir
 
 
-def mirror_report(runs: Sequence[RunDir], report: Path) -> bool:
-    """Keep a report folder as an artifact beside runs that W&B tracks; False when there is none to keep it by."""
+def mirror_report(runs: Sequence[RunDir], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
+    """Show the verdicts beside runs that W&B tracks, and keep the report folder there; False when there is none to keep
+    it by. `arms` are those of `hqsweep compare --json`."""
     track = runs[0].config().get("track", {})
     if track.get("kind") != "wandb" or find_spec("wandb") is None:
         return False
     from hqsweep.track.wandb import log_report
 
-    return log_report(runs[0].sweep_path, track, report)
+    return log_report(runs[0].sweep_path, track, report, arms)

@@ -6,7 +6,7 @@ reach the disk every second, where W&B's own default loses up to 15 s of a kille
 
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +23,9 @@ FAST = {
     "x_transaction_log_flush_interval": 1.0,
 }  # fmt: skip
 """Settings that make `init` about six times faster (the manifest has what they leave out) and flush every second."""
+
+
+VERDICT_COLUMNS = ("arm", "verdict", "gap", "ci_low", "ci_high", "margin", "within_margin", "n", "sentence")
 
 
 def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:
@@ -70,11 +73,18 @@ def open_run(run: RunDir, config: Mapping[str, Any]) -> Tracker:
     )
 
 
-def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path) -> bool:
-    """Keep the folder `report` as an artifact of type report, beside the runs of the sweep. `track` is the section of
-    that name of a run's config. Returns whether it is kept, on the server or, offline, in the sweep's folder."""
+def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
+    """A run of job type report beside the runs of the sweep: the verdicts of `arms` (of `hqsweep compare --json`) as a
+    table, and verdict and gap of each in its summary, the forest plot, and the folder `report` as an artifact.
+
+    `track` is the section of that name of a run's config. Returns whether all is kept, on the server or, offline, in
+    the sweep's folder.
+    """
     tracker = _open(sweep_path, track, group=sweep_path.name, job_type="report", name=f"report {report.name}")
-    return isinstance(tracker, WandbTracker) and tracker.artifact(report) and tracker.finish(0)
+    if not isinstance(tracker, WandbTracker):
+        return False
+    kept = [tracker.verdicts(arms), tracker.picture("forest", report / "figures" / "forest.svg")]
+    return all([*kept, tracker.artifact(report), tracker.finish(0)])
 
 
 def offline_folders(run: RunDir) -> list[Path]:
@@ -128,6 +138,22 @@ class WandbTracker(HarmlessTracker):
             data = [[row[column] for column in columns] for row in rows]
             table = wandb.Table(columns=columns, data=data, allow_mixed_types=True)
             self._run.log({name: table}, step=self._step)
+
+    @harmless
+    def verdicts(self, arms: Sequence[Mapping[str, Any]]) -> None:
+        """The table `verdicts`, and verdict/ARM and gap_pct/ARM in the summary."""
+        table = wandb.Table(columns=list(VERDICT_COLUMNS), allow_mixed_types=True)
+        for arm in arms:
+            table.add_data(*(arm[column] for column in VERDICT_COLUMNS))
+            self._run.summary[f"verdict/{arm['arm']}"] = arm["verdict"]
+            self._run.summary[f"gap_pct/{arm['arm']}"] = arm["gap"]
+        self._run.log({"verdicts": table})
+
+    @harmless
+    def picture(self, name: str, svg: Path) -> None:
+        """An SVG file as a panel, where there is one."""
+        if svg.exists():
+            self._run.log({name: wandb.Html(svg.read_text(encoding="utf-8"), data_is_not_path=True)})
 
     @harmless
     def artifact(self, folder: Path) -> None:

@@ -198,15 +198,39 @@ def test_errors_after_the_start_are_one_line_each_and_harmless(capsys):
     ]
 
 
-def test_a_report_becomes_an_artifact_beside_the_runs(run, tmp_path):
+def test_a_report_becomes_an_artifact_beside_the_runs_with_its_verdicts(run, tmp_path):
     report = tmp_path / "report"
-    report.mkdir()
+    (report / "figures").mkdir(parents=True)
     (report / "report.html").write_text("<html>")
-    assert mirror.log_report(run.sweep_path, CONFIG["track"], report)
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><text>worse, by 1 ±</text></svg>'
+    (report / "figures" / "forest.svg").write_text(svg, encoding="utf-8")
+    worse = {"arm": "nvfp4 lr=0.1", "verdict": "worse", "gap": 1.5, "ci_low": 1.0, "ci_high": 2.0, "margin": 0.25}
+    worse |= {"within_margin": False, "n": 4, "sentence": "worse than 'bf16' by 1.5 %.", "other": 1}
+    failed = worse | {"arm": "mxfp4", "verdict": "undecided", "gap": None, "ci_low": None, "ci_high": None}
+    assert mirror.log_report(run.sweep_path, CONFIG["track"], report, [worse, failed])
     (folder,) = (run.sweep_path / "wandb").glob("offline-run-*")
     mirrored = wandb_file.load(folder)
     assert (mirrored.run.run_group, mirrored.run.job_type) == ("grid", "report")
-    (artifact,) = mirrored.artifacts
-    assert (artifact.type, artifact.name) == ("report", "report-grid")
-    assert [entry.path for entry in artifact.manifest.contents] == ["report.html"]
+    (artifact,) = [each for each in mirrored.artifacts if each.type == "report"]
+    assert artifact.name == "report-grid"
+    assert sorted(entry.path for entry in artifact.manifest.contents) == ["figures/forest.svg", "report.html"]
     assert Path(os.environ["WANDB_DATA_DIR"]).is_relative_to(run.sweep_path)
+    told = {key: value for key, value in mirrored.summary.items() if "/" in key}
+    assert told == {
+        "verdict/nvfp4 lr=0.1": "worse",
+        "gap_pct/nvfp4 lr=0.1": 1.5,
+        "verdict/mxfp4": "undecided",
+        "gap_pct/mxfp4": None,
+    }
+    paths = {key: value for row in mirrored.history for key, value in row.items() if key.endswith(".path")}
+    table = json.loads((folder / "files" / paths["verdicts.path"]).read_text())
+    assert table["columns"] == list(mirror.VERDICT_COLUMNS)
+    assert table["data"][0] == ["nvfp4 lr=0.1", "worse", 1.5, 1.0, 2.0, 0.25, False, 4, "worse than 'bf16' by 1.5 %."]
+    assert svg in (folder / "files" / paths["forest.path"]).read_text(encoding="utf-8")
+
+
+def test_a_report_without_a_picture_is_kept_all_the_same(run, tmp_path):
+    (tmp_path / "report.html").write_text("<html>")
+    assert mirror.log_report(run.sweep_path, CONFIG["track"], tmp_path, [])
+    (folder,) = (run.sweep_path / "wandb").glob("offline-run-*")
+    assert not [key for row in wandb_file.load(folder).history for key in row if key.startswith("forest")]

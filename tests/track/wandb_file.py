@@ -33,9 +33,9 @@ def items(entries) -> dict:
 
 
 def load(folder: Path) -> SimpleNamespace:
-    """Run, config, history rows, artifacts and exit code of the one .wandb file in `folder`."""
+    """Run, config, history rows, summary, artifacts and exit code of the one .wandb file in `folder`."""
     (path,) = folder.glob("*.wandb")
-    contents = SimpleNamespace(run=None, config={}, history=[], artifacts=[], exit_code=None)
+    contents = SimpleNamespace(run=None, config={}, history=[], summary={}, artifacts=[], exit_code=None)
     for record in records(path.read_bytes()):
         match record.WhichOneof("record_type"):
             case "run":
@@ -43,6 +43,8 @@ def load(folder: Path) -> SimpleNamespace:
                 contents.config |= items(record.run.config.update)
             case "history":
                 contents.history.append(items(record.history.item))
+            case "summary":
+                contents.summary |= items(record.summary.update)
             case "artifact":
                 contents.artifacts.append(record.artifact)
             case "exit":
