@@ -141,15 +141,19 @@ def document(comparison: Comparison) -> dict[str, Any]:
 
 
 def write(comparison: Comparison, out_dir: Path) -> Path:
-    """Write report.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet, stats.parquet, and
-    figures/*.csv with the rows of every figure, under `out_dir`; returns the HTML's path."""
+    """Write report.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet, stats.parquet, figures/*.csv
+    with the rows of every figure, and figures/forest.svg, under `out_dir`; returns the HTML's path."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     frames, drawn = comparison.frames, html.panels(comparison)
     for name, rows in {panel.name: panel.rows for panel in drawn.every()}.items():
         write_csv(rows, out_dir / "figures" / f"{name}.csv")
+    picture = "figures/forest.svg" if drawn.forest else None
+    if drawn.forest:
+        write_csv(drawn.forest.rows, out_dir / "figures" / "forest.csv")
+        (out_dir / picture).write_text(html.forest_svg(drawn.forest), encoding="utf-8")
     page = out_dir / "report.html"
     page.write_text(html.render(comparison, drawn), encoding="utf-8")
-    (out_dir / "report.md").write_text(tables.report_markdown(comparison), encoding="utf-8")
+    (out_dir / "report.md").write_text(tables.report_markdown(comparison, picture), encoding="utf-8")
     write_csv(comparison.arms, out_dir / "compare.csv")
     write_csv(comparison.points, out_dir / "points.csv")
     shared = [name for name in comparison.finals if name in frames.runs and name != "run"]

@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from hqsweep.report.arms import Comparison
+from hqsweep.report.frames import FORK
+from hqsweep.report.look import styles
 from hqsweep.report.text import number
+from hqsweep.report.verdict import FEWEST_TRUNKS, digits
 
-NAME = "forest"
 BENT_FROM = 20
 """An axis that reaches this many margins is bent."""
 TICKS = 7
 SPACE = 7
 """Labels of a bent axis stand at least this far apart, in % of the width."""
+ALL_ARMS = "of all arms together"
 WIDE = 1.0
 """Intervals may make the axis longer by this share of what gaps, replicates and margin cover, on either side."""
 
@@ -105,6 +109,7 @@ class Forest:
     lines: tuple[Line, ...]
     scale: Scale
     replicate: str
+    covers: str
     rows: pd.DataFrame
 
     @property
@@ -124,13 +129,20 @@ class Forest:
 
 
 def forest(
-    arms: pd.DataFrame, singles: pd.DataFrame, colours: Mapping[str, str], *, heading: str, replicate: str = "seed"
+    arms: pd.DataFrame,
+    singles: pd.DataFrame,
+    colours: Mapping[str, str],
+    *,
+    heading: str,
+    replicate: str = "seed",
+    covers: str = ALL_ARMS,
 ) -> Forest | None:
     """The forest plot of `arms`, None where no arm has a gap.
 
     arms: one row per arm under test and for the null arm, with arm, gap_pct, ci_low_pct, ci_high_pct (95 %, joint),
     eq_low_pct, eq_high_pct (90 %), margin_pct, verdict, within_margin, null and n. singles: arm, replicate, gap_pct,
-    one row per replicate. All gaps are in % of the baseline's loss; NaN is not drawn. `replicate` says what one is.
+    one row per replicate. All gaps are in % of the baseline's loss; NaN is not drawn. `replicate` says what one is,
+    `covers` what the 95 % intervals are of.
     """
     if not arms["gap_pct"].notna().any():
         return None
@@ -141,7 +153,32 @@ def forest(
     means = arms[[*columns, "eq_low_pct", "eq_high_pct", "margin_pct"]].assign(replicate="mean")
     single = singles[singles["arm"].isin(arms["arm"])][["arm", "replicate", "gap_pct"]]
     rows = pd.concat([means, single], ignore_index=True)
-    return Forest(heading=heading, lines=lines, scale=scale, replicate=replicate, rows=rows)
+    return Forest(heading=heading, lines=lines, scale=scale, replicate=replicate, covers=covers, rows=rows)
+
+
+def forest_of(comparison: Comparison) -> Forest | None:
+    """The forest plot of a comparison: whole runs by seed, forks by trunk (each the mean of its fork points).
+
+    With fewer trunks than a verdict needs: single forks, and the intervals that cover these forks alone, beside which
+    those of all trunks would be as wide as the page.
+    """
+    arms, points = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]], comparison.points
+    colours = {arm: style["color"] for arm, style in styles(comparison).items()}
+    if comparison.design != FORK:
+        singles = points.rename(columns={"trunk": "replicate"})
+        return forest(arms, singles, colours, heading=_heading(comparison, "final validation loss"))
+    heading = _heading(comparison, "training loss over the decay")
+    if arms["n"].max() < FEWEST_TRUNKS:
+        bounds = {f"ci_{end}_pct": arms[f"these_{end}_pct"] for end in ("low", "high")}
+        arms = arms.assign(**bounds, eq_low_pct=math.nan, eq_high_pct=math.nan)
+        singles = points.assign(replicate=points["trunk"] + " at " + points["draw"])
+        return forest(arms, singles, colours, heading=heading, replicate="fork", covers="of these forks alone")
+    means = points.groupby(["arm", "trunk"], sort=False)["gap_pct"].mean().reset_index()
+    return forest(arms, means.rename(columns={"trunk": "replicate"}), colours, heading=heading, replicate="trunk")
+
+
+def _heading(comparison: Comparison, loss: str) -> str:
+    return f"Gap of the {loss}, in % of the loss of {comparison.baseline}"
 
 
 def scale_of(arms: pd.DataFrame, singles: pd.DataFrame) -> Scale:
@@ -185,11 +222,6 @@ def _line(row: Any, scale: Scale, colour: str, singles: pd.DataFrame) -> Line:
             if math.isfinite(one.gap_pct)
         ),
     )
-
-
-def digits(half: float) -> int:
-    """Decimals of a gap in % whose interval is -+ `half`: enough to show the interval, and two where there is none."""
-    return 3 if half < 0.02 else 1 if half >= 5 else 2
 
 
 def _round_up(step: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
+from hqsweep.report.arms import Comparison
 from hqsweep.report.look import (
     BASELINE_COLOUR,
     Panel,
@@ -15,6 +16,7 @@ from hqsweep.report.look import (
     listed,
     margin_band,
     padded,
+    styles,
     thin,
 )
 
@@ -75,6 +77,16 @@ def growth(
     span = _range(lines, margin)
     shown = [TOGETHER, *points] if len(points) > 1 else points
     return [_panel(lines, point, look, span, margin, decay_from) for point in shown]
+
+
+def growth_of(comparison: Comparison, smooth: int) -> list[Panel]:
+    """The figures of a comparison of forks, of those that finished."""
+    runs, finals = comparison.frames.runs, comparison.finals
+    done = runs[runs["run"].isin(finals["run"][finals["final_loss"].notna()])]
+    lines = growth_lines(growth_rows(comparison.frames.metrics, done, comparison.baseline_of), smooth)
+    steps = runs["config.fork.steps"].unique()
+    decay_from = float(steps[0]) if len(steps) == 1 else None
+    return growth(lines, styles(comparison), margin=comparison.margin_pct, decay_from=decay_from)
 
 
 def _panel(

@@ -17,7 +17,9 @@ from plotly.offline import get_plotlyjs
 
 from hqsweep.report import experts, figures, heatmaps, parity, points, tables
 from hqsweep.report.arms import Comparison
-from hqsweep.report.forest import Forest
+from hqsweep.report.forest import Forest, forest_of
+from hqsweep.report.frames import FORK
+from hqsweep.report.growth import growth_of
 from hqsweep.report.look import Panel, styles
 
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
@@ -27,8 +29,10 @@ DASH_ARRAYS = {"solid": "none", "dash": "8 5", "dashdot": "8 4 2 4", "longdash":
 
 @dataclass(frozen=True, kw_only=True)
 class Panels:
-    """The figures of a report, by section."""
+    """The figures of a report, by section: the forest plot, and those that plotly draws."""
 
+    forest: Forest | None
+    growth: list[Panel]
     gaps: list[Panel]
     curves: list[Panel]
     sqnr: list[Panel]
@@ -41,7 +45,8 @@ class Panels:
     speed: list[Panel]
 
     def every(self) -> list[Panel]:
-        return [panel for group in vars(self).values() for panel in group]
+        """Those of plotly."""
+        return [panel for group in vars(self).values() if isinstance(group, list) for panel in group]
 
 
 def panels(comparison: Comparison) -> Panels:
@@ -49,7 +54,6 @@ def panels(comparison: Comparison) -> Panels:
     smooth = figures.smoothing(comparison)
     rolling = f", rolling mean of {smooth} rows" if smooth > 1 else ""
     gaps = [
-        points.final_gaps(comparison, "Final gap"),
         figures.gap_curves(comparison, "Validation gap over steps", "val_loss"),
         figures.gap_curves(comparison, f"Training gap over steps{rolling}", "train_loss", smooth),
     ]
@@ -62,8 +66,11 @@ def panels(comparison: Comparison) -> Panels:
         figures.loss_curves(comparison, f"Load-balance loss{rolling}", "aux_loss", smooth, unit=""),
     ]
     expert_sqnr, expert_underflow = experts.error_heatmaps(comparison)
+    forked = comparison.design == FORK
     return Panels(
-        gaps=[panel for panel in gaps if panel],
+        forest=forest_of(comparison),
+        growth=growth_of(comparison, smooth) if forked else [],
+        gaps=[panel for panel in gaps if panel and not forked],
         curves=[panel for panel in curves if panel],
         sqnr=list(heatmaps.sqnr_heatmaps(comparison)),
         underflow=list(heatmaps.underflow_heatmaps(comparison)),
@@ -78,7 +85,7 @@ def panels(comparison: Comparison) -> Panels:
 
 def render(comparison: Comparison, drawn: Panels) -> str:
     """The whole page, about 5 MB, nearly all of it plotly.js."""
-    frames, arms_table = comparison.frames, tables.arms_table(comparison)
+    frames, arms_table = comparison.frames, tables.arms_table(comparison).without("tokens/s")
     return fill(
         "report.html.j2",
         title=tables.title(comparison),
@@ -86,13 +93,15 @@ def render(comparison: Comparison, drawn: Panels) -> str:
         window=_window_text(comparison.window),
         margin=comparison.margin_pct,
         notes=comparison.notes,
-        arms=list(tables.by_gap(comparison).itertuples()),
+        forked=comparison.design == FORK,
+        arms=list(tables.by_gap(comparison).sort_values("null", kind="stable").itertuples()),
+        fork_points=tables.points_table(comparison),
         diff=tables.arm_by_key(comparison),
         arms_table=arms_table,
         unfinished=tables.unfinished_table(comparison),
         training=tables.training_table(comparison),
         panels=drawn,
-        legend=legend(comparison),
+        lines=legend(comparison),
         gemm_errors=tables.gemm_errors(frames.stats),
         worst_experts=experts.worst_experts(comparison),
         load_table=experts.load_table(comparison),

@@ -17,13 +17,12 @@ import plotly.graph_objects as go
 from hqsweep.report.arms import Comparison
 
 BASELINE_COLOUR, NULL_COLOUR = "#000000", "#767676"
-NULL_BAND = "rgba(118,118,118,0.18)"
-NULL_EDGE = {"color": NULL_COLOUR, "width": 1, "dash": "dot"}
-MARGIN_BAND, MARGIN_EDGE = "rgba(0,158,115,0.16)", {"color": "#00664b", "width": 1, "dash": "dot"}
+MARGIN_BAND, MARGIN_EDGE = "rgba(60,80,110,0.11)", {"color": "#3c506e", "width": 1, "dash": "dot"}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "star")
 MAX_POINTS = 400  # per line: more cannot be seen and make the file large
+FEW_POINTS = 12  # which are marked, as a line may be no more than one of them
 MAX_SAID = 8  # arms in the words that stand for a figure
 
 
@@ -112,7 +111,7 @@ def line_with_band(
     fig.add_scatter(
         x=rows["step"],
         y=rows[mean],
-        mode="lines+markers" if len(rows) <= 12 else "lines",
+        mode="lines+markers" if len(rows) <= FEW_POINTS else "lines",
         line=line,
         name=label(arm),
         legendgroup=arm,

@@ -1,4 +1,4 @@
-"""Numbers of arms side by side as points on a line: final gaps, throughput, and the direction of gradients."""
+"""Numbers of arms side by side as points on a line: throughput, and the direction of gradients."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,6 @@ import plotly.graph_objects as go
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import by_module
 from hqsweep.report.look import (
-    BASELINE_COLOUR,
-    NULL_BAND,
-    NULL_EDGE,
     Panel,
     figure,
     label,
@@ -26,42 +23,6 @@ LINE = 46
 SMALLEST = 1e-7
 """1 - cosine below this, the rounding of a float32 product, is drawn here."""
 GRADIENTS = {"dgrad": "Gradient of the input (dgrad)", "wgrad": "Gradient of the weight (wgrad)"}
-
-
-def final_gaps(comparison: Comparison, heading: str) -> Panel | None:
-    """One line per arm: every replicate's gap as a dot, their mean as a diamond with its 95 % interval, and the margin
-    as a grey band around 0."""
-    arms = comparison.arms[comparison.arms["n"] > 0]
-    if arms.empty:
-        return None
-    fig = _lines(arms["arm"], "gap in % of the baseline's loss")
-    _margin_band(fig, comparison.margin_pct, len(arms))
-    fig.add_vline(x=0, line={"color": BASELINE_COLOUR, "width": 1})
-    look, points = styles(comparison), comparison.points
-    for place, row in enumerate(arms.itertuples()):
-        seeds = points[points["arm"] == row.arm]
-        colour = look[row.arm]["color"]
-        _seeds(fig, place, seeds, "gap_pct", colour, "seed %{customdata}: %{x:+.3f} %<extra></extra>")
-        bar = {"array": [row.half_pct], "color": colour, "thickness": 2, "width": 7}
-        fig.add_scatter(
-            x=[row.gap_pct],
-            y=[place],
-            error_x=bar if row.n > 1 else None,
-            mode="markers",
-            marker={"color": colour, "size": 11, "symbol": "diamond"},
-            hovertemplate=f"mean of {row.n}: %{{x:+.3f}} %<extra></extra>",
-        )
-    fig.update_xaxes(tickformat="+.3~f")
-    shown = ["arm", "baseline", "n", "gap", "gap_pct", "ci_low_pct", "ci_high_pct", "margin_pct"]
-    single = points[["arm", "trunk", "seed", "point", "gap", "gap_pct"]]
-    says = "; ".join(f"{row.arm}: {row.sentence}" for row in arms.head(8).itertuples())
-    return Panel(
-        heading=heading,
-        figure=fig,
-        name="final_gap",
-        says=f"{heading} in % of the baseline's loss with 95 % intervals. {says}",
-        rows=pd.concat([arms[shown].assign(seed="mean"), single], ignore_index=True),
-    )
 
 
 def throughput(comparison: Comparison, heading: str) -> Panel | None:
@@ -144,14 +105,6 @@ def _lines(arms: pd.Series | list[str], x_title: str) -> go.Figure:
         name | {"text": label(arm), "y": place, "bgcolor": "rgba(255,255,255,0.8)"} for place, arm in enumerate(arms)
     ]
     return fig.update_layout(margin={"l": 12, "t": 4}, annotations=names)
-
-
-def _margin_band(fig: go.Figure, margin: float, lines: int) -> None:
-    """A grey band of 0 -+ margin over all lines."""
-    box = {"y0": -0.7, "y1": lines - 0.6, "layer": "below"}
-    fig.add_shape(type="rect", x0=-margin, x1=margin, fillcolor=NULL_BAND, line={"width": 0}, **box)
-    for side in (-margin, margin):
-        fig.add_shape(type="line", x0=side, x1=side, line=NULL_EDGE, **box)
 
 
 def _seeds(fig: go.Figure, place: int, rows: pd.DataFrame, column: str, colour: str, hover: str) -> None:

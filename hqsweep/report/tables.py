@@ -12,7 +12,6 @@ from rich.text import Text
 
 from hqsweep.report import experts
 from hqsweep.report.arms import Comparison
-from hqsweep.report.curves import intervals
 from hqsweep.report.frames import FORK, config_leaves
 from hqsweep.report.gemm_plans import arm_lines
 from hqsweep.report.parity import text_tables
@@ -88,22 +87,33 @@ def _span(low: float, high: float, spec: str) -> str:
 
 
 def points_table(comparison: Comparison) -> TextTable:
-    """One row per arm, one column per fork point: the gap in % there, averaged over trunks, with its own 95 % interval
-    where there are two trunks; empty for whole runs and for one point."""
+    """Two rows per arm, by gap: the gap in % of training loss over the decay, which decides, and of validation at the
+    end. One column per fork point, and all together: mean over trunks, with its sd. Empty for whole runs."""
     points = comparison.points.sort_values("point", kind="stable")
     draws = list(dict.fromkeys(points["draw"]))
-    if comparison.design != FORK or len(draws) < 2:
+    if comparison.design != FORK or not draws:
         return TextTable(header=("arm",), rows=())
-    means, arms = intervals(points.groupby(["arm", "draw"])["gap_pct"]), dict.fromkeys(comparison.points["arm"])
-    rows = tuple((arm, *(_with_half(means.loc[(arm, draw)]) for draw in draws)) for arm in arms)
-    header = ("arm", *(f"gap % at {draw}" for draw in draws))
-    return TextTable(header=header, rows=rows, numeric=frozenset(range(1, len(header))))
+    rows = tuple(
+        (arm, loss, *_point_cells(points[points["arm"] == arm], f"{loss}_gap_pct", draws))
+        for arm in by_gap(comparison)["arm"]
+        if arm in set(points["arm"])
+        for loss in ("train", "val")
+    )
+    header = ("arm", "loss", *(f"gap % at {draw}" for draw in draws), "together")
+    return TextTable(header=header, rows=rows, numeric=frozenset(range(2, len(header))))
 
 
-def _with_half(mean: pd.Series) -> str:
-    half = mean["high"] - mean["mean"]
-    places = digits(half)
-    return f"{mean['mean']:+.{places}f}" + ("" if math.isnan(half) else f" ± {half:.{places}f}")
+def _point_cells(points: pd.DataFrame, column: str, draws: list[str]) -> list[str]:
+    """ "+1.32 (sd 0.16)" for each of `draws` and for the means of the trunks; `points` are of one arm."""
+    apart = [points[points["draw"] == draw][column] for draw in draws]
+    together = points.groupby("trunk")[column].mean()
+    return [_with_sd(gaps) for gaps in (*apart, together)]
+
+
+def _with_sd(gaps: pd.Series) -> str:
+    sd = gaps.std()
+    places = digits(sd)
+    return number(gaps.mean(), f"+.{places}f") + ("" if math.isnan(sd) else f" (sd {sd:.{places}f})")
 
 
 def training_table(comparison: Comparison) -> TextTable:
@@ -249,14 +259,15 @@ def distinct(values: pd.Series, count: bool = False) -> str:
     return "; ".join(f"{value} ({times} runs)" if count else value for value, times in counts.items())
 
 
-def report_markdown(comparison: Comparison) -> str:
-    """The report as one Markdown page."""
+def report_markdown(comparison: Comparison, picture: str | None = None) -> str:
+    """The report as one Markdown page; `picture` is where, seen from the page, the forest plot is."""
     runs, arms = comparison.frames.runs, by_gap(comparison).itertuples()
     parts = [
         f"# {markdown_text(title(comparison))}\n",
         "\n",
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.sentence)}\n" for row in arms),
         "\n",
+        *([f"![Gap of every arm with its interval and its verdict]({picture})\n\n"] if picture else []),
         *(f"{markdown_text(note)}\n\n" for note in comparison.notes),
         "## Result\n\n",
         markdown(arms_table(comparison)),

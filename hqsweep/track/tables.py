@@ -28,3 +28,6 @@ TABLES: dict[str, dict[str, type]] = {
 
 MIRRORED_TABLES = tuple(name for name in TABLES if name != "metrics")
 """Tables that a tracker gets as a whole, beside the metrics."""
+
+VERDICT_COLUMNS = ("arm", "verdict", "gap", "ci_low", "ci_high", "margin", "within_margin", "n", "sentence")
+"""Columns of the table of verdicts beside the runs of a sweep; gaps in % of the baseline's loss."""

@@ -15,6 +15,7 @@ import wandb
 
 from hqsweep.sweep.store import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
+from hqsweep.track.tables import VERDICT_COLUMNS
 from hqsweep.track.tracker import NullTracker, Tracker, curves
 
 FAST = {
@@ -23,9 +24,6 @@ FAST = {
     "x_transaction_log_flush_interval": 1.0,
 }  # fmt: skip
 """Settings that make `init` about six times faster (the manifest has what they leave out) and flush every second."""
-
-
-VERDICT_COLUMNS = ("arm", "verdict", "gap", "ci_low", "ci_high", "margin", "within_margin", "n", "sentence")
 
 
 def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from hqsweep.report.forest import Scale, digits, forest, scale_of
+from hqsweep.report.compare import compare
+from hqsweep.report.forest import Scale, forest, forest_of, scale_of
 from hqsweep.report.html import forest_svg
 
 NASTY = "<script>alert('arm')</script> & \"q\""
@@ -41,9 +42,9 @@ def test_arms_are_sorted_by_gap_the_null_arm_and_arms_without_a_gap_after_them()
     plot = drawn()
     assert [line.arm for line in plot.lines] == ["mxfp8", "nvfp4", "failed", "null"]
     assert [line.words for line in plot.lines] == ["worse, inside the margin", "worse", "failed", "equivalent"]
-    assert [line.gap for line in plot.lines] == ["+0.12 %", "+1.70 %", "-", "+0.000 %"]
-    assert [line.interval for line in plot.lines[:3]] == ["+0.06 to +0.18", "+1.40 to +2.00", "-"]
-    assert plot.says.startswith("Gap in %. mxfp8: worse, inside the margin, +0.12 % (+0.06 to +0.18); nvfp4: worse")
+    assert [line.gap for line in plot.lines] == ["+0.120 %", "+1.70 %", "-", "+0.000 %"]
+    assert [line.interval for line in plot.lines[:3]] == ["+0.060 to +0.180", "+1.40 to +2.00", "-"]
+    assert plot.says.startswith("Gap in %. mxfp8: worse, inside the margin, +0.120 % (+0.060 to +0.180); nvfp4: worse")
     assert drawn(ARMS[ARMS["gap_pct"].isna()]) is None
 
 
@@ -74,7 +75,7 @@ def test_one_wide_interval_does_not_flatten_the_others():
     assert plot.scale.high < 1.5 and plot.lines[0].open_ends == (True, True) and plot.lines[1].open_ends == (False,) * 2
     low, high = plot.lines[0].joint
     assert (low, high) == (0, 100)
-    assert "-29.80 to +30.20" not in plot.lines[0].interval and plot.lines[0].interval == "-29.8 to +30.2"
+    assert plot.lines[0].interval == "-29.80 to +30.20"  # said in full, where the line ends in arrows
 
 
 def test_a_broken_arm_bends_the_axis_instead_of_flattening_the_others():
@@ -100,10 +101,6 @@ def test_ticks_are_few_apart_and_inside(low, high, bent):
         assert scale.at(float(text)) == pytest.approx(place, abs=0.01)
 
 
-def test_decimals_are_as_many_as_the_interval_needs():
-    assert [digits(half) for half in (0.004, 0.02, 1, 5, math.nan)] == [3, 2, 2, 1, 2]
-
-
 def test_the_svg_is_well_formed_without_scripts_or_links_and_says_everything():
     arms = ARMS.assign(arm=ARMS["arm"].replace("nvfp4", NASTY))
     text = forest_svg(drawn(arms, SINGLES.assign(arm=SINGLES["arm"].replace("nvfp4", NASTY))))
@@ -114,3 +111,24 @@ def test_the_svg_is_well_formed_without_scripts_or_links_and_says_everything():
     words = "".join(root.itertext())
     assert NASTY in words and "worse, inside the margin" in words and "(+1.40 to +2.00)" in words
     assert len([c for c in root.iter("{http://www.w3.org/2000/svg}circle")]) == 3 + 1  # dots, and the legend's
+
+
+def test_few_trunks_show_their_forks_and_what_these_say_alone(make_sweep, fake):
+    gaps = {"mxfp8": lambda trunk, point: 0.004 + 0.001 * trunk + point / 1e5, "null": 0.0001}
+    few = forest_of(compare(make_sweep(fake.fork_study(gaps, trunks=2))))
+    assert (few.replicate, few.covers) == ("fork", "of these forks alone")
+    mxfp8 = few.lines[0]
+    assert len(mxfp8.dots) == 4 and mxfp8.dots[0][1].startswith("trunk-s0 at 40: +0.22") and not mxfp8.equivalence
+    row = few.rows.set_index(["arm", "replicate"]).loc[("mxfp8", "mean")]
+    assert 0 < row["ci_low_pct"] < row["gap_pct"] < row["ci_high_pct"]
+    svg = forest_svg(few)
+    assert "interval, of these forks alone" in svg and "90 % interval" not in svg
+    full = forest_of(compare(make_sweep(fake.fork_study(gaps, trunks=3), name="full")))
+    assert (full.replicate, full.covers, len(full.lines[0].dots)) == ("trunk", "of all arms together", 3)
+    assert full.lines[0].equivalence and "90 % interval" in forest_svg(full)
+
+
+def test_whole_runs_are_drawn_by_seed(make_sweep, fake):
+    plot = forest_of(compare(make_sweep(fake.three_arms()), "bf16"))
+    assert [says.split(":")[0] for _, says in plot.lines[0].dots] == ["seed 0", "seed 1", "seed 2"]
+    assert plot.heading == "Gap of the final validation loss, in % of the loss of bf16"

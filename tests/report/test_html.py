@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -55,16 +56,51 @@ def comparison(make_sweep, fake):
 def test_every_section_is_there(comparison):
     page = Tags(rendered(comparison))
     for words in (
-        "sweep: 3 arms against bf16", "Runs without a result", "failed (boom <b onclick=x>)", "Gap to bf16",
-        "Final gap", "Validation loss", "Training loss, rolling mean of 5 rows", "Quantization error",
-        "Underflow by layer", "Gradient cosine by layer", "Throughput", "Grey band: the margin",
-        "GEMM output error", "Config: where the arms differ", "GEMM plans", "All runs", "Provenance",
-        "-O3 -ffp-contract=off", *comparison.arms["sentence"],
+        "sweep: 3 arms against bf16", "Runs without a result", "failed (boom <b onclick=x>)", "Gap to bf16 over steps",
+        "Gap of the final validation loss, in % of the loss of bf16", "Validation loss",
+        "Training loss, rolling mean of 5 rows", "Result in numbers", "Quantization error", "Underflow by layer",
+        "Gradient cosine by layer", "Throughput", "the margin of 0.25 % of the final loss", "GEMM output error",
+        "Config: where the arms differ", "GEMM plans", "All runs", "Provenance", "-O3 -ffp-contract=off",
+        *comparison.arms["sentence"], *comparison.notes,
     ):  # fmt: skip
         assert words in page.text
     drawn = [tag for tag, attributes in page.tags if "plotly-graph-div" in attributes.get("class", "")]
     sampled = 3  # arms that got as far as a sampled step, each with a heatmap of SQNR and one of underflow
-    assert len(drawn) == 2 + 3 + 2 * sampled + 2 + 1  # losses, gaps, heatmaps, gradients, speed
+    assert len(drawn) == 2 + 2 + 2 * sampled + 2 + 1  # losses, gaps, heatmaps, gradients, speed
+    assert "Growth of the gap" not in page.text and "Gap at each fork point" not in page.text
+
+
+def test_a_fork_study_shows_growth_and_points_instead_of_gaps_over_steps(make_sweep, fake):
+    comparison = compare(make_sweep(fake.fork_study({"mxfp8": 0.004, "null": 0.0001})))
+    text = Tags(rendered(comparison)).text
+    for words in (
+        "Gap of the training loss over the decay, in % of the loss of bf16", "mean over trunks", "one trunk",
+        "Growth of the training gap: all fork points together", "Growth of the training gap: forks at step 40",
+        "forks at step 80", "Gap at each fork point", "mean over the trunks", "A fork does not see damage",
+        "the gap is that of the training loss over the decay", *comparison.notes,
+    ):  # fmt: skip
+        assert words in text
+    assert "over steps" not in text
+    assert text.index("A fork does not see") < text.index("Loss") < text.index("Growth of the training gap")
+
+
+def test_verdicts_and_the_forest_plot_come_first(comparison):
+    page = Tags(rendered(comparison))
+    order = [*comparison.arms["sentence"][:1], "Gap of the final validation loss", "one seed", "Validation loss",
+             "Result in numbers", "Config: where the arms differ", "Training: tokens to loss"]  # fmt: skip
+    places = [page.text.index(words) for words in order]
+    assert places == sorted(places)
+    coloured = [attributes["class"] for tag, attributes in page.tags if tag == "b" and "class" in attributes]
+    assert set(coloured) == set(comparison.arms["verdict"])
+    heads = [attributes for tag, attributes in page.tags if tag == "table" and attributes.get("class") == "forest"]
+    assert len(heads) == 1
+
+
+def test_many_verdicts_leave_room_for_the_plot(make_sweep, fake):
+    arms = ["bf16", *(f"arm{place}" for place in range(10))]
+    page = Tags(rendered(compare(make_sweep([fake.Run(arm=arm) for arm in arms]), "bf16")))
+    (listed,) = [each for tag, each in page.tags if tag == "ul"]
+    assert listed["class"] == "verdicts many" and listed["tabindex"] == "0"
 
 
 def test_names_from_configs_stay_text(comparison):
@@ -81,7 +117,7 @@ def test_nothing_is_fetched(comparison):
     tags = Tags(rendered(comparison)).tags
     assert not [attributes for _, attributes in tags if attributes.get("src")]
     icon, *links = [attributes["href"] for _, attributes in tags if "href" in attributes]
-    assert icon == "data:," and all(re.fullmatch(r"(figures/)?\w+\.csv", link) for link in links)
+    assert icon == "data:," and all(re.fullmatch(r"(figures/)?\w+\.(csv|svg)", link) for link in links)
     policy = next(attributes["content"] for _, attributes in tags if attributes.get("http-equiv"))
     assert policy.startswith("default-src 'none'") and not re.search(r"https?:", policy)
 
@@ -116,18 +152,30 @@ def test_long_lines_are_thinned_with_both_ends_kept(comparison):
     assert len(rows) == look.MAX_POINTS and rows["step"].iloc[0] == 0 and rows["step"].iloc[-1] == 9999
 
 
-def test_what_differs_comes_first_and_keys_that_say_the_same_share_a_column(comparison):
+def test_keys_that_say_the_same_share_a_column(comparison):
     tags = Tags(rendered(comparison))
-    assert tags.text.index("Config: where the arms differ") < tags.text.index("Result") < tags.text.index("Loss")
     assert "recipe.linear.grad_output, recipe.linear.input, recipe.linear.weight" in tags.text
     same = [attributes["class"] for tag, attributes in tags.tags if attributes.get("class") in ("same", "other")]
     assert same == ["same", "other", "other", "other"]  # bf16 itself, mxfp8, nvfp4, and the broken arm's mxfp8
 
 
-def test_the_grey_band_is_the_margin(make_sweep, fake):
+def test_the_band_of_gap_curves_is_the_margin_in_nats(make_sweep, fake):
     comparison = compare(make_sweep(fake.three_arms()), margin="0.5%")
-    band, *_ = points.final_gaps(comparison, "Final gap").figure.layout.shapes
-    assert (band.type, band.x0, band.x1) == ("rect", -0.5, 0.5) and band.y0 < 0 and band.y1 > 1
+    loss = comparison.arms.set_index("arm").at["bf16", "final_loss"]
+    band, *_ = figures.gap_curves(comparison, "Gap", "val_loss").figure.layout.shapes
+    assert (band.type, band.y0, band.y1) == ("rect", pytest.approx(-0.005 * loss), pytest.approx(0.005 * loss))
+
+
+def test_loss_lines_of_forks_break_between_points_and_the_trunks_are_behind_them(make_sweep, fake):
+    comparison = compare(make_sweep(fake.fork_study({"mxfp8": 0.004})))
+    panel = figures.loss_curves(comparison, "Training loss", "train_loss")
+    trunk, *arms = panel.figure.data
+    assert trunk.name == "trunk" and len(trunk.x) == fake.steps and {line.name for line in arms} == {"bf16", "mxfp8"}
+    steps = [[50, 60, 70, 80], [90, 100, 110, 120]]
+    for line in arms:
+        assert list(line.x[:4]) == steps[0] and math.isnan(line.x[4]) and list(line.x[5:]) == steps[1]
+    counts = panel.rows["arm"].value_counts()
+    assert counts.to_dict() == {"trunk": fake.steps, "bf16": 8, "mxfp8": 8}
 
 
 def test_gradient_cosines_by_layer_in_forward_order(comparison):

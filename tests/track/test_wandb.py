@@ -19,7 +19,7 @@ import wandb_file
 from hqsweep.sweep.store import RunStore
 from hqsweep.track import wandb as mirror
 from hqsweep.track.open import open_tracker
-from hqsweep.track.tables import TABLES
+from hqsweep.track.tables import TABLES, VERDICT_COLUMNS
 from hqsweep.track.tracker import NullTracker
 
 CONFIG = {
@@ -224,7 +224,7 @@ def test_a_report_becomes_an_artifact_beside_the_runs_with_its_verdicts(run, tmp
     }
     paths = {key: value for row in mirrored.history for key, value in row.items() if key.endswith(".path")}
     table = json.loads((folder / "files" / paths["verdicts.path"]).read_text())
-    assert table["columns"] == list(mirror.VERDICT_COLUMNS)
+    assert table["columns"] == list(VERDICT_COLUMNS)
     assert table["data"][0] == ["nvfp4 lr=0.1", "worse", 1.5, 1.0, 2.0, 0.25, False, 4, "worse than 'bf16' by 1.5 %."]
     assert svg in (folder / "files" / paths["forest.path"]).read_text(encoding="utf-8")
 
