@@ -16,6 +16,8 @@ BLIND = (
     "A fork does not see damage that builds up from the start of training, early instability, or late divergence; whole"
     " runs do."
 )
+FINE = 0.1
+"""Half-widths in % below which a third decimal is shown."""
 FEWEST_TRUNKS = 3
 """Trunks below which there is no verdict about all trunks."""
 
@@ -34,12 +36,25 @@ def fault(run: Any) -> str:
 
 def sentence(row: Row, unfinished: pd.DataFrame) -> str:
     """The verdict in plain words; `unfinished`, the arm's runs (of Frames.runs) without a final loss, come first."""
-    faults = [f"{_which(run)} {fault(run)}" for run in unfinished.itertuples()]
-    trouble = f"{len(faults)} of {row['runs']} runs without a result: {'; '.join(faults)}. " if faults else ""
+    trouble = ""
+    if len(unfinished):
+        trouble = f"{len(unfinished)} of {row['runs']} runs without a result: {_faults(unfinished)}. "
     if row["diverged"]:
         trouble += f"{row['diverged']} of {row['runs']} runs diverged, the first at {row['diverged_at']:,.0f} tokens. "
     doubt = f" {NULL_IN_DOUBT.format(baseline=_name(row))}" if row["null_in_doubt"] else ""
     return trouble + ("Null arm: " if row["null"] else "") + _finding(row) + doubt
+
+
+def _faults(unfinished: pd.DataFrame) -> str:
+    """What happened to which runs; a fault of many runs once."""
+    runs: dict[str, list[str]] = {}
+    for run in unfinished.itertuples():
+        runs.setdefault(fault(run), []).append(_which(run))
+    few = 2
+    return "; ".join(
+        f"{', '.join(which)} {what}" if len(which) <= few else f"{len(which)} {what}, the first {which[0]}"
+        for what, which in runs.items()
+    )
 
 
 def _which(run: Any) -> str:
@@ -127,10 +142,8 @@ def _replicates(row: Row) -> str:
 
 
 def digits(half: float) -> int:
-    """Decimals of a number in % whose interval reaches `half` to either side: two significant ones of that, 2 to 5."""
-    if not half > 0:
-        return 2
-    return min(5, max(2, 1 - math.floor(math.log10(half))))
+    """Decimals of a number in % whose interval reaches `half` to either side."""
+    return 3 if 0 < half < FINE else 2
 
 
 def _percent(row: Row) -> str:

@@ -82,6 +82,8 @@ def test_what_has_no_verdict_says_why():
     failed = pd.DataFrame([{"seed": 1, "point": 80, "design": "fork", "state": "failed", "reason": "out of memory"}])
     text = sentence(FORKS | {"verdict": "failed"}, failed)
     assert text.startswith("1 of 4 runs without a result: seed 1 at 80 failed (out of memory). No run of this arm")
+    many = pd.concat([failed.assign(seed=seed) for seed in range(3)])
+    assert "3 of 4 runs without a result: 3 failed (out of memory), the first seed 0 at 80. " in sentence(FORKS, many)
     diverged = {"verdict": "diverged", "diverged": 1, "diverged_at": 19200.0, "pairs": 3, "paired_gap": 0.012}
     assert said(**diverged) == (
         "1 of 4 runs diverged, the first at 19,200 tokens. No verdict. The others end +0.0120 nats from 'bf16' over 3"
@@ -93,6 +95,6 @@ def test_what_has_no_verdict_says_why():
     assert said(verdict="baseline", final_loss=NAN) == "No run of the baseline has a final loss."
 
 
-@pytest.mark.parametrize(("half", "places"), [(NAN, 2), (0.0, 2), (3.0, 2), (0.6, 2), (0.06, 3), (0.004, 4), (1e-9, 5)])
-def test_two_significant_digits_of_the_interval_are_shown(half, places):
+@pytest.mark.parametrize(("half", "places"), [(NAN, 2), (0.0, 2), (3.0, 2), (0.1, 2), (0.06, 3), (1e-9, 3)])
+def test_a_narrow_interval_has_a_third_decimal(half, places):
     assert digits(half) == places
