@@ -1,6 +1,6 @@
 """Which planted faults a small fork study on a CPU finds, and how large a fault it would find where it does not.
 
-    python -m benchmarks.sensitivity --out rows.jsonl [--threads 2]
+    python -m benchmarks.sensitivity --out rows.jsonl [--threads 1]
 
 The baseline is the right arm: forward in NVFP4, backward in MXFP8 of what the forward saw, output gradients in NVFP4
 with stochastic rounding. Each other arm is the same with one fault in one direction of one linear (LAYER):
@@ -33,7 +33,7 @@ from hqsweep.verdicts import forks, plan
 LAYER = "layers.1.mlp.fc2"
 FORWARD = "nvfp4|mxfp8@rowwise_dequantized"
 RIGHT = {"input": FORWARD, "weight": FORWARD, "grad_output": "mxfp8|nvfp4+sr"}
-TRUNKS, POINTS, MARGIN = 4, (120, 240), 0.25
+TRUNKS, POINTS, MARGIN = 6, (200, 400), 0.25
 FORK = {"steps": 24, "decay": 40, "warmup": 20}
 CONFIG = {
     "job": "convergence", "sweep": "sensitivity", "recipe": {"name": "right", "linear": RIGHT}, "stats": {"every": 0},
@@ -108,7 +108,7 @@ def judged(gaps: Row) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--commit", help="of a copy of the tree that has no history")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -31,6 +31,7 @@ def test_one_arm_needs_the_seeds_of_the_published_power_tables(effect, seeds):
     assert replicates("whole runs", 1.0, 1, gap=effect) == seeds  # one-sample t, 5 %, 80 % (as G*Power gives them)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arms", range(1, 8))
 def test_power_is_a_finite_number_that_grows_with_the_gap_and_with_replicates(arms):
     for design in (WholeRuns(arms=arms, controls=2), WholeRuns(arms=arms, controls=1), Forks(arms=arms)):

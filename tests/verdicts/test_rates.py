@@ -144,13 +144,6 @@ def test_looks_after_every_trunk_claim_as_rarely_as_stated(arms):
         assert at_most(claimed, 0.053) and at_most(worse, 0.027) and at_most(within, 0.052)
 
 
-def test_a_flag_stays_and_the_other_may_join_it():
-    gaps = np.array([[1.0, 1.01, 1.02, 9.0, -9.0, 8.0]])[..., None]
-    fit, design = partial(forks.fit, gaps), Forks(arms=1, maximum=8)
-    assert [bool(flags(fit, design, n, 2.0)[0][0]) for n in (2, 3, 4, 6)] == [False, True, True, True]
-    assert not flags(fit, Forks(arms=1), 6, 2.0)[0][0] and flags(fit, design, 6, 2.0)[2][0]
-
-
 def test_power_is_that_of_the_table():
     """One arm of four with a gap, the others without: % of studies that find it, at gaps of 1, 2, 3 and 5 sd."""
     for seeds, stated in {3: (6, 45, 86, 100), 5: (27, 92, 100, 100)}.items():
