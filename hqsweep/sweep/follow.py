@@ -18,7 +18,8 @@ from hqsweep.sweep.files import read_json
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
-from hqsweep.sweep.store import CANCELLED, RunDir
+from hqsweep.sweep.store import CANCELLED, RunDir, RunStore
+from hqsweep.sweep.task import end_without
 
 ASK_S = 3.0
 """Seconds between two questions to the scheduler."""
@@ -60,7 +61,9 @@ def _observed(run: RunDir, name: str, jobs: Mapping[str, Job]) -> dict[str, Any]
             return status | {"state": "pending", "reason": f"{status['reason']}; Slurm job {name} goes on"}
         if job.state == "RUNNING" and status["state"] in ("running", "pending"):
             return status
-        return status | {"state": "pending", "reason": f"Slurm job {name}: {job.reason or job.state}"}
+        trunk = run.trunk() if job.reason == "Dependency" else None
+        waits = f"waits for {trunk.name}" if trunk else f"Slurm job {name}: {job.reason or job.state}"
+        return status | {"state": "pending", "reason": waits}
     return _settle(run, name, job)
 
 
@@ -69,7 +72,9 @@ def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
     status = run.written_status()
     if status["state"] in (*ENDS, "interrupted"):
         return status
-    if job is not None and job.exit_code in REPORTED and not job.signal and time.time() - job.ended_s < LAG_S:
+    unstarted = job is not None and job.state == "CANCELLED" and status["state"] == "pending"
+    reported = job is not None and job.exit_code in REPORTED and not job.signal and not unstarted
+    if reported and time.time() - job.ended_s < LAG_S:
         return status
     try:
         with run.lock():
@@ -77,12 +82,22 @@ def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
             if status["state"] in (*ENDS, "interrupted"):
                 return status
             cancelled = job is not None and job.state == "CANCELLED"
+            end = "interrupted" if cancelled else "failed", _reason_of_end(name, job)
+            state, reason = (_end_with_trunk(run) if status["state"] == "pending" else None) or end
             return run.write_status(
-                state="interrupted" if cancelled else "failed", reason=_reason_of_end(name, job), ended=time.time(),
+                state=state, reason=reason, ended=time.time(),
                 exit_code=None if job is None else job.exit_code or 128 + job.signal,
             )  # fmt: skip
     except RunBusy:
         return status
+
+
+def _end_with_trunk(run: RunDir) -> tuple[str, str] | None:
+    """State and reason of a fork that was not started because its trunk failed or was stopped; None for others."""
+    trunk = run.trunk()
+    if trunk is None or trunk.status()["state"] not in ("failed", "interrupted"):
+        return None
+    return end_without(trunk)
 
 
 def _reason_of_end(name: str, job: Job | None) -> str:
@@ -139,13 +154,17 @@ def _goes_on(run: RunDir, status: Mapping[str, Any]) -> bool:
 
 
 def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
-    """Cancel those of the runs that wait or run, and return them. A worker on this machine gets SIGTERM, and Slurm's
-    jobs end as Slurm ends them. Rows and checkpoints stay, and the same command goes on from there.
+    """Cancel those of the runs that wait or run, and return them, with the forks that share a Slurm job with one of
+    them. A worker on this machine gets SIGTERM, and Slurm's jobs end as Slurm ends them. Rows and checkpoints stay, and
+    the same command goes on from there.
 
     Raises Unreachable.
     """
-    cancelled = [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
-    cancel_jobs(job_ids(cancelled).values())
+    cancelled = _at_work(runs)
+    names = set(job_ids(cancelled).values())
+    mates = [run for sweep in {run.sweep_path for run in cancelled} for run in RunStore(sweep.parent).runs(sweep.name)]
+    cancelled += _at_work([run for run, name in job_ids(mates).items() if name in names and run not in cancelled])
+    cancel_jobs(names)
     for run in sorted(cancelled, key=RunDir.is_locked):  # those that wait first, lest they start when others end
         if run.is_locked():
             _terminate(run)
@@ -153,6 +172,10 @@ def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
             if run.written_status()["state"] not in ENDS:
                 run.write_status(state="interrupted", reason=CANCELLED, ended=time.time())
     return cancelled
+
+
+def _at_work(runs: Sequence[RunDir]) -> list[RunDir]:
+    return [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
 
 
 def _terminate(run: RunDir) -> None:

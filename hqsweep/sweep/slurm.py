@@ -1,4 +1,5 @@
-"""engine=slurm: a task of a Slurm array for each run, submitted by submitit.
+"""engine=slurm: a task of a Slurm array for each run, submitted by submitit; the forks of an arm from one trunk share a
+task, which starts when the trunk's has finished.
 
 A run's folder keeps the id of its job, so the same command again finds the jobs that wait or run and follows them
 instead of submitting a second time. Nothing here has to stay alive: jobs go on without us.
@@ -6,7 +7,7 @@ instead of submitting a second time. Nothing here has to stay alive: jobs go on 
 
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from importlib.util import find_spec
 from typing import Any
@@ -38,7 +39,7 @@ def run_slurm(
     return at once.
 
     slurm      the config's section engine.slurm
-    workers    tasks of an array at a time; None is any number
+    workers    tasks at a time, but at least one for each trunk whose forks wait; None is any number
     threads    CPU threads per run; None is 1
     options    timeout_s, retries and backoff_s, as in Limits
 
@@ -48,10 +49,14 @@ def run_slurm(
         raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
     store, sweep = RunStore(runs[0].sweep_path.parent), runs[0].sweep
     with store.lock(sweep):
-        todo = _prepare(runs, force)
-        for start in range(0, len(todo), ARRAY_SIZE):
-            part = todo[start : start + ARRAY_SIZE]
-            _submit(part, slurm, workers, {"threads": threads or 1, **options})
+        live = _live(runs)
+        todo = _prepare(runs, live, force)
+        shared = {"threads": threads or 1, **options}
+        waiting = _by_trunk(todo, {*todo, *live})
+        _submit(_tasks(waiting.pop(None, [])), slurm, workers, shared)
+        for trunk, forks in waiting.items():
+            after = slurm | {"after": job_ids([trunk])[trunk]}
+            _submit(_tasks(forks), after, workers and max(1, workers // len(waiting)), shared)
     display.say(f"{len(todo)} of {len(runs)} runs submitted to Slurm")
     if slurm["detach"]:
         display.say(f"hqsweep status {sweep} follows them, hqsweep cancel {sweep} takes them back")
@@ -59,15 +64,20 @@ def run_slurm(
         follow(runs, display)
 
 
-def _prepare(runs: Sequence[RunDir], force: bool) -> list[RunDir]:
-    """The runs to submit, made pending."""
+def _live(runs: Sequence[RunDir]) -> set[RunDir]:
+    """Those whose jobs wait or run."""
     names = job_ids(runs)
     live = {name for name, job in find_jobs(names.values()).items() if job.live}
+    return {run for run, name in names.items() if name in live}
+
+
+def _prepare(runs: Sequence[RunDir], live: Collection[RunDir], force: bool) -> list[RunDir]:
+    """The runs to submit, made pending."""
     todo = []
     for run in runs:
         try:
             with run.lock():
-                if names.get(run) in live or (run.written_status()["state"] == "finished" and not force):
+                if run in live or (run.written_status()["state"] == "finished" and not force):
                     continue
                 if force:
                     run.reset()
@@ -78,33 +88,70 @@ def _prepare(runs: Sequence[RunDir], force: bool) -> list[RunDir]:
     return todo
 
 
-def _submit(runs: Sequence[RunDir], slurm: Mapping[str, Any], workers: int | None, options: dict[str, Any]) -> None:
-    """One array (a plain job for a single run), and each run's job.json."""
+def _by_trunk(todo: Sequence[RunDir], coming: Collection[RunDir]) -> dict[RunDir | None, list[RunDir]]:
+    """The runs to submit by the trunk whose job they have to wait for, None for those that can start; `coming` are the
+    runs that have a job, or will."""
+    found: dict[RunDir | None, list[RunDir]] = {}
+    for run in todo:
+        trunk = run.trunk()
+        waits = trunk in coming and not run.trunk_state().exists()
+        found.setdefault(trunk if waits else None, []).append(run)
+    return found
+
+
+def _tasks(runs: Sequence[RunDir]) -> list[list[RunDir]]:
+    """One list for each task: the forks of an arm from the same trunk, or any other run alone."""
+    tasks: dict[tuple[str, ...], list[RunDir]] = {}
+    for run in runs:
+        facts = run.manifest()
+        key = (facts["trunk"], facts["arm"]) if "trunk" in facts else (run.name,)
+        tasks.setdefault(key, []).append(run)
+    return list(tasks.values())
+
+
+def _submit(
+    tasks: Sequence[Sequence[RunDir]], slurm: Mapping[str, Any], workers: int | None, options: dict[str, Any]
+) -> None:
+    """Arrays of them, and each run's job.json."""
+    for start in range(0, len(tasks), ARRAY_SIZE):
+        part = tasks[start : start + ARRAY_SIZE]
+        for task, name in zip(part, _submit_array(part, slurm, workers, options), strict=True):
+            for run in task:
+                write_json(run.job_path, {"id": name})
+
+
+def _submit_array(
+    tasks: Sequence[Sequence[RunDir]], slurm: Mapping[str, Any], workers: int | None, options: dict[str, Any]
+) -> list[str]:
+    """Ids of the tasks of one array (of a plain job for a single task)."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    paths = [run.path.resolve() for run in runs]
+    paths = [[run.path.resolve() for run in task] for task in tasks]
     limit_s = slurm["time_min"] * 60.0 - slurm["signal_s"] if slurm["time_min"] else None
     said = io.StringIO()  # submitit repeats there what sbatch says
     try:
-        executor = SlurmExecutor(paths[0].parent / "slurm")
-        executor.update_parameters(**sbatch_parameters(runs[0].sweep, slurm, workers, options["threads"]))
+        executor = SlurmExecutor(paths[0][0].parent / "slurm")
+        executor.update_parameters(**sbatch_parameters(tasks[0][0].sweep, slurm, workers, options["threads"]))
         with redirect_stderr(said):
             jobs = executor.map_array(work, paths, [limit_s] * len(paths), [options] * len(paths))
     except (RuntimeError, FailedJobError, FailedSubmissionError) as error:
         why = "; ".join(line.removeprefix("sbatch: error: ") for line in said.getvalue().splitlines()) or str(error)
         raise UserError(f"engine: Slurm did not take the jobs: {why}") from None
-    for run, job in zip(runs, jobs, strict=True):
-        write_json(run.job_path, {"id": job.job_id})
+    return [job.job_id for job in jobs]
 
 
 def sbatch_parameters(sweep: str, slurm: Mapping[str, Any], workers: int | None, threads: int) -> dict[str, Any]:
-    """What submitit takes for the config's section engine.slurm. A key that is None is not written into the script;
-    without that, submitit's own defaults (5 minutes, a wckey) would be."""
+    """What submitit takes for the config's section engine.slurm, and under the key `after` the job that has to finish
+    before. A key that is None is not written into the script; without that, submitit's own defaults (5 minutes, a
+    wckey) would be."""
     further: dict[str, Any] = {"requeue": True}
     for word in shlex.split(slurm["options"] or ""):
         name, equals, value = word.removeprefix("--").partition("=")
         further[name] = value if equals else True
+    if "after" in slurm:  # a job that can never start, because the other failed, is to end instead of waiting
+        others = [further["dependency"]] if "dependency" in further else []
+        further |= {"dependency": ",".join([f"afterok:{slurm['after']}", *others]), "kill-on-invalid-dep": "yes"}
     return {
         "job_name": f"hqsweep-{sweep}", "partition": slurm["partition"], "gres": slurm["gres"],
         "mem": f"{slurm['mem_gb'] * 1024:.0f}M" if slurm["mem_gb"] else None, "time": slurm["time_min"],

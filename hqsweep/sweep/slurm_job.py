@@ -1,4 +1,4 @@
-"""The work of a Slurm job: the local engine, for one run.
+"""The work of a Slurm job: the local engine, for one run, or for the forks of an arm one after another.
 
 So time-outs, retries and the status of a worker that died are the local engine's, and the job's exit code says how
 the run ended: 0 finished, 3 failed. A job that Slurm stops while it wants it to go on (its time is nearly over, or it
@@ -7,6 +7,7 @@ is preempted) goes back to the queue, and its next start resumes from the run's 
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,46 @@ NEAR_LIMIT_S = 30.0
 """How much earlier than announced Slurm may send the signal (it checks in steps of up to a minute)."""
 
 
-def work(path: Path, limit_s: float | None, options: dict[str, Any]) -> None:
-    """Bring the run in folder `path` to an end; `options` are fields of Limits.
+def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) -> None:
+    """Bring the runs in these folders to their ends; `options` are fields of Limits. In a job that was put back, what
+    failed before is left alone while anything else is to be done.
 
     limit_s: seconds after which Slurm tells the job that its time is nearly over; None without a limit. Raises
-    SystemExit unless the run finishes.
+    SystemExit unless all runs finish.
     """
-    run, began, before = RunDir(path), time.monotonic(), _checkpoints(RunDir(path))
+    runs, began = [RunDir(path) for path in paths], time.monotonic()
+    before = _achieved(runs)
+    todo = [run for run in runs if run.written_status()["state"] != "failed"] or runs
     try:
-        (status,) = run_local([run], display=PlainDisplay(Console()), limits=Limits(workers=1, **options))
+        run_local(todo, display=PlainDisplay(Console()), limits=Limits(workers=1, **options))
     except SystemExit:
         job = find_jobs([os.environ["SLURM_JOB_ID"]]).get(os.environ["SLURM_JOB_ID"])
         if job is None or job.state != "RUNNING":  # cancelled, or Slurm itself puts it back
             raise
         used_s = time.monotonic() - began
-        if limit_s is not None and used_s > limit_s - NEAR_LIMIT_S and _checkpoints(run) == before:
-            _give_up(run, used_s)
+        if limit_s is not None and used_s > limit_s - NEAR_LIMIT_S and _achieved(runs) == before:
+            _give_up([run for run in todo if run.written_status()["state"] == "interrupted"], used_s)
+            if not any(run.written_status()["state"] == "pending" for run in todo):
+                raise SystemExit(EXIT_FAILED) from None
         requeue_job(job.id)
         raise
-    if status["state"] != "finished":
+    if not all(run.has_finished() for run in runs):
         raise SystemExit(EXIT_FAILED)
 
 
-def _checkpoints(run: RunDir) -> list[str]:
-    return sorted(path.name for path in run.checkpoint.glob("step_*.pt"))
+def _achieved(runs: Sequence[RunDir]) -> list[tuple[bool, list[str]]]:
+    """Per run whether it is at its end, and its checkpoints."""
+    ends = [run.written_status()["state"] in ("finished", "failed") for run in runs]
+    kept = [sorted(path.name for path in run.checkpoint.glob("step_*.pt")) for run in runs]
+    return list(zip(ends, kept, strict=True))
 
 
-def _give_up(run: RunDir, used_s: float) -> None:
-    """Fail a run that would be the same in its next job. Raises SystemExit."""
-    with run.lock(wait_s=1.0):
-        run.write_status(
-            state="failed", exit_code=EXIT_FAILED,
-            reason=f"no new checkpoint in the {used_s:.0f} s of its Slurm job; raise engine.slurm.time_min or lower"
-            " train.checkpoint_every",
-        )  # fmt: skip
-    raise SystemExit(EXIT_FAILED)
+def _give_up(runs: Sequence[RunDir], used_s: float) -> None:
+    """Fail the runs at work, which would be the same in the next job."""
+    for run in runs:
+        with run.lock(wait_s=1.0):
+            run.write_status(
+                state="failed", exit_code=EXIT_FAILED,
+                reason=f"no new checkpoint in the {used_s:.0f} s of its Slurm job; raise engine.slurm.time_min or lower"
+                " train.checkpoint_every",
+            )  # fmt: skip

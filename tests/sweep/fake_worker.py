@@ -26,10 +26,10 @@ def command() -> list[str]:
     return [sys.executable, __file__, "--parent", str(os.getpid())]
 
 
-def work_in_slurm(path: Path, limit_s: float | None, options: dict) -> None:
+def work_in_slurm(paths: list[Path], limit_s: float | None, options: dict) -> None:
     """slurm_job.work with such workers."""
     process.worker_command = command
-    slurm_job.work(path, limit_s, options)
+    slurm_job.work(paths, limit_s, options)
 
 
 def terminated(number: int, frame: object) -> None:

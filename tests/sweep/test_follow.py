@@ -70,6 +70,25 @@ def test_a_run_is_what_it_said_or_what_its_job_became(run, slurm, written, found
     assert (run.written_status()["state"] == outcome[0]) == (settled or not written or written is RUNNING)
 
 
+@pytest.mark.parametrize(
+    ("trunk", "found", "outcome"),
+    [
+        ({}, job("PENDING", reason="Dependency"), ("pending", "waits for {}")),
+        ({"state": "failed", "reason": "Oh"}, job("CANCELLED", ended_s=4e9), ("failed", "its trunk {} failed: Oh")),
+        ({"state": "failed", "reason": "Oh"}, None, ("failed", "its trunk {} failed: Oh")),
+        ({"state": "interrupted", "reason": "cancelled"}, None, ("interrupted", "its trunk {} was cancelled")),
+        ({"state": "finished"}, job("CANCELLED"), ("interrupted", "Slurm job 5_0: CANCELLED")),
+    ],
+)  # fmt: skip
+def test_a_fork_that_was_not_started_says_what_became_of_its_trunk(make_forks, slurm, trunk, found, outcome):
+    first, fork, _ = make_forks("trunk", "quick")
+    first.write_status(**trunk)
+    write_json(fork.job_path, {"id": "5_0"})
+    slurm(found)
+    (status,) = follow.observe([fork])
+    assert status["state"] == outcome[0] and status["reason"].startswith(outcome[1].format(first.name))
+
+
 def test_a_run_that_somebody_works_on_is_not_declared_dead(run, slurm):
     run.write_status(**RUNNING)
     slurm(None)

@@ -128,6 +128,60 @@ def test_cancel_takes_back_what_waits_and_what_runs(make_runs, submit, store):
 
 
 @pytest.mark.slow
+def test_forks_of_an_arm_share_a_task_that_starts_when_their_trunk_has_finished(make_forks, submit):
+    runs = make_forks("trunk", "quick", "quick", seeds=2)
+    assert submit(runs, detach=True)[0] == "10 of 10 runs submitted to Slurm"
+    jobs = follow.job_ids(runs)
+    assert len({jobs[run] for run in runs}) == 2 + 4
+    for first, second in zip(runs[2::2], runs[3::2], strict=True):
+        assert jobs[first] == jobs[second] and first.manifest()["arm"] == second.manifest()["arm"]
+    assert submit(runs)[0] == "0 of 10 runs submitted to Slurm"  # follows what is there
+    assert [(run.status()["state"], starts(run)) for run in runs] == [("finished", 1)] * 10
+    pids = [run.status()["pid"] for run in runs]
+    assert pids[2] == pids[3] != pids[4] == pids[5]
+
+
+@pytest.mark.slow
+def test_forks_of_a_trunk_that_fails_on_slurm_say_so_and_are_repeated_with_it(make_forks, submit):
+    trunk, *forks = runs = make_forks("trunk-fails", "quick", "quick")
+    began = time.monotonic()
+    submit(runs)
+    assert time.monotonic() - began < 90
+    reason = f"its trunk {trunk.name} failed: RuntimeError: out of luck"
+    assert [(run.status()["state"], run.status()["reason"]) for run in forks] == [("failed", reason)] * 4
+    assert [starts(fork) for fork in forks] == [0] * 4
+    (trunk.path / "mended").touch()
+    assert submit(runs)[0] == "5 of 5 runs submitted to Slurm"
+    assert [(run.status()["state"], starts(run)) for run in forks] == [("finished", 1)] * 4
+
+
+@pytest.mark.slow
+def test_a_trunk_that_goes_back_to_the_queue_keeps_its_forks_waiting(make_forks, submit):
+    trunk, *forks = runs = make_forks("trunk-sleeps", "quick")
+    submit(runs, detach=True)
+    wait_for(lambda: (trunk.checkpoint / "step_1.pt").exists())
+    waits = [(row["state"], row["reason"]) for row in follow.status_rows(forks)]
+    assert waits == [("pending", f"waits for {trunk.name}")] * 2
+    trunk.config_path.write_text(trunk.config_path.read_text().replace("trunk-sleeps", "trunk"))
+    slurm_says("scancel", "--signal=USR2", follow.job_ids(runs)[trunk])
+    submit(runs)
+    assert [run.status()["state"] for run in runs] == ["finished"] * 3
+    assert trunk.status()["attempt"] == 2
+
+
+@pytest.mark.slow
+def test_a_cancelled_fork_takes_along_those_that_share_its_task_and_a_cancelled_trunk_all(make_forks, submit):
+    trunk, *forks = runs = make_forks("trunk-sleeps", "quick", "quick")
+    submit(runs, detach=True)
+    wait_for(lambda: trunk.status()["state"] == "running")
+    assert follow.cancel([forks[1]]) == [forks[1], forks[0]]
+    assert follow.cancel([trunk]) == [trunk]
+    wait_for(lambda: not slurm_says("squeue", "-h"))
+    reasons = [row["reason"] for row in follow.status_rows(runs)]
+    assert reasons == ["cancelled"] * 3 + [f"its trunk {trunk.name} was cancelled"] * 2
+
+
+@pytest.mark.slow
 def test_slurm_that_refuses_is_one_sentence(make_runs, submit, capfd):
     (run,) = make_runs("quick")
     with pytest.raises(UserError, match=r"^engine: Slurm did not take the jobs: invalid partition specified: none; "):
@@ -140,6 +194,10 @@ def test_what_sbatch_is_given():
     section = SECTION | {"time_min": 90, "mem_gb": 1.5, "options": "--account=lab --exclusive"}
     given = sbatch_parameters("grid", section, None, 4)
     assert given["additional_parameters"] == {"requeue": True, "account": "lab", "exclusive": True}
+    after = sbatch_parameters("grid", section | {"options": "--dependency=singleton", "after": "7_2"}, None, 4)
+    assert after["additional_parameters"] == {
+        "requeue": True, "dependency": "afterok:7_2,singleton", "kill-on-invalid-dep": "yes"
+    }  # fmt: skip
     assert (given["time"], given["mem"], given["cpus_per_task"], given["job_name"]) == (90, "1536M", 4, "hqsweep-grid")
 
 

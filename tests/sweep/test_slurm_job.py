@@ -49,14 +49,31 @@ def test_a_stopped_job(make_runs, monkeypatch, requeued, told_to_stop, state, li
     (run,) = make_runs("sleep")
     say(monkeypatch, state)
     with pytest.raises(SystemExit):
-        slurm_job.work(run.path, limit_s, {})
+        slurm_job.work([run.path], limit_s, {})
     assert requeued == names
     assert run.status()["state"] == outcome[0] and run.status()["reason"].startswith(outcome[1])
 
 
 def test_the_exit_code_says_how_the_run_ended(make_runs, requeued):
     good, bad = make_runs("quick", "raise")
-    slurm_job.work(good.path, None, {})
+    slurm_job.work([good.path], None, {})
     with pytest.raises(SystemExit) as failed:
-        slurm_job.work(bad.path, None, {})
+        slurm_job.work([bad.path], None, {})
     assert failed.value.code == 3 and requeued == []
+
+
+def test_the_runs_of_a_job_go_on_after_one_that_fails_and_after_one_that_gets_nowhere(
+    make_runs, monkeypatch, requeued, told_to_stop
+):
+    first, *_ = runs = make_runs("sleep", "quick", "quick")
+    paths = [run.path for run in runs]
+    say(monkeypatch, "RUNNING")
+    with pytest.raises(SystemExit):
+        slurm_job.work(paths, 20.0, {})
+    assert [run.status()["state"] for run in runs] == ["failed", "pending", "pending"] and requeued == ["6"]
+    monkeypatch.setattr(slurm_job, "PlainDisplay", fake_worker.PlainDisplay)
+    with pytest.raises(SystemExit) as failed:
+        slurm_job.work(paths, 20.0, {})
+    assert failed.value.code == 3 and len(requeued) == 1
+    assert [run.status()["state"] for run in runs] == ["failed", "finished", "finished"]
+    assert first.status()["attempt"] == 1
