@@ -9,9 +9,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 .PHONY: quickstart test test-fast build docs lint clean
 .PHONY: gpu-test gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
-quickstart: $(STAMP)  ## train six recipes on real text and write reports/quickstart
+quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
-	$(BIN)/hqsweep compare quickstart --baseline bf16 --band 0.15
+	$(BIN)/hqsweep compare quickstart --check
 
 # Two processes of one thread each: threads of both together would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q

@@ -5,7 +5,18 @@ from types import ModuleType
 
 from docs.generate.source import docstring
 from hqsweep.ops import stats
-from hqsweep.report import arms, baseline, curves, families, frames, gate, verdict
+from hqsweep.report import (
+    arms,
+    baseline,
+    baseline_update,
+    change,
+    curves,
+    families,
+    frames,
+    gate,
+    gate_verdicts,
+    verdict,
+)
 from hqsweep.verdicts import estimate, forks, levels, plan, whole_runs
 
 CHAPTERS = {
@@ -19,8 +30,9 @@ CHAPTERS = {
     "Replicates": (plan, None),
     "What is said of an arm": (verdict, (verdict.sentence,)),
     "Curves": (curves, None),
-    "The gate": (gate, (gate.Verdict, gate.Verdicts, gate.gate, gate.decide)),
-    "Baselines": (baseline, (baseline.comparable, baseline.gap)),
+    "The gate": (gate, (gate.gate, gate_verdicts.Verdict, gate_verdicts.Verdicts)),
+    "Changes since the baseline": (change, (change.changes, change.judge)),
+    "Baselines": (baseline, (baseline.Baseline, baseline_update.update)),
     "Rows and frames": (frames, ()),
 }
 """Heading -> module, and those of its things that define a number; None for all public functions."""

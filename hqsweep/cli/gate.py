@@ -16,7 +16,10 @@ Baseline = Annotated[Path, typer.Option(metavar="FILE", help="The stored baselin
 def gate(
     runs: Runs,
     baseline: Baseline,
-    max_gap: Annotated[float, typer.Option(help="Largest rise of an arm's final loss, in nats.")] = 0.01,
+    margin: Annotated[
+        str | None,
+        typer.Option(metavar="PERCENT", help="Largest change that counts as none, 0.25%; default: the sweep's."),
+    ] = None,
     junit_file: Junit = None,
     summary: Annotated[
         Path | None,
@@ -27,21 +30,22 @@ def gate(
 ) -> None:
     """Judge runs against a stored baseline.
 
-    Equal config and machine: every arm must be bitwise equal. Otherwise the 95 % interval of its gap, paired by seed,
-    is judged against --max-gap. Exit code: 0 good, 1 a regression, 3 failed or missing runs, 4 no usable baseline, or
-    too few seeds to decide.
+    Equal config and machine: every arm must be bitwise equal. Otherwise the change of its gap is judged: worse,
+    better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed or missing runs, 4
+    no usable baseline, or too few replicates to decide.
     """
     from hqsweep.report import junit
     from hqsweep.report.gate import gate
+    from hqsweep.report.gate_verdicts import UNIT
     from hqsweep.report.summary import append, gate_markdown
     from hqsweep.sweep.store import RunStore
 
-    verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, max_gap)
+    verdicts = gate(RunStore(runs_dir).resolve(runs), baseline, margin)
     if junit_file:
         junit.write(junit_file, "gate", verdicts.rows())
     if summary:
         append(summary, gate_markdown(verdicts))
-    document = {"outcome": verdicts.outcome} | asdict(verdicts)
+    document = {"outcome": verdicts.outcome, "unit": UNIT} | asdict(verdicts)
     print_result(as_json, document, verdicts.table(), *([verdicts.problem] if verdicts.problem else []))
     raise typer.Exit(verdicts.exit_code)
 
@@ -52,15 +56,23 @@ def group() -> None:
 
 
 @app.command()
-def update(runs: Runs, baseline: Baseline, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+def update(
+    runs: Runs,
+    baseline: Baseline,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep what is stored, and add these runs as one more draw of it.")
+    ] = False,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
     """Store runs as the baseline, and show what changes.
 
-    Losses are stored as hex floats, which hold every bit. Exit code 3, and the file left as it is, when a run has no
-    final loss.
+    Losses are stored as hex floats, which hold every bit. One stored draw may be a lucky one; --add keeps those of
+    several machines side by side. Exit code 3, and the file left as it is, when a run has no final loss.
     """
-    from hqsweep.report.baseline import update
+    from hqsweep.report.baseline_update import update
     from hqsweep.sweep.store import RunStore
 
-    change = update(RunStore(runs_dir).resolve(runs), baseline)
+    change = update(RunStore(runs_dir).resolve(runs), baseline, add)
     print_result(as_json, asdict(change), change.table())
     raise typer.Exit(EXIT_FAILED if change.refused else 0)

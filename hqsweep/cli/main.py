@@ -117,9 +117,11 @@ def compare(
         str | None,
         typer.Option(help="Largest gap that counts as none, in % of the baseline's loss; default: the sweep's, 0.25%."),
     ] = None,
-    band: Annotated[
-        float | None, typer.Option(help="Exit 1 when an arm ends farther than this many nats from the baseline.")
-    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Exit 1 unless all runs finished, all learnt, and the null arm is equivalent."),
+    ] = False,
+    junit_file: Junit = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -127,7 +129,8 @@ def compare(
 
     A table here; HTML, Markdown, CSV and Parquet in the report folder.
     """
-    from hqsweep.report.band import within_band
+    from hqsweep.report import junit
+    from hqsweep.report.check import checked, verdict_rows
     from hqsweep.report.compare import compare, document, write
     from hqsweep.report.tables import rich_table
     from hqsweep.sweep.store import RunStore
@@ -136,7 +139,9 @@ def compare(
     selected = RunStore(runs_dir).resolve(runs)
     comparison = compare(selected, baseline, window, margin)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
-    good, line = within_band(comparison, band) if band is not None else (True, "")
+    if junit_file:
+        junit.write(junit_file, "compare", verdict_rows(comparison))
+    good, line = checked(comparison) if check else (True, "")
     facts = document(comparison) | {"report": str(page), "check": line or None}
     mirror_report(selected, page.parent, facts["arms"])
     print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))

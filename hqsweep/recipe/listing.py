@@ -1,6 +1,6 @@
 """A recipe slot by slot, as rows; and where two recipes differ."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,25 +46,30 @@ def slots(recipe: AnyRecipe) -> Iterator[Slot]:
         yield from _one(change.recipe, stage)
 
 
-def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
-    """Where two recipes differ by value: rows {slot, field, a, b}, None for what one has not; [] when they are equal.
+def described(recipe: AnyRecipe) -> dict[str, Any]:
+    """A recipe as plain data that JSON holds: slot -> {rowwise, columnwise, columnwise_source} as text, and its other
+    settings by key path: gemm, the factory, fp8_dpa, what overrides and changes are for."""
+    texts = {slot.name: {name: str(getattr(slot.quantizer, name)) for name in FIELDS} for slot in slots(recipe)}
+    return texts | _settings(recipe)
 
-    Besides the slots, rows for gemm, for the factory, for fp8_dpa, and for what overrides and changes are for.
-    """
+
+def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
+    """Where two recipes differ by value: `differences` of their descriptions."""
+    return differences(described(a), described(b))
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where two descriptions differ: rows {slot, field, a, b}, None for what one has not; [] when they are equal. The
+    field of what is no slot is None."""
     rows = []
-    left, right = ({slot.name: slot.quantizer for slot in slots(recipe)} for recipe in (a, b))
-    for name in dict.fromkeys([*left, *right]):
-        one, other = left.get(name), right.get(name)
-        for field in FIELDS:
-            values = [None if q is None else str(getattr(q, field)) for q in (one, other)]
-            if values[0] != values[1]:
-                rows.append({"slot": name, "field": field, "a": values[0], "b": values[1]})
-    settings = [_settings(recipe) for recipe in (a, b)]
-    for name in dict.fromkeys([*settings[0], *settings[1]]):
-        values = [each.get(name) for each in settings]
-        if values[0] != values[1]:
-            rows.append({"slot": name, "field": None, "a": values[0], "b": values[1]})
-    return rows
+    for name in dict.fromkeys([*a, *b]):
+        one, other = a.get(name), b.get(name)
+        if isinstance(one or other, dict):
+            fields = [(field, *((each or {}).get(field) for each in (one, other))) for field in FIELDS]
+        else:
+            fields = [(None, one, other)]
+        rows += [{"slot": name, "field": field, "a": x, "b": y} for field, x, y in fields if x != y]
+    return sorted(rows, key=lambda row: row["field"] is None)
 
 
 def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:

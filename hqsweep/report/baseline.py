@@ -1,55 +1,114 @@
 """The baseline file of the gate, which is kept in git: what it holds, how it is read, and how it is updated.
 
-Per arm and seed it has the final val_loss as a hex float, the sha256 of the loss curves, and what the curves depend on
-beside the config: device, threads, ISA, torch, kernel build and data. Where those are equal, losses repeat bit for bit.
+    {"version": 2,
+     "recipes": {arm: {slot: {"rowwise": "mxfp8", ...}, ...}},             # what each arm was, tensor by tensor
+     "draws": [{"sweeps": [...], "runs": [entry, ...]}, ...]}              # the same runs, trained once or more often
+
+An entry has a run's losses as hex floats, the sha256 of its loss curves, and what the curves depend on beside the
+config: device, threads, ISA, torch, kernel build and data. Where those are equal, losses repeat bit for bit. Elsewhere
+a run is one draw of what the same training may end at, and a baseline of one draw may be a lucky one: `--add` keeps
+the draws of several machines (or thread counts) side by side. An entry's own sha256 covers all of it, so that a loss
+that was edited contradicts its entry.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.table import Table
-from rich.text import Text
 
 from hqsweep.errors import UserError
+from hqsweep.recipe.listing import described
+from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.report.curves import measures
-from hqsweep.report.frames import Frames, load
-from hqsweep.report.text import TextTable, number, text, to_rich
-from hqsweep.sweep.files import write_json
+from hqsweep.report.frames import FORK, Frames
+from hqsweep.report.text import text
 from hqsweep.sweep.store import RunDir
 
-VERSION = 1
+VERSION = 2
 FINGERPRINT = ("device.", "threads.", "isa.", "versions.torch.", "kernel_build.", "data_hash.")
 UPDATE = "hqsweep baseline update"
 EQUAL = "bitwise equal"
 
+Key = tuple[str, int, int]
+"""arm, seed, and the step of the trunk at which a fork starts (0 for a whole run)."""
 Entry = Mapping[str, Any]
-"""arm, seed, final_loss (hex), curve_sha256, run_id, fingerprint."""
-Entries = dict[tuple[str, int], Entry]
-"""(arm, seed) -> its entry."""
+"""arm, seed, point, final_loss (val_loss at the end, hex), decay_loss (mean train_loss over a fork's decay, hex; None
+for a whole run), curve_sha256, run_id, fingerprint, sha256 (of all of these)."""
+Entries = dict[Key, Entry]
+Description = Mapping[str, Any]
+"""A recipe as recipe.listing.described gives it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """What the file at `path` holds: the recipes of its arms, and its draws in the order in which they were stored,
+    each the entries and the sweeps they came from."""
+
+    path: Path
+    recipes: Mapping[str, Description]
+    draws: tuple[Entries, ...] = ()
+    sweeps: tuple[Sequence[str], ...] = ()
+
+    @property
+    def keys(self) -> list[Key]:
+        """Every run that some draw has."""
+        return list(dict.fromkeys(key for draw in self.draws for key in draw))
+
+    @property
+    def arms(self) -> list[str]:
+        """Every arm, in the order of the file."""
+        return list(dict.fromkeys(arm for arm, *_ in self.keys))
+
+    def of(self, key: Key) -> list[Entry]:
+        """The entries of a run, one for each draw that has it."""
+        return [draw[key] for draw in self.draws if key in draw]
 
 
 def measure(frames: Frames) -> Entries:
-    """The entries of every run with a finite final loss."""
+    """The entries of every run whose losses are finite."""
     runs = frames.runs.set_index("run")
     curves = {run: curve_hash(rows) for run, rows in frames.metrics.groupby("run")}
-    return {
-        (final.arm, final.seed): {
-            "arm": final.arm,
-            "seed": int(final.seed),
-            "final_loss": float(final.final_loss).hex(),
-            "curve_sha256": curves[final.run],
-            "run_id": runs.at[final.run, "run_id"],
-            "fingerprint": fingerprint(runs.loc[final.run]),
-        }
-        for final in measures(frames, window=1).itertuples()
-        if math.isfinite(final.final_loss)
-    }
+    entries = (_entry(final, runs.loc[final.run], curves) for final in measures(frames, window=1).itertuples())
+    return {key_of(entry): entry for entry in entries if entry}
+
+
+def _entry(final: Any, run: pd.Series, curves: Mapping[str, str]) -> Entry | None:
+    """The entry of one run, from its rows of curves.measures and of Frames.runs; None without a loss."""
+    losses = {"final_loss": final.final_loss} | ({"decay_loss": final.train_loss} if run["design"] == FORK else {})
+    if not all(map(math.isfinite, losses.values())):
+        return None
+    return sealed(
+        {"arm": final.arm, "seed": int(final.seed), "point": int(final.point), "decay_loss": None}
+        | {name: float(loss).hex() for name, loss in losses.items()}
+        | {"curve_sha256": curves[final.run], "run_id": run["run_id"], "fingerprint": fingerprint(run)}
+    )
+
+
+def key_of(entry: Entry) -> Key:
+    """What names a run across sweeps."""
+    return entry["arm"], entry["seed"], entry["point"]
+
+
+def loss_of(entry: Entry) -> float:
+    """The loss in nats that decides: a fork's over its decay, a whole run's at the end."""
+    return float.fromhex(entry["decay_loss"] or entry["final_loss"])
+
+
+def recipes_of(runs: pd.DataFrame) -> dict[str, Description]:
+    """The recipe of each arm of Frames.runs, tensor by tensor; of a Python factory that is not there, its name."""
+    found = {}
+    for arm, path in runs.drop_duplicates("arm").set_index("arm")["path"].items():
+        config = RunDir(Path(path)).config()["recipe"]
+        try:
+            found[arm] = described(parse_recipe(config))
+        except UserError:
+            found[arm] = {key: text(value) for key, value in config.items() if key != "name"}
+    return found
 
 
 def fingerprint(run: pd.Series) -> dict[str, str]:
@@ -66,35 +125,13 @@ def curve_hash(rows: pd.DataFrame) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def gap(new: Entry, old: Entry) -> float:
-    """Final val_loss of the one minus that of the other, in nats."""
-    return float.fromhex(new["final_loss"]) - float.fromhex(old["final_loss"])
+def sealed(entry: Entry) -> Entry:
+    """The entry with the sha256 of everything else in it."""
+    content = {name: value for name, value in entry.items() if name != "sha256"}
+    return content | {"sha256": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 
 
-def comparable(new: Entry, old: Entry) -> bool:
-    """Whether the two must be equal bit for bit: the same config on an equal machine."""
-    return new["run_id"] == old["run_id"] and new["fingerprint"] == old["fingerprint"]
-
-
-def difference(pairs: Sequence[tuple[Entry, Entry]]) -> str:
-    """Says that all curves are equal, or why they may differ: another config, another machine or build, or neither.
-    `pairs` are (new, stored)."""
-    if all(new["curve_sha256"] == old["curve_sha256"] for new, old in pairs):
-        return EQUAL
-    if any(new["run_id"] != old["run_id"] for new, old in pairs):
-        return "curves differ, and so does the config"
-    changes = {
-        f"{name} {old['fingerprint'].get(name)} -> {new['fingerprint'].get(name)}"
-        for new, old in pairs
-        for name in new["fingerprint"] | old["fingerprint"]
-        if new["fingerprint"].get(name) != old["fingerprint"].get(name)
-    }
-    if not changes:
-        return "curves differ on an equal machine and config"
-    return f"curves differ, and so does {', '.join(sorted(changes))}"
-
-
-def read_baseline(path: Path) -> Entries:
+def read_baseline(path: Path) -> Baseline:
     """Raises UserError, saying why, when the file is no usable baseline."""
     try:
         document = json.loads(path.read_text())
@@ -103,70 +140,37 @@ def read_baseline(path: Path) -> Entries:
                 f"{path}: a baseline of version {document['version']}, and this hqsweep reads version {VERSION}; "
                 f"store it anew with `{UPDATE}`"
             )
-        entries = {(entry["arm"], entry["seed"]): entry for entry in document["runs"]}
-        for entry in entries.values():
-            float.fromhex(entry["final_loss"]), entry["curve_sha256"], entry["run_id"], entry["fingerprint"]
-        return entries
+        draws = tuple({key_of(entry): entry for entry in draw["runs"]} for draw in document["draws"])
+        for entry in (entry for draw in draws for entry in draw.values()):
+            _check(entry, path)
+        sweeps = tuple(draw["sweeps"] for draw in document["draws"])
+        return Baseline(path=path, recipes=dict(document["recipes"]), draws=draws, sweeps=sweeps)
     except FileNotFoundError:
         raise UserError(f"{path}: there is no baseline file; store one with `{UPDATE}`") from None
     except UserError:
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path}: not a baseline file ({type(error).__name__}: {error}); store one with `{UPDATE}`"
         ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """The changes of an update: `rows` have arm, seed, stored and now (final val_losses in nats, None for none), gap
-    and change; `refused` says why nothing was written."""
-
-    path: Path
-    rows: tuple[dict[str, Any], ...]
-    refused: str | None = None
-
-    def table(self) -> Table:
-        """The runs for a terminal."""
-        header = ("arm", "seed", "stored", "now", "gap (nats)", "change")
-        losses = ("stored", "now")
-        rows = tuple(
-            (
-                row["arm"],
-                str(row["seed"]),
-                *(number(row[key], ".6f") for key in losses),
-                number(row["gap"], "+.6f"),
-                row["change"],
-            )
-            for row in self.rows
+def _check(entry: Entry, path: Path) -> None:
+    """UserError when an entry's values are not those that its sha256 was made of."""
+    loss_of(entry), entry["curve_sha256"], entry["run_id"], entry["fingerprint"]
+    if sealed(entry)["sha256"] != entry["sha256"]:
+        arm, seed, point = key_of(entry)
+        where = f"seed {seed}" + (f" at step {point}" if point else "")
+        raise UserError(
+            f"{path}: the entry of '{arm}', {where}, contradicts its own hash, so a loss or a curve was edited; store "
+            f"it anew with `{UPDATE}`"
         )
-        shown = to_rich(TextTable(header=header, rows=rows, numeric=frozenset({1, 2, 3, 4})), f"baseline {self.path}")
-        shown.caption = Text(self.refused or f"stored {self.path}")
-        return shown
 
 
-def update(run_dirs: Iterable[RunDir], path: Path) -> Update:
-    """Store these runs as the baseline, all of it, and say what was there. Nothing is written when a run has no final
-    loss. A file that is no baseline counts as an empty one. Raises UserError for no convergence run."""
-    frames = load(run_dirs).of_job("convergence")
-    now, runs = measure(frames), frames.runs
-    try:
-        stored = read_baseline(path)
-    except UserError:
-        stored = {}
-    rows = tuple(_change(key, now.get(key), stored.get(key)) for key in dict.fromkeys([*now, *stored]))
-    if len(now) < len(runs):
-        holes = f"{path} was not written: {len(runs) - len(now)} of {len(runs)} runs have no final loss"
-        return Update(path=path, rows=rows, refused=holes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"version": VERSION, "sweeps": sorted(set(runs["sweep"])), "runs": list(now.values())})
-    return Update(path=path, rows=rows)
-
-
-def _change(key: tuple[str, int], new: Entry | None, old: Entry | None) -> dict[str, Any]:
-    both = new is not None and old is not None
-    losses = {
-        name: float.fromhex(entry["final_loss"]) if entry else None for name, entry in (("stored", old), ("now", new))
-    }
-    change = difference([(new, old)]) if both else "new" if old is None else "dropped"
-    return {"arm": key[0], "seed": key[1], **losses, "gap": gap(new, old) if both else None, "change": change}
+def document(baseline: Baseline) -> dict[str, Any]:
+    """What read_baseline reads."""
+    draws = [
+        {"sweeps": list(sweeps), "runs": list(draw.values())}
+        for sweeps, draw in zip(baseline.sweeps, baseline.draws, strict=True)
+    ]
+    return {"version": VERSION, "recipes": dict(baseline.recipes), "draws": draws}

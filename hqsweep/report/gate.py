@@ -1,193 +1,199 @@
-"""The gate for CI: this sweep against a stored baseline (baseline.py).
+"""The gate for CI: this sweep against a stored baseline (baseline.py). An arm is held against what is stored of it.
 
-Runs are paired by arm and seed, so the seed's own spread cancels. Where config and machine are those of the baseline,
-curves must be equal bit for bit. Elsewhere the mean gap to the stored losses is judged against max_gap:
+1. Where config and machine are those of a stored draw, the curves must be its curves, bit for bit: they repeat there,
+   so any difference is a regression, and equality is a pass whatever the statistics say.
+2. Elsewhere the change since the baseline was stored is judged as `hqsweep compare` judges a gap (change.py): of an
+   arm, the change of its gap to the baseline arm; of the baseline arm itself, the change of its loss. A gap is that of
+   the final val_loss, over seeds; in a fork study that of train_loss over the decay, trunk by trunk and point by point.
 
-    regression     gap > max_gap is proven: one-sided p, corrected by Holm over the arms, below 2.5 %, so that at most
-                   this share of sweeps whose true gaps are max_gap has a false alarm in any arm
-    pass           the 95 % interval of the gap ends at or below max_gap
-    inconclusive   neither, as with one seed
+       worse         the 95 % interval lies above 0: a regression, unless the change is proven to be inside the margin
+       better        it lies below 0: a pass
+       equivalent    two one-sided tests at 5 % put the change inside the margin (% of the loss): a pass
+       undecided     none of these: exit code 4, with the trunks or seeds that a verdict would take
+
+   The baseline arm of a fork study can only be worse, or pass: its loss is that of its trunks, which are whole runs,
+   and no few trunks resolve a whole run to the margin; what it did not exclude stands in the note.
+3. A change of an arm's recipe under its name is named, tensor by tensor, and then judged by rule 2, as what it is.
+4. A run that the baseline has and that now diverges is a regression; one that failed or is absent is exit code 3.
+
+False alarms by rule 2, where nothing changed: at most 2.5 % of sweeps for all arms together, and 2.5 % for the two
+controls (the baseline arm and the null arm) together.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-from rich.table import Table
-
-from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED, UserError
-from hqsweep.report.baseline import EQUAL, UPDATE, Entries, Entry, comparable, difference, gap, measure, read_baseline
-from hqsweep.report.frames import load
-from hqsweep.report.paired import LEVEL, holm, interval, p_value, seeds_needed
-from hqsweep.report.text import TextTable, number, to_rich
+from hqsweep.config.study import parse_margin
+from hqsweep.errors import UserError
+from hqsweep.report.arms import null_arms
+from hqsweep.report.baseline import UPDATE, Baseline, Entries, measure, read_baseline, recipes_of
+from hqsweep.report.baseline_changes import Pair, broken, difference, equal, recipe_changes
+from hqsweep.report.change import Family, changes, judge
+from hqsweep.report.frames import FORK, Frames, load
+from hqsweep.report.gate_verdicts import Verdict, Verdicts
+from hqsweep.report.studies import study_of
 from hqsweep.report.verdict import fault
 from hqsweep.sweep.store import RunDir
-
-ALARM_LEVEL = LEVEL / 2
-STYLE = {"pass": "green", "new": "yellow", "inconclusive": "yellow"}
-EXIT_CODES = {
-    "pass": 0, "regression": EXIT_MISMATCH, "failed": EXIT_FAILED, "inconclusive": EXIT_UNDECIDED,
-    "no baseline": EXIT_UNDECIDED,
-}  # fmt: skip
-JUNIT = {"pass": "PASS", "new": "PASS", "inconclusive": "SKIP"}
+from hqsweep.verdicts.estimate import Estimate
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """One arm: `outcome` is pass, regression, inconclusive, failed, missing (a stored run is not in the sweep) or new
-    (the arm is not in the baseline). `gap` is the mean of this sweep's final val_loss minus the stored one in nats over
-    `seeds` common seeds, from `low` to `high` its 95 % interval (NaN for none); `bitwise` says that all of the common
-    runs' curves are equal."""
-
-    arm: str
-    outcome: str
-    gap: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    seeds: int = 0
-    bitwise: bool = False
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdicts:
-    """All arms; `problem` says why there is no usable baseline."""
-
-    verdicts: tuple[Verdict, ...] = field(default=())
-    problem: str | None = None
-
-    @property
-    def outcome(self) -> str:
-        """The sweep in one word: no baseline, regression, failed, inconclusive or pass, the worst first."""
-        outcomes = {verdict.outcome for verdict in self.verdicts}
-        if self.problem:
-            return "no baseline"
-        if "regression" in outcomes:
-            return "regression"
-        if outcomes & {"failed", "missing"}:
-            return "failed"
-        return "inconclusive" if "inconclusive" in outcomes else "pass"
-
-    @property
-    def exit_code(self) -> int:
-        """0 all good; 1 a regression; 3 a failed or missing run; 4 no baseline, or one with too few seeds to decide."""
-        return EXIT_CODES[self.outcome]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The arms, and the problem if there is one, as rows for junit.write."""
-        cases = [(verdict.arm, JUNIT.get(verdict.outcome, "FAIL"), verdict.note) for verdict in self.verdicts]
-        cases += [("baseline", "FAIL", self.problem)] if self.problem else []
-        return [{"check": "gate", "case": case, "status": status, "note": note} for case, status, note in cases]
-
-    def cells(self) -> TextTable:
-        """The arms, for a terminal and for a job summary."""
-        rows = tuple(
-            (
-                v.arm,
-                v.outcome,
-                number(v.gap, "+.6f"),
-                number(v.low, "+.6f"),
-                number(v.high, "+.6f"),
-                str(v.seeds),
-                v.note,
-            )
-            for v in self.verdicts
-        )
-        header = ("arm", "verdict", "gap (nats)", "95 % from", "to", "seeds", "note")
-        return TextTable(header=header, rows=rows, numeric=frozenset({2, 3, 4, 5}))
-
-    def table(self) -> Table:
-        """The arms for a terminal."""
-        styles = [STYLE.get(verdict.outcome, "red") for verdict in self.verdicts]
-        return to_rich(self.cells(), f"gate: {self.outcome}", styles)
-
-
-def gate(run_dirs: Iterable[RunDir], baseline_file: Path, max_gap: float = 0.01) -> Verdicts:
-    """Judge each arm. A run that the baseline has and that now diverges is a regression too. Raises UserError for no
-    convergence run, or max_gap < 0."""
-    if not max_gap >= 0:
-        raise UserError(f"max_gap: {max_gap} nats; give 0 (no loss may rise) or more")
-    frames = load(run_dirs).of_job("convergence")
-    now = measure(frames)
+def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | None = None) -> Verdicts:
+    """Judge each arm; margin in %, None for that of the sweep. Raises UserError for no convergence run, whole runs and
+    forks together, or a margin that is not above 0 and at most 100."""
+    run_dirs = list(run_dirs)
+    study = study_of(run_dirs, margin=None if margin is None else parse_margin(margin))
+    frames, _ = load(run_dirs).of_job("convergence").of_design()
     try:
         stored, problem = read_baseline(baseline_file), None
     except UserError as error:
-        stored, problem = {}, str(error)
-    arms = dict.fromkeys([*frames.runs["arm"], *(arm for arm, _ in stored)])
-    pairs = {
-        arm: [(now[key], old) for key, old in sorted(stored.items()) if key[0] == arm and key in now] for arm in arms
-    }
-    unequal = {arm: common for arm, common in pairs.items() if difference(common) != EQUAL}
-    decided = decide({arm: [gap(*pair) for pair in common] for arm, common in unequal.items()}, max_gap)
-    verdicts = tuple(
-        _judge(arm, frames.runs[frames.runs["arm"] == arm], now, stored, common, decided, max_gap)
-        for arm, common in pairs.items()
-    )
-    if problem is None and not {arm for arm, _ in stored} & set(frames.runs["arm"]):
-        known = dict.fromkeys(arm for arm, _ in stored)
-        problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(known)})"
-    return Verdicts(verdicts=verdicts, problem=problem)
-
-
-def decide(gaps: Mapping[str, Sequence[float]], max_gap: float) -> dict[str, str]:
-    """Arm -> regression, pass or inconclusive, from the gaps (nats) of its seeds; the module says by which rule."""
-    corrected = holm({arm: _p_above(values, max_gap) for arm, values in gaps.items()})
-    decided = {}
-    for arm, values in gaps.items():
-        below = interval(values)[2] <= max_gap
-        decided[arm] = "regression" if corrected[arm] < ALARM_LEVEL else "pass" if below else "inconclusive"
-    return decided
-
-
-def _p_above(values: Sequence[float], against: float) -> float:
-    """One-sided p of the mean being at most `against`; NaN for fewer than two values."""
-    p = p_value(values, against)
-    return p / 2 if not math.isnan(p) and np.mean(values) > against else 1 - p / 2
-
-
-def _judge(
-    arm: str,
-    runs: pd.DataFrame,
-    now: Entries,
-    stored: Entries,
-    pairs: Sequence[tuple[Entry, Entry]],
-    decided: Mapping[str, str],
-    max_gap: float,
-) -> Verdict:
-    """The verdict on one arm; `runs` are its rows of frames.runs, `pairs` its (new, stored) entries, `decided` what the
-    gaps say of the arms that are not bitwise equal."""
-    stored_seeds = {seed for name, seed in stored if name == arm}
-    bitwise = bool(pairs) and arm not in decided
-    changed = any(comparable(new, old) and new["curve_sha256"] != old["curve_sha256"] for new, old in pairs)
-    broken = [f"seed {run.seed} {fault(run)}" for run in runs.itertuples() if (arm, run.seed) not in now]
-    absent = [f"seed {seed} is not in this sweep" for seed in sorted(stored_seeds - set(runs["seed"]))]
-    diverged = bool((runs["diverged"] & runs["seed"].isin(stored_seeds)).any())
-    judged = "regression" if changed else decided.get(arm, "pass") if stored_seeds else "new"
-    if diverged or judged == "regression":
-        outcome = "regression"
-    else:
-        outcome = "failed" if broken else "missing" if absent else judged
-    gaps = [gap(*pair) for pair in pairs]
-    notes = [*broken, *absent] if len(runs) else ["no run of this arm in the sweep"]
-    if pairs:
-        notes += [difference(pairs), *([] if bitwise or changed else [_reason(judged, gaps, max_gap, len(decided))])]
-    elif not stored_seeds:
-        notes.append(f"not in the baseline; `{UPDATE}` adds it")
-    mean, low, high = interval(gaps)
-    return Verdict(
-        arm=arm, outcome=outcome, gap=mean, low=low, high=high, seeds=len(pairs), bitwise=bitwise, note="; ".join(notes)
+        stored, problem = Baseline(path=baseline_file, recipes={}), str(error)
+    held = Held(frames=frames, stored=stored, baseline=study.baseline, margin=study.margin)
+    if problem is None and not set(stored.arms) & set(frames.runs["arm"]):
+        problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(stored.arms)})"
+    arms = dict.fromkeys([*frames.runs["arm"], *stored.arms])
+    return Verdicts(
+        arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=study.margin, problem=problem
     )
 
 
-def _reason(judged: str, gaps: Sequence[float], max_gap: float, tests: int) -> str:
-    """Whether the gaps are above max_gap, or the seeds that would be needed to tell."""
-    if judged != "inconclusive":
-        return f"gap {'above' if judged == 'regression' else 'not above'} {max_gap:g} nats"
-    sd, off = float(np.std(gaps, ddof=1)) if len(gaps) > 1 else math.nan, np.mean(gaps) - max_gap
-    needed = seeds_needed(sd, off, tests)
-    more = "more seeds" if math.isnan(needed) else f"{needed:.0f} seeds" if math.isfinite(needed) else "too many seeds"
-    return f"{more} would be needed to tell it from {max_gap:g} nats"
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A sweep held against what is stored; `baseline` is the arm or recipe that gaps are measured to, None for bf16 or
+    else the first recipe, `margin` is in %."""
+
+    frames: Frames
+    stored: Baseline
+    baseline: str | None
+    margin: float
+
+    @property
+    def replicates(self) -> str:
+        """What replicates are called."""
+        return "trunks" if self.design == FORK else "seeds"
+
+    @cached_property
+    def design(self) -> str:
+        """Of all runs."""
+        return self.frames.runs["design"].iloc[0]
+
+    @cached_property
+    def now(self) -> Entries:
+        """The entries of this sweep."""
+        return measure(self.frames)
+
+    @cached_property
+    def recipes(self) -> Mapping[str, str]:
+        """arm -> how its recipe changed since it was stored, "" for not at all; of arms that are on both sides."""
+        now = recipes_of(self.frames.runs)
+        return {arm: recipe_changes(old, now[arm]) for arm, old in self.stored.recipes.items() if arm in now}
+
+    @cached_property
+    def baseline_of(self) -> dict[str, str]:
+        """arm -> the arm that its gap is measured to: that of the baseline's recipe at the same other values, and
+        itself where there is none."""
+        recipe_of = dict(zip(self.frames.runs["arm"], self.frames.runs["recipe"], strict=True))
+        names = [*recipe_of, *recipe_of.values()]
+        baseline = self.baseline or ("bf16" if "bf16" in names else recipe_of[next(iter(recipe_of))])
+        if baseline in recipe_of:
+            return dict.fromkeys(recipe_of, baseline)
+        partner = {arm: baseline + arm.removeprefix(recipe) for arm, recipe in recipe_of.items()}
+        return {arm: other if other in recipe_of else arm for arm, other in partner.items()}
+
+    @cached_property
+    def pairs(self) -> dict[str, list[Pair]]:
+        """arm -> its runs that are on both sides; every arm of either side."""
+        arms = dict.fromkeys([*self.frames.runs["arm"], *self.stored.arms])
+        keys = sorted(key for key in self.stored.keys if key in self.now)
+        return {arm: [(self.now[key], self.stored.of(key)) for key in keys if key[0] == arm] for arm in arms}
+
+    def bitwise(self, arm: str) -> bool:
+        """Whether every run of an arm that is on both sides has the curves of a stored draw."""
+        return bool(self.pairs[arm]) and all(equal(*pair) for pair in self.pairs[arm])
+
+    @cached_property
+    def estimates(self) -> dict[str, Estimate]:
+        """arm -> the change in %, of the arms that are not bitwise equal and have runs on both sides."""
+        rows = changes(self.frames.runs, self.now, self.stored)
+        nulls, found = null_arms(self.frames.runs, self.baseline_of), {}
+        moved = [arm for arm in self.baseline_of if self.pairs[arm] and not self.bitwise(arm)]
+        for baseline in dict.fromkeys(self.baseline_of[arm] for arm in moved):
+            null = nulls.get(baseline)
+            arms = [arm for arm in moved if self.baseline_of[arm] == baseline and arm not in (baseline, null)]
+            family = Family(arms=arms, baseline=baseline, null=null if null and self.pairs[null] else None)
+            estimates = judge(rows, family, self.design, self.margin)
+            found |= {arm: estimate for arm, estimate in estimates.items() if arm in moved}
+        return found
+
+    def verdict(self, arm: str) -> Verdict:
+        """Of one arm, that may be on either side only."""
+        runs, pairs = self.frames.runs[self.frames.runs["arm"] == arm], self.pairs[arm]
+        stored = {key for key in self.stored.keys if key[0] == arm}
+        failed = [f"{_where(run.seed, run.point)} {fault(run)}" for run in runs.itertuples() if self._lost(run)]
+        here = {(arm, run.seed, run.point) for run in runs.itertuples()}
+        absent = [f"{_where(seed, point)} is not in this sweep" for _, seed, point in sorted(stored - here)]
+        diverged = any(run.diverged and (arm, run.seed, run.point) in stored for run in runs.itertuples())
+        estimate = None if self.bitwise(arm) else self.estimates.get(arm)
+        judged = self._judged(arm, estimate) if stored else "new"
+        if diverged or judged == "regression":
+            outcome = "regression"
+        else:
+            outcome = "failed" if failed else "missing" if absent else judged
+        notes = [*failed, *absent] if len(runs) else ["no run of this arm in the sweep"]
+        notes += [difference(pairs, self.recipes.get(arm, ""))] if pairs else []
+        notes += [] if stored else [f"not in the baseline; `{UPDATE}` adds it"]
+        notes += [self._reason(arm, estimate)] if pairs and not self.bitwise(arm) else []
+        shared = {"arm": arm, "outcome": outcome, "margin": self.margin, "recipe": self.recipes.get(arm, "")}
+        shared |= {"note": "; ".join(filter(None, notes))}
+        if self.bitwise(arm):
+            count = runs["trunk"][[(arm, run.seed, run.point) in stored for run in runs.itertuples()]].nunique()
+            equal_in_all = {"verdict": "equivalent", "gap": 0.0, "ci_low": 0.0, "ci_high": 0.0, "within_margin": True}
+            return Verdict(**shared, **equal_in_all, n=count, bitwise=True)
+        if estimate is None:
+            return Verdict(**shared, verdict="undecided" if pairs else None)
+        taken = ("verdict", "gap", "ci_low", "ci_high", "n", "within_margin", "needed")
+        return Verdict(**shared, **{name: getattr(estimate, name) for name in taken})
+
+    def _lost(self, run: Any) -> bool:
+        """Whether a run (a row of Frames.runs) has no result."""
+        return (run.arm, run.seed, run.point) not in self.now
+
+    def _judged(self, arm: str, estimate: Estimate | None) -> str:
+        """The outcome that curves and estimate give."""
+        if self.bitwise(arm):
+            return "pass"
+        if any(broken(*pair) for pair in self.pairs[arm]):
+            return "regression"
+        if estimate is None:
+            return "undecided"
+        if estimate.verdict == "worse" and not estimate.within_margin:
+            return "regression"
+        return "undecided" if estimate.verdict == "undecided" and not self._is_level(arm, estimate) else "pass"
+
+    def _is_level(self, arm: str, estimate: Estimate) -> bool:
+        """Whether it is the loss of a fork study's trunks that is judged, with an interval, and not a gap."""
+        return self.design == FORK and self.baseline_of[arm] == arm and math.isfinite(estimate.ci_high)
+
+    def _reason(self, arm: str, estimate: Estimate | None) -> str:
+        """What the estimate lacks, or allows, beside its word and its numbers."""
+        margin = f"the margin of {self.margin:g} %"
+        if estimate is None:
+            return f"no {self.replicates[:-1]} in common with '{self.baseline_of[arm]}', so its gap cannot be judged"
+        if estimate.verdict in ("worse", "better"):
+            return f"{estimate.verdict} than stored" + f", but inside {margin}" * estimate.within_margin
+        if estimate.verdict == "equivalent":
+            return f"inside {margin}"
+        if self._is_level(arm, estimate):
+            return f"its own loss is not judged by the margin; a rise up to {estimate.ci_high:.2f} % is not excluded"
+        more = estimate.needed - estimate.n
+        if math.isinf(more):
+            return f"no number of {self.replicates} within reach would decide; raise {margin}"
+        count = "more" if math.isnan(more) else f"about {more:.0f} more"
+        return f"{count} {self.replicates if more != 1 else self.replicates[:-1]} would decide"
+
+
+def _where(seed: int, point: int) -> str:
+    return f"seed {seed}" + (f" at step {point}" if point else "")

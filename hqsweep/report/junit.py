@@ -14,7 +14,8 @@ ELEMENT = {"FAIL": "failure", "SKIP": "skipped"}
 
 def write(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """One testcase per row: classname is `check`, name is `subject` and `case`, `status` is PASS, FAIL or SKIP; the
-    message is the row's first mismatch or its note. Takes rows of parity.jsonl, Verdicts.rows() and run_rows()."""
+    message of what did not pass is the row's first mismatch or its note, and the note of a pass is its output. Takes
+    rows of parity.jsonl, Verdicts.rows(), run_rows() and verdict_rows()."""
     rows = list(rows)
     count = {status: str(sum(row["status"] == status for row in rows)) for status in ELEMENT}
     root = ET.Element(
@@ -27,6 +28,8 @@ def write(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> None:
             case.set("time", f"{row['seconds']:.3f}")
         if row["status"] in ELEMENT:
             ET.SubElement(case, ELEMENT[row["status"]], message=_legal(first_mismatch(row)))
+        elif row.get("note"):
+            ET.SubElement(case, "system-out").text = _legal(row["note"])
     path.parent.mkdir(parents=True, exist_ok=True)
     ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
 

@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from hqsweep.report.gate import Verdicts
+from hqsweep.report.gate_verdicts import Verdicts
 from hqsweep.report.text import markdown, markdown_text
 
-MARKS = {"pass": "✅", "inconclusive": "⚠️"}
+MARKS = {"pass": "✅", "undecided": "⚠️"}
 
 
 def gate_markdown(verdicts: Verdicts) -> str:
     """A heading with the verdict, the problem if there is one, and the table of the arms."""
-    heading = f"### hqsweep gate: {MARKS.get(verdicts.outcome, '❌')} {verdicts.outcome}\n\n"
+    mark = MARKS.get(verdicts.outcome, "❌")
+    heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin:g} %\n\n"
     problem = f"{markdown_text(verdicts.problem)}\n\n" if verdicts.problem else ""
     return heading + problem + markdown(verdicts.cells()) + "\n"
 

@@ -199,7 +199,9 @@ def test_a_sweep_from_start_to_report(folder: Path) -> None:
     compared = hqsweep("compare", "convergence", "--json")
     assert json.loads(compared.stdout)["report"] == "reports/convergence/report.html"
     assert Path("reports/convergence/report.html").is_file()
-    assert hqsweep("compare", "convergence", "--band", "1e-9").exit_code == 1
+    checked = hqsweep("compare", "convergence", "--check", "--junit", "compare.xml")
+    assert checked.exit_code == 1 and "check failed: there is no null arm" in checked.stdout
+    assert ET.parse("compare.xml").getroot().get("tests") == "1"
     assert "did you mean 'bf16'?" in hqsweep("compare", "convergence", "--baseline", "bf61").stderr
 
     assert hqsweep("gate", "convergence", "--baseline", "base.json").exit_code == 4

@@ -1,11 +1,12 @@
-"""The baseline file: exact losses, what they depend on, and updates that show what they change."""
+"""The baseline file: exact losses, what they depend on, and entries that a hash covers."""
 
 import json
 
 import pytest
-from rich.console import Console
 
-from hqsweep.report.baseline import update
+from hqsweep.errors import UserError
+from hqsweep.report.baseline import loss_of, read_baseline, sealed
+from hqsweep.report.baseline_update import update
 
 
 @pytest.fixture
@@ -16,45 +17,59 @@ def stored(make_sweep, fake, tmp_path):
     return path
 
 
+def edit(path, **values):
+    """Change values of the first entry, and leave its hash as it is."""
+    content = json.loads(path.read_text())
+    content["draws"][0]["runs"][0] |= values
+    path.write_text(json.dumps(content))
+
+
 def test_losses_are_hex_floats_beside_what_they_depend_on(stored):
-    entry = json.loads(stored.read_text())["runs"][0]
+    entry = json.loads(stored.read_text())["draws"][0]["runs"][0]
     assert float.fromhex(entry["final_loss"]).hex() == entry["final_loss"]
+    assert (entry["point"], entry["decay_loss"], loss_of(entry)) == (0, None, float.fromhex(entry["final_loss"]))
     assert entry["fingerprint"] == {
         "device": "cpu", "threads": "2", "isa": "avx2", "versions.torch": "2.13.0+cpu",
         "kernel_build": "-O3 -ffp-contract=off", "data_hash": "9f" * 8,
     }  # fmt: skip
 
 
-def test_an_update_shows_every_difference(make_sweep, fake, stored):
-    old = {(e["arm"], e["seed"]): float.fromhex(e["final_loss"]) for e in json.loads(stored.read_text())["runs"]}
-    runs = make_sweep([*fake.three_arms()[:3], fake.Run(arm="mxfp8", gap=0.5), fake.Run(arm="mxfp6")])
-    change = update(runs, stored)
-    rows = {(row["arm"], row["seed"]): row for row in change.rows}
-    assert len(rows) == 10 and change.refused is None
-    assert rows["bf16", 0] == {"arm": "bf16", "seed": 0, "stored": old["bf16", 0], "now": old["bf16", 0], "gap": 0.0,
-                               "change": "bitwise equal"}  # fmt: skip
-    assert rows["mxfp8", 0]["gap"] == rows["mxfp8", 0]["now"] - old["mxfp8", 0] > 0.4
-    assert rows["mxfp8", 0]["change"] == "curves differ, and so does the config"
-    assert rows["mxfp6", 0]["change"] == "new" and rows["mxfp6", 0]["stored"] is None
-    assert rows["nvfp4", 2]["change"] == "dropped" and rows["nvfp4", 2]["now"] is None
-    assert {(e["arm"], e["seed"]) for e in json.loads(stored.read_text())["runs"]} == {
-        *(("bf16", seed) for seed in range(3)), ("mxfp8", 0), ("mxfp6", 0),
+def test_every_arm_is_stored_tensor_by_tensor(stored):
+    recipes = read_baseline(stored).recipes
+    assert list(recipes) == ["bf16", "mxfp8", "nvfp4"]
+    assert recipes["nvfp4"]["linear.weight"] == {
+        "rowwise": "nvfp4", "columnwise": "nvfp4", "columnwise_source": "original",
     }  # fmt: skip
-    console = Console(width=140, record=True)
-    console.print(change.table())
-    shown = console.export_text()
-    assert f"{old['mxfp8', 0]:.6f}" in shown and "dropped" in shown and "stored " in shown
+    assert recipes["nvfp4"]["gemm"] == "exact"
 
 
-def test_a_sweep_with_holes_is_refused_and_the_file_left_as_it_is(make_sweep, fake, stored):
-    before = stored.read_text()
-    broken = update(make_sweep([fake.Run(), fake.Run(seed=1, state="failed", reason="x")]), stored)
-    assert broken.refused == f"{stored} was not written: 1 of 2 runs have no final loss"
-    assert stored.read_text() == before
+@pytest.mark.parametrize(
+    "change", [{"final_loss": (2.0).hex()}, {"curve_sha256": "0" * 64}, {"run_id": "0"}, {"fingerprint": {}}]
+)
+def test_an_entry_that_was_edited_is_refused(stored, change):
+    edit(stored, **change)
+    with pytest.raises(UserError, match=r"sweep.json: the entry of 'bf16', seed 0, contradicts its own hash"):
+        read_baseline(stored)
 
 
-def test_a_file_that_is_no_baseline_is_replaced(make_sweep, fake, tmp_path):
-    path = tmp_path / "new.json"
-    path.write_text("[]")
-    assert [row["change"] for row in update(make_sweep([fake.Run()]), path).rows] == ["new"]
-    assert json.loads(path.read_text())["version"] == 1
+def test_the_hash_is_that_of_everything_else_in_the_entry(stored):
+    entry = json.loads(stored.read_text())["draws"][0]["runs"][0]
+    assert sealed(entry) == entry and sealed(entry | {"final_loss": (2.0).hex()})["sha256"] != entry["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "not a baseline file (JSONDecodeError"),
+        ("[]", "not a baseline file (TypeError"),
+        ('{"version": 1, "runs": []}', "a baseline of version 1, and this hqsweep reads version 2"),
+        ('{"version": 2, "recipes": {}, "draws": [{"runs": [{"arm": "bf16"}]}]}', "not a baseline file (KeyError"),
+        ('{"version": 2, "recipes": {}, "draws": {"a": 1}}', "not a baseline file"),
+    ],
+)
+def test_another_file_is_refused_and_says_what_it_is(tmp_path, content, says):
+    path = tmp_path / "file.json"
+    path.write_text(content)
+    with pytest.raises(UserError) as refused:
+        read_baseline(path)
+    assert says in str(refused.value) and "hqsweep baseline update" in str(refused.value)
