@@ -4,6 +4,7 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 good; 1 a reg
 usage or config; 3 a run failed or is missing; 4 no usable baseline.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,8 @@ import typer
 
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import gate as cli_gate
+from hqsweep.cli import growth as cli_growth
+from hqsweep.cli import plan as cli_plan
 from hqsweep.cli import probe as cli_probe
 from hqsweep.cli import recipe as cli_recipe
 from hqsweep.cli import status as cli_status
@@ -69,7 +72,8 @@ def run(
     """Run a sweep: all of its grid that is not finished.
 
     KEY=V1,V2 and KEY=range(1,4) span the grid; recipe=NAME1,NAME2 takes whole recipes, and
-    'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats.
+    'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats. seeds.until=decided adds seeds until
+    every arm has a verdict.
     """
     from rich.console import Console
 
@@ -79,12 +83,17 @@ def run(
     from hqsweep.sweep import launch
     from hqsweep.sweep.progress import open_display
 
-    plan = launch.plan(words, config_dir=config_dir, workers=workers)
+    planned = partial(launch.plan, config_dir=config_dir, workers=workers)
+    plan = planned(words)
     if dry_run:
         columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
         print_result(as_json, plan.rows(), rows_table(plan.heading, plan.rows(), columns))
         return
-    runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
+    study, shown = None, []
+    if plan.study.seeds.until == "decided":
+        runs, study, shown = cli_growth.grow(plan, words, planned, force=force, to_stderr=as_json)
+    else:
+        runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
     results = [launch.result(run) for run in runs]
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)
@@ -94,8 +103,9 @@ def run(
     if junit_file:
         junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
-    tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not checked else []
-    print_result(as_json, results, *job_tables(rows), *tables)
+    tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or shown) else []
+    document = results if study is None else {"runs": results} | study
+    print_result(as_json, document, *job_tables(rows), *tables, *shown)
     _hint(as_json, results, plan.first.sweep)
     if failed:
         raise typer.Exit(EXIT_FAILED)
@@ -133,11 +143,13 @@ def compare(
     from hqsweep.report.check import checked, verdict_rows
     from hqsweep.report.compare import compare, document, write
     from hqsweep.report.tables import rich_table
+    from hqsweep.study import noise
     from hqsweep.sweep.store import RunStore
     from hqsweep.track.mirror import mirror_report
 
     selected = RunStore(runs_dir).resolve(runs)
     comparison = compare(selected, baseline, window, margin)
+    noise.record(comparison, selected[0].sweep_path.parent)
     page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
     if junit_file:
         junit.write(junit_file, "compare", verdict_rows(comparison))
@@ -199,6 +211,7 @@ def version(as_json: AsJson = False) -> None:
     print_result(as_json, shown, *(f"{key}: {value}" for key, value in shown.items()))
 
 
+app.command()(cli_plan.plan)
 app.command()(cli_gate.gate)
 app.command()(cli_probe.probe)
 app.add_typer(cli_status.app)

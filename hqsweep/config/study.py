@@ -16,18 +16,23 @@ from hqsweep.config.types import Count, Index, Section
 from hqsweep.errors import UserError
 
 
-def parse_margin(given: Any) -> float:
-    """The margin in % of the baseline's loss, from 0.25, "0.25" or "0.25%"; UserError unless it is above 0 and at most
-    100."""
+def parse_percent(given: Any, name: str) -> float:
+    """A part of the baseline's loss in %, from 0.25, "0.25" or "0.25%"; UserError, led by the `name` of what it is,
+    unless it is above 0 and at most 100."""
     try:
-        margin = float(given.removesuffix("%")) if isinstance(given, str) else float(given)
+        percent = float(given.removesuffix("%")) if isinstance(given, str) else float(given)
     except (TypeError, ValueError):
-        margin = float("nan")
-    if isinstance(given, bool) or not 0 < margin <= 100:
+        percent = float("nan")
+    if isinstance(given, bool) or not 0 < percent <= 100:
         raise UserError(
-            f"margin: got {given!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            f"{name}: got {given!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
         )
-    return margin
+    return percent
+
+
+def parse_margin(given: Any) -> float:
+    """The margin in % of the baseline's loss."""
+    return parse_percent(given, "margin")
 
 
 def _points(given: Any) -> Any:

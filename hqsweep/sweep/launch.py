@@ -22,6 +22,7 @@ from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.slurm import run_slurm
+from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunDir, RunStore
 from hqsweep.sweep.trunks import check_twins, linked
 from hqsweep.train.loop import pick_device
@@ -104,10 +105,9 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     if engine.kind == "local":
         for config in plan.configs:
             _check_device(config)
-    study = plan.study.model_dump(mode="json")
-    runs = RunStore(Path(first.runs_dir)).create(
-        sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points, study=study
-    )
+    store, study = RunStore(Path(first.runs_dir)), plan.study.model_dump(mode="json")
+    check_stated(store, first.sweep, plan.study)
+    runs = store.create(sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points, study=study)
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"})
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, **limits)

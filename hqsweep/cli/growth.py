@@ -1,0 +1,40 @@
+"""What `hqsweep run` does with seeds.until=decided."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hqsweep.cli.output import Shown
+
+
+def grow(
+    plan: Any, words: list[str], replan: Callable[[list[str]], Any], *, force: bool, to_stderr: bool
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Shown]]:
+    """Grow the study of a plan, printing a line a look: (its runs, facts for --json, what to show at the end). `replan`
+    makes a plan of words."""
+    from rich.console import Console
+
+    from hqsweep.report.compare import document
+    from hqsweep.report.tables import rich_table
+    from hqsweep.study import noise
+    from hqsweep.study.sequential import grow, with_seeds
+    from hqsweep.sweep import launch
+    from hqsweep.sweep.progress import open_display
+
+    display = open_display(Console(stderr=True))
+    growth = grow(
+        plan,
+        lambda seeds: replan(with_seeds(words, seeds)),
+        lambda batch, again: launch.start(batch, display, force=again),
+        say=partial(typer.echo, err=to_stderr),
+        force=force,
+    )
+    facts = {"looks": [asdict(look) for look in growth.looks]}
+    if growth.comparison is None:
+        return growth.runs, facts, []
+    noise.record(growth.comparison, Path(plan.first.runs_dir))
+    return growth.runs, facts | document(growth.comparison), [rich_table(growth.comparison)]

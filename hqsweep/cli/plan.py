@@ -1,0 +1,80 @@
+"""`hqsweep plan`: what a study would cost that resolves a gap, before any of it runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hqsweep.cli import completion as cli_completion
+from hqsweep.cli.output import AsJson, print_result
+
+
+def plan(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
+        ),
+    ],
+    resolve: Annotated[
+        str, typer.Option(metavar="PERCENT", help="The gap to find, in % of the baseline's loss, as in 0.1%.")
+    ],
+    config_dir: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a study: replicates and minutes that resolve a gap.
+
+    For forks and for whole runs, from the noise that the nearest finished studies measured (RUNS_DIR/noise.jsonl, which
+    hqsweep compare writes). Starts nothing.
+    """
+    from dataclasses import asdict
+
+    from hqsweep.config.study import parse_percent
+    from hqsweep.study.forecast import DESIGNS, forecasts, registry
+    from hqsweep.sweep import launch
+
+    gap = parse_percent(resolve, "--resolve")
+    planned = launch.plan(words, config_dir=config_dir)
+    found = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
+    missing = sorted(set(DESIGNS.values()) - {each.design for each in found})
+    document = {"resolve_pct": gap, "designs": [asdict(each) for each in found], "cheaper": found[0].design}
+    lines = [f"{each.design}: {each.basis}" for each in found]
+    lines += [f"{name}: no study of this design has measured its noise yet" for name in missing]
+    print_result(as_json, document, _table(found, gap), *lines, *_cheaper(found))
+
+
+def _table(found: list[Any], gap: float) -> Any:
+    from hqsweep.report.text import TextTable, number, to_rich
+
+    rows = tuple(
+        (
+            each.design,
+            number(each.replicates, ".0f") if each.replicates < float("inf") else "over 1000",
+            _minutes(each.minutes),
+            number(each.half_width, ".2g"),
+            number(each.sd_pct, ".2g"),
+        )
+        for each in found
+    )
+    header = ("design", "replicates", "minutes", "± % at the end", "sd % of one")
+    arms = found[0].arms
+    heading = f"a gap of {gap:g} % found in 4 of 5 studies of {arms} arm{'s' * (arms > 1)}"
+    return to_rich(TextTable(header=header, rows=rows, numeric=frozenset(range(1, 5))), heading)
+
+
+def _cheaper(found: list[Any]) -> list[str]:
+    if found[0].minutes == float("inf"):
+        return ["no design finds this gap with 1000 replicates; ask for a larger one, or lower the noise"]
+    if len(found) < 2:
+        return []
+    first, second = found[:2]
+    return [f"cheaper: {first.design} ({_minutes(first.minutes)} minutes against {_minutes(second.minutes)})"]
+
+
+def _minutes(minutes: float) -> str:
+    """Two digits below ten."""
+    if minutes == float("inf"):
+        return "-"
+    return f"{minutes:.2g}" if minutes < 10 else f"{minutes:,.0f}"

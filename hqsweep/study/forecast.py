@@ -1,0 +1,167 @@
+"""What a study would cost: replicates and minutes that resolve a gap, from the noise that earlier studies measured."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.errors import UserError
+from hqsweep.report.frames import FORK, WHOLE
+from hqsweep.study.noise import FILE, parameters
+from hqsweep.study.sequential import Plan
+from hqsweep.sweep.compose import PACKAGED
+from hqsweep.sweep.files import read_rows
+from hqsweep.sweep.point import is_trunk
+from hqsweep.verdicts import plan as power
+
+DESIGNS = {FORK: "forks", WHOLE: "whole runs"}
+"""Design of a comparison -> its name in hqsweep.verdicts.plan."""
+SAME = 1.05
+"""Numbers of tokens that are this close count as one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """One design of a study of `arms` arms under test.
+
+    replicates    seeds, or trunks, with which a gap of the asked size is called worse (or better) in 4 of 5 studies;
+                  inf beyond 1000
+    minutes       they take together; inf with them
+    half_width    % of the baseline's loss: half of the 95 % interval, joint over the arms, that they give
+    sd_pct        of one replicate's gap, from the study that `basis` names in words
+    estimate      whether that study was of another model or other data
+    """
+
+    design: str
+    arms: int
+    replicates: float
+    minutes: float
+    half_width: float
+    sd_pct: float
+    basis: str
+    estimate: bool
+
+
+def registry(runs_dir: Path) -> list[dict[str, Any]]:
+    """Rows of study.noise: those measured here, then those that come with the package.
+
+    UserError where there are none.
+    """
+    rows = [*read_rows(runs_dir / FILE), *read_rows(Path(str(PACKAGED)) / FILE)]
+    if not rows:
+        raise UserError(
+            f"no study has measured its noise yet ({runs_dir / FILE} is not there); `hqsweep run conf=fork`, then"
+            " `hqsweep compare fork`, measures that of forks, and any sweep of two seeds that of whole runs"
+        )
+    return rows
+
+
+def forecasts(plan: Plan, resolve: float, rows: Sequence[Mapping[str, Any]]) -> list[Forecast]:
+    """One for each design of which there is a row, the cheapest first; `resolve` in % of the baseline's loss.
+
+    UserError for a plan that compares nothing.
+    """
+    wanted = _wanted(plan)
+    found = [_forecast(wanted, name, nearest, resolve) for name in DESIGNS if (nearest := _nearest(wanted, name, rows))]
+    return sorted(found, key=lambda forecast: forecast.minutes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """The study that is planned; tokens and per-replicate tokens as in a row of study.noise, by design."""
+
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    params: int
+    tokens: int
+    names: frozenset[str]
+    arms: int
+    null: bool
+    maximum: int | None
+    replicate: Mapping[str, int]
+
+
+def _wanted(plan: Plan) -> _Wanted:
+    if not hasattr(plan.first, "train"):
+        raise UserError(f"conf={plan.conf}: a {plan.first.job} job compares no recipes; give a convergence sweep")
+    pairs = [pair for pair in zip(plan.points, plan.configs, strict=True) if not is_trunk(pair[0])]
+    names = list(dict.fromkeys(point.arm for point, _ in pairs))
+    tested = len(names) - 1 - plan.study.null_arm
+    if tested < 1:
+        raise UserError(f"conf={plan.conf}: one arm, and no other to measure; add recipes, as in recipe=bf16,mxfp8")
+    first, fork = pairs[0][1], plan.study.fork
+    step, whole, replicate = first.train.batch * first.train.context, first.train.steps, {}
+    if fork:
+        starts = {config.start for _, config in pairs}
+        whole = sum(starts) // len(starts) + fork.steps + fork.decay
+        trunk = 0 if fork.trunk else max(starts)
+        replicate[FORK] = (trunk + len(names) * len(starts) * (fork.steps + fork.decay)) * step
+    replicate[WHOLE] = len(names) * whole * step
+    return _Wanted(
+        model=first.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
+        data=first.data.model_dump(mode="json"), params=parameters(first), tokens=whole * step,
+        names=frozenset(names), arms=tested, null=plan.study.null_arm, replicate=replicate,
+        maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,
+    )  # fmt: skip
+
+
+def _same(wanted: _Wanted, row: Mapping[str, Any]) -> bool:
+    return (row["model"], row["data"]) == (wanted.model, wanted.data)
+
+
+def _nearest(wanted: _Wanted, design: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of a design that is of the same model and data, or else the one nearest in parameters; then in tokens."""
+
+    def distance(row: Mapping[str, Any]) -> tuple[bool, float]:
+        params, tokens = abs(math.log(row["params"] / wanted.params)), abs(math.log(row["tokens"] / wanted.tokens))
+        return not _same(wanted, row), params + tokens
+
+    return min((row for row in rows if row["design"] == design), key=distance, default=None)
+
+
+def _forecast(wanted: _Wanted, design: str, row: Mapping[str, Any], resolve: float) -> Forecast:
+    name, sd = DESIGNS[design], _sd(wanted, design, row)
+    count = power.replicates(name, sd, wanted.arms, gap=resolve, maximum=wanted.maximum, null=wanted.null)
+    half = power.half_width(name, sd, wanted.arms, int(count), wanted.null) if math.isfinite(count) else math.nan
+    return Forecast(
+        design=name, arms=wanted.arms, replicates=count, minutes=count * _seconds(wanted, design, row) / 60,
+        half_width=half, sd_pct=sd, basis=_basis(wanted, row), estimate=not _same(wanted, row),
+    )  # fmt: skip
+
+
+def _sd(wanted: _Wanted, design: str, row: Mapping[str, Any]) -> float:
+    """Of one replicate's gap in %. Arms of whole runs differ little, and are taken together; the loudest of forks is
+    ten times the quietest, and decides. A gap of whole runs is to the mean of the controls, one or two."""
+    if design == FORK:
+        tested = {arm: each["sd_pct"] for arm, each in row["arms"].items() if not each["null"]}
+        return max([sd for arm, sd in tested.items() if arm in wanted.names] or tested.values())
+    before = 1 + any(each["null"] for each in row["arms"].values())
+    return row["sd_pct"] * math.sqrt((1 + 1 / (1 + wanted.null)) / (1 + 1 / before))
+
+
+def _seconds(wanted: _Wanted, design: str, row: Mapping[str, Any]) -> float:
+    """Of one replicate: those of the row for as many tokens, times the ratio of parameters."""
+    tokens = wanted.replicate.get(design) or row["trunk_tokens"] + len(wanted.names) * row["run_tokens"]
+    a_token = row["seconds"] / (row["trunk_tokens"] + row["arms_run"] * row["run_tokens"])
+    return a_token * tokens * wanted.params / row["params"]
+
+
+def _basis(wanted: _Wanted, row: Mapping[str, Any]) -> str:
+    """Where the noise comes from, in words."""
+    study = f"{'+'.join(row['sweeps'])} ({row['replicates']} {'trunks' if row['design'] == FORK else 'seeds'} on "
+    study += f"{row['device']}, {row['date']})"
+    near = max(row["tokens"], wanted.tokens) <= SAME * min(row["tokens"], wanted.tokens)
+    tokens = "" if near else f", at {_short(row['tokens'])} tokens where this is at {_short(wanted.tokens)}"
+    if _same(wanted, row):
+        return f"{study}: the same model and data{tokens}"
+    sizes = f"{_short(row['params'])} parameters where this has {_short(wanted.params)}"
+    return f"{study}: an estimate, of another model or other data, {sizes}{tokens}"
+
+
+def _short(count: float) -> str:
+    """Three digits, as in 10.6M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"

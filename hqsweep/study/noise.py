@@ -1,0 +1,135 @@
+"""The registry of noise: what earlier studies found one replicate's gap to vary by, for planning the next one.
+
+RUNS_DIR/noise.jsonl has one row for each (model, data, tokens, design), renewed by each comparison of a finished study.
+A verdict never reads it: a study whose noise is assumed instead of measured claims falsely as soon as it is louder
+than the assumption (9 to 20 % of null studies at a variance 6 times as large).
+
+A row (parameters are those of matrices, tokens are tokens of training):
+    model, params     the section `model` of the baseline without its noise; parameters
+    data, data_hash   the section `data`, and the hash of what it led to
+    tokens            of a run from step 1, the trunk's included; of forks, the mean over points
+    design            "whole run" or "fork"
+    points            fork points a replicate, 1 of whole runs
+    baseline, arms    its name, and of each other arm {"sd", "sd_pct" (of one replicate's gap; nats, % of the baseline's
+                      loss), "gap_pct", "null"}; of forks a replicate's gap is the mean over its points
+    sd, sd_pct        root mean square over the arms that are not the null arm
+    replicates        that were judged together, at least 2
+    run_tokens        of one arm in one replicate: of a whole run, or of all its forks
+    trunk_tokens      of a replicate's trunk, 0 of whole runs
+    seconds           of one more replicate in all of the study's arms, at as many runs at a time as it had
+    arms_run          arms that these are, baseline and null arm included
+    device, date (UTC), sweeps, runs (SHA-256 of the run ids, sorted)
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hqsweep.config.job import ConvergenceConfig, parse
+from hqsweep.config.model import grouped_shapes, linear_shapes
+from hqsweep.report.arms import Comparison
+from hqsweep.report.frames import FORK
+from hqsweep.sweep.files import encode_rows, read_rows, write_bytes
+from hqsweep.sweep.locks import RunBusy, locked
+from hqsweep.sweep.store import RunDir
+
+FILE = "noise.jsonl"
+KEY = ("model", "data_hash", "tokens", "design")
+LEAST = 2
+"""Replicates that make a standard deviation."""
+LOCK_WAIT_S = 10.0
+
+
+def record(comparison: Comparison, runs_dir: Path) -> Path | None:
+    """Put the noise of a comparison's families into runs_dir/noise.jsonl, in place of rows of the same key; returns the
+    file, None where no family has LEAST replicates in every arm, or where it cannot be written: a plan can do without,
+    and a comparison does not end for it."""
+    rows, path = measured(comparison), runs_dir / FILE
+    keys = set(map(_key, rows))
+    if not rows:
+        return None
+    try:
+        with locked(path.with_name(f".{FILE}.lock"), LOCK_WAIT_S):
+            kept = [row for row in read_rows(path) if _key(row) not in keys]
+            write_bytes(path, encode_rows([*kept, *rows]))
+    except (OSError, RunBusy):
+        return None
+    return path
+
+
+def measured(comparison: Comparison) -> list[dict[str, Any]]:
+    """The rows of a comparison, one a baseline; a key that several have is the last one's."""
+    rows = {}
+    for baseline in dict.fromkeys(comparison.baseline_of.values()):
+        arms = [arm for arm, other in comparison.baseline_of.items() if other == baseline and arm != baseline]
+        noise = _noise(comparison, arms)
+        if noise:
+            row = _row(comparison, baseline, noise)
+            rows[_key(row)] = row
+    return list(rows.values())
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    return json.dumps([row[name] for name in KEY], sort_keys=True)
+
+
+def _noise(comparison: Comparison, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Arm -> what its replicates vary by; {} where they are fewer than LEAST."""
+    means = comparison.points.groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].mean()
+    null = comparison.arms.set_index("arm")["null"]
+    found = {}
+    for arm in (arm for arm in arms if arm in means.index):
+        gaps = means.loc[arm]
+        if len(gaps) < LEAST:
+            return {}
+        sd, sd_pct = (float(gaps[name].std()) for name in ("gap", "gap_pct"))
+        found[arm] = {"sd": sd, "sd_pct": sd_pct, "gap_pct": float(gaps["gap_pct"].mean()), "null": bool(null[arm])}
+    return found
+
+
+def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    frames, points = comparison.frames.runs, comparison.points[comparison.points["arm"].isin(noise)]
+    runs = frames[(frames["arm"] == baseline) & (frames["state"] == "finished")]
+    config = parse(RunDir(Path(runs["path"].iloc[0])).config())
+    forks = points["draw"].nunique() if comparison.design == FORK else 1
+    tested = [each for each in noise.values() if not each["null"]] or list(noise.values())
+    trunks, step = comparison.trunks.runs, config.train.batch * config.train.context
+    fork_steps = runs["config.train.steps"] - runs["point"]
+    return {
+        "model": config.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
+        "params": parameters(config),
+        "data": config.data.model_dump(mode="json"),
+        "data_hash": runs["manifest.data_hash"].iloc[0],
+        "tokens": round(float(runs["config.train.steps"].mean()) * step),
+        "design": comparison.design,
+        "points": int(forks),
+        "baseline": baseline,
+        "arms": dict(noise),
+        "sd": _rms(each["sd"] for each in tested),
+        "sd_pct": _rms(each["sd_pct"] for each in tested),
+        "replicates": int(points["trunk"].nunique()),
+        "run_tokens": round(float(fork_steps.mean()) * step * forks),
+        "trunk_tokens": round(float(trunks["config.train.steps"].mean()) * step) if len(trunks) else 0,
+        "seconds": 60 * float(comparison.arms["replicate_minutes"].iloc[0]),
+        "arms_run": len(comparison.arms),
+        "device": runs["manifest.device"].iloc[0],
+        "date": datetime.now(UTC).date().isoformat(),
+        "sweeps": sorted(frames["sweep"].unique()),
+        "runs": hashlib.sha256("\n".join(sorted(frames["run_id"].astype(str))).encode()).hexdigest(),
+    }
+
+
+def parameters(config: ConvergenceConfig) -> int:
+    """Parameters in the model's matrices, the embedding's apart."""
+    model = config.model
+    linears = sum(wide * high for _, wide, high in linear_shapes(model, config.data.vocab_estimate))
+    return linears + model.experts * sum(wide * high for _, wide, high in grouped_shapes(model))
+
+
+def _rms(values: Iterable[float]) -> float:
+    squares = [value**2 for value in values]
+    return math.sqrt(sum(squares) / len(squares))

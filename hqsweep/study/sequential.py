@@ -1,0 +1,187 @@
+"""Studies that grow until they are decided: seeds.until=decided seeds.max=N.
+
+Every arm gets the same replicates (a seed; of a fork study a trunk with its forks). After each one all arms are judged
+by the levels of hqsweep.verdicts.levels, under which looking does not cost truth, and one more is added until every arm
+has a verdict or N are there. An arm ends early only when it diverges: early losses say little about late ones. The
+state of a study is its run folders, so that the same command goes on where an earlier one was stopped.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hqsweep.config.job import Config
+from hqsweep.config.study import StudyConfig
+from hqsweep.errors import UserError
+from hqsweep.report.arms import Comparison
+from hqsweep.report.compare import compare
+from hqsweep.sweep.names import run_name
+from hqsweep.sweep.point import GridPoint, is_trunk
+from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.verdicts import levels
+from hqsweep.verdicts.estimate import VERDICTS
+
+FIRST_SEEDS, FIRST_TRUNKS = 2, 3
+"""Replicates of the first look: of whole runs, and of forks, which have no verdict about all trunks before."""
+
+
+class Plan(Protocol):
+    """sweep.launch.SweepPlan, as far as it is read here."""
+
+    words: tuple[str, ...]
+    points: tuple[GridPoint, ...]
+    configs: tuple[Config, ...]
+    study: StudyConfig
+
+    @property
+    def first(self) -> Any: ...
+
+
+P = TypeVar("P", bound=Plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What was known after `replicates` of at most `maximum`: arm -> verdict (or why an arm has none), the baseline
+    left out; `added` is the seed that came next, None at the last look."""
+
+    replicates: int
+    maximum: int
+    verdicts: dict[str, str]
+    added: int | None
+
+    @property
+    def line(self) -> str:
+        """As in: look 3 of at most 16: mxfp8 equivalent, nvfp4 undecided; adding seed 3."""
+        known = ", ".join(f"{arm} {verdict}" for arm, verdict in self.verdicts.items())
+        then = "every arm has a verdict" if self.decided else f"no more than {self.maximum} were stated"
+        then = f"adding seed {self.added}" if self.added is not None else then
+        return f"look {self.replicates} of at most {self.maximum}: {known}; {then}"
+
+    @property
+    def decided(self) -> bool:
+        return "undecided" not in self.verdicts.values()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """A study that has ended, or that a run's failure stopped: its runs, the looks of this call, the last comparison
+    (None where a run failed before the first look), the failed runs."""
+
+    runs: tuple[RunDir, ...]
+    looks: tuple[Look, ...]
+    comparison: Comparison | None
+    failed: tuple[RunDir, ...]
+
+
+def with_seeds(words: Sequence[str], seeds: Sequence[int]) -> list[str]:
+    """The words of `hqsweep run` with these seeds in place of their own."""
+    rest = [word for word in words if word.lstrip("+").partition("=")[0] != "seed"]
+    return [*rest, f"seed={','.join(map(str, seeds))}"]
+
+
+def grow(
+    plan: P,
+    replan: Callable[[Sequence[int]], P],
+    start: Callable[[P, bool], Sequence[RunDir]],
+    *,
+    say: Callable[[str], None],
+    force: bool = False,
+) -> Growth:
+    """Bring the study of `plan` to its end.
+
+    replan  the plan for other seeds
+    start   brings the runs of a plan to an end, and repeats finished ones when asked: launch.start
+    say     takes a line a look
+    force   repeat what is finished
+
+    It starts with the seeds of the plan and those that the sweep has, at least FIRST_SEEDS or FIRST_TRUNKS. A run that
+    fails, other than by divergence, ends it, and the same call goes on from there.
+
+    Raises UserError, before anything starts, for more replicates than seeds.max, in the plan or there, for a maximum
+    that is too small or too large, for a grid of one arm, and for an engine that does not wait for its runs.
+    """
+    maximum, seeds = _checked(plan), _first_seeds(plan, replan)
+    if len(seeds) > maximum:
+        raise UserError(
+            f"seeds.max: {maximum}, but {len(seeds)} replicates are given or there already (seeds"
+            f" {', '.join(map(str, seeds))}); the largest number is stated beforehand, so give no more than that"
+        )
+    runs: dict[Path, RunDir] = {}
+    looks: list[Look] = []
+    comparison = None
+    due, gone = seeds, set[str]()
+    while True:
+        batch = _without(replan(due), gone, plan)
+        runs |= {run.path: run for run in start(batch, force and not looks)}
+        if failed := tuple(run for run in runs.values() if _failed(run)):
+            say(f"{len(failed)} of {len(runs)} runs failed, so no more seeds are added: {failed[0].name}")
+            break
+        comparison = compare(list(runs.values()))
+        verdicts = _verdicts(comparison)
+        gone |= {arm for arm, verdict in verdicts.items() if verdict not in VERDICTS}
+        ends = "undecided" not in verdicts.values() or len(seeds) >= maximum
+        due = [] if ends else [max(seeds) + 1]
+        looks.append(Look(
+            replicates=int(comparison.arms["n"].max()), maximum=maximum, verdicts=verdicts,
+            added=None if ends else due[0],
+        ))  # fmt: skip
+        say(looks[-1].line)
+        if ends:
+            break
+        seeds = [*seeds, *due]
+    return Growth(runs=tuple(runs.values()), looks=tuple(looks), comparison=comparison, failed=failed)
+
+
+def _checked(plan: Plan) -> int:
+    """The stated number of replicates at most."""
+    maximum, engine = plan.study.seeds.max, plan.first.engine
+    levels.check(2, maximum)
+    if plan.study.fork and maximum < FIRST_TRUNKS:
+        raise UserError(f"seeds.max: {maximum}; a verdict on forks needs {FIRST_TRUNKS} trunks at least")
+    if plan.study.fork and plan.study.fork.trunk:
+        raise UserError(
+            "seeds.until: decided adds trunks, but fork.trunk names the only one; use seeds.until=fixed and more points"
+            " in fork.at, or leave fork.trunk out"
+        )
+    if len({point.arm for point in plan.points if not is_trunk(point)}) < 2:
+        raise UserError("seeds.until: decided, but the grid has one arm and no other to measure; add recipes")
+    if engine.kind == "slurm" and engine.slurm.detach:
+        raise UserError(
+            "engine.slurm.detach: true, but seeds.until=decided adds seeds when it has seen the runs end; leave one out"
+        )
+    return maximum
+
+
+def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
+    """The plan's seeds, those of its runs that the sweep has begun, and as many more as the first look needs."""
+    store, sweep = RunStore(Path(plan.first.runs_dir)), plan.first.sweep
+    begun = {run.name: run for run in store.runs(sweep) if run.written_status()["state"] != "pending"}
+    candidates = {run.config()["seed"] for run in begun.values()}
+    seeds = {point.config["seed"] for point in plan.points}
+    if candidates - seeds:
+        points = replan(sorted(candidates)).points
+        seeds |= {point.config["seed"] for point in points if run_name(point.config) in begun}
+    least = FIRST_TRUNKS if plan.study.fork else FIRST_SEEDS
+    while len(seeds) < least:
+        seeds.add(max(seeds) + 1)
+    return sorted(seeds)
+
+
+def _without(batch: P, gone: set[str], plan: P) -> P:
+    """The batch without the arms that are gone, under the words that the study was asked for with."""
+    kept = [(p, c) for p, c in zip(batch.points, batch.configs, strict=True) if p.arm not in gone]
+    points, configs = zip(*kept, strict=True)
+    return replace(batch, points=points, configs=configs, words=plan.words)
+
+
+def _failed(run: RunDir) -> bool:
+    """Whether the run has no end, and not because its loss diverged, which is a result."""
+    status = run.status()
+    return status["state"] != "finished" and not str(status["reason"]).startswith("loss is ")
+
+
+def _verdicts(comparison: Comparison) -> dict[str, str]:
+    """Arm -> its verdict, or why it has none."""
+    return {row.arm: row.verdict for row in comparison.arms.itertuples() if row.arm != row.baseline}

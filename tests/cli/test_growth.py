@@ -1,0 +1,61 @@
+"""`hqsweep run` with seeds.until=decided: a line a look, verdicts at the end, and the same as JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hqsweep.cli.main import app
+from hqsweep.sweep import launch
+from hqsweep.sweep.store import RunStore
+
+GROW = [
+    "run", "conf=convergence", "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1",
+    "model.heads=2", "train.steps=2", "train.batch=2", "train.context=32", "train.eval_batches=1", "train.device=cpu",
+    "stats.every=0", "track=none", "recipe=bf16,mxfp8", "seeds.until=decided", "seeds.max=3", "margin=1e-7",
+]  # fmt: skip
+
+
+def hqsweep(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_looks_and_verdicts_are_printed_and_the_noise_is_kept(folder: Path) -> None:
+    grown = hqsweep(*GROW)
+    assert grown.exit_code == 0, grown.stderr
+    first, second = (line for line in grown.stdout.splitlines() if line.startswith("look "))
+    assert first == "look 2 of at most 3: mxfp8 undecided; adding seed 2"
+    assert second == "look 3 of at most 3: mxfp8 undecided; no more than 3 were stated"
+    assert "mxfp8: undecided" in grown.stdout
+    assert json.loads((folder / "runs/noise.jsonl").read_text())["replicates"] == 3
+    again = hqsweep(*GROW, "--json")
+    document = json.loads(again.stdout)
+    assert [run["seed"] for run in document["runs"]] == [0, 1, 2, 0, 1, 2] and second in again.stderr
+    assert document["looks"] == [{"replicates": 3, "maximum": 3, "verdicts": {"mxfp8": "undecided"}, "added": None}]
+    assert [arm["verdict"] for arm in document["arms"]] == ["undecided"]
+    other = hqsweep(*GROW[:-1])
+    assert other.exit_code == 2 and "margin: 0.25, but 'convergence' began to run with margin=1e-07" in other.stderr
+    planned = hqsweep("plan", *GROW[1:-3], "--resolve", "1%")
+    assert planned.exit_code == 0 and "whole runs: convergence (3 seeds on cpu, " in planned.stdout
+
+
+def test_a_failed_run_ends_it_with_exit_3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list:
+        runs = RunStore(folder / "runs").create(sweep="tiny", conf="tiny", overrides=[], runs=plan.points)
+        for run in runs:
+            run.write_status(state="failed", reason="out of luck")
+        return runs
+
+    monkeypatch.setattr(launch, "start", start)
+    result = hqsweep(*GROW)
+    assert result.exit_code == 3
+    assert "4 of 4 runs failed, so no more seeds are added: bf16-s0-" in result.stdout
+    assert json.loads(hqsweep(*GROW, "--json").stdout)["looks"] == []

@@ -1,0 +1,91 @@
+"""The registry of noise: one row for each kind of study, renewed by the next comparison, and never torn."""
+
+import numpy as np
+import pytest
+
+from hqsweep.report.compare import compare
+from hqsweep.study import noise
+from hqsweep.sweep.files import read_rows
+from hqsweep.train.loop import DTYPES
+from hqsweep.train.model import GPT
+
+ARMS = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true")
+
+
+@pytest.fixture
+def compared(laboratory):
+    """compared(words) -> the comparison of a sweep that is done."""
+
+    def run(*words: str):
+        return compare(laboratory.start(laboratory.plan(*words), False))
+
+    laboratory.gaps = {"mxfp8": (0.01, 0.01), "nvfp4": (0.1, 0.03), "null": (0.0, 0.001)}
+    return run
+
+
+def test_a_row_says_what_was_measured_on_what(laboratory, compared):
+    comparison = compared(*ARMS, "seed=range(4)")
+    (row,) = noise.measured(comparison)
+    points = comparison.points
+    own = {arm: points[points["arm"] == arm]["gap"].to_numpy() for arm in ("mxfp8", "nvfp4", "null")}
+    for arm, gaps in own.items():
+        assert row["arms"][arm]["sd"] == pytest.approx(gaps.std(ddof=1))
+        assert row["arms"][arm]["null"] is (arm == "null")
+    assert row["arms"]["nvfp4"]["gap_pct"] == pytest.approx(points[points["arm"] == "nvfp4"]["gap_pct"].mean())
+    assert row["sd"] == pytest.approx(np.sqrt((own["mxfp8"].var(ddof=1) + own["nvfp4"].var(ddof=1)) / 2))
+    assert row["sd_pct"] == pytest.approx(100 * row["sd"] / comparison.arms["baseline_loss"].iloc[0], rel=1e-9)
+    assert (row["design"], row["points"], row["replicates"], row["arms_run"]) == ("whole run", 1, 4, 4)
+    assert (row["tokens"], row["run_tokens"], row["trunk_tokens"]) == (6400, 6400, 0)
+    assert row["seconds"] == pytest.approx(4 * 100), "four arms, one at a time, 100 seconds each"
+    assert (row["device"], row["data_hash"], row["baseline"]) == ("cpu", "9f9f", "bf16")
+    assert row["model"]["dim"] == 32 and row["model"]["init_noise"] == 0 and row["data"]["source"] == "markov"
+    assert row["sweeps"] == ["convergence"] and len(row["runs"]) == 64
+
+
+def test_a_later_comparison_renews_its_row_and_leaves_the_others(laboratory, compared):
+    runs_dir = laboratory.folder / "runs"
+    path = noise.record(compared(*ARMS, "seed=0,1"), runs_dir)
+    assert path == runs_dir / "noise.jsonl"
+    noise.record(compared(*ARMS, "seed=0,1", "train.steps=50", "sweep=short"), runs_dir)
+    assert [row["tokens"] for row in read_rows(path)] == [6400, 3200]
+    noise.record(compared(*ARMS, "seed=0,1,2"), runs_dir)
+    assert [(row["tokens"], row["replicates"]) for row in read_rows(path)] == [(3200, 2), (6400, 3)]
+
+
+def test_one_replicate_measures_no_noise(laboratory, compared):
+    assert noise.record(compared(*ARMS, "seed=0"), laboratory.folder / "runs") is None
+    assert not (laboratory.folder / "runs/noise.jsonl").exists()
+
+
+def test_each_baseline_has_a_row(laboratory, compared):
+    words = ("recipe=bf16,mxfp8", "seed=0,1", "model.dim=32,64")
+    rows = noise.measured(compared(*words))
+    assert [row["baseline"] for row in rows] == ["bf16 model.dim=32", "bf16 model.dim=64"]
+    assert [row["model"]["dim"] for row in rows] == [32, 64]
+    assert rows[0]["seconds"] == rows[1]["seconds"] == pytest.approx(400) and rows[0]["arms_run"] == 4
+
+
+@pytest.mark.parametrize("model", [(), ("model.experts=4", "model.shared_expert=true")])
+def test_parameters_are_those_of_the_matrices(laboratory, model):
+    config = laboratory.plan(*model).first
+    built = GPT(config.model, 16, config.recipe.build(), DTYPES["fp32"], "none")
+    counted = sum(linear.weight.numel() for linear in (*built.linears(), *built.grouped_linears()))
+    assert noise.parameters(config) == counted
+
+
+def test_a_replicate_of_forks_is_a_trunk(laboratory, compared):
+    comparison = compared(*ARMS, "seed=range(3)", "fork.at=40,80", "fork.steps=10", "fork.decay=10", "fork.warmup=5")
+    (row,) = noise.measured(comparison)
+    points = comparison.points
+    means = points[points["arm"] == "nvfp4"].groupby("trunk")["gap"].mean()
+    assert row["arms"]["nvfp4"]["sd"] == pytest.approx(means.std()) and len(means) == 3
+    assert (row["design"], row["points"], row["replicates"]) == ("fork", 2, 3)
+    assert row["tokens"] == (60 + 100) // 2 * 64 and row["run_tokens"] == 2 * 20 * 64 and row["trunk_tokens"] == 80 * 64
+    assert row["seconds"] == pytest.approx(80 + 4 * 2 * 20)
+
+
+def test_a_registry_that_cannot_be_written_ends_no_comparison(compared, tmp_path):
+    comparison = compared(*ARMS, "seed=0,1")
+    assert noise.record(comparison, tmp_path / "nowhere") is None
+    (tmp_path / "noise.jsonl").mkdir()
+    assert noise.record(comparison, tmp_path) is None
