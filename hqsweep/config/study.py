@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator, m
 from hqsweep.config.errors import sentence
 from hqsweep.config.types import Count, Index, Section
 from hqsweep.errors import UserError
+from hqsweep.verdicts.estimate import MAXIMUM
 
 
 def parse_percent(given: Any, name: str) -> float:
@@ -44,7 +45,7 @@ class SeedsConfig(Section):
     verdict, `max` at most."""
 
     until: Literal["fixed", "decided"] = "fixed"
-    max: Annotated[int, Field(ge=2)] = 16
+    max: Annotated[int, Field(ge=2, le=MAXIMUM)] = 16
 
 
 class ForkStudy(Section):

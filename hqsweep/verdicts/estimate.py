@@ -8,6 +8,8 @@ LEVEL = 0.05
 An arm whose gap is the margin is called equivalent as often."""
 POWER = 0.8
 """How often a gap is to be found with the replicates that are said to be needed."""
+MAXIMUM = 100
+"""The largest number of replicates that a study which is looked at after each can state beforehand."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,8 @@ from scipy import special
 
 from hqsweep.errors import UserError
 from hqsweep.memo import memo
+from hqsweep.verdicts.estimate import MAXIMUM
 
-MAXIMUM = 100
-"""The largest N that can be stated."""
 TAILS = 400
 DIRECTIONS = 1000
 """Points of the tail probabilities, and of w. Four times as many move no level of up to 16 looks by more than 0.05 %,

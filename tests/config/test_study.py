@@ -52,6 +52,7 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
         ("margin=true", "margin: got True"),
         ("margin=1,2", "margin cannot be swept, it belongs to the whole sweep"),
         ("seeds.max=1", "seeds.max: got 1; must be greater than or equal to 2"),
+        ("seeds.max=101", "seeds.max: got 101; must be less than or equal to 100"),
         ("seeds.until=bored", "seeds.until: got 'bored'; must be 'fixed' or 'decided'"),
         ("seeds.most=3", "seeds.most: no such key; seeds takes until, max"),
         ("baseline=mxfp9", r"baseline: no arm or recipe 'mxfp9' \(did you mean 'mxfp8'\?\); the grid has bf16, mxfp8"),
