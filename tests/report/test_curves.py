@@ -7,7 +7,17 @@ import pandas as pd
 import pytest
 
 from hqsweep.report.compare import compare
-from hqsweep.report.curves import divergence_step, measures, spike_score, steps_to, trailing
+from hqsweep.report.curves import (
+    decay_means,
+    divergence_step,
+    interval,
+    intervals,
+    loss_slope,
+    measures,
+    spike_score,
+    steps_to,
+    trailing,
+)
 from hqsweep.report.frames import load
 
 
@@ -86,3 +96,36 @@ def test_tokens_at_divergence_are_in_the_arms_row_and_in_its_sentence(make_sweep
     assert (
         "1 of 2 runs diverged, the first at 19,200 tokens. No verdict. The others end +0.0000 nats" in row["sentence"]
     )
+
+
+def test_the_mean_over_a_decay_weighs_each_row_by_the_steps_that_it_is_of():
+    """A fork at 40: 5 nats to step 60, then 10 steps at 2, 5 at 3 and 5 at 4 nats: 2.75."""
+    runs = pd.DataFrame({"run": ["f", "w"], "design": ["fork", "whole run"], "point": [40, 0]})
+    runs["config.fork.steps"] = [20.0, math.nan]
+    steps, values = [50, 60, 70, 75, 80, 10], [5.0, 5.0, 2.0, 3.0, 4.0, 9.0]
+    train = pd.DataFrame({"run": ["f"] * 5 + ["w"], "step": steps, "value": values})
+    assert decay_means(runs, train).to_dict() == {"f": 2.75}
+    assert decay_means(runs, train.assign(value=[5, 5, 2, math.nan, 4, 9])).isna().all()
+    assert decay_means(runs, train[train["run"] == "w"]).empty
+
+
+def test_a_forks_final_loss_is_its_last_and_its_train_loss_that_of_the_decay(make_sweep, fake):
+    runs = [run for run in fake.fork_study({"mxfp8": 0.01}, trunks=1) if run.arm != "trunk"]
+    rows = measures(load(make_sweep([fake.Run(**vars(run) | {"val_gap": 0.5}) for run in runs])), 0.9)
+    assert rows["train_loss"].tolist() == [2.0, 2.0, 2.01, 2.01] and set(rows["final_loss"]) == {2.5}
+    assert rows["draw"].tolist() == ["40", "80", "40", "80"]
+
+
+def test_the_loss_that_a_doubling_takes_off():
+    steps = np.arange(1, 101)
+    assert loss_slope(steps, 4 - 0.25 * np.log2(steps), 80) == pytest.approx(0.25)
+    assert math.isnan(loss_slope(steps[:2], np.array([3.0, 2.0]), 2))
+
+
+def test_an_interval_is_students_t_of_the_values():
+    values = pd.Series([0.01, 0.03, 0.02])
+    mean, low, high = interval(values)
+    assert (mean, low, high) == pytest.approx((0.02, 0.02 - 4.302653 * 0.01 / 3**0.5, 0.02 + 4.302653 * 0.01 / 3**0.5))
+    row = intervals(values.groupby([0, 0, 0])).loc[0]
+    assert (row["mean"], row["low"], row["high"], row["n"]) == (mean, low, high, 3)
+    assert math.isnan(interval(values[:1])[1]) and all(math.isnan(x) for x in interval(values[:0]))

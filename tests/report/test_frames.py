@@ -82,3 +82,32 @@ def test_another_job_is_named(make_sweep, fake):
     run.config_path.write_text(json.dumps({"job": "parity", "seed": 0}))
     with pytest.raises(UserError, match=r"no convergence run among them \(came: 1 parity\)"):
         load([run]).of_job("convergence")
+
+
+def test_designs_replicates_points_and_draws(make_sweep, fake):
+    runs = load(make_sweep([*fake.fork_study({}, trunks=1), fake.Run(seed=7)])).runs
+    columns = ["design", "trunk", "point", "draw", "seed"]
+    trunk = runs["run"][0].split("/")[1]
+    assert runs[columns].to_numpy().tolist() == [
+        ["trunk", trunk, 0, "0", 0],
+        ["fork", "trunk-s0", 40, "40", 0],
+        ["fork", "trunk-s0", 80, "80", 0],
+        ["whole run", "seed 7", 0, "0", 7],
+    ]
+
+
+def test_draws_name_the_seed_where_one_trunk_is_forked_with_several(make_sweep, fake):
+    runs = [fake.Run(seed=seed, trunk="mine", point=40) for seed in (0, 1)] + [fake.Run(trunk="else", point=40)]
+    assert load(make_sweep(runs)).runs["draw"].tolist() == ["40 seed 0", "40 seed 1", "40"]
+
+
+def test_where_a_fork_leaves_its_trunk_makes_no_other_arm(make_sweep, fake):
+    """Points, trunks and the steps that follow from them differ in one sweep; another decay does make other arms."""
+    runs = make_sweep(fake.fork_study({"mxfp8": 0.001}, trunks=2), "sweep")
+    assert set(load(runs).runs["arm"]) == {"trunk", "bf16", "mxfp8"}
+    again = make_sweep(fake.fork_study({"mxfp8": 0.002}, trunks=2), "again")
+    for run in again:
+        config = run.config()
+        config["fork"]["decay"] = 40
+        run.config_path.write_text(json.dumps(config))
+    assert {"bf16 fork.decay=20", "mxfp8 fork.decay=40"} <= set(load([*runs, *again]).runs["arm"])
