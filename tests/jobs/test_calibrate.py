@@ -8,7 +8,7 @@ import torch
 
 from hqsweep.config.job import parse as parse_config
 from hqsweep.errors import UserError
-from hqsweep.formats import parse
+from hqsweep.formats import parse, spellings
 from hqsweep.jobs.calibrate import job as calibrate
 from hqsweep.jobs.calibrate import teacher as calibrate_teacher
 from hqsweep.jobs.calibrate.densities import DENSITIES
@@ -54,6 +54,14 @@ def test_theory_agrees_with_published_errors():
         assert theoretical_sqnr_db(parse(text), "normal", *SHAPE) == pytest.approx(
             published_db(text, "normal"), abs=0.05
         )
+
+
+@pytest.mark.parametrize("text", spellings("nvfp4+tensor"))
+def test_one_scale_for_all_has_the_error_of_theory_under_the_amax_that_was_drawn(text):
+    rows = list(sqnr_rows([text], "normal", (512, 4096), 0, torch.device("cpu")))
+    assert [(row["source"], row["status"]) for row in rows] == [("theory", "PASS")]
+    typical = theoretical_sqnr_db(parse(text), "normal", 512, 4096)
+    assert "pow2" in text or abs(typical - rows[0]["measured_db"]) > 0.05  # so a typical amax would not do
 
 
 def config(**section):

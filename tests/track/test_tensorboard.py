@@ -111,7 +111,8 @@ def test_an_attempt_from_the_start_replaces_what_was_there(run):
         tracker.rewind(-1)
         tracker.log(1, {"train_loss": value})
         tracker.finish(0)
-    assert points(load(run), "train_loss") == [(1, 2.0)]
+    assert points(load(run), "train_loss") == [(1, 2.0)] and text(load(run), "config")
+    assert len(list(tensorboard_folder(run).iterdir())) == 1
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def sqnr_rows(
     for format in map(parse, formats):
         key = RngKey(seed=seed, slot=f"calibrate/{distribution}", step=0)
         measured = quantize(x, Target(format, key=key), statistics=True).rowwise_statistics.row()
-        known = list(expectations(format, distribution, shape))
+        known = list(expectations(format, distribution, shape, measured["amax"]))
         for expected in known or [None]:
             yield calibration_row("sqnr", str(format), distribution, measured["sqnr_db"], expected, measured)
         if (median := ROWS.get(distribution, {}).get(str(format))) is not None:
@@ -80,9 +80,12 @@ def sqnr_rows(
             )
 
 
-def expectations(format: Format, distribution: str, shape: tuple[int, int]) -> Iterator[Expectation]:
-    """Theory, what was published, and an independent emulation, as far as they speak of the format."""
-    if (theory := theoretical_sqnr_db(format, distribution, *shape)) is not None:
+def expectations(
+    format: Format, distribution: str, shape: tuple[int, int], amax: float | None = None
+) -> Iterator[Expectation]:
+    """Theory (of matrices with this amax, or of all), what was published, and an independent emulation, as far as they
+    speak of the format."""
+    if (theory := theoretical_sqnr_db(format, distribution, *shape, amax)) is not None:
         yield Expectation.around("theory", theory, DRAW_DB[distribution])
     if (published := published_db(str(format), distribution)) is not None:
         yield Expectation.around("published", published, ROUNDED_DB)

@@ -25,9 +25,15 @@ TAIL = np.append(np.linspace(1, 0.004, 1024), np.geomspace(0.004, 1e-8, 513)[1:]
 """Shares of blocks with a larger a, between which MSE(a) is taken: by ratios in the tail, where heavy densities err."""
 
 
-def theoretical_sqnr_db(format: Format, distribution: str, rows: int, cols: int) -> float | None:
+def theoretical_sqnr_db(
+    format: Format, distribution: str, rows: int, cols: int, amax: float | None = None
+) -> float | None:
     """dB for a matrix [rows, cols]; None for a density or a format without a closed form (4over6 chooses by block;
-    the Hadamard transform keeps the normal density only; fp32 has no error to speak of)."""
+    the Hadamard transform keeps the normal density only; fp32 has no error to speak of).
+
+    amax: the matrix's own (after the transform), where it is known: under one scale for all, a single value decides the
+    error of 4-bit codes.
+    """
     density = DENSITIES.get(distribution)
     if density is None or str(format) == "fp32" or format.four_over_six:
         return None
@@ -36,8 +42,10 @@ def theoretical_sqnr_db(format: Format, distribution: str, rows: int, cols: int)
     size = _block(format, rows, cols)
     one = format.high_precision  # one scale for all
     tail, weights = (np.array([0.5]), np.ones(1)) if one else (np.sqrt(TAIL[1:] * TAIL[:-1]), -np.diff(TAIL))
-    amax = largest(density, size, 1 - tail)
-    mse = _mean_squared_error(format, density, _scales(format, density, amax, rows, cols), amax, size)
+    most = largest(density, size, 1 - tail)
+    if amax is not None and format.scaling == "tensor":
+        most, weights = np.array([amax]), np.ones(1)
+    mse = _mean_squared_error(format, density, _scales(format, density, most, rows, cols), most, size)
     return 10 * math.log10(density.power * weights.sum() / (mse @ weights))
 
 
