@@ -1,7 +1,8 @@
 """kill -9 of a sweep's worker, its parent or both, at random moments, until every run has finished.
 
-`python tests/sweep/kill_sweep.py FOLDER --kills 50` runs sweeps of six trainings in FOLDER until so many kills were
-dealt, compares each with the same sweep left in peace, prints one line a kill, and exits 1 at the first difference.
+`python tests/sweep/kill_sweep.py FOLDER --kills 50` runs sweeps of six trainings (with --forks: of a trunk for each of
+two seeds and eight forks) in FOLDER until so many kills were dealt, compares each with the same sweep left in peace,
+prints one line a kill, and exits 1 at the first difference.
 `... FOLDER` without --kills is the parent: the local engine on the sweep in that folder.
 """
 
@@ -13,13 +14,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from rich.console import Console
 
 from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.names import run_name
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.store import RunDir, RunStore
 
@@ -28,23 +31,41 @@ VICTIMS = ("worker", "parent", "both")
 TABLES = ("metrics", "stats")
 
 
+CONFIG = {
+    "job": "convergence", "sweep": "killed", "model": {"dim": 32, "layers": 1, "heads": 2},
+    "data": {"source": "markov", "markov": {"length": 20_000}},
+    "train": {"steps": 50, "batch": 2, "context": 32, "log_every": 1, "eval_every": 10, "eval_batches": 1,
+              "checkpoint_every": 10, "device": "cpu"},
+    "stats": {"every": 10},
+}  # fmt: skip
+
+
 def make_sweep(root: Path, seeds: Sequence[int] = (0, 1)) -> list[RunDir]:
     """Three recipes for each seed, six runs of about two seconds each, with a checkpoint every fifth of their steps."""
+    points = [_point(recipe, seed=seed) for recipe in ("bf16", "mxfp8", "nvfp4") for seed in seeds]
+    return RunStore(root).create(sweep="killed", conf="killed", overrides=[], runs=points)
+
+
+def make_study(root: Path, seeds: Sequence[int] = (0, 1)) -> list[RunDir]:
+    """For each seed a trunk of fifty steps, and of either of two arms a fork of thirty steps at two of its points."""
+    points = []
+    for seed in seeds:
+        fork = {"at": [20, 50], "steps": 15, "decay": 15, "warmup": 5}
+        trunk = _point("bf16", seed=seed, fork=fork)
+        forks = [
+            _point(recipe, seed=seed, fork=fork | {"at": [at], "trunk": run_name(trunk.config)},
+                   train=CONFIG["train"] | {"steps": at + 30})
+            for recipe in ("bf16", "nvfp4") for at in fork["at"]
+        ]  # fmt: skip
+        points += [trunk, *forks]
+    return RunStore(root).create(sweep="killed", conf="killed", overrides=[], runs=points)
+
+
+def _point(recipe: str, **changes: Any) -> SimpleNamespace:
     from hqsweep.config.job import parse  # imports torch, which the parent does without
 
-    points = []
-    for recipe in ("bf16", "mxfp8", "nvfp4"):
-        for seed in seeds:
-            config = parse({
-                "job": "convergence", "sweep": "killed", "seed": seed, "recipe": {"name": recipe, "linear": recipe},
-                "model": {"dim": 32, "layers": 1, "heads": 2},
-                "data": {"source": "markov", "markov": {"length": 20_000}},
-                "train": {"steps": 50, "batch": 2, "context": 32, "log_every": 1, "eval_every": 10, "eval_batches": 1,
-                          "checkpoint_every": 10, "device": "cpu"},
-                "stats": {"every": 10},
-            }).model_dump(mode="json")  # fmt: skip
-            points.append(SimpleNamespace(config=config, arm=recipe, overrides=[]))
-    return RunStore(root).create(sweep="killed", conf="killed", overrides=[], runs=points)
+    config = parse(CONFIG | {"recipe": {"name": recipe, "linear": recipe}} | changes).model_dump(mode="json")
+    return SimpleNamespace(config=config, arm=recipe, overrides=[])
 
 
 def start_parent(runs: list[RunDir]) -> subprocess.Popen[bytes]:
@@ -116,13 +137,13 @@ def _check(finished: dict[RunDir, bytes]) -> None:
     )
 
 
-def main(folder: Path, kills: int, seed: int) -> int:
-    whole = make_sweep(folder / "whole")
+def main(folder: Path, kills: int, seed: int, make: Callable[[Path], list[RunDir]]) -> int:
+    whole = make(folder / "whole")
     assert start_parent(whole).wait() == 0
     moments, dealt, sweeps = random.Random(seed), Counter[str](), 0
     while dealt.total() < kills:
         sweeps += 1
-        cut = make_sweep(folder / f"cut{sweeps}")
+        cut = make(folder / f"cut{sweeps}")
         dealt += finish_under_kills(cut, moments, kills - dealt.total())
         if rows(cut) != rows(whole):
             print(f"sweep {sweeps}: rows differ from those of the sweep left in peace")
@@ -138,9 +159,10 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forks", action="store_true", help="a fork study")
     given = parser.parse_args()
     if given.kills is None:
         runs, limits = RunStore(given.folder.parent).runs(given.folder.name), Limits(workers=WORKERS, threads=1)
         run_local(runs, display=PlainDisplay(Console()), limits=limits)
     else:
-        sys.exit(main(given.folder, given.kills, given.seed))
+        sys.exit(main(given.folder, given.kills, given.seed, make_study if given.forks else make_sweep))
