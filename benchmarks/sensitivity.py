@@ -33,12 +33,12 @@ from hqsweep.verdicts import forks, plan
 LAYER = "layers.1.mlp.fc2"
 FORWARD = "nvfp4|mxfp8@rowwise_dequantized"
 RIGHT = {"input": FORWARD, "weight": FORWARD, "grad_output": "mxfp8|nvfp4+sr"}
-TRUNKS, POINTS, MARGIN = 6, (200, 400), 0.25
-FORK = {"steps": 24, "decay": 40, "warmup": 20}
+TRUNKS, POINTS, MARGIN = 12, (300,), 0.25
+FORK = {"steps": 16, "decay": 24, "warmup": 20}
 CONFIG = {
     "job": "convergence", "sweep": "sensitivity", "recipe": {"name": "right", "linear": RIGHT}, "stats": {"every": 0},
     "data": {"source": "stdlib", "max_bytes": 4_000_000}, "model": {"dim": 64, "layers": 2, "heads": 2},
-    "train": {"steps": 240, "batch": 8, "context": 64, "lr": 2e-3, "device": "cpu"},
+    "train": {"steps": 300, "batch": 8, "context": 64, "lr": 2e-3, "device": "cpu"},
 }  # fmt: skip
 COLUMNS = ("case", "gap", "low", "high", "verdict", "margin", "trunks", "findable", "cpu_s")
 Plant = Callable[[GPT], None]
