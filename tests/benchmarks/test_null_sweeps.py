@@ -33,7 +33,7 @@ def test_a_rate_counts_sweeps_and_has_an_exact_interval():
     assert (row["alarms"], row["sweeps"], row["rate"]) == (1, 200, 0.005) and row["low"] < 0.005 < row["high"] < 0.03
 
 
-@pytest.mark.parametrize("section", ["sweep"])
+@pytest.mark.parametrize("section", ["sweep", "fork sweep"])
 def test_an_arm_off_by_the_margin_has_a_gap_that_is_larger_by_it(section):
     row = next(row for row in map(json.loads, PUBLISHED.open()) if row["section"] == section)
     plain, shifted = (null_sweeps.judge(row, shift) for shift in (0.0, 0.5))
@@ -44,14 +44,25 @@ def test_published_rates_follow_from_the_published_sweeps_and_agree_with_their_l
     rows = [json.loads(line) for line in PUBLISHED.read_text().splitlines()]
     sweeps = [row for row in rows if row["section"] != "rate"]
     published = {row["case"]: row for row in rows if row["section"] == "rate"}
-    for section, each in (("sweep", 3),):
+    for section, each in (("sweep", 3), ("fork sweep", 4)):
         seeds = [seed for row in sweeps if row["section"] == section for seed in row["seeds"]]
         assert len(seeds) == len(set(seeds)) == 200 * each
     found = null_sweeps.rates(sweeps)
-    assert len(found) == 4 and {row["case"] for row in found} == set(published)
+    assert len(found) == 8 and {row["case"] for row in found} == set(published)
     for row in found:
         for key, value in row.items():
             assert published[row["case"]][key] == pytest.approx(value), (row["case"], key)
         if row["level"] is not None:  # as many are what a rate of the level may well give (1 in 1000 otherwise)
             test = stats.binomtest(row["alarms"], row["sweeps"], row["level"], alternative="greater")
             assert test.pvalue > 1e-3, row["case"]
+
+
+def test_the_rates_in_the_docs_are_the_published_ones():
+    rows = [json.loads(line) for line in PUBLISHED.read_text().splitlines()]
+    rate = {row["case"]: f"{row['rate']:.1%}".replace("%", " %") for row in rows if row["section"] == "rate"}
+    text = (ROOT / "docs/reports.md").read_text()
+    for case, row in {
+        "worse or better": "worse or better", "worse": "worse", "equivalent, as it is": "equivalent, as it is",
+        "equivalent, with the arm off by the margin": "equivalent, of an arm that is off by the margin",
+    }.items():  # fmt: skip
+        assert f"| {row} | {rate[f'whole runs: {case}']} | {rate[f'forks: {case}']} |" in text
