@@ -38,7 +38,8 @@ def page() -> str:
     for job in JOBS:
         model = config_class(job)
         parts += [f"## Job {job}\n", inspect.getdoc(model), ""]
-        parts += _job(model, [name for name in model.model_fields if name not in Job.model_fields])
+        others = (*Job.model_fields, *StudyConfig.model_fields)
+        parts += _job(model, [name for name in model.model_fields if name not in others])
     return "\n".join(parts)
 
 
@@ -56,8 +57,8 @@ def _job(model: type[BaseModel], own: Iterable[str]) -> list[str]:
 
 
 def _study() -> list[str]:
-    """The keys of a sweep as a whole, with the comments of the YAML file that has all keys of the job."""
-    comments, rows = _comments(CONF / "convergence.yaml"), []
+    """The keys of a sweep as a whole, with the comments of the YAML files that have all of them."""
+    comments, rows = _comments(CONF / "fork.yaml") | _comments(CONF / "convergence.yaml"), []
     for name, field in StudyConfig.model_fields.items():
         found = _rows(name, field, {}) if _section(field) else [_row(name, field, {})]
         rows += [(*row[:3], comments.get(row[0], "")) for row in found]
@@ -84,7 +85,7 @@ def _row(key: str, field: FieldInfo, comments: dict[str, str]) -> tuple[str, str
         if field.is_required()
         else "null"
         if field.default is None
-        else str(field.default).replace("False", "false").replace("True", "true")
+        else str(field.get_default(call_default_factory=True)).replace("False", "false").replace("True", "true")
     )
     return (
         key,

@@ -58,7 +58,8 @@ def groups(folders: Sequence[Path]) -> list[str]:
 
 def keys(folders: Sequence[Path]) -> list[str]:
     """Dotted paths of all values of the jobs' configs and of the groups, sections left out."""
-    named = [key for job in JOBS for key in _leaves(_read(PACKAGED / f"{job}.yaml"))]  # which have all keys of a job
+    complete = (*JOBS, "fork")  # files that have all keys of a job, and those of a fork study
+    named = [key for name in complete for key in _leaves(_read(PACKAGED / f"{name}.yaml"))]
     for group in groups(folders):
         for folder in folders:
             for path in sorted((folder / group).glob("*.yaml")):

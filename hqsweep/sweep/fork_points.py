@@ -63,8 +63,8 @@ def _key(override: str) -> str:
 def _fork(point: GridPoint, study: ForkStudy, at: int, trunk: GridPoint | None, noise: float) -> GridPoint:
     fork = study.model_dump() | {"at": [at], "trunk": study.trunk or TRUNK, "noise": noise}
     config = {"train": section(point, "train") | {"steps": at + study.steps + study.decay}, "fork": fork}
-    changed = (*point.changed, f"fork.at={at}")
+    changed, overrides = (*point.changed, f"fork.at={at}"), (*without(point.overrides, "fork.at"), f"fork.at={at}")
     if noise:
         config["recipe"] = section(point, "recipe") | {"name": NAME}
         changed = (*without(point.changed, "recipe"), f"fork.noise={noise}", f"fork.at={at}")
-    return replace(point, config=point.config | config, changed=changed, trunk=trunk)
+    return replace(point, config=point.config | config, overrides=overrides, changed=changed, trunk=trunk)

@@ -4,9 +4,10 @@ by the hash of its file and after a look at the config that it was trained with.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.study import ForkStudy
@@ -19,10 +20,10 @@ from hqsweep.train import data
 SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")
 """Keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
 
-PARTS = {
-    "model": lambda keys: [key for key in keys if key != "init_noise"],
-    "data": lambda keys: [key for key in keys if key != "path"],
-    "train": lambda keys: SAME_TRAIN,
+PARTS: dict[str, Callable[[str], bool]] = {
+    "model": lambda key: key != "init_noise",
+    "data": lambda key: key != "path",
+    "train": lambda key: key in SAME_TRAIN,
 }
 """Section -> which of its keys a fork shares with its trunk; the path of data may have changed, its hash not."""
 
@@ -101,13 +102,17 @@ def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
 
 def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[str, object, object]]:
     """Keys with the values of both, where a fork does not go on with what the trunk was."""
-    sections = [(name, getattr(trunk, name).model_dump(), getattr(fork, name).model_dump()) for name in PARTS]
-    return [
-        (f"{name}.{key}", theirs[key], value)
-        for name, theirs, ours in sections
-        for key, value in ours.items()
-        if theirs[key] != value and key in PARTS[name](ours)
-    ]
+    theirs, ours = (dict(_leaves(config.model_dump(include=set(PARTS)))) for config in (trunk, fork))
+    shared = [key for key in ours if PARTS[key.partition(".")[0]](key.partition(".")[2])]
+    return [(key, theirs[key], ours[key]) for key in shared if theirs[key] != ours[key]]
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def check_twins(points: Iterable[GridPoint]) -> None:
