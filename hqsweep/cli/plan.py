@@ -41,6 +41,7 @@ def plan(
     missing = sorted(set(DESIGNS.values()) - {each.design for each in found})
     document = {"resolve_pct": gap, "designs": [asdict(each) for each in found], "cheaper": found[0].design}
     lines = [f"{each.design}: {each.basis}" for each in found]
+    lines += [f"{each.design}: more than seeds.max={each.maximum}" for each in found if _beyond(each)]
     lines += [f"{name}: no study of this design has measured its noise yet" for name in missing]
     print_result(as_json, document, _table(found, gap), *lines, *_cheaper(found))
 
@@ -62,6 +63,11 @@ def _table(found: list[Any], gap: float) -> Any:
     arms = found[0].arms
     heading = f"a gap of {gap:g} % found in 4 of 5 studies of {arms} arm{'s' * (arms > 1)}"
     return to_rich(TextTable(header=header, rows=rows, numeric=frozenset(range(1, 5))), heading)
+
+
+def _beyond(each: Any) -> bool:
+    """Whether a study that grows would end undecided."""
+    return each.maximum is not None and each.maximum < each.replicates < float("inf")
 
 
 def _cheaper(found: list[Any]) -> list[str]:

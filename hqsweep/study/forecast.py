@@ -25,6 +25,7 @@ SAME = 1.05
 class Forecast:
     """One design of a study of `arms` arms under test.
 
+    maximum       that is stated, of a study that grows until it is decided; more replicates are not to be had
     replicates    seeds, or trunks, with which a gap of the asked size is called worse (or better) in 4 of 5 studies;
                   inf beyond 1000
     minutes       they take together; inf with them
@@ -35,6 +36,7 @@ class Forecast:
 
     design: str
     arms: int
+    maximum: int | None
     replicates: float
     minutes: float
     half_width: float
@@ -123,9 +125,12 @@ def _nearest(wanted: _Wanted, design: str, rows: Iterable[Mapping[str, Any]]) ->
 def _forecast(wanted: _Wanted, design: str, row: Mapping[str, Any], resolve: float) -> Forecast:
     name, sd = DESIGNS[design], _sd(wanted, design, row)
     count = power.replicates(name, sd, wanted.arms, gap=resolve, maximum=wanted.maximum, null=wanted.null)
-    half = power.half_width(name, sd, wanted.arms, int(count), wanted.null) if math.isfinite(count) else math.nan
+    half = math.nan
+    if math.isfinite(count):
+        half = power.half_width(name, sd, wanted.arms, int(count), wanted.null, wanted.maximum)
     return Forecast(
-        design=name, arms=wanted.arms, replicates=count, minutes=count * _seconds(wanted, design, row) / 60,
+        design=name, arms=wanted.arms, maximum=wanted.maximum, replicates=count,
+        minutes=count * _seconds(wanted, design, row) / 60,
         half_width=half, sd_pct=sd, basis=_basis(wanted, row), estimate=not _same(wanted, row),
     )  # fmt: skip
 

@@ -19,7 +19,6 @@ from hqsweep.report.compare import compare
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint, is_trunk
 from hqsweep.sweep.store import RunDir, RunStore
-from hqsweep.verdicts import levels
 from hqsweep.verdicts.estimate import VERDICTS
 
 FIRST_SEEDS, FIRST_TRUNKS = 2, 3
@@ -99,8 +98,9 @@ def grow(
     It starts with the seeds of the plan and those that the sweep has, at least FIRST_SEEDS or FIRST_TRUNKS. A run that
     fails, other than by divergence, ends it, and the same call goes on from there.
 
-    Raises UserError, before anything starts, for more replicates than seeds.max, in the plan or there, for a maximum
-    that is too small or too large, for a grid of one arm, and for an engine that does not wait for its runs.
+    Raises UserError, before anything starts, for more replicates than seeds.max, in the plan or there, for fewer than
+    a verdict on forks needs, for a trunk that is given, a grid of one arm, and an engine that does not wait for its
+    runs.
     """
     maximum, seeds = _checked(plan), _first_seeds(plan, replan)
     if len(seeds) > maximum:
@@ -137,7 +137,6 @@ def grow(
 def _checked(plan: Plan) -> int:
     """The stated number of replicates at most."""
     maximum, engine = plan.study.seeds.max, plan.first.engine
-    levels.check(2, maximum)
     if plan.study.fork and maximum < FIRST_TRUNKS:
         raise UserError(f"seeds.max: {maximum}; a verdict on forks needs {FIRST_TRUNKS} trunks at least")
     if plan.study.fork and plan.study.fork.trunk:

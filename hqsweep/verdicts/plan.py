@@ -90,10 +90,12 @@ def replicates(
     return needed(_design(design, arms, null, maximum), sd, gap=gap, margin=margin)
 
 
-def half_width(design: str, sd: float, arms: int, n: int, null: bool = True) -> float:
+def half_width(design: str, sd: float, arms: int, n: int, null: bool = True, maximum: int | None = None) -> float:
     """Half of the 95 % interval, joint over `arms` arms, that n replicates give where their sd is as expected; NaN for
-    fewer than two."""
-    return _design(design, arms, null, None).critical(n) * sd / math.sqrt(n) if n > 1 else math.nan
+    fewer than two. `maximum`: at the look after n of a sequential study, or its last one."""
+    if n < 2:
+        return math.nan
+    return _design(design, arms, null, maximum).critical(n, min(n, maximum or n)) * sd / math.sqrt(n)
 
 
 def smallest_gap(design: str, sd: float, arms: int, n: int, null: bool = True) -> float:

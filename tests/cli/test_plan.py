@@ -51,6 +51,8 @@ def test_a_plan_is_a_table_and_a_document(folder: Path) -> None:
     assert f"{whole['replicates']:.0f} " in shown and f" {whole['minutes']:.0f} " in shown
     assert "whole runs: mine (4 seeds on cpu, 2026-11-22): the same model and data" in shown
     assert "forks: no study of this design has measured its noise yet" in shown
+    grown = hqsweep(*WORDS, "seeds.until=decided", "seeds.max=4", "--resolve", "1.5").stdout
+    assert "whole runs: more than seeds.max=4" in grown and "seeds.max" not in shown
     assert not [path for path in (folder / "runs").iterdir() if path.is_dir()]
 
 

@@ -96,6 +96,7 @@ def test_a_growing_study_is_planned_at_its_levels(laboratory, row):
     words = (*WORDS, "seeds.until=decided", "seeds.max=8")
     (found,) = forecasts(laboratory.plan(*words), 3.0, [row()])
     assert found.replicates == power.replicates("whole runs", 1.0, 2, gap=3.0, maximum=8)
+    assert found.half_width == power.half_width("whole runs", 1.0, 2, int(found.replicates), True, 8)
 
 
 def test_a_plan_needs_two_arms_and_a_job_that_trains(laboratory, row):

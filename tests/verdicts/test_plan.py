@@ -96,6 +96,8 @@ def test_half_width_of_the_interval():
     assert half_width("forks", 0.2, 3, 4) == pytest.approx(Forks(arms=3).critical(4) * 0.1)
     one, two = (half_width("whole runs", 0.2, 3, 4, null) for null in (False, True))
     assert two < one and math.isnan(half_width("forks", 0.2, 3, 1))
+    assert half_width("forks", 0.2, 3, 4, maximum=16) == Forks(arms=3, maximum=16).critical(4) * 0.1
+    assert half_width("forks", 0.2, 3, 9, maximum=4) == Forks(arms=3, maximum=4).critical(9, 4) * 0.2 / 3
 
 
 def test_smallest_gap_is_the_one_for_which_these_replicates_are_needed():
