@@ -113,6 +113,10 @@ def scaled(product: Tensor, factor: Tensor | float, out_dtype: torch.dtype, *, b
     if product.is_cuda and isinstance(factor, Tensor) and has_kernels("cuda") and out_dtype in DTYPES:
         return scale_product(product, factor, out_dtype, before)
     product = product.float()
+    if (
+        torch.compiler.is_compiling()
+    ):  # which makes its own copies; torch 2.11 rounds an `out` of another dtype otherwise
+        return in_dtype((product * before if before != 1.0 else product) * factor, out_dtype)
     product = product.mul_(before) if before != 1.0 else product
     if product.dtype == out_dtype:
         return product.mul_(factor)
