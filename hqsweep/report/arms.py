@@ -189,7 +189,10 @@ def _estimated(arm: str, family: Family) -> dict[str, Any]:
     """The cells that come from an arm's estimate, NaN where it has none."""
     estimate, points = family.estimates.get(arm), family.points[family.points["arm"] == arm]
     null = family.estimates.get(family.null)
-    tested = estimate is not None and estimate.n >= (FEWEST_TRUNKS if family.design == FORK else 2)
+    least = FEWEST_TRUNKS if family.design == FORK else 2
+    tested, needed = estimate is not None and estimate.n >= least, estimate.needed if estimate else math.nan
+    if estimate and estimate.n < least and math.isnan(needed):
+        needed = float(least)
     doubt = tested and family.null not in (None, arm) and not (null and null.within_margin)
     cells = {
         "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,
@@ -203,8 +206,8 @@ def _estimated(arm: str, family: Family) -> dict[str, Any]:
         "eq_high_pct": estimate.eq_high if estimate else math.nan,
         "p": estimate.p if estimate else math.nan,
         "within_margin": bool(estimate and estimate.within_margin),
-        "needed": estimate.needed if estimate else math.nan,
-        "more": estimate.needed - estimate.n if estimate else math.nan,
+        "needed": needed,
+        "more": needed - estimate.n if estimate else math.nan,
         "null_in_doubt": doubt,
     }
     for loss in LOSSES:

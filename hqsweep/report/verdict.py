@@ -102,7 +102,7 @@ def _undecided(row: Row) -> str:
         other = "another seed" if row["n"] == 1 else "all trunks"
         known = not math.isnan(row["these_low_pct"])
         span = f" (95 % {_span(row, 'these_low_pct', 'these_high_pct')})" if known else ""
-        more = max(FEWEST_TRUNKS - row["n"], 0 if math.isnan(row["more"]) else row["more"])
+        more = row["more"] if math.isfinite(row["more"]) else FEWEST_TRUNKS - row["n"]
         least = f"a verdict needs at least {more:.0f} more {_unit(row, more)}{_minutes(row, more)}"
         return f"{size}{span}, which covers the fork points of {here} and says nothing about {other}; {least}."
     if row["n"] == 1:

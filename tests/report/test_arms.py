@@ -110,6 +110,12 @@ def test_two_trunks_give_intervals_and_no_verdict(make_sweep, fake):
     )
 
 
+def test_the_least_that_a_verdict_needs_is_told_where_nothing_can_be_estimated(make_sweep, fake):
+    fork = arms_of(compare(make_sweep(fake.fork_study({"nvfp4": 0.02}, trunks=1), "fork"))).loc["nvfp4"]
+    whole = arms_of(compare(make_sweep(whole_runs(fake, {"nvfp4": (0.02,)}), "whole"))).loc["nvfp4"]
+    assert (fork["needed"], fork["more"], whole["needed"], whole["more"]) == (3, 2, 2, 1)
+
+
 def test_a_missing_fork_drops_its_point_in_every_trunk(make_sweep, fake):
     gaps = {"mxfp8": by_trunk(0.001, 0.0012, 0.0008, 0.001), "nvfp4": by_trunk(0.026, 0.030, 0.020, 0.027)}
     runs = fake.fork_study(gaps)

@@ -40,16 +40,17 @@ def test_undecided_beyond_the_stated_maximum_and_beyond_reach():
 
 
 def test_one_and_two_trunks_say_what_their_interval_covers():
-    these = {"these_low_pct": 0.11, "these_high_pct": 0.29, "needed": NAN, "more": NAN}
-    one = said(n=1, ci_low_pct=NAN, ci_high_pct=NAN, half_pct=NAN, **these)
+    these = {"these_low_pct": 0.11, "these_high_pct": 0.29, "needed": 3.0}
+    one = said(n=1, more=2.0, ci_low_pct=NAN, ci_high_pct=NAN, half_pct=NAN, **these)
     assert one == (
         "undecided against 'bf16': +0.20 % (95 % +0.110 to +0.290 %), which covers the fork points of this one trunk"
         " and says nothing about another seed; a verdict needs at least 2 more trunks (5 minutes here)."
     )
-    two = said(n=2, **these)
+    two = said(n=2, more=1.0, **these)
     assert "of these two trunks and says nothing about all trunks; a verdict needs at least 1 more trunk (2" in two
-    assert "(95 %" not in said(n=1, **these | {"these_low_pct": NAN, "these_high_pct": NAN})  # one point
-    single = said(WHOLE, n=1, ci_low_pct=NAN, ci_high_pct=NAN, half_pct=NAN, more=NAN)
+    assert "at least 1 more trunk (2" in said(n=2, **these | {"more": math.inf, "needed": math.inf})
+    assert "(95 %" not in said(n=1, more=2.0, **these | {"these_low_pct": NAN, "these_high_pct": NAN})  # one point
+    single = said(WHOLE, n=1, ci_low_pct=NAN, ci_high_pct=NAN, half_pct=NAN, more=1.0)
     assert single.endswith("over one seed, which gives no interval; a verdict needs at least 1 more (2 minutes here).")
 
 
