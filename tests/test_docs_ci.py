@@ -1,6 +1,8 @@
-"""docs/ci: the workflow is one that GitHub can read, and its commands are those that exist."""
+"""docs/ci: GitHub can read the workflow, its commands are those that exist, and its sweep finds a change of format."""
 
+import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,10 +40,35 @@ def test_its_commands_exist(command: str) -> None:
     assert all(word in shown for word in words if word.startswith("--"))
 
 
-def test_its_sweep_has_a_null_arm_three_seeds_and_data_that_is_the_same_everywhere() -> None:
+def test_its_sweep_forks_a_null_arm_from_four_trunks_on_data_that_is_the_same_everywhere() -> None:
     points = expand("ci").points
     assert {(p.arm, p.config["seed"]) for p in points} == {
-        (arm, seed) for arm in ("bf16", "mxfp8", "nvfp4", "null") for seed in range(3)
+        (arm, seed) for arm in ("trunk", "bf16", "mxfp8", "nvfp4", "null") for seed in range(4)
     }
     assert {p.config["data"]["source"] for p in points} == {"markov"}
     assert {(p.config["engine"]["workers"], p.config["engine"]["threads"]) for p in points} == {(2, 1)}
+
+
+@pytest.mark.slow
+def test_its_sweep_in_small_finds_mxfp8_turned_into_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three trunks of 250 steps and forks of 30; the whole of conf=ci finds the change from four trunks of 600."""
+    monkeypatch.chdir(tmp_path)
+    small = ["recipe=bf16,mxfp8", "null_arm=false", "seed=0,1,2", "train.steps=250", "fork.at=250", "fork.steps=10"]
+
+    def hqsweep(*words: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, [*words])
+        return result.exit_code, result.output
+
+    assert hqsweep("run", "conf=ci", *small, "fork.decay=20")[0] == 0
+    assert hqsweep("baseline", "update", "ci", "--baseline", "base.json")[0] == 0
+    assert hqsweep("gate", "ci", "--baseline", "base.json")[0] == 0
+    for run in Path("runs/ci").glob("mxfp8-*"):
+        shutil.rmtree(run)
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/mxfp8.yaml").write_text("name: mxfp8\nlinear: mxfp4\n")
+    assert hqsweep("run", "conf=ci", *small, "fork.decay=20")[0] == 0
+    code, printed = hqsweep("gate", "ci", "--baseline", "base.json", "--json")
+    arms = {arm["arm"]: arm for arm in json.loads(printed)["arms"]}
+    assert code == 1 and arms["bf16"]["bitwise"]
+    assert (arms["mxfp8"]["outcome"], arms["mxfp8"]["verdict"], arms["mxfp8"]["n"]) == ("regression", "worse", 3)
+    assert arms["mxfp8"]["ci_low"] > 0.25 and "rowwise and columnwise mxfp8 -> mxfp4" in arms["mxfp8"]["note"]

@@ -103,9 +103,9 @@ def test_the_wheel_works_outside_the_checkout(installed: Path, tmp_path: Path) -
     python, hqsweep = (installed / "venv/bin" / name for name in ("python", "hqsweep"))
     where = run(python, "-c", "import hqsweep; print(hqsweep.__file__)", cwd=tmp_path)
     assert Path(where).is_relative_to(installed)
-    results = json.loads(run(hqsweep, "run", "conf=quickstart", "recipe=bf16,mxfp8", *TINY, "--json", cwd=tmp_path))
+    results = json.loads(run(hqsweep, "run", "conf=convergence", "recipe=bf16,mxfp8", *TINY, "--json", cwd=tmp_path))
     assert [(row["arm"], row["state"]) for row in results] == [("bf16", "finished"), ("mxfp8", "finished")]
-    assert "report: reports/quickstart/report.html" in run(hqsweep, "compare", "quickstart", cwd=tmp_path)
+    assert "report: reports/convergence/report.html" in run(hqsweep, "compare", "convergence", cwd=tmp_path)
     names = [row["name"] for row in json.loads(run(hqsweep, "recipe", "ls", "--json", cwd=tmp_path))]
     assert {f"recipe/{name}.yaml" for name in names} == set(packaged(tracked("conf/recipe"), "conf/"))
     assert "exact" in run(hqsweep, "doctor", cwd=tmp_path)

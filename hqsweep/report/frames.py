@@ -175,10 +175,10 @@ def by_module(stats: pd.DataFrame) -> pd.DataFrame:
 
 
 def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
-    """Make (arm, seed) unique. Where runs of one arm and seed meet (a sweep repeated with another config, or two
-    sweeps), the labels get " key=value" for every config leaf in which they differ: of the recipe only those arms, of
+    """Make (arm, seed, point) unique. Where runs of one meet (a sweep repeated with another config, or two sweeps), the
+    labels get " key=value" for every config leaf in which they differ: of the recipe only those arms, of
     anything else all arms."""
-    meets = runs.duplicated(["arm", "seed"], keep=False)
+    meets = runs.duplicated(["arm", "seed", "point"], keep=False)
     differing = [
         name for name in config_leaves(runs) if (runs[meets].groupby("arm")[name].nunique(dropna=False) > 1).any()
     ]

@@ -51,6 +51,7 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
         stored, problem = read_baseline(baseline_file), None
     except UserError as error:
         stored, problem = Baseline(path=baseline_file, recipes={}), str(error)
+    _refuse_leftovers(frames, stored)
     held = Held(frames=frames, stored=stored, baseline=study.baseline, margin=study.margin)
     if problem is None and not set(stored.arms) & set(frames.runs["arm"]):
         problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(stored.arms)})"
@@ -58,6 +59,19 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
     return Verdicts(
         arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=study.margin, problem=problem
     )
+
+
+def _refuse_leftovers(frames: Frames, stored: Baseline) -> None:
+    """UserError where a sweep has runs of one arm, seed and point with several configs, as after a recipe was changed:
+    which of them is meant cannot be known."""
+    runs = frames.runs
+    again = runs.duplicated(["sweep", "manifest.arm", "seed", "point"], keep=False) & ~runs["arm"].isin(stored.arms)
+    for run in runs[again].itertuples():
+        which = f"'{runs.at[run.Index, 'manifest.arm']}', {_where(run.seed, run.point)}"
+        raise UserError(
+            f"gate: sweep '{run.sweep}' has runs of {which}, with several configs; run it under "
+            "another name (sweep=NAME), or delete the folders of the older ones"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ def test_wrong_input_of_a_real_process(words: str, folder: Path) -> None:
 
 
 def test_dry_run_prints_the_grid_and_starts_nothing(folder: Path) -> None:
-    words = ["run", "conf=quickstart", "recipe=bf16,mxfp8", "seed=0,1", "--dry-run"]
+    words = ["run", "conf=convergence", "recipe=bf16,mxfp8", "seed=0,1", "--dry-run"]
     rows = json.loads(hqsweep(*words, "--json").stdout)
     assert [(row["arm"], row["seed"]) for row in rows] == [("bf16", 0), ("bf16", 1), ("mxfp8", 0), ("mxfp8", 1)]
     assert rows[2]["changed"] == ["recipe=mxfp8", "seed=0"]

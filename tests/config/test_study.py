@@ -11,12 +11,12 @@ from hqsweep.sweep.store import RunStore
 
 @pytest.mark.parametrize("given", [0.25, "0.25", "0.25%"])
 def test_a_margin_is_a_percentage(given: float | str) -> None:
-    assert parse_margin(given) == 0.25 == expand("quickstart", [f"margin={given}"]).study.margin
+    assert parse_margin(given) == 0.25 == expand("convergence", [f"margin={given}"]).study.margin
 
 
 def test_no_run_has_them_and_the_plan_does() -> None:
     words = ["recipe=mxfp8,bf16", "margin=1", "seeds.until=decided", "seeds.max=5", "null_arm=true"]
-    made = plan(["conf=quickstart", *words])
+    made = plan(["conf=convergence", *words])
     assert not any(set(point.config) & set(STUDY_KEYS) - {"fork"} for point in made.points)
     assert (made.study.margin, made.study.seeds.until, made.study.seeds.max, made.study.null_arm) == (
         1, "decided", 5, True,
@@ -38,7 +38,7 @@ def test_the_baseline_is_bf16_or_the_first_recipe_or_the_one_that_is_named(words
 
 
 def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
-    *_, null = expand("quickstart", ["recipe=bf16,mxfp8", "null_arm=true", "baseline=mxfp8"]).points
+    *_, null = expand("convergence", ["recipe=bf16,mxfp8", "null_arm=true", "baseline=mxfp8"]).points
     assert null.arm == "null" and null.config["recipe"]["linear"]["input"] == "mxfp8"
 
 
@@ -60,7 +60,7 @@ def test_the_null_arm_is_one_of_the_baseline_that_is_named() -> None:
 )
 def test_what_is_refused(word: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        expand("quickstart", ["recipe=bf16,mxfp8", word])
+        expand("convergence", ["recipe=bf16,mxfp8", word])
 
 
 def test_another_job_has_none_of_them() -> None:

@@ -111,3 +111,11 @@ def test_where_a_fork_leaves_its_trunk_makes_no_other_arm(make_sweep, fake):
         config["fork"]["decay"] = 40
         run.config_path.write_text(json.dumps(config))
     assert {"bf16 fork.decay=20", "mxfp8 fork.decay=40"} <= set(load([*runs, *again]).runs["arm"])
+
+
+def test_forks_of_one_seed_at_other_points_are_one_arm_and_another_recipe_marks_its_arm_alone(make_sweep, fake):
+    runs = fake.fork_study({"mxfp8": 0.01}, trunks=1)
+    assert set(load(make_sweep(runs)).runs["arm"]) == {"trunk", "bf16", "mxfp8"}
+    changed = [fake.Run(**vars(run) | {"fmt": "mxfp4"}) for run in runs if run.arm == "mxfp8"]
+    arms = set(load(make_sweep([*runs, *changed], "again")).runs["arm"])
+    assert {"trunk", "bf16"} < arms and {arm.partition(" ")[0] for arm in arms - {"trunk", "bf16"}} == {"mxfp8"}

@@ -32,27 +32,28 @@ def values(points, *keys):
     return [tuple(OmegaConf.select(OmegaConf.create(p.config), key) for key in keys) for p in points]
 
 
-def test_quickstart_has_six_recipes_of_one_seed() -> None:
-    points = expand("quickstart").points
-    assert [p.arm for p in points] == [
-        "bf16", "mxfp8", "nvfp4", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
-        "float8_block_scaling",
-    ]  # fmt: skip
-    assert {p.config["seed"] for p in points} == {0}
-    assert {p.config["sweep"] for p in points} == {"quickstart"}
+SIX = ["bf16", "mxfp8", "nvfp4", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
+       "float8_block_scaling"]  # fmt: skip
+
+
+def test_quickstart_forks_six_recipes_and_the_null_arm_from_four_trunks() -> None:
+    grid = expand("quickstart")
+    assert list(dict.fromkeys(p.arm for p in grid.points)) == ["trunk", *SIX, "null"]
+    assert {p.config["seed"] for p in grid.points} == set(range(4)) and len(grid.points) == 4 * 8
+    assert {p.config["sweep"] for p in grid.points} == {"quickstart"} and len(grid.study.fork.at) == 1
 
 
 @pytest.mark.parametrize("conf", ["stdlib", "markov"])
 def test_larger_sweeps_have_the_arms_of_quickstart_and_the_null_arm_with_three_seeds(conf: str) -> None:
     points = expand(conf).points
-    arms = [*(p.arm for p in expand("quickstart").points), "null"]
+    arms = [*SIX, "null"]
     assert [(p.arm, p.config["seed"]) for p in points] == [(arm, seed) for arm in arms for seed in range(3)]
     assert points[0].config["data"]["source"] == conf
 
 
 def test_formats_sweep_unquoted() -> None:
     words = ["recipe=bf16", "recipe.linear.input=mxfp8,nvfp4|mxfp8,nvfp4|mxfp8@rowwise_dequantized", "seed=0,1,2"]
-    points = expand("quickstart", words).points
+    points = expand("convergence", words).points
     formats = ["mxfp8", "nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"]
     assert values(points, "recipe.linear.input", "seed") == [(f, seed) for f in formats for seed in range(3)]
     assert [p.arm for p in points[::3]] == [f"bf16 input={f}" for f in formats]
@@ -156,7 +157,7 @@ def test_recipes_are_loaded_by_name_and_by_path(folder: Path) -> None:
 
 def test_a_recipe_of_a_file_is_swept_as_packaged_ones_are(folder: Path) -> None:
     (folder / "plain.yaml").write_text("linear: mxfp4\n")
-    points = expand("quickstart", ["recipe=plain.yaml,mxfp8", "recipe.linear.input=nvfp4"]).points
+    points = expand("convergence", ["recipe=plain.yaml,mxfp8", "recipe.linear.input=nvfp4"]).points
     assert [point.arm for point in points] == ["plain", "mxfp8"]
     assert [point.config["recipe"]["linear"] for point in points] == [
         {"input": "nvfp4", "weight": weight, "grad_output": weight} for weight in ("mxfp4", "mxfp8")

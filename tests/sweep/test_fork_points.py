@@ -12,7 +12,7 @@ FORK = ["fork.at=100,200", "fork.steps=40", "fork.decay=30", "track=none"]
 
 
 def planned(*words: str) -> SweepPlan:
-    return plan(["conf=quickstart", "recipe=bf16,mxfp8", *FORK, *words])
+    return plan(["conf=convergence", "recipe=bf16,mxfp8", *FORK, *words])
 
 
 def names(made: SweepPlan) -> list[str]:
@@ -53,8 +53,8 @@ def test_the_null_arm_is_the_baseline_with_noise_at_the_fork() -> None:
 
 @pytest.mark.parametrize("word", ["fork.at=[200,100]", "fork.at=range(100,300,100)", "fork.at=200,100"])
 def test_points_are_written_as_a_list_or_as_values(word: str) -> None:
-    assert names(plan(["conf=quickstart", "recipe=bf16,mxfp8", word, *FORK[1:]])) == names(planned())
-    assert parts(plan(["conf=quickstart", "recipe=bf16", "fork.at=100", *FORK[1:]])) == ["trunk-s0", "bf16-s0-at100"]
+    assert names(plan(["conf=convergence", "recipe=bf16,mxfp8", word, *FORK[1:]])) == names(planned())
+    assert parts(plan(["conf=convergence", "recipe=bf16", "fork.at=100", *FORK[1:]])) == ["trunk-s0", "bf16-s0-at100"]
 
 
 def test_other_keys_that_are_swept_have_trunks_of_their_own_unless_they_change_no_number_of_it() -> None:
@@ -68,18 +68,18 @@ def test_other_points_arms_and_lengths_keep_the_name_of_the_trunk() -> None:
     trunk, *forks = names(planned())
     for word in ("fork.at=100,150", "fork.steps=50", "stats.every=7", "train.steps=230", "train.eval_every=30"):
         words = [w for w in FORK if not w.startswith(word.partition("=")[0])]
-        assert names(plan(["conf=quickstart", "recipe=bf16,mxfp8", word, *words]))[0] == trunk, word
+        assert names(plan(["conf=convergence", "recipe=bf16,mxfp8", word, *words]))[0] == trunk, word
     assert set(forks) < set(
-        names(plan(["conf=quickstart", "recipe=bf16,mxfp8,nvfp4", "fork.at=50,100,200", *FORK[1:]]))
+        names(plan(["conf=convergence", "recipe=bf16,mxfp8,nvfp4", "fork.at=50,100,200", *FORK[1:]]))
     )
-    for word in ("fork.warmup=5", "seed=1", "train.lr=1e-3", "model.dim=128"):
+    for word in ("fork.warmup=5", "seed=1", "train.lr=7e-4", "model.dim=256"):
         assert names(planned(word))[0] != trunk, word
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["fork.at=300"], r"fork.at: step 300 is beyond the trunk, which has 240 steps \(train.steps\)"),
+        (["fork.at=300"], r"fork.at: step 300 is beyond the trunk, which has 200 steps \(train.steps\)"),
         (["fork.at=100,100"], "fork.at: step 100 is given twice"),
         (["fork.at=[]"], "fork.at: empty; give the steps"),
         (["fork.at=0"], "fork.at.0: got 0; must be greater than or equal to 1"),
@@ -103,7 +103,7 @@ def test_other_points_arms_and_lengths_keep_the_name_of_the_trunk() -> None:
 def test_what_is_refused(words: list[str], says: str) -> None:
     recipe = [] if any(word.startswith("recipe=") for word in words) else ["recipe=bf16,mxfp8"]
     with pytest.raises(UserError, match=says):
-        plan(["conf=quickstart", "track=none", *recipe, *words])
+        plan(["conf=convergence", "track=none", *recipe, *words])
 
 
 def test_a_schedule_counts_the_steps_of_the_fork(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_a_schedule_counts_the_steps_of_the_fork(tmp_path: Path) -> None:
     for name, at in (("soon", 69), ("late", 70)):
         schedule = f"schedule: [{{at: {at}, linear: bf16}}]"
         (tmp_path / "recipe" / f"{name}.yaml").write_text(f"name: {name}\nlinear: mxfp8\n{schedule}\n")
-    words = ["conf=quickstart", *FORK]
+    words = ["conf=convergence", *FORK]
     assert len(plan([*words, "recipe=bf16,soon"], config_dir=tmp_path).points) == 5
     with pytest.raises(UserError, match="70 is after 70 of 70 updates"):
         plan([*words, "recipe=bf16,late"], config_dir=tmp_path)
 
 
 def test_runs_of_whole_length_keep_their_ids() -> None:
-    config = plan(["conf=quickstart", "recipe=bf16", "track=none"]).points[0].config
+    config = plan(["conf=convergence", "recipe=bf16", "track=none"]).points[0].config
     assert config["fork"] is None
     assert run_name(config) == run_name({key: value for key, value in config.items() if key != "fork"})

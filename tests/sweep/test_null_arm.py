@@ -30,19 +30,19 @@ def test_its_overrides_lead_to_its_config() -> None:
 
 
 def test_without_bf16_the_first_recipe_is_the_baseline() -> None:
-    *_, null = expand("quickstart", ["recipe=fp32,mxfp8", "null_arm=true"]).points
+    *_, null = expand("convergence", ["recipe=fp32,mxfp8", "null_arm=true"]).points
     assert null.config["recipe"]["linear"]["input"] == "fp32" and null.arm == "null"
 
 
 def test_each_value_of_another_swept_key_gets_its_own() -> None:
-    points = expand("quickstart", ["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "null_arm=true"]).points
+    points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "null_arm=true"]).points
     assert [p.arm for p in points[4:]] == ["null train.lr=0.001", "null train.lr=0.002"]
 
 
 def test_there_is_none_unless_asked_for_and_no_run_config_has_the_switch() -> None:
-    points = expand("quickstart").points
+    points = expand("convergence").points
     assert "null" not in {p.arm for p in points} and not any("null_arm" in p.config for p in points)
-    assert len(plan(["conf=quickstart", "recipe=bf16,mxfp8", "null_arm=true"]).configs) == 3
+    assert len(plan(["conf=convergence", "recipe=bf16,mxfp8", "null_arm=true"]).configs) == 3
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_there_is_none_unless_asked_for_and_no_run_config_has_the_switch() -> No
 )
 def test_what_it_refuses(words: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        expand("quickstart", words)
+        expand("convergence", words)
 
 
 def test_a_defaults_list_with_off_in_it_is_one_sentence(tmp_path) -> None:
