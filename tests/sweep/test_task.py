@@ -71,10 +71,10 @@ def test_what_becomes_of_a_fork_without_its_trunks_state(make_forks, status, end
 
 
 @pytest.mark.slow
-def test_trunks_come_first_and_forks_start_while_their_trunk_goes_on(make_forks):
+def test_trunks_come_first_and_forks_start_while_their_trunk_goes_on(make_forks, make_runs):
     runs = make_forks("trunk", "quick", "quick", seeds=2)
     display = Display()
-    run_local(runs[::-1], display=display, limits=Limits(workers=2))
+    run_local([*make_runs("quick"), *runs[::-1]], display=display, limits=Limits(workers=2))
     assert states(runs) == ["finished"] * 10 and [starts(run) for run in runs] == [1] * 10
     assert set(display.order("running")[:2]) == {run.name for run in runs[:2]}
     assert display.lines == ["8 forks wait for 2 trunks"]
