@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import SOME, STATELESS
+from cases import FEW, SOME, STATELESS
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -98,7 +98,7 @@ def test_leading_axes_are_folded():
     assert torch.equal(w.dequantize(), flat.dequantize().view(2, 32, 96))
 
 
-@pytest.mark.parametrize("text", SOME)
+@pytest.mark.parametrize("text", FEW)  # what draws random bits takes a key each time
 def test_in_place_operations_compute_on_values_and_return_self(text):
     _, w = quantized(text, dtype=torch.float32)
     value = w.dequantize()
