@@ -1,10 +1,13 @@
 """benchmarks/sensitivity.py: the planted faults are what they are called, and a row says what is found."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import forking, sensitivity
+from benchmarks.rows import ROOT
 from hqsweep.config.job import parse
 from hqsweep.nn import quantization
 from hqsweep.train import data
@@ -59,3 +62,15 @@ def test_a_row_says_what_is_found_and_from_where_on():
     rows = {row["case"]: row for row in sensitivity.judged(gaps)}
     assert rows["scale off by 2: fprop"]["verdict"] == "worse" and rows["null arm"]["verdict"] == "equivalent"
     assert all(0 < row["findable"] < 0.5 for row in rows.values())
+
+
+def test_what_the_docs_say_of_faults_is_what_was_published():
+    lines = (ROOT / "reports/benchmarks/sensitivity.jsonl").read_text().splitlines()
+    rows = {row["case"]: row for row in map(json.loads, lines)}
+    assert set(rows) == set(sensitivity.ARMS) and all(row["cpu_s"] <= 300 for row in rows.values())
+    missed = [row for case, row in rows.items() if row["verdict"] == "equivalent" and case != "null arm"]
+    (found,) = (row for row in rows.values() if row["verdict"] == "worse")
+    assert len(missed) == 4 and found["case"] == "scale off by 2: dgrad" and rows["null arm"]["verdict"] == "equivalent"
+    low, high = (f(row["findable"] for row in missed) for f in (min, max))
+    text = " ".join((ROOT / "docs/reports.md").read_text().split())
+    assert f"is found, at {found['gap']:+.2f} %" in text and f"{low:.2f} to {high:.2f} % would have been found" in text
