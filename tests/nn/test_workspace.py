@@ -70,7 +70,7 @@ def test_a_written_weight_is_quantized_again(made):
     assert made == [BOTH, BOTH] and torch.equal(after, 2 * before)
 
 
-@pytest.mark.parametrize("text", STATELESS)
+@pytest.mark.parametrize("text", [text for text in STATELESS if "+rht" not in text])  # which bf16 cannot meet
 def test_both_directions_at_once_have_the_bytes_of_each_alone(text):
     """And each is an operand of the product's kind."""
     section = {"input": "bf16", "weight": text, "grad_output": "bf16"}
