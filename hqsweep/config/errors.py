@@ -55,7 +55,7 @@ def _unknown(path: str, model: type[BaseModel]) -> str:
     """An unknown key, with the same key of another section, else the nearest sibling, else the nearest key anywhere."""
     parent, _, name = path.rpartition(".")
     siblings = _section_keys(parent, model)
-    by_name = {leaf.rpartition(".")[2]: leaf for leaf in leaves(model)}
+    by_name = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(leaves(model)))}  # the first of a name
     near = [f"{parent}.{key}".lstrip(".") for key in difflib.get_close_matches(name, siblings, 1)]
     near += [by_name[key] for key in difflib.get_close_matches(name, by_name, 1, 0.75)]
     meant = by_name.get(name) or next(iter(near), None)

@@ -130,12 +130,14 @@ def _check_device(config: Config) -> None:
 
 
 def result(run: RunDir) -> dict[str, Any]:
-    """One run in short: run, arm, seed, state, val_loss (nats, last one or None), tokens_per_s, seconds, reason, path,
-    warnings, and for a parity or calibrate run how many rows PASS, FAIL and SKIP."""
+    """One run in short: run, arm, seed, point (None but for a fork), state, val_loss (nats, last one or None),
+    tokens_per_s, seconds, reason, path, warnings, and for a parity or calibrate run how many rows PASS, FAIL and
+    SKIP."""
     status, manifest = run.status(), run.manifest()
     losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
     return {
-        "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "state": status["state"],
+        "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "point": manifest.get("point"),
+        "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
         "warnings": manifest.get("warnings", []),
