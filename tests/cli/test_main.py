@@ -200,7 +200,7 @@ def test_a_sweep_from_start_to_report(folder: Path) -> None:
     assert json.loads(compared.stdout)["report"] == "reports/convergence/report.html"
     assert Path("reports/convergence/report.html").is_file()
     checked = hqsweep("compare", "convergence", "--check", "--junit", "compare.xml")
-    assert checked.exit_code == 1 and "check failed: there is no null arm" in checked.stdout
+    assert checked.exit_code == 1 and "there is no null arm; null_arm=true adds one" in checked.stdout
     assert ET.parse("compare.xml").getroot().get("tests") == "1"
     assert "did you mean 'bf16'?" in hqsweep("compare", "convergence", "--baseline", "bf61").stderr
 
