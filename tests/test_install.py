@@ -86,10 +86,10 @@ def packaged(names: list[str], prefix: str) -> set[str]:
 def test_configs_are_shipped_as_tracked_and_those_of_the_user_are_not(
     checkout: Path, archive: Path, built: Path, tmp_path: Path
 ) -> None:
-    expected = {name.removeprefix("conf/") for name in tracked("conf") if name.endswith(".yaml")}
+    expected = {name.removeprefix("conf/") for name in tracked("conf") if name.endswith((".yaml", ".jsonl"))}
     with tarfile.open(archive) as file:
         names = [name.partition("/")[2] for name in file.getnames()]
-        assert {name for name in packaged(names, "conf/") if name.endswith(".yaml")} == expected
+        assert {name for name in packaged(names, "conf/") if name.endswith((".yaml", ".jsonl"))} == expected
         assert packaged(names, "csrc/") >= {name.removeprefix("csrc/") for name in tracked("csrc")}
     shipped = set(zipfile.ZipFile(built).namelist())
     assert packaged(list(shipped), "hqsweep/conf/") == expected

@@ -151,6 +151,7 @@ def test_the_tracker_gets_the_tables_and_the_exit_code(run, job, monkeypatch):
     calls = []
     tracker = SimpleNamespace(
         log=lambda step, values: calls.append(("log", step)),
+        rewind=lambda step: calls.append(("rewind", step)),
         table=lambda name, rows: calls.append((name, len(rows))),
         finish=lambda exit_code: calls.append(("finish", exit_code, run.written_status()["state"])) or True,
     )
@@ -162,7 +163,7 @@ def test_the_tracker_gets_the_tables_and_the_exit_code(run, job, monkeypatch):
 
     job(work)
     worker.main([str(run.path)])
-    assert calls == [("log", 1), ("stats", 0), ("parity", 0), ("calibrate", 0), ("finish", 3, "failed")]
+    assert calls == [("rewind", -1), ("log", 1), ("stats", 0), ("parity", 0), ("calibrate", 0), ("finish", 3, "failed")]
 
 
 @pytest.mark.parametrize("number", worker.STOP_SIGNALS)

@@ -33,8 +33,8 @@ def grow(
         say=partial(typer.echo, err=to_stderr),
         force=force,
     )
-    facts = {"looks": [asdict(look) for look in growth.looks]}
+    fields = {"looks": [asdict(look) for look in growth.looks]}
     if growth.comparison is None:
-        return growth.runs, facts, []
+        return growth.runs, fields, []
     noise.record(growth.comparison, Path(plan.first.runs_dir))
-    return growth.runs, facts | document(growth.comparison), [rich_table(growth.comparison)]
+    return growth.runs, fields | document(growth.comparison), [rich_table(growth.comparison)]

@@ -154,9 +154,9 @@ def compare(
     if junit_file:
         junit.write(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")
-    facts = document(comparison) | {"report": str(page), "check": line or None}
-    mirror_report(selected, page.parent, facts["arms"])
-    print_result(as_json, facts, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    result = document(comparison) | {"report": str(page), "check": line or None}
+    mirror_report(selected, page.parent, result["arms"])
+    print_result(as_json, result, rich_table(comparison), f"report: {page}", *([line] if line else []))
     raise typer.Exit(0 if good else EXIT_MISMATCH)
 
 

@@ -37,13 +37,13 @@ def plan(
 
     gap = parse_percent(resolve, "--resolve")
     planned = launch.plan(words, config_dir=config_dir)
-    found = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
-    missing = sorted(set(DESIGNS.values()) - {each.design for each in found})
-    document = {"resolve_pct": gap, "designs": [asdict(each) for each in found], "cheaper": found[0].design}
-    lines = [f"{each.design}: {each.basis}" for each in found]
-    lines += [f"{each.design}: more than seeds.max={each.maximum}" for each in found if _beyond(each)]
+    designs = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
+    missing = sorted(set(DESIGNS.values()) - {each.design for each in designs})
+    document = {"resolve_pct": gap, "designs": [asdict(each) for each in designs], "cheaper": designs[0].design}
+    lines = [f"{each.design}: {each.basis}" for each in designs]
+    lines += [f"{each.design}: more than seeds.max={each.maximum}" for each in designs if _beyond(each)]
     lines += [f"{name}: no study of this design has measured its noise yet" for name in missing]
-    print_result(as_json, document, _table(found, gap), *lines, *_cheaper(found))
+    print_result(as_json, document, _table(designs, gap), *lines, *_cheaper(designs))
 
 
 def _table(found: list[Any], gap: float) -> Any:

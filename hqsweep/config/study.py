@@ -78,8 +78,8 @@ class ForkStudy(Section):
     @property
     def file_step(self) -> int | None:
         """The step of a trunk that is given as a file step_N.pt."""
-        found = re.fullmatch(r"step_(\d+)\.pt", Path(self.trunk or "").name)
-        return int(found[1]) if found else None
+        match = re.fullmatch(r"step_(\d+)\.pt", Path(self.trunk or "").name)
+        return int(match[1]) if match else None
 
 
 class StudyConfig(Section):

@@ -135,12 +135,12 @@ def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]
     leaves = [name for name in config_leaves(runs) if name not in (*NOISE, "config.recipe.name")]
     first = runs.drop_duplicates("arm").set_index("arm")
     loud = first[noise].astype("float64").fillna(0).sum(axis=1) if noise else pd.Series(0.0, first.index)
-    found = {}
+    nulls = {}
     for arm in loud.sort_values(ascending=False, kind="stable").index:
         baseline = baseline_of[arm]
         if loud[arm] > loud[baseline] and first.loc[arm, leaves].equals(first.loc[baseline, leaves]):
-            found[baseline] = arm
-    return found
+            nulls[baseline] = arm
+    return nulls
 
 
 def arm_row(

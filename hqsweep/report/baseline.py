@@ -101,14 +101,14 @@ def loss_of(entry: Entry) -> float:
 
 def recipes_of(runs: pd.DataFrame) -> dict[str, Description]:
     """The recipe of each arm of Frames.runs, tensor by tensor; of a Python factory that is not there, its name."""
-    found = {}
+    recipes = {}
     for arm, path in runs.drop_duplicates("arm").set_index("arm")["path"].items():
         config = RunDir(Path(path)).config()["recipe"]
         try:
-            found[arm] = described(parse_recipe(config))
+            recipes[arm] = described(parse_recipe(config))
         except UserError:
-            found[arm] = {key: text(value) for key, value in config.items() if key != "name"}
-    return found
+            recipes[arm] = {key: text(value) for key, value in config.items() if key != "name"}
+    return recipes
 
 
 def fingerprint(run: pd.Series) -> dict[str, str]:

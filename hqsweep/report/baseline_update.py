@@ -76,12 +76,12 @@ def update(run_dirs: Iterable[RunDir], path: Path, add: bool = False) -> Update:
         if all(equal(new, old.of(key)) for key, new in now.items()):
             known = f"{path} has these draws already, bit for bit: another machine or thread count would give a new one"
             return Update(path=path, rows=rows, draws=len(old.draws), note=known)
-    kept = old if add else Baseline(path=path, recipes={})
+    before = old if add else Baseline(path=path, recipes={})
     new = Baseline(
         path=path,
-        recipes={**kept.recipes, **recipes},
-        draws=(*kept.draws, now),
-        sweeps=(*kept.sweeps, sorted(set(runs["sweep"]))),
+        recipes={**before.recipes, **recipes},
+        draws=(*before.draws, now),
+        sweeps=(*before.sweeps, sorted(set(runs["sweep"]))),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, document(new))

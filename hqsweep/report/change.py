@@ -55,14 +55,14 @@ def judge(rows: pd.DataFrame, family: Family, design: str, margin: float) -> dic
         return {}
     reference = arrays[family.baseline]
     moved = {arm: values - reference for arm, values in arrays.items()} | {family.baseline: reference}
-    found = forks.judge({arm: moved[arm] for arm in controls}, margin=margin)
+    estimates = forks.judge({arm: moved[arm] for arm in controls}, margin=margin)
     if not family.arms:
-        return found
+        return estimates
     if fork:
-        return found | forks.judge({arm: moved[arm] for arm in family.arms}, margin=margin)
+        return estimates | forks.judge({arm: moved[arm] for arm in family.arms}, margin=margin)
     means = {arm: values.mean(1) for arm, values in arrays.items()}
     judged = whole_runs.judge(means, baseline=family.baseline, null=family.null, margin=margin)
-    return found | {arm: judged[arm] for arm in family.arms}
+    return estimates | {arm: judged[arm] for arm in family.arms}
 
 
 def _percent(rows: pd.DataFrame, arms: Sequence[str], baseline: str, fork: bool) -> dict[str, np.ndarray]:

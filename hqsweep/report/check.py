@@ -28,15 +28,15 @@ def checked(comparison: Comparison) -> tuple[bool, str]:
     if faults:
         return False, f"check failed: {'; '.join(faults)}"
     runs = len(comparison.frames.runs) + len(trunks)
-    facts = [f"{runs} of {runs} runs finished"]
+    clauses = [f"{runs} of {runs} runs finished"]
     if floor is not None:
         highest = arms["final_loss"].max()
-        facts.append(f"the highest final loss, {highest:.4f} nats, is below the unigram entropy of {floor:.4f}")
-    facts += [
+        clauses.append(f"the highest final loss, {highest:.4f} nats, is below the unigram entropy of {floor:.4f}")
+    clauses += [
         f"'{row.arm}' is {row.gap_pct:+.4f} % from '{row.baseline}', inside the margin of {row.margin_pct:g} %"
         for row in nulls
     ]
-    return True, f"check passed: {'; '.join(facts)}"
+    return True, f"check passed: {'; '.join(clauses)}"
 
 
 def _fault(row: Any, lost: bool, floor: float | None) -> str | None:

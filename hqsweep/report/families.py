@@ -203,13 +203,13 @@ def _estimates(
         return {}
     options = {"null": null, "margin": rule.margin, "maximum": rule.maximum}
     if rule.design == FORK:
-        found = forks.judge({arm: _by_trunk(percent[arm]) for arm in percent}, **options)
+        estimates = forks.judge({arm: _by_trunk(percent[arm]) for arm in percent}, **options)
     else:
         scaled = 100 * losses[[baseline, *percent]] / losses[baseline].mean()
-        found = whole_runs.judge({arm: scaled[arm].to_numpy() for arm in scaled}, baseline=baseline, **options)
-    if null and found[null].within_margin:
-        found[null] = replace(found[null], worse=False, better=False)
-    return found
+        estimates = whole_runs.judge({arm: scaled[arm].to_numpy() for arm in scaled}, baseline=baseline, **options)
+    if null and estimates[null].within_margin:
+        estimates[null] = replace(estimates[null], worse=False, better=False)
+    return estimates
 
 
 def _gap_columns() -> list[str]:

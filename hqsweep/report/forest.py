@@ -65,12 +65,12 @@ class Scale:
         """0, the margin, and 1 and 3 of every power of ten beyond it, the large ones first, where there is room."""
         decades = range(math.floor(math.log10(self.margin)), math.ceil(math.log10(max(-self.low, self.high))) + 1)
         sizes = [lead * 10.0**decade for decade in reversed(decades) for lead in (3, 1)]
-        kept = [0.0]
+        ticks = [0.0]
         for value in [sign * size for size in (self.margin, *sizes) for sign in (1, -1)]:
-            apart = all(abs(self.at(value) - self.at(other)) >= SPACE for other in kept)
+            apart = all(abs(self.at(value) - self.at(other)) >= SPACE for other in ticks)
             if apart and not self.beyond(value) and abs(value) >= self.margin:
-                kept.append(value)
-        return sorted(kept)
+                ticks.append(value)
+        return sorted(ticks)
 
 
 @dataclass(frozen=True, kw_only=True)

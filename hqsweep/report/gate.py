@@ -132,15 +132,15 @@ class Held:
     def estimates(self) -> dict[str, Estimate]:
         """arm -> the change in %, of the arms that are not bitwise equal and have runs on both sides."""
         rows = changes(self.frames.runs, self.now, self.stored)
-        nulls, found = null_arms(self.frames.runs, self.baseline_of), {}
+        nulls, by_arm = null_arms(self.frames.runs, self.baseline_of), {}
         moved = [arm for arm in self.baseline_of if self.pairs[arm] and not self.bitwise(arm)]
         for baseline in dict.fromkeys(self.baseline_of[arm] for arm in moved):
             null = nulls.get(baseline)
             arms = [arm for arm in moved if self.baseline_of[arm] == baseline and arm not in (baseline, null)]
             family = Family(arms=arms, baseline=baseline, null=null if null and self.pairs[null] else None)
             estimates = judge(rows, family, self.design, self.margin)
-            found |= {arm: estimate for arm, estimate in estimates.items() if arm in moved}
-        return found
+            by_arm |= {arm: estimate for arm, estimate in estimates.items() if arm in moved}
+        return by_arm
 
     def verdict(self, arm: str) -> Verdict:
         """Of one arm, that may be on either side only."""

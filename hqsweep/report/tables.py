@@ -47,7 +47,7 @@ def arms_table(comparison: Comparison) -> TextTable:
     rows = tuple(
         (
             row.arm,
-            row.verdict,
+            f"{row.verdict} (in margin)" if row.verdict in ("worse", "better") and row.within_margin else row.verdict,
             *_gap_cells(row),
             str(row.n) if row.arm != row.baseline else "-",
             number(row.more, "+.0f"),

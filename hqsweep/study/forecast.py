@@ -13,6 +13,7 @@ from hqsweep.study.sequential import Plan
 from hqsweep.sweep.compose import PACKAGED
 from hqsweep.sweep.files import read_rows
 from hqsweep.sweep.point import is_trunk
+from hqsweep.train.loop import pick_device
 from hqsweep.verdicts import plan as power
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}
@@ -28,7 +29,7 @@ class Forecast:
     maximum       that is stated, of a study that grows until it is decided; more replicates are not to be had
     replicates    seeds, or trunks, with which a gap of the asked size is called worse (or better) in 4 of 5 studies;
                   inf beyond 1000
-    minutes       they take together; inf with them
+    minutes       they take together, on the device of that study; inf with them
     half_width    % of the baseline's loss: half of the 95 % interval, joint over the arms, that they give
     sd_pct        of one replicate's gap, from the study that `basis` names in words
     estimate      whether that study was of another model or other data
@@ -65,17 +66,21 @@ def forecasts(plan: Plan, resolve: float, rows: Sequence[Mapping[str, Any]]) -> 
     UserError for a plan that compares nothing.
     """
     wanted = _wanted(plan)
-    found = [_forecast(wanted, name, nearest, resolve) for name in DESIGNS if (nearest := _nearest(wanted, name, rows))]
-    return sorted(found, key=lambda forecast: forecast.minutes)
+    designs = [
+        _forecast(wanted, name, nearest, resolve) for name in DESIGNS if (nearest := _nearest(wanted, name, rows))
+    ]
+    return sorted(designs, key=lambda forecast: forecast.minutes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The study that is planned; tokens and per-replicate tokens as in a row of study.noise, by design."""
+    """The study that is planned; tokens and per-replicate tokens as in a row of study.noise, by design; whether it runs
+    on a GPU."""
 
     model: Mapping[str, Any]
     data: Mapping[str, Any]
     params: int
+    on_gpu: bool
     tokens: int
     names: frozenset[str]
     arms: int
@@ -103,6 +108,7 @@ def _wanted(plan: Plan) -> _Wanted:
     return _Wanted(
         model=first.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
         data=first.data.model_dump(mode="json"), params=parameters(first), tokens=whole * step,
+        on_gpu=pick_device(first.train.device).type == "cuda",
         names=frozenset(names), arms=tested, null=plan.study.null_arm, replicate=replicate,
         maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,
     )  # fmt: skip
@@ -112,12 +118,18 @@ def _same(wanted: _Wanted, row: Mapping[str, Any]) -> bool:
     return (row["model"], row["data"]) == (wanted.model, wanted.data)
 
 
-def _nearest(wanted: _Wanted, design: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of a design that is of the same model and data, or else the one nearest in parameters; then in tokens."""
+def _same_device(wanted: _Wanted, row: Mapping[str, Any]) -> bool:
+    """Whether both are of a CPU, or both of a GPU."""
+    return wanted.on_gpu == (row["device"] != "cpu")
 
-    def distance(row: Mapping[str, Any]) -> tuple[bool, float]:
+
+def _nearest(wanted: _Wanted, design: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of a design that is of the same model and data, or else one of the same kind of device, the nearest in
+    parameters and tokens."""
+
+    def distance(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
         params, tokens = abs(math.log(row["params"] / wanted.params)), abs(math.log(row["tokens"] / wanted.tokens))
-        return not _same(wanted, row), params + tokens
+        return not _same(wanted, row), not _same_device(wanted, row), params + tokens
 
     return min((row for row in rows if row["design"] == design), key=distance, default=None)
 
@@ -158,6 +170,7 @@ def _basis(wanted: _Wanted, row: Mapping[str, Any]) -> str:
     study += f"{row['device']}, {row['date']})"
     near = max(row["tokens"], wanted.tokens) <= SAME * min(row["tokens"], wanted.tokens)
     tokens = "" if near else f", at {_short(row['tokens'])} tokens where this is at {_short(wanted.tokens)}"
+    tokens += "" if _same_device(wanted, row) else "; minutes are those of that device, not of this machine"
     if _same(wanted, row):
         return f"{study}: the same model and data{tokens}"
     sizes = f"{_short(row['params'])} parameters where this has {_short(wanted.params)}"

@@ -54,8 +54,8 @@ def record(comparison: Comparison, runs_dir: Path) -> Path | None:
         return None
     try:
         with locked(path.with_name(f".{FILE}.lock"), LOCK_WAIT_S):
-            kept = [row for row in read_rows(path) if _key(row) not in keys]
-            write_bytes(path, encode_rows([*kept, *rows]))
+            others = [row for row in read_rows(path) if _key(row) not in keys]
+            write_bytes(path, encode_rows([*others, *rows]))
     except (OSError, RunBusy):
         return None
     return path
@@ -81,14 +81,14 @@ def _noise(comparison: Comparison, arms: Sequence[str]) -> dict[str, dict[str, A
     """Arm -> what its replicates vary by; {} where they are fewer than LEAST."""
     means = comparison.points.groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].mean()
     null = comparison.arms.set_index("arm")["null"]
-    found = {}
+    spreads = {}
     for arm in (arm for arm in arms if arm in means.index):
         gaps = means.loc[arm]
         if len(gaps) < LEAST:
             return {}
         sd, sd_pct = (float(gaps[name].std()) for name in ("gap", "gap_pct"))
-        found[arm] = {"sd": sd, "sd_pct": sd_pct, "gap_pct": float(gaps["gap_pct"].mean()), "null": bool(null[arm])}
-    return found
+        spreads[arm] = {"sd": sd, "sd_pct": sd_pct, "gap_pct": float(gaps["gap_pct"].mean()), "null": bool(null[arm])}
+    return spreads
 
 
 def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -170,8 +170,8 @@ def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
 
 def _without(batch: P, gone: set[str], plan: P) -> P:
     """The batch without the arms that are gone, under the words that the study was asked for with."""
-    kept = [(p, c) for p, c in zip(batch.points, batch.configs, strict=True) if p.arm not in gone]
-    points, configs = zip(*kept, strict=True)
+    pairs = [(p, c) for p, c in zip(batch.points, batch.configs, strict=True) if p.arm not in gone]
+    points, configs = zip(*pairs, strict=True)
     return replace(batch, points=points, configs=configs, words=plan.words)
 
 

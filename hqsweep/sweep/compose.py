@@ -137,9 +137,9 @@ class Composer:
 
     def grid(self, texts: Sequence[str]) -> Grid:
         """All points; a point that repeats an earlier one is left out."""
-        given = self._parse(texts)
-        params = [o for key, o in self._parse(self._params(given)).items() if key not in given]
-        overrides = [*params, *given.values()]
+        overrides_by_key = self._parse(texts)
+        params = [o for key, o in self._parse(self._params(overrides_by_key)).items() if key not in overrides_by_key]
+        overrides = [*params, *overrides_by_key.values()]
         points: dict[str, GridPoint] = {}
         keys: dict[str, Any] = {}
         for choice in itertools.product(*map(self._choices, overrides)):

@@ -78,8 +78,8 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     if grid.study.fork is not None:
         typed, configs = zip(*linked(grid.points, configs, grid.study.fork), strict=True)
     check_twins(typed)
-    facts = {"conf": conf, "words": tuple(overrides), "study": grid.study}
-    return SweepPlan(points=tuple(typed), configs=tuple(configs), **facts)
+    fields = {"conf": conf, "words": tuple(overrides), "study": grid.study}
+    return SweepPlan(points=tuple(typed), configs=tuple(configs), **fields)
 
 
 def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:

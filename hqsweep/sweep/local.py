@@ -199,8 +199,8 @@ class _Pool:
     def _settle_unstarted(self, task: Task, state: str, reason: str | None) -> dict[str, Any]:
         """Status of a run that is not started, written unless it was cancelled or is another process's."""
         status = task.run.status()
-        kept = ("running", state) if task.reset else ("running", state, "finished")
-        if status["state"] in kept or status["reason"] == CANCELLED:
+        states = ("running", state) if task.reset else ("running", state, "finished")
+        if status["state"] in states or status["reason"] == CANCELLED:
             return status
         with contextlib.suppress(RunBusy, OSError), task.run.lock():
             status = task.run.write_status(state=state, reason=reason)

@@ -33,8 +33,8 @@ class Grid:
 
 def section(point: GridPoint, key: str) -> dict[str, Any]:
     """A section of a config that nothing has checked yet; {} where there is none."""
-    found = point.config.get(key)
-    return found if isinstance(found, dict) else {}
+    section = point.config.get(key)
+    return section if isinstance(section, dict) else {}
 
 
 def is_trunk(point: GridPoint) -> bool:

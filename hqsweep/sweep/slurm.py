@@ -91,20 +91,20 @@ def _prepare(runs: Sequence[RunDir], live: Collection[RunDir], force: bool) -> l
 def _by_trunk(todo: Sequence[RunDir], coming: Collection[RunDir]) -> dict[RunDir | None, list[RunDir]]:
     """The runs to submit by the trunk whose job they have to wait for, None for those that can start; `coming` are the
     runs that have a job, or will."""
-    found: dict[RunDir | None, list[RunDir]] = {}
+    groups: dict[RunDir | None, list[RunDir]] = {}
     for run in todo:
         trunk = run.trunk()
         waits = trunk in coming and not run.trunk_state().exists()
-        found.setdefault(trunk if waits else None, []).append(run)
-    return found
+        groups.setdefault(trunk if waits else None, []).append(run)
+    return groups
 
 
 def _tasks(runs: Sequence[RunDir]) -> list[list[RunDir]]:
     """One list for each task: the forks of an arm from the same trunk, or any other run alone."""
     tasks: dict[tuple[str, ...], list[RunDir]] = {}
     for run in runs:
-        facts = run.manifest()
-        key = (facts["trunk"], facts["arm"]) if "trunk" in facts else (run.name,)
+        manifest = run.manifest()
+        key = (manifest["trunk"], manifest["arm"]) if "trunk" in manifest else (run.name,)
         tasks.setdefault(key, []).append(run)
     return list(tasks.values())
 

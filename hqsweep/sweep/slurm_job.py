@@ -53,8 +53,8 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
 def _achieved(runs: Sequence[RunDir]) -> list[tuple[bool, list[str]]]:
     """Per run whether it is at its end, and its checkpoints."""
     ends = [run.written_status()["state"] in ("finished", "failed") for run in runs]
-    kept = [sorted(path.name for path in run.checkpoint.glob("step_*.pt")) for run in runs]
-    return list(zip(ends, kept, strict=True))
+    checkpoints = [sorted(path.name for path in run.checkpoint.glob("step_*.pt")) for run in runs]
+    return list(zip(ends, checkpoints, strict=True))
 
 
 def _give_up(runs: Sequence[RunDir], used_s: float) -> None:

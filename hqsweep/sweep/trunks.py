@@ -59,19 +59,19 @@ def _started(config: ConvergenceConfig, **known: str) -> ConvergenceConfig:
 
 def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
     """Point -> the checkpoint of fork.trunk there, and its hash."""
-    given = Path(study.trunk)
-    folder = given.parent if study.file_step else given / "checkpoint"
+    source = Path(study.trunk)
+    folder = source.parent if study.file_step else source / "checkpoint"
     found = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.pt") if path.is_file())
     if study.file_step:
-        found = [study.file_step] if given.is_file() else []
+        found = [study.file_step] if source.is_file() else []
     if not found:
         raise UserError(
-            f"fork.trunk: '{given}' has no checkpoint; give a file step_N.pt, or the folder of a run that has some"
+            f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, or the folder of a run that has some"
         )
     missing = [at for at in study.at if at not in found]
     if missing:
         there = ", ".join(map(str, found))
-        raise UserError(f"fork.at: '{given}' has no checkpoint of step {missing[0]}; it has those of {there}")
+        raise UserError(f"fork.at: '{source}' has no checkpoint of step {missing[0]}; it has those of {there}")
     paths = {at: (folder / f"step_{at}.pt").resolve() for at in study.at or found}
     return {at: (path, _sha256(path)) for at, path in paths.items()}
 
@@ -93,10 +93,10 @@ def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
     for config in configs:
         for key, theirs, ours in _different(trunk, config):
             raise UserError(f"fork.trunk: {run.path} was trained with {key}={theirs}, but its forks have {key}={ours}")
-        if known is not None and known != (found := data.loaded(config.data).hash):
+        if known is not None and known != (hashed := data.loaded(config.data).hash):
             raise UserError(
                 f"fork.trunk: {run.path} was trained on other data (hash {known[:10]}) than its forks would be"
-                f" ({found[:10]}), though under the same keys"
+                f" ({hashed[:10]}), though under the same keys"
             )
 
 

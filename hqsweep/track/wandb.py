@@ -81,8 +81,8 @@ def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: S
     tracker = _open(sweep_path, track, group=sweep_path.name, job_type="report", name=f"report {report.name}")
     if not isinstance(tracker, WandbTracker):
         return False
-    kept = [tracker.verdicts(arms), tracker.picture("forest", report / "figures" / "forest.svg")]
-    return all([*kept, tracker.artifact(report), tracker.finish(0)])
+    logged = [tracker.verdicts(arms), tracker.picture("forest", report / "figures" / "forest.svg")]
+    return all([*logged, tracker.artifact(report), tracker.finish(0)])
 
 
 def offline_folders(run: RunDir) -> list[Path]:

@@ -74,11 +74,11 @@ def site(val_fraction: float, max_bytes: int | None) -> Corpus:
         if name == "hqsweep" or name in versions:  # the first on sys.path is the one that is imported
             continue
         names = [file for file in package.files or () if file.suffix == ".py" and ".." not in file.parts]
-        found = {file.as_posix(): Path(package.locate_file(file)) for file in names}
-        found = {file: path for file, path in found.items() if path.is_file() and path.stat().st_size}
-        if found:
+        paths = {file.as_posix(): Path(package.locate_file(file)) for file in names}
+        paths = {file: path for file, path in paths.items() if path.is_file() and path.stat().st_size}
+        if paths:
             versions[name] = package.version
-            files |= found
+            files |= paths
     if not files:
         raise UserError("data.source: site found no package with *.py files; install some, or use data=stdlib")
     listing = "\n".join(sorted(f"{name}=={version}" for name, version in versions.items()))
@@ -142,12 +142,12 @@ def _existing(path: str | None, source: str, wanted: str) -> Path:
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[str]:
     """Relative POSIX paths of the non-empty regular files below root, sorted."""
-    found = []
+    names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if keep_folder(name)]
         paths = (Path(folder, name) for name in files if keep_file(name))
-        found += [path.relative_to(root).as_posix() for path in paths if path.is_file() and path.stat().st_size]
-    return sorted(found)
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file() and path.stat().st_size]
+    return sorted(names)
 
 
 def _is_text(path: Path) -> bool:

@@ -89,10 +89,10 @@ def load(config: DataConfig) -> Dataset:
             f"data.source: {config.source!r} is not known{nearest(config.source, SOURCES)}; choose {', '.join(SOURCES)}"
         )
     try:
-        found = SOURCES[config.source](config)
+        source = SOURCES[config.source](config)
     except OSError as error:
         raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
-    for name, array in (("train", found.train), ("val", found.val)):
+    for name, array in (("train", source.train), ("val", source.val)):
         if len(array) < 2:
             raise UserError(
                 f"data: the {name} split of data.source={config.source} has {len(array)} tokens, at least 2 are needed;"
@@ -100,15 +100,15 @@ def load(config: DataConfig) -> Dataset:
             )
     facts = {
         "source": config.source,
-        "split": found.split,
-        "bytes": found.train.nbytes + found.val.nbytes,
-        "unigram_entropy_nats": unigram_entropy(found.val),
-        **found.facts,
+        "split": source.split,
+        "bytes": source.train.nbytes + source.val.nbytes,
+        "unigram_entropy_nats": unigram_entropy(source.val),
+        **source.facts,
     }
-    if max(found.train.nbytes, found.val.nbytes) > HASH_WHOLE_BYTES:
+    if max(source.train.nbytes, source.val.nbytes) > HASH_WHOLE_BYTES:
         facts["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
-    digest = _hash([config.source, found.split, found.vocab_size], [found.train, found.val])
-    return Dataset(train=found.train, val=found.val, vocab_size=found.vocab_size, hash=digest, facts=facts)
+    digest = _hash([config.source, source.split, source.vocab_size], [source.train, source.val])
+    return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=facts)
 
 
 @lru_cache(maxsize=1)

@@ -271,10 +271,10 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 def load_checkpoint(trainer: Trainer, folder: Path, before: int | None = None) -> bool:
     """Continue from the newest checkpoint, or the newest before a step; False when there is none."""
-    found = [path for step, path in checkpoints(folder).items() if before is None or step < before]
-    if not found:
+    paths = [path for step, path in checkpoints(folder).items() if before is None or step < before]
+    if not paths:
         return False
-    trainer.load_state(read_state(found[-1], trainer.device))
+    trainer.load_state(read_state(paths[-1], trainer.device))
     return True
 
 

@@ -32,12 +32,12 @@ def judge(
     """
     arrays = equal_shapes(gaps, 2)
     families = [[name for name in arrays if name != null], [name for name in arrays if name == null]]
-    found = {}
+    judged = {}
     for arms in filter(None, families):
         stacked = np.stack([arrays[name] for name in arms])
         design = Forks(arms=len(arms), maximum=maximum)
-        found |= estimates(arms, partial(fit, stacked), design, stacked.shape[1], margin)
-    return {name: found[name] for name in arrays}
+        judged |= estimates(arms, partial(fit, stacked), design, stacked.shape[1], margin)
+    return {name: judged[name] for name in arrays}
 
 
 def fit(gaps: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:

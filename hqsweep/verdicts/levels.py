@@ -51,7 +51,7 @@ def _levels(level: float, maximum: int, both: bool) -> list[float]:
     """Levels of the looks 2, ..., maximum. `both`: flags are raised on either side."""
     first = level * (2 / maximum) ** 2
     tails = np.geomspace(first * 1e-4, 0.5, TAILS)
-    found, cosine, quiet, bound = [], None, None, None
+    levels, cosine, quiet, bound = [], None, None, None
     for n in range(2, maximum + 1):
         upper = _cosine(n, -special.stdtrit(n - 1, tails))
         now = np.concatenate([-upper, upper[-2::-1]])
@@ -61,8 +61,8 @@ def _levels(level: float, maximum: int, both: bool) -> list[float]:
         spend = level * (n**2 - (n - 1) ** 2 * (n > 2)) / maximum**2 / (2 if both else 1)
         tail = np.interp(spend, np.cumsum(steps), tails)
         bound = _cosine(n, -special.stdtrit(n - 1, tail))
-        found.append(float(tail) * (2 if both else 1))
-    return found
+        levels.append(float(tail) * (2 if both else 1))
+    return levels
 
 
 def _cosine(n: int, t: np.ndarray) -> np.ndarray:

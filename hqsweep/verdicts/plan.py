@@ -43,13 +43,13 @@ def needed(
     if math.isnan(sd) or (gap is not None and math.isnan(gap)):
         return math.nan
     least = max(design.first, above + 1)
-    found = math.inf
+    count = math.inf
     if gap:
-        found = _fewest(lambda n: power_of_claim(design, n, _over(gap, sd)), least)
+        count = _fewest(lambda n: power_of_claim(design, n, _over(gap, sd)), least)
     if margin is not None and abs(gap or 0) < margin:
         both = _over(gap or 0.0, sd), _over(margin, sd)
-        found = min(found, _fewest(lambda n: power_of_equivalence(design, n, *both), least))
-    return found
+        count = min(count, _fewest(lambda n: power_of_equivalence(design, n, *both), least))
+    return count
 
 
 def _over(value: float, sd: float) -> float:

@@ -42,14 +42,14 @@ def judge(
     arms = [name for name in arrays if name not in controls]
     stacked = np.stack([arrays[name] for name in (*controls, *arms)])
     n = stacked.shape[-1]
-    found = {}
+    judged = {}
     if null is not None:
         alone = WholeRuns(arms=1, controls=1, maximum=maximum)
-        found |= estimates([null], partial(fit, stacked[:2], 1), alone, n, margin)
+        judged |= estimates([null], partial(fit, stacked[:2], 1), alone, n, margin)
     if arms:
         design = WholeRuns(arms=len(arms), controls=len(controls), maximum=maximum)
-        found |= estimates(arms, partial(fit, stacked, len(controls)), design, n, margin)
-    return {name: found[name] for name in arrays if name in found}
+        judged |= estimates(arms, partial(fit, stacked, len(controls)), design, n, margin)
+    return {name: judged[name] for name in arrays if name in judged}
 
 
 def fit(losses: np.ndarray, controls: int, n: int) -> tuple[np.ndarray, np.ndarray]:

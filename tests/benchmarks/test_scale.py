@@ -16,7 +16,7 @@ def test_runs_that_were_only_written_are_compared_like_trained_ones(tmp_path):
         scale.finish(run, 40)
         scale.log(run, 40)
     arms = compare(runs, "bf16").arms.set_index("arm")
-    assert list(arms["state"]) == ["2 finished"] * 2 and arms.at["nvfp4", "seeds"] == 2
+    assert list(arms["state"]) == ["2 finished"] * 2 and arms.at["nvfp4", "n"] == 2
     assert 2 < arms.at["nvfp4", "final_loss"] < 3.5 and arms.at["bf16", "gemm"] == scale.PLAN
 
 

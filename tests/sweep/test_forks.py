@@ -8,7 +8,7 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.launch import SweepPlan, plan
 from hqsweep.sweep.store import RunDir, RunStore
 
-WORDS = ["conf=quickstart", "fork.steps=6", "fork.decay=4", "track=none", "model.dim=32", "train.batch=2",
+WORDS = ["conf=convergence", "fork.steps=6", "fork.decay=4", "track=none", "model.dim=32", "train.batch=2",
          "train.context=32", "train.eval_batches=1", "train.log_every=5", "data=markov", "stats=off",
          "data.markov.length=20000", "engine.workers=1"]  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_a_fork_names_its_trunk_and_the_file_that_it_starts_from(tmp_path: Path)
     assert facts["study"]["fork"]["at"] == [10, 20]
     fork.reset()
     assert fork.manifest()["trunk"] == trunk.name
-    whole = create(plan(["conf=quickstart", "recipe=bf16", f"runs_dir={tmp_path}", "track=none"]))["bf16"]
+    whole = create(plan(["conf=convergence", "recipe=bf16", f"runs_dir={tmp_path}", "track=none"]))["bf16"]
     assert whole.trunk() is None and whole.trunk_state() is None and whole.fork() is None
 
 
@@ -114,7 +114,7 @@ def test_a_trunk_of_an_earlier_run_is_taken_by_its_hash(tmp_path: Path) -> None:
         (["fork.at=10", "data.markov.vocab=8"], "was trained with data.markov.vocab=16, but .* data.markov.vocab=8"),
         (["fork.at=10", "data=stdlib"], "was trained with data.source=markov, but its forks have data.source=stdlib"),
         (["fork.at=10", "train.dtype=fp32"], "was trained with train.dtype=bf16, but its forks have train.dtype=fp32"),
-        (["fork.at=10", "train.lr=1"], "was trained with train.lr=0.002, but its forks have train.lr=1"),
+        (["fork.at=10", "train.lr=1"], "was trained with train.lr=0.001, but its forks have train.lr=1"),
         (["fork.at=10", "data.val_fraction=0.2"], "was trained with data.val_fraction=0.1"),
     ],
 )
