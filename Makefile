@@ -62,7 +62,7 @@ gpu-answers: gpu-install  ## the fork study whose table is in the README: 15 min
 	$(GPU_RUN) -m hqsweep run conf=gpu_answers track=none
 	$(GPU_RUN) -m hqsweep compare gpu_answers
 
-gpu-designs: gpu-install  ## forks held against whole runs: 20 minutes of one H200; reports/gpu_forks and reports/gpu_whole
+gpu-designs: gpu-install  ## forks held against whole runs: 8 minutes of four H200s; reports/gpu_forks and reports/gpu_whole
 	for name in gpu_forks gpu_whole; do $(GPU_RUN) -m hqsweep run conf=$$name track=none || exit 1; \
 	  $(GPU_RUN) -m hqsweep compare $$name || exit 1; done
 	$(GPU_RUN) -m benchmarks.designs gpu_whole gpu_forks --out reports/gpu_forks/designs.md

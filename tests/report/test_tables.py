@@ -37,6 +37,13 @@ def test_terminal_table_has_every_arm_with_gap_interval_and_sentence(comparison)
     assert row["sentence"] in " ".join(shown.split()) and "[bold]" in shown
 
 
+def test_the_verdict_of_a_gap_inside_the_margin_says_so(make_sweep, fake):
+    run = make_sweep(fake.three_arms())
+    for margin, verdict in ((0.01, "worse"), (100, "worse (in margin)")):
+        cells = tables.arms_table(compare(run, "bf16", margin=margin))
+        assert [row[1] for row in cells.rows if row[0] == "nvfp4"] == [verdict]
+
+
 def test_markdown_rows_keep_their_columns_and_hold_no_html(comparison):
     page = tables.report_markdown(comparison)
     assert "<" not in page.replace("&lt;", "")

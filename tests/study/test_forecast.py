@@ -86,6 +86,16 @@ def test_the_nearest_study_is_taken_and_an_estimate_says_so(laboratory, row):
     assert estimate.minutes == pytest.approx(estimate.replicates * 400 / 60 / 2), "half of the parameters"
 
 
+def test_a_study_on_the_same_kind_of_device_goes_first_and_minutes_of_another_are_said(laboratory, row):
+    plan = laboratory.plan(*WORDS, "train.device=cpu")
+    of_gpu = row(model={}, device="NVIDIA H200")
+    of_cpu = row(model={}, params=100 * row()["params"], sweeps=["far"])
+    (forecast,) = forecasts(plan, 1.0, [of_gpu, of_cpu])
+    assert forecast.basis.startswith("far (") and "that device" not in forecast.basis
+    (forecast,) = forecasts(plan, 1.0, [of_gpu])
+    assert "; minutes are those of that device, not of this machine" in forecast.basis
+
+
 def test_a_gap_of_one_control_is_louder(laboratory, row):
     """Without a null arm a gap is to the baseline alone: 2 variances instead of 1.5."""
     (found,) = forecasts(laboratory.plan("recipe=bf16,mxfp8,nvfp4"), 1.0, [row()])
