@@ -9,7 +9,7 @@
        worse         the 95 % interval lies above 0: a regression, unless the change is proven to be inside the margin
        better        it lies below 0: a pass
        equivalent    two one-sided tests at 5 % put the change inside the margin (% of the loss): a pass
-       undecided     none of these: exit code 4, with the trunks or seeds that a verdict would take
+       undecided     none of these: exit code 4, with the trunks or seeds and minutes of a verdict
 
    The baseline arm of a fork study can only be worse, or pass: its loss is that of its trunks, which are whole runs,
    and no few trunks resolve a whole run to the margin; what it did not exclude stands in the note.
@@ -33,10 +33,11 @@ from hqsweep.report.arms import null_arms
 from hqsweep.report.baseline import UPDATE, Baseline, Entries, measure, read_baseline, recipes_of
 from hqsweep.report.baseline_changes import Pair, broken, difference, equal, recipe_changes
 from hqsweep.report.change import Family, changes, judge
+from hqsweep.report.cost import replicate_minutes
 from hqsweep.report.frames import FORK, Frames, load
 from hqsweep.report.gate_verdicts import Verdict, Verdicts
 from hqsweep.report.studies import study_of
-from hqsweep.report.verdict import fault
+from hqsweep.report.verdict import duration, fault
 from hqsweep.sweep.store import RunDir
 from hqsweep.verdicts.estimate import Estimate
 
@@ -46,13 +47,13 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
     forks together, or a margin that is not above 0 and at most 100."""
     run_dirs = list(run_dirs)
     study = study_of(run_dirs, margin=None if margin is None else parse_margin(margin))
-    frames, _ = load(run_dirs).of_job("convergence").of_design()
+    frames, trunks = load(run_dirs).of_job("convergence").of_design()
     try:
         stored, problem = read_baseline(baseline_file), None
     except UserError as error:
         stored, problem = Baseline(path=baseline_file, recipes={}), str(error)
     _refuse_leftovers(frames, stored)
-    held = Held(frames=frames, stored=stored, baseline=study.baseline, margin=study.margin)
+    held = Held(frames=frames, trunks=trunks, stored=stored, baseline=study.baseline, margin=study.margin)
     if problem is None and not set(stored.arms) & set(frames.runs["arm"]):
         problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(stored.arms)})"
     arms = dict.fromkeys([*frames.runs["arm"], *stored.arms])
@@ -80,6 +81,7 @@ class Held:
     else the first recipe, `margin` is in %."""
 
     frames: Frames
+    trunks: Frames
     stored: Baseline
     baseline: str | None
     margin: float
@@ -206,7 +208,8 @@ class Held:
         if math.isinf(more):
             return f"no number of {self.replicates} within reach would decide; raise {margin}"
         count = "more" if math.isnan(more) else f"about {more:.0f} more"
-        return f"{count} {self.replicates if more != 1 else self.replicates[:-1]} would decide"
+        cost = duration(more * replicate_minutes(self.frames.runs, self.trunks.runs))
+        return f"{count} {self.replicates if more != 1 else self.replicates[:-1]}{cost} would decide"
 
 
 def _where(seed: int, point: int) -> str:

@@ -103,10 +103,13 @@ def _undecided(row: Row) -> str:
         known = not math.isnan(row["these_low_pct"])
         span = f" (95 % {_span(row, 'these_low_pct', 'these_high_pct')})" if known else ""
         more = row["more"] if math.isfinite(row["more"]) else FEWEST_TRUNKS - row["n"]
-        least = f"a verdict needs at least {more:.0f} more {_unit(row, more)}{_minutes(row, more)}"
+        least = (
+            f"a verdict needs at least {more:.0f} more {_unit(row, more)}{duration(more * row['replicate_minutes'])}"
+        )
         return f"{size}{span}, which covers the fork points of {here} and says nothing about {other}; {least}."
     if row["n"] == 1:
-        return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{_minutes(row, 1)}."
+        cost = duration(row["replicate_minutes"])
+        return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{cost}."
     size += f" ({_interval(row)}) over {_replicates(row)}"
     if math.isnan(row["more"]):
         return f"{size}; the same gap in every one, which no test takes."
@@ -116,12 +119,11 @@ def _undecided(row: Row) -> str:
         total = f"about {row['needed']:.0f} {unit} in all would decide, and this study has {row['maximum']} at most"
         return f"{size}; {total}."
     more = row["more"]
-    return f"{size}; about {more:.0f} more {_unit(row, more)}{_minutes(row, more)} would decide."
+    return f"{size}; about {more:.0f} more {_unit(row, more)}{duration(more * row['replicate_minutes'])} would decide."
 
 
-def _minutes(row: Row, more: float) -> str:
+def duration(minutes: float) -> str:
     """ " (7 minutes here)", nothing where no run has told."""
-    minutes = more * row["replicate_minutes"]
     if math.isnan(minutes):
         return ""
     return f" ({_rounded(minutes)} here)"
