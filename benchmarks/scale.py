@@ -28,7 +28,8 @@ import numpy as np
 from benchmarks import rows
 from hqsweep.sweep import launch
 from hqsweep.sweep.files import encode_rows
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 SECTIONS = ("compare", "ls", "compose")
 COLUMNS = ("section", "case", "runs", "steps", "seconds", "cpu_seconds", "budget_s", "megabytes", "budget_mb", "within")

@@ -25,6 +25,11 @@ class UserError(ValueError):
     """Wrong input by a person; `str(error)` is the whole message."""
 
 
+class Damaged(UserError):
+    """A file of a run or a sweep is gone, or is not what was written there; the message names it, says what is wrong
+    with it, and what to do."""
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
     """ " (did you mean 'x'?)" for the closest known word, or "" when none is close. A YAML's key may be no text."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)

@@ -31,7 +31,7 @@ from hqsweep.jobs.isolation import isolated
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.store import CANCELLED, RunDir
+from hqsweep.sweep.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.open import open_tracker
 from hqsweep.track.rows import RowSink

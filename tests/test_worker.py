@@ -21,7 +21,8 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import CANCELLED, RunDir, RunStore
+from hqsweep.sweep.run_dir import CANCELLED, RunDir
+from hqsweep.sweep.store import RunStore
 
 CONFIG = {
     "job": "convergence", "sweep": "tiny",

@@ -27,7 +27,7 @@ from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.report.curves import measures
 from hqsweep.report.frames import FORK, Frames
 from hqsweep.report.text import text
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 VERSION = 2
 FINGERPRINT = ("device.", "threads.", "isa.", "versions.torch.", "kernel_build.", "data_hash.")

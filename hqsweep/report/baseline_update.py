@@ -25,7 +25,7 @@ from hqsweep.report.baseline_changes import difference, equal, recipe_changes
 from hqsweep.report.frames import load
 from hqsweep.report.text import TextTable, number, to_rich
 from hqsweep.sweep.files import write_json
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from hqsweep.report.families import DECIDES, LOSSES, Family, Rule, judge
 from hqsweep.report.frames import FORK, Frames, load
 from hqsweep.report.notes import study_notes
 from hqsweep.report.studies import Study, study_of
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
 
 UNIT = "% of the baseline's loss"

@@ -23,7 +23,7 @@ import pandas as pd
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.names import NOT_IN_ID
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import TABLES
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"

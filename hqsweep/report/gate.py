@@ -38,7 +38,7 @@ from hqsweep.report.frames import FORK, Frames, load
 from hqsweep.report.gate_verdicts import Verdict, Verdicts
 from hqsweep.report.studies import study_of
 from hqsweep.report.verdict import duration, fault
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.verdicts.estimate import Estimate
 
 

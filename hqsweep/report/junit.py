@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.report.parity import first_mismatch
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 ELEMENT = {"FAIL": "failure", "SKIP": "skipped"}
 

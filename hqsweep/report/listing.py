@@ -13,7 +13,8 @@ from hqsweep.config.fork import ForkConfig
 from hqsweep.report.gemm_plans import plan_lines
 from hqsweep.report.job_tables import job_tables
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 STATES = ("finished", "running", "pending", "interrupted", "failed")
 WORST = 5

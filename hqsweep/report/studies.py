@@ -6,7 +6,8 @@ from typing import Any
 
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import FORK
 from hqsweep.sweep.files import encode_rows, read_rows, write_bytes
 from hqsweep.sweep.locks import RunBusy, locked
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 FILE = "noise.jsonl"
 KEY = ("model", "data_hash", "tokens", "design")

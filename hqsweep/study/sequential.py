@@ -18,7 +18,8 @@ from hqsweep.report.arms import Comparison
 from hqsweep.report.compare import compare
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint, is_trunk
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 from hqsweep.verdicts.estimate import VERDICTS
 
 FIRST_SEEDS, FIRST_TRUNKS = 2, 3

@@ -17,8 +17,9 @@ from hqsweep.errors import EXIT_FAILED
 from hqsweep.sweep.files import read_json
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import Display
+from hqsweep.sweep.run_dir import CANCELLED, RunDir
 from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
-from hqsweep.sweep.store import CANCELLED, RunDir, RunStore
+from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.task import end_without
 
 ASK_S = 3.0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 ANSWER = b"finished\n"
 PARENT_LOOK_S = 0.5

@@ -21,9 +21,10 @@ from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.stated import check_stated
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.trunks import check_twins, linked
 from hqsweep.train.loop import pick_device
 

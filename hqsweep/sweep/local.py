@@ -21,8 +21,8 @@ from hqsweep.errors import EXIT_BUSY
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.process import Attempt, Slot
 from hqsweep.sweep.progress import Display
+from hqsweep.sweep.run_dir import CANCELLED, RunDir
 from hqsweep.sweep.slots import cores, slots, thread_limits
-from hqsweep.sweep.store import CANCELLED, RunDir
 from hqsweep.sweep.task import Task, end_without
 
 POLL_S = 0.05

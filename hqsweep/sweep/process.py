@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from hqsweep.errors import EXIT_STORAGE
 from hqsweep.sweep.handover import GRACE_S, line_of
 from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.store import CANCELLED, RunDir
+from hqsweep.sweep.run_dir import CANCELLED, RunDir
 
 ENDED = ("finished", "failed", "interrupted")
 """States that a worker writes when it stops."""

@@ -17,9 +17,10 @@ from hqsweep.sweep.files import write_json
 from hqsweep.sweep.follow import follow, job_ids
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import Display
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.scheduler import find_jobs
 from hqsweep.sweep.slurm_job import work
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.store import RunStore
 
 ARRAY_SIZE = 1000
 """Tasks of one array: what Slurm takes by default (MaxArraySize is 1001)."""

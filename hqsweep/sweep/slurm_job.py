@@ -16,8 +16,8 @@ from rich.console import Console
 from hqsweep.errors import EXIT_FAILED
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.scheduler import find_jobs, requeue_job
-from hqsweep.sweep.store import RunDir
 
 NEAR_LIMIT_S = 30.0
 """How much earlier than announced Slurm may send the signal (it checks in steps of up to a minute)."""

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hqsweep.sweep.store import CANCELLED, RunDir
+from hqsweep.sweep.run_dir import CANCELLED, RunDir
 
 LOOK_S = 0.25
 """Seconds between two looks at the status, the lock or the trunk of a run."""

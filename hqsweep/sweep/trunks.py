@@ -14,7 +14,7 @@ from hqsweep.config.study import ForkStudy
 from hqsweep.errors import UserError
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint, is_trunk, section
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train import data
 
 SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")

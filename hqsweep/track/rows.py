@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows, write_bytes
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
 

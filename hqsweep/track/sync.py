@@ -10,7 +10,7 @@ from typing import Any
 from hqsweep.config.engine import check_installed
 from hqsweep.errors import UserError
 from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import MIRRORED_TABLES
 from hqsweep.track.tracker import Tracker
 

@@ -14,7 +14,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless
 from hqsweep.track.tracker import Tracker, curves
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import wandb
 
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
 from hqsweep.track.tables import VERDICT_COLUMNS
 from hqsweep.track.tracker import NullTracker, Tracker, curves

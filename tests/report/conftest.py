@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 STEPS, EVAL_EVERY, VOCAB_ENTROPY = 200, 20, 3.1
 LAYERS = [f"layers.{i}.{part}" for i in range(2) for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down")]

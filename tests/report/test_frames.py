@@ -7,7 +7,7 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.report.frames import flatten, load
-from hqsweep.sweep.store import RunDir
+from hqsweep.sweep.run_dir import RunDir
 
 
 def test_rows_of_every_run_come_back_with_their_arm_and_seed(make_sweep, fake):

@@ -11,7 +11,8 @@ from hqsweep.study import sequential
 from hqsweep.sweep import launch
 from hqsweep.sweep.files import encode_rows
 from hqsweep.sweep.launch import SweepPlan
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 TINY = [
     "conf=convergence", "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2",

@@ -19,7 +19,8 @@ from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 
 def command() -> list[str]:

@@ -24,7 +24,8 @@ from rich.console import Console
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.progress import PlainDisplay
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 WORKERS = 2
 VICTIMS = ("worker", "parent", "both")

@@ -6,7 +6,8 @@ import pytest
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.launch import SweepPlan, plan
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 WORDS = ["conf=convergence", "fork.steps=6", "fork.decay=4", "track=none", "model.dim=32", "train.batch=2",
          "train.context=32", "train.eval_batches=1", "train.log_every=5", "data=markov", "stats=off",

@@ -13,7 +13,8 @@ import pytest
 
 from hqsweep.sweep import local, process, slots
 from hqsweep.sweep.local import Limits, run_local
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,8 @@ import yaml
 from hqsweep.errors import UserError
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.names import NOT_IN_ID, run_id, run_name
-from hqsweep.sweep.store import RunDir, RunStore
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
 
 
 def test_run_id_ignores_key_order_and_what_changes_no_number(planned):

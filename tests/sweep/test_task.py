@@ -11,7 +11,7 @@ import pytest
 
 from hqsweep.sweep import follow, process
 from hqsweep.sweep.local import Limits, run_local
-from hqsweep.sweep.store import CANCELLED
+from hqsweep.sweep.run_dir import CANCELLED
 from hqsweep.sweep.task import end_without
 
 

@@ -90,7 +90,7 @@ def test_a_killed_run_loses_about_a_second(run):
     program = f"""
         import time
         from pathlib import Path
-        from hqsweep.sweep.store import RunDir
+        from hqsweep.sweep.run_dir import RunDir
         from hqsweep.track import wandb
         run = RunDir(Path({str(run.path)!r}))
         tracker = wandb.open_run(run, run.config())
