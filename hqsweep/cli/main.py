@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import gate as cli_gate
 from hqsweep.cli import growth as cli_growth
@@ -24,7 +25,6 @@ from hqsweep.cli.output import (
     AsJson,
     Junit,
     OneSentence,
-    Runs,
     RunsDir,
     print_result,
     rows_table,
@@ -113,54 +113,6 @@ def run(
 
 
 @app.command()
-def compare(
-    runs: Runs,
-    baseline: Annotated[
-        str | None,
-        typer.Option(help="Arm, or recipe, that the others are measured against; default: the sweep's, else bf16."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
-    window: Annotated[
-        float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
-    ] = 0.1,
-    margin: Annotated[
-        str | None,
-        typer.Option(help="Largest gap that counts as none, in % of the baseline's loss; default: the sweep's, 0.25%."),
-    ] = None,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Exit 1 unless all runs finished, all learnt, and the null arm is equivalent."),
-    ] = False,
-    junit_file: Junit = None,
-    runs_dir: RunsDir = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
-    """Say which recipes are worse, better or equivalent, and write a report.
-
-    A table here; HTML, Markdown, CSV and Parquet in the report folder.
-    """
-    from hqsweep.report import junit
-    from hqsweep.report.check import checked, verdict_rows
-    from hqsweep.report.compare import compare, document, write
-    from hqsweep.report.tables import rich_table
-    from hqsweep.study import noise
-    from hqsweep.sweep.store import RunStore
-    from hqsweep.track.mirror import mirror_report
-
-    selected = RunStore(runs_dir).resolve(runs)
-    comparison = compare(selected, baseline, window, margin)
-    noise.record(comparison, selected[0].sweep_path.parent)
-    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
-    if junit_file:
-        junit.write(junit_file, "compare", verdict_rows(comparison))
-    good, line = checked(comparison) if check else (True, "")
-    result = document(comparison) | {"report": str(page), "check": line or None}
-    mirror_report(selected, page.parent, result["arms"])
-    print_result(as_json, result, rich_table(comparison), f"report: {page}", *([line] if line else []))
-    raise typer.Exit(0 if good else EXIT_MISMATCH)
-
-
-@app.command()
 def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
     """List the sweeps."""
     from hqsweep.report.listing import list_sweeps
@@ -211,6 +163,7 @@ def version(as_json: AsJson = False) -> None:
     print_result(as_json, shown, *(f"{key}: {value}" for key, value in shown.items()))
 
 
+app.command()(cli_compare.compare)
 app.command()(cli_plan.plan)
 app.command()(cli_gate.gate)
 app.command()(cli_probe.probe)

@@ -1,0 +1,56 @@
+"""`hqsweep compare`: which recipes are worse, better or equivalent."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hqsweep.cli.output import AsJson, Junit, Runs, RunsDir, print_result
+from hqsweep.errors import EXIT_MISMATCH
+
+
+def compare(
+    runs: Runs,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="Arm, or recipe, that the others are measured against; default: the sweep's, else bf16."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Report folder; default reports/SWEEP.")] = None,
+    window: Annotated[
+        float, typer.Option(help="Last steps, or last part of a run, over which losses are averaged.")
+    ] = 0.1,
+    margin: Annotated[
+        str | None,
+        typer.Option(help="Largest gap that counts as none, in % of the baseline's loss; default: the sweep's, 0.25%."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Exit 1 unless all runs finished, all learnt, and the null arm is equivalent."),
+    ] = False,
+    junit_file: Junit = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Say which recipes are worse, better or equivalent, and write a report.
+
+    A table here; HTML, Markdown, CSV and Parquet in the report folder.
+    """
+    from hqsweep.report import junit
+    from hqsweep.report.check import checked, verdict_rows
+    from hqsweep.report.compare import compare, document, write
+    from hqsweep.report.tables import rich_table
+    from hqsweep.study import noise
+    from hqsweep.sweep.store import RunStore
+    from hqsweep.track.mirror import mirror_report
+
+    selected = RunStore(runs_dir).resolve(runs)
+    comparison = compare(selected, baseline, window, margin)
+    noise.record(comparison, selected[0].sweep_path.parent)
+    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
+    if junit_file:
+        junit.write(junit_file, "compare", verdict_rows(comparison))
+    good, line = checked(comparison) if check else (True, "")
+    result = document(comparison) | {"report": str(page), "check": line or None}
+    mirror_report(selected, page.parent, result["arms"])
+    print_result(as_json, result, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    raise typer.Exit(0 if good else EXIT_MISMATCH)
