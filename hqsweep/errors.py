@@ -26,8 +26,16 @@ class UserError(ValueError):
 
 
 class Damaged(UserError):
-    """A file of a run or a sweep is gone, or is not what was written there; the message names it, says what is wrong
-    with it, and what to do."""
+    """A file of a run or a sweep is not what was written there. The message names the file, says what is wrong with it,
+    and what to do; the three are there one by one too."""
+
+    def __init__(self, file: object, fault: str, remedy: str) -> None:
+        super().__init__(f"{file}: {fault}; {remedy}")
+        self.file, self.fault, self.remedy = str(file), fault, remedy
+
+
+class Missing(Damaged):
+    """A run's folder or its config is gone."""
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

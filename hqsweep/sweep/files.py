@@ -31,7 +31,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, document: Any) -> None:
     """Replace `path` by the indented JSON of `document` atomically."""
-    write_text(path, json.dumps(document, indent=2) + "\n")
+    write_bytes(path, encode_json(document))
+
+
+def encode_json(document: Any) -> bytes:
+    """Indented JSON, NaN and infinity as the module says."""
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def read_json(path: Path, default: Any = None) -> Any:

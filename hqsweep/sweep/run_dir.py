@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from hqsweep.errors import UserError
-from hqsweep.sweep.files import read_json, read_rows, write_json
+from hqsweep.sweep import seal
+from hqsweep.sweep.files import encode_json, read_json, read_rows, write_bytes, write_json
 from hqsweep.sweep.locks import is_locked, locked
 from hqsweep.sweep.names import fork_of
 
@@ -134,9 +135,17 @@ class RunDir:
         return self.written_status()["state"] == "finished"
 
     def write_status(self, **changes: Any) -> dict[str, Any]:
-        """Change these fields of status.json and return all. The worker writes it, and the engine once that is dead."""
+        """Change these fields of status.json and return all. The worker writes it, and the engine once that is dead.
+
+        A status with which a run ends (seal.SEALED) seals all that the run has put out; one with which it goes on, or
+        starts again, takes the seal away."""
         status = self.written_status() | changes
-        write_json(self.status_path, status)
+        data = encode_json(status)
+        if "state" in changes and status["state"] in seal.SEALED:
+            seal.write(self.path, data)
+        write_bytes(self.status_path, data)
+        if status["state"] not in seal.SEALED:
+            seal.remove(self.path)
         return status
 
     def lock(self, wait_s: float = 0.0) -> AbstractContextManager[None]:
@@ -148,11 +157,13 @@ class RunDir:
         return is_locked(self.lock_path)
 
     def reset(self) -> None:
-        """Delete what the run has put out, so that it is pending again. The caller holds the lock."""
+        """Delete what the run has put out, so that it is pending again, which its status says first. The caller holds
+        the lock."""
         manifest = self.manifest()
+        write_json(self.status_path, PENDING)
+        seal.remove(self.path)
         for entry in self.path.iterdir():
-            if entry not in (self.config_path, self.lock_path):
+            if entry not in (self.config_path, self.lock_path, self.status_path):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         planned = ("run_id", "sweep", "arm", "seed", "job", "overrides", "trunk", "point")
         write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
-        write_json(self.status_path, PENDING)

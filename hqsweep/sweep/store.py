@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import yaml
 
 from hqsweep.errors import UserError, nearest
+from hqsweep.sweep import seal
 from hqsweep.sweep.files import read_json, write_json, write_text
 from hqsweep.sweep.locks import RunBusy, locked
 from hqsweep.sweep.names import fork_of, run_id, run_name
@@ -152,6 +153,7 @@ def _create_run(run: RunDir, point: PlannedRun, needed: Collection[Path] = ()) -
             if lacking and run.has_finished():
                 run.write_status(**PENDING | {"seconds": run.written_status()["seconds"]})
         if not run.has_finished():
+            seal.remove(run.path)  # of a failed run, whose config and manifest are written anew
             write_text(run.config_path, yaml.safe_dump(config, sort_keys=False, width=120))
             forked = {} if fork is None or fork.is_trunk else {"trunk": fork.trunk_name, "point": fork.start}
             run.update_manifest(
