@@ -71,23 +71,44 @@ class Comparison:
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
-    """arm -> the arm it is compared with. A recipe name stands for its arm at the same other swept values: with
-    baseline bf16, "nvfp4 train.lr=0.002" is paired with "bf16 train.lr=0.002". Raises UserError when no arm answers
-    to `baseline`."""
+    """arm -> the arm it is compared with. The name of a recipe, or the beginning of labels, stands for its arm at the
+    same other swept values: with baseline bf16, nvfp4_lr-0.002 is paired with bf16_lr-0.002. Raises UserError when no
+    arm answers to `baseline`."""
     recipe_of = dict(zip(runs["arm"], runs["recipe"], strict=True))
     if baseline in recipe_of:
         return dict.fromkeys(recipe_of, baseline)
-    if baseline not in recipe_of.values():
+    ours = [arm for arm, recipe in recipe_of.items() if recipe == baseline]
+    ours = ours or [arm for arm in recipe_of if arm.startswith(f"{baseline}_")]
+    if not ours:
         known = ", ".join(f"'{arm}'" for arm in recipe_of)
         raise UserError(f"baseline: no arm is called '{baseline}'{nearest(baseline, recipe_of)}; the arms are {known}")
-    paired = {arm: baseline + arm.removeprefix(recipe) for arm, recipe in recipe_of.items()}
-    alone = [arm for arm, other in paired.items() if other not in recipe_of]
+    settings = _settings(runs)
+    paired = {arm: _partner(arm, baseline + arm.removeprefix(recipe_of[arm]), ours, settings) for arm in recipe_of}
+    alone = [arm for arm, other in paired.items() if other is None]
     if alone:
         raise UserError(
-            f"baseline: '{baseline}' has no run with the other values of '{alone[0]}' (wanted '{paired[alone[0]]}'); "
-            f"give one of the arms by its whole label: {', '.join(repr(arm) for arm in recipe_of)}"
+            f"baseline: '{baseline}' has no run with the other values of '{alone[0]}'; give one of the arms by its"
+            f" whole label: {', '.join(repr(arm) for arm in recipe_of)}"
         )
     return paired
+
+
+def _partner(arm: str, named: str, ours: Sequence[str], settings: dict[str, tuple[str, ...]]) -> str | None:
+    """The arm of the baseline with the settings of this one: the one of the same label (`named`), else the one of the
+    shortest, in which no field of the recipe is changed. None without one."""
+    same = [other for other in ours if settings[other] == settings[arm]]
+    if named in same and named != arm:
+        return named
+    return min([*([named] if named in same else []), *same], key=len, default=named if named in ours else None)
+
+
+def _settings(runs: pd.DataFrame) -> dict[str, tuple[str, ...]]:
+    """Arm -> what its config has outside its recipe, noise apart."""
+    leaves = [name for name in config_leaves(runs) if name not in NOISE and not name.startswith("config.recipe.")]
+    first = runs.drop_duplicates("arm").set_index("arm")[leaves]
+    return {
+        arm: tuple(map(str, values)) for arm, values in zip(first.index, first.itertuples(index=False), strict=True)
+    }
 
 
 def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequence[str] = REPLICATE) -> pd.Series:

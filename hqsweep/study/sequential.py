@@ -16,7 +16,7 @@ from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError
 from hqsweep.report.arms import Comparison
 from hqsweep.report.compare import compare
-from hqsweep.sweep.names import run_name
+from hqsweep.sweep.names import id_in, run_id
 from hqsweep.sweep.point import GridPoint, is_trunk
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
@@ -160,9 +160,10 @@ def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
     begun = {run.name: run for run in store.runs(sweep) if run.written_status()["state"] != "pending"}
     candidates = {run.config()["seed"] for run in begun.values()}
     seeds = {point.config["seed"] for point in plan.points}
+    ids = set(map(id_in, begun))
     if candidates - seeds:
         points = replan(sorted(candidates)).points
-        seeds |= {point.config["seed"] for point in points if run_name(point.config) in begun}
+        seeds |= {point.config["seed"] for point in points if run_id(point.config)[:10] in ids}
     least = FIRST_TRUNKS if plan.study.fork else FIRST_SEEDS
     while len(seeds) < least:
         seeds.add(max(seeds) + 1)

@@ -12,6 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.config.study import StudyConfig, parse_study
 from hqsweep.errors import UserError, nearest
+from hqsweep.sweep.arms import Difference, labels
 from hqsweep.sweep.fork_points import fork_points
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
 from hqsweep.sweep.names import NOT_IN_ID
@@ -44,7 +46,6 @@ STUDY_KEYS = tuple(StudyConfig.model_fields)
 POINTS = "fork.at"
 """The one key of a study that takes several values, written as those of a swept key or as a list."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
-_FIELD = re.compile(r"^recipe\.(linear\.)?")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
@@ -141,6 +142,7 @@ class Composer:
         params = [o for key, o in self._parse(self._params(overrides_by_key)).items() if key not in overrides_by_key]
         overrides = [*params, *overrides_by_key.values()]
         points: dict[str, GridPoint] = {}
+        found: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
         for choice in itertools.product(*map(self._choices, overrides)):
             config = self.compose(choice)
@@ -148,15 +150,22 @@ class Composer:
             if config.get("job") == "convergence":
                 keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
             changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
-            point = GridPoint(config=config, overrides=choice, changed=changed, arm=self._arm(config, choice, changed))
-            points.setdefault(json.dumps(config), point)
-        return _study(list(points.values()), parse_study(keys))
+            content = json.dumps(config)
+            if content not in points:
+                points[content] = GridPoint(config=config, overrides=choice, changed=changed, arm="")
+                found[content] = self._difference(config, choice, changed)
+        named = labels(found.values())
+        labelled = [
+            replace(point, arm=named[each].arm, settings=named[each].settings, whole=not each.fields)
+            for point, each in zip(points.values(), found.values(), strict=True)
+        ]
+        return _study(labelled, parse_study(keys))
 
-    def _arm(self, config: dict[str, Any], choice: Sequence[str], changed: Sequence[str]) -> str:
-        """recipe.name, or the job where there is no recipe, and " key=value" for all else that was swept but the seed.
+    def _difference(self, config: dict[str, Any], choice: Sequence[str], changed: Sequence[str]) -> Difference:
+        """recipe.name, or the job where there is no recipe, and all else that was swept but the seed.
 
         A field of the recipe is left out where the value is the recipe's own anyway, so that the point of a grid that
-        changes nothing has the recipe's name alone. "recipe." and "recipe.linear." are left off.
+        changes nothing has the recipe's name alone.
         """
         recipe = config.get("recipe")
         name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
@@ -169,7 +178,9 @@ class Composer:
             except UserError:  # without the swept values it may be incomplete
                 own = {}
             pairs = [(key, value) for key, value in pairs if key not in fields or _leaf(own, key) != value]
-        return " ".join([str(name), *(f"{_FIELD.sub('', key)}={value}" for key, value in pairs)])
+        fields = tuple(pair for pair in pairs if pair[0].startswith("recipe."))
+        settings = tuple(pair for pair in pairs if pair not in fields)
+        return Difference(name=str(name), fields=fields, settings=settings)
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """One resolved config; `overrides` hold no sweep.
@@ -309,15 +320,16 @@ def _leaf(config: Any, key: str) -> Any:
 
 def _study(points: list[GridPoint], study: StudyConfig) -> Grid:
     """The grid with the runs that the study adds, and the name of its baseline."""
+    why = ""
     if points[0].config.get("job") == "convergence":
-        baseline = baseline_of(points, study.baseline)
+        baseline, why = baseline_of(points, study.baseline)
         if study.fork is not None:
             points = fork_points(points, study.fork, baseline, null_arm=study.null_arm)
         elif study.null_arm:
             points = [*points, *null_points(points, baseline)]
-        study = study.model_copy(update={"baseline": study.baseline or _leaf(baseline.config, "recipe.name")})
+        study = study.model_copy(update={"baseline": study.baseline or baseline.variant})
     _check_arms([point for point in points if not is_trunk(point)])
-    return Grid(points=points, study=study)
+    return Grid(points=points, study=study, baseline_why=why)
 
 
 def _check_arms(points: Iterable[GridPoint]) -> None:

@@ -27,17 +27,13 @@ def fork_points(
     trunk.
     """
     recipe, trunks, forks = section(baseline, "recipe"), {}, []
-    null = [replace(p, arm=NAME + p.arm.removeprefix(str(recipe.get("name")))) for p in points if _is(p, recipe)]
+    null = [replace(p, arm=NAME + p.settings) for p in points if p.variant == baseline.variant]
     for point, noise in [*((p, 0.0) for p in points), *((p, NULL_NOISE) for p in (null if null_arm else []))]:
         trunk = None if study.trunk else _trunk(point, study, recipe)
         if trunk is not None:
             trunk = trunks.setdefault(json.dumps(trunk.config), trunk)
         forks += [_fork(point, study, at, trunk, noise) for at in study.at or [study.file_step]]
     return [*trunks.values(), *forks]
-
-
-def _is(point: GridPoint, recipe: dict[str, Any]) -> bool:
-    return section(point, "recipe") == recipe
 
 
 def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPoint:
@@ -52,8 +48,7 @@ def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPo
     unsampled = section(point, "stats") | {"every": 0}
     config = {"recipe": recipe, "train": train | {"steps": last}, "stats": unsampled, "fork": fork}
     changed = tuple(text for text in point.changed if not _key(text).startswith("recipe"))
-    arm = " ".join([TRUNK, *(text.lstrip("+") for text in changed if _key(text) != "seed")])
-    return replace(point, config=point.config | config, changed=changed, arm=arm)
+    return replace(point, config=point.config | config, changed=changed, arm=TRUNK + point.settings)
 
 
 def _key(override: str) -> str:

@@ -57,7 +57,7 @@ class SweepPlan:
         the trunks themselves."""
         rows = []
         for point, config in zip(self.points, self.configs, strict=True):
-            row = {"run": run_name(point.config), "arm": point.arm, "seed": config.seed}
+            row = {"run": run_name(point.config, point.arm), "arm": point.arm, "seed": config.seed}
             if self.study.fork:
                 row |= {"point": config.start or None, "trunk": config.fork.trunk_name}
             rows.append(row | {"changed": list(point.changed), "config": point.config})

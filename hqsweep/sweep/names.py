@@ -42,11 +42,16 @@ def run_id(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def run_name(config: Mapping[str, Any]) -> str:
-    """`<recipe>-s<seed>-<first 10 hex digits of the run id>`; a parity run is called parity, a trunk trunk, and a fork
-    has its point before the id: nvfp4-s0-at400-1f2e3d4c5b."""
-    label = config["recipe"]["name"] if config["job"] == "convergence" else config["job"]
+def run_name(config: Mapping[str, Any], arm: str | None = None) -> str:
+    """`<arm>-s<seed>-<first 10 hex digits of the run id>`; a parity run is called parity, a trunk trunk, and a fork
+    has its point before the id: nvfp4-s0-at400-1f2e3d4c5b. arm: None is the recipe's name."""
+    label = (arm or config["recipe"]["name"]) if config["job"] == "convergence" else config["job"]
     fork = fork_of(config)
     label = "trunk" if fork and fork.is_trunk else re.sub(r"[^A-Za-z0-9._+-]", "_", label)
     point = f"-at{fork.start}" if fork and not fork.is_trunk else ""
     return f"{label}-s{config['seed']}{point}-{run_id(config)[:10]}"
+
+
+def id_in(name: str) -> str:
+    """The digits of the run id at the end of a run's name, by which a run is found again whatever its arm is called."""
+    return name.rpartition("-")[2]

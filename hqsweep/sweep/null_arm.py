@@ -17,18 +17,32 @@ NOISE = 0.01
 BASELINE = "bf16"
 
 
-def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> GridPoint:
-    """The first run of the baseline: of the arm or recipe of that name, by default bf16, or else of the first recipe.
+def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> tuple[GridPoint, str]:
+    """The first run of the baseline, and why it is that, "" of a grid of one arm: of the arm or recipe of that name,
+    by default bf16, else the first recipe that is as its name says, else the first of all.
 
     UserError for a name that the grid does not have.
     """
     if wanted is None:
-        return next((point for point in points if section(point, "recipe").get("name") == BASELINE), points[0])
-    for point in points:
-        if wanted in (point.arm, section(point, "recipe").get("name")):
-            return point
+        chosen, why = _usual(points)
+        return chosen, why if len({point.arm for point in points}) > 1 else ""
+    for name in (lambda p: p.arm, lambda p: p.variant, lambda p: section(p, "recipe").get("name")):
+        chosen = next((point for point in points if name(point) == wanted), None)
+        if chosen is not None:
+            return chosen, "named by the key baseline"
     names = list(dict.fromkeys(point.arm for point in points))
     raise UserError(f"baseline: no arm or recipe '{wanted}'{nearest(wanted, names)}; the grid has {', '.join(names)}")
+
+
+def _usual(points: Sequence[GridPoint]) -> tuple[GridPoint, str]:
+    recipes = [section(point, "recipe").get("name") for point in points]
+    whole = [point for point in points if point.whole]
+    exact = next((p for p, name in zip(points, recipes, strict=True) if p.whole and name == BASELINE), None)
+    if exact is not None:
+        return exact, "it is not quantized"
+    if whole and len(whole) < len(points) and len(set(recipes)) == 1:
+        return whole[0], "the only arm that is as its recipe says"
+    return (whole or points)[0], "the first of the grid; baseline=ARM takes another"
 
 
 def null_points(points: Sequence[GridPoint], baseline: GridPoint) -> list[GridPoint]:
@@ -36,8 +50,7 @@ def null_points(points: Sequence[GridPoint], baseline: GridPoint) -> list[GridPo
 
     Where other keys than the recipe's are swept, each of their values gets a null arm of its own.
     """
-    recipe = section(baseline, "recipe")
-    return [_perturbed(point) for point in points if section(point, "recipe") == recipe]
+    return [_perturbed(point) for point in points if point.variant == baseline.variant]
 
 
 def _perturbed(point: GridPoint) -> GridPoint:
@@ -48,5 +61,5 @@ def _perturbed(point: GridPoint) -> GridPoint:
         config=point.config | {"recipe": recipe | {"name": NAME}, "model": model | {"init_noise": NOISE}},
         overrides=(*without(point.overrides, NULL_ARM), f"{NULL_ARM}=false", f"recipe.name='{NAME}'", noise),
         changed=(*without(point.changed, "recipe"), noise),
-        arm=NAME + point.arm.removeprefix(str(recipe.get("name"))),
+        arm=NAME + point.settings,
     )

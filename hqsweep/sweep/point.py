@@ -13,22 +13,32 @@ class GridPoint:
 
     config: resolved, as plain dicts and lists. overrides: all that were given, this point's choices among them.
     changed: those of them that were swept. arm: the label of the run's recipe in this sweep, equal for all seeds.
-    trunk: the run of the same grid that the run is a fork of.
+    settings: the end of the label that names other swept keys than the recipe's. whole: whether the recipe is as its
+    name says, no field of it changed. trunk: the run of the same grid that the run is a fork of.
     """
 
     config: dict[str, Any]
     overrides: tuple[str, ...]
     changed: tuple[str, ...]
     arm: str
+    settings: str = ""
+    whole: bool = True
     trunk: "GridPoint | None" = None
+
+    @property
+    def variant(self) -> str:
+        """The arm without its settings: what it is paired by with arms of other variants at the same settings."""
+        return self.arm.removesuffix(self.settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The runs of a sweep in the order of the grid, and the keys that belong to the sweep as a whole."""
+    """The runs of a sweep in the order of the grid, the keys that belong to the sweep as a whole, and why its baseline
+    is what it is ("" where there is nothing to compare)."""
 
     points: list[GridPoint]
     study: StudyConfig
+    baseline_why: str = ""
 
 
 def section(point: GridPoint, key: str) -> dict[str, Any]:

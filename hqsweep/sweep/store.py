@@ -22,7 +22,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.sweep import seal
 from hqsweep.sweep.files import read_json, write_json, write_text
 from hqsweep.sweep.locks import RunBusy, locked
-from hqsweep.sweep.names import fork_of, run_id, run_name
+from hqsweep.sweep.names import fork_of, id_in, run_id, run_name
 from hqsweep.sweep.run_dir import PENDING, RunDir
 
 LOCK_WAIT_S = 10.0
@@ -78,17 +78,19 @@ class RunStore:
 
     def _create(self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun]) -> list[RunDir]:
         """listed: what sweep.json is to say beside the runs."""
-        named = {run_name(point.config): point for point in points}
+        names = self.names(folder.name, points)
+        named = dict(zip(names, points, strict=True))
+        arms = _arms([RunDir(folder / name) for name in names], points)
         forks = [(RunDir(folder / name), fork) for name, p in named.items() if (fork := fork_of(p.config))]
         trunks = {run.name for run, fork in forks if fork.is_trunk}
         needed = {fork.state_file(run.path) for run, fork in forks if not fork.is_trunk and not run.has_finished()}
-        run_dirs = [_create_run(RunDir(folder / name), point, needed) for name, point in named.items()]
+        run_dirs = [_create_run(RunDir(folder / name), p, arms[p.arm], needed) for name, p in named.items()]
         new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
         old = read_json(folder / "sweep.json", new)
         write_json(folder / "sweep.json", {
             "name": folder.name, **listed,
             "runs": list(dict.fromkeys([*old["runs"], *named])),
-            "arms": list(dict.fromkeys([*old["arms"], *(p.arm for name, p in named.items() if name not in trunks)])),
+            "arms": list(dict.fromkeys([*old["arms"], *(arms[p.arm] for n, p in named.items() if n not in trunks)])),
             "created": old["created"],
             "study": old.get("study", {}) if listed["study"] is None else listed["study"],
         })  # fmt: skip
@@ -106,6 +108,15 @@ class RunStore:
         """sweep.json; study is {} where the sweep is older than that. Raises UserError where it is not what create()
         wrote."""
         return {"study": {}} | _sweep_facts(self.root / sweep)
+
+    def names(self, sweep: str, points: Iterable[PlannedRun]) -> list[str]:
+        """Names of these runs: of the folders that are there for them, by their ids, whatever their arms were called
+        then."""
+        folder = self.root / sweep
+        entries = os.scandir(folder) if folder.is_dir() else ()
+        there = {id_in(entry.name): entry.name for entry in entries if entry.is_dir()}
+        new = [run_name(point.config, point.arm) for point in points]
+        return [name if (folder / name).is_dir() else there.get(id_in(name), name) for name in new]
 
     def runs(self, sweep: str) -> list[RunDir]:
         """The sweep's runs in grid order; [] for an unknown sweep."""
@@ -137,7 +148,18 @@ class RunStore:
         raise UserError(f"'{word}' is no run or sweep in {self.root} and no folder{hint}; `hqsweep ls` lists them")
 
 
-def _create_run(run: RunDir, point: PlannedRun, needed: Collection[Path] = ()) -> RunDir:
+def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str]:
+    """Arm of the plan -> what it is called: as its finished runs are, where a sweep has labelled them otherwise before,
+    so that the seeds of an arm stay together."""
+    arms = {point.arm: point.arm for point in points}
+    for run, point in zip(runs, points, strict=True):
+        if arms[point.arm] == point.arm and run.path.name != run_name(point.config, point.arm):
+            with suppress(UserError):  # what is damaged is named by who reads it for a number
+                arms[point.arm] = run.manifest().get("arm", point.arm) if run.has_finished() else point.arm
+    return arms
+
+
+def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Path] = ()) -> RunDir:
     """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
     config, which can differ only in what cannot change a number (track, engine).
 
@@ -157,7 +179,7 @@ def _create_run(run: RunDir, point: PlannedRun, needed: Collection[Path] = ()) -
             write_text(run.config_path, yaml.safe_dump(config, sort_keys=False, width=120))
             forked = {} if fork is None or fork.is_trunk else {"trunk": fork.trunk_name, "point": fork.start}
             run.update_manifest(
-                run_id=run_id(point.config), sweep=run.sweep, arm=point.arm, seed=point.config["seed"],
+                run_id=run_id(point.config), sweep=run.sweep, arm=arm, seed=point.config["seed"],
                 job=point.config["job"], overrides=list(point.overrides), **forked,
             )  # fmt: skip
         if not run.status_path.exists():

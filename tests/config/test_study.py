@@ -30,7 +30,7 @@ def test_no_run_has_them_and_the_plan_does() -> None:
         (["recipe=mxfp8,bf16"], "bf16"),
         (["recipe=mxfp8,nvfp4"], "mxfp8"),
         (["recipe=mxfp8,nvfp4", "baseline=nvfp4"], "nvfp4"),
-        (["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "baseline='mxfp8 train.lr=0.002'"], "mxfp8 train.lr=0.002"),
+        (["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "baseline=mxfp8_lr-0.002"], "mxfp8_lr-0.002"),
     ],
 )
 def test_the_baseline_is_bf16_or_the_first_recipe_or_the_one_that_is_named(words: list[str], baseline: str) -> None:

@@ -218,9 +218,26 @@ def test_a_recipe_is_paired_at_equal_other_values(make_sweep, fake):
 
 
 def test_a_recipe_without_its_partner_is_an_error():
-    runs = pd.DataFrame({"arm": ["bf16 lr=1", "nvfp4 lr=2"], "recipe": ["bf16", "nvfp4"]})
-    with pytest.raises(UserError, match=r"no run with the other values of 'nvfp4 lr=2' \(wanted 'bf16 lr=2'\)"):
+    runs = grid({"bf16_lr-1": ("bf16", 1), "nvfp4_lr-2": ("nvfp4", 2)})
+    with pytest.raises(UserError, match=r"no run with the other values of 'nvfp4_lr-2'; give one of the arms"):
         baselines(runs, "bf16")
+
+
+def grid(arms: dict[str, tuple[str, int]]) -> pd.DataFrame:
+    """Runs of arms, each of a recipe and a learning rate."""
+    recipes, rates = zip(*arms.values(), strict=True)
+    return pd.DataFrame({"arm": arms.keys(), "recipe": recipes, "design": "whole run", "config.train.lr": rates})
+
+
+def test_a_recipe_of_which_fields_are_swept_is_its_arm_without_changes():
+    rates = {"mxfp8_lr-1": ("mxfp8", 1), "mxfp8_lr-2": ("mxfp8", 2)}
+    changed = {"mxfp8_input-nvfp4_lr-1": ("mxfp8", 1), "mxfp8_input-nvfp4_lr-2": ("mxfp8", 2)}
+    partner = {arm: f"mxfp8_lr-{rate}" for arm, (_, rate) in (rates | changed).items()}
+    assert baselines(grid(changed | rates), "mxfp8") == partner
+    assert baselines(grid({"a_x-1_lr-1": ("a", 1), "b": ("b", 1)}), "a_x-1") == dict.fromkeys(
+        ["a_x-1_lr-1", "b"], "a_x-1_lr-1"
+    )
+    assert baselines(grid({"mxfp8": ("mxfp8", 1)} | changed), "mxfp8") == dict.fromkeys(["mxfp8", *changed], "mxfp8")
 
 
 def test_gap_curve_is_the_difference_at_equal_steps(make_sweep, fake):

@@ -56,19 +56,23 @@ def test_formats_sweep_unquoted() -> None:
     points = expand("convergence", words).points
     formats = ["mxfp8", "nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized"]
     assert values(points, "recipe.linear.input", "seed") == [(f, seed) for f in formats for seed in range(3)]
-    assert [p.arm for p in points[::3]] == [f"bf16 input={f}" for f in formats]
+    assert [p.arm for p in points[::3]] == [
+        "bf16_input-mxfp8",
+        "bf16_input-nvfp4-mxfp8",
+        "bf16_input-nvfp4-mxfp8-dequantized",
+    ]
     assert points[4].changed == ("recipe.linear.input=nvfp4|mxfp8", "seed=1")
     assert points[4].overrides == ("recipe=bf16", *points[4].changed)
 
 
 def test_an_arm_names_the_fields_that_differ_from_its_recipe(folder: Path) -> None:
     points = expand("convergence", ["recipe=nvfp4,bf16", "recipe.linear.input=bf16,mxfp8", "train.lr=1e-3,2e-3"]).points
-    arms = ["nvfp4 input=bf16", "nvfp4 input=mxfp8", "bf16", "bf16 input=mxfp8"]
-    assert [p.arm for p in points[::2]] == [f"{arm} train.lr=0.001" for arm in arms]
+    arms = ["nvfp4_input-bf16", "nvfp4_input-mxfp8", "bf16", "bf16_input-mxfp8"]
+    assert [p.arm for p in points[::2]] == [f"{arm}_lr-0.001" for arm in arms]
     write(folder / "conf/recipe/open.yaml", "name: open\nlinear: mxfp8\ngemm: ???\n")
     assert [p.arm for p in expand("convergence", ["recipe=open", "recipe.gemm=exact,strict"]).points] == [
-        "open gemm=exact",
-        "open gemm=strict",
+        "open_gemm-exact",
+        "open_gemm-strict",
     ]
 
 
@@ -167,7 +171,7 @@ def test_a_recipe_of_a_file_is_swept_as_packaged_ones_are(folder: Path) -> None:
 def test_arm_names_what_was_swept_beside_recipe_and_seed() -> None:
     points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,3e-4", "seed=0,1", "train.steps=10"]).points
     assert sorted({p.arm for p in points}) == [
-        "bf16 train.lr=0.0003", "bf16 train.lr=0.001", "mxfp8 train.lr=0.0003", "mxfp8 train.lr=0.001"
+        "bf16_lr-0.0003", "bf16_lr-0.001", "mxfp8_lr-0.0003", "mxfp8_lr-0.001"
     ]  # fmt: skip
 
 

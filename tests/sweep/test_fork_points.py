@@ -59,7 +59,7 @@ def test_points_are_written_as_a_list_or_as_values(word: str) -> None:
 
 def test_other_keys_that_are_swept_have_trunks_of_their_own_unless_they_change_no_number_of_it() -> None:
     made = planned("train.lr=1e-3,2e-3")
-    assert [p.arm for p in made.points if p.trunk is None] == ["trunk train.lr=0.001", "trunk train.lr=0.002"]
+    assert [p.arm for p in made.points if p.trunk is None] == ["trunk_lr-0.001", "trunk_lr-0.002"]
     assert len({c.fork.trunk for c in made.configs if c.start}) == 2
     assert len([c for c in planned("train.log_every=5,10").configs if c.fork.is_trunk]) == 1
 

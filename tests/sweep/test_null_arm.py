@@ -36,7 +36,7 @@ def test_without_bf16_the_first_recipe_is_the_baseline() -> None:
 
 def test_each_value_of_another_swept_key_gets_its_own() -> None:
     points = expand("convergence", ["recipe=bf16,mxfp8", "train.lr=1e-3,2e-3", "null_arm=true"]).points
-    assert [p.arm for p in points[4:]] == ["null train.lr=0.001", "null train.lr=0.002"]
+    assert [p.arm for p in points[4:]] == ["null_lr-0.001", "null_lr-0.002"]
 
 
 def test_there_is_none_unless_asked_for_and_no_run_config_has_the_switch() -> None:

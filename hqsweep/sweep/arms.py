@@ -1,0 +1,155 @@
+"""What arms are called: a recipe's name and what differs from it, as in mxfp8_input-nvfp4_lr-0.002.
+
+A label is the same as arm, beginning of a run's folder, legend of a plot and word of --baseline, so it has neither
+spaces nor marks that a shell or a file system reads. Where one of a grid is long, all of its labels take a shorter form
+(grad, dq; then x, w and dy for the operands of a linear), and what is still too long is cut and gets a hash.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+
+K = TypeVar("K")
+Pair = tuple[str, str]
+"""Key and value of an override, as text."""
+LONGEST = 44
+LEAST = 16
+"""Characters for changed fields after a recipe's name, however long that is."""
+_FIELD = re.compile(r"^recipe\.(linear\.)?")
+_PLAIN = re.compile(r"[\w.+@|/-]+")
+_SHORT = {"grad_output": "grad", "grouped_linear": "grouped", "dequantized": "dq"}
+_LETTERS = _SHORT | {"input": "x", "weight": "w", "grad_output": "dy"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What an arm is: the name of its recipe or its own, fields in which it differs from that recipe, and settings
+    that belong to no recipe, in which whole families of arms differ."""
+
+    name: str
+    fields: tuple[Pair, ...] = ()
+    settings: tuple[Pair, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """The label, and the end of it that names the settings."""
+
+    arm: str
+    settings: str
+
+
+def labels(differences: Iterable[Difference]) -> dict[Difference, Label]:
+    """A label of its own for each, of LONGEST characters at most but for recipes of long names."""
+    asked = list(dict.fromkeys(differences))
+    last = Counter(_last(key) for key in {key for each in asked for key, _ in each.settings})
+    bodies, ends = {}, {}
+    for form in (_whole, _abbreviated, _lettered):
+        bodies = {(each.name, each.fields): each.name + _text(each.fields, form, last) for each in asked}
+        ends = {each.settings: _text(each.settings, form, last) for each in asked}
+        if all(len(bodies[each.name, each.fields] + ends[each.settings]) <= LONGEST for each in asked):
+            break
+    ends = _told_apart(ends, dict.fromkeys(ends, max(LONGEST // 2, LONGEST - _longest(bodies))))
+    room = LONGEST - _longest(ends)
+    bodies = _told_apart(bodies, {key: max(room, len(key[0]) + LEAST) for key in bodies})
+    return {
+        each: Label(arm=bodies[each.name, each.fields] + ends[each.settings], settings=ends[each.settings])
+        for each in asked
+    }
+
+
+def _text(pairs: Sequence[Pair], form: Callable[[Sequence[Pair]], list[Pair]], last: Mapping[str, int]) -> str:
+    return "".join(f"_{key}-{value}" for key, value in form([(_key(key, last), _plain(value)) for key, value in pairs]))
+
+
+def _told_apart(texts: Mapping[K, str], room: Mapping[K, int]) -> dict[K, str]:
+    """The texts, those cut to their room that are longer, and a hash after what is cut or would be another's."""
+    counts = Counter(texts.values())
+    return {
+        key: text if len(text) <= room[key] and counts[text] == 1 else f"{text[: room[key] - 5]}_{_digest(key)}"
+        for key, text in texts.items()
+    }
+
+
+def _longest(texts: Mapping[Any, str]) -> int:
+    return max(map(len, texts.values()), default=0)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:4]
+
+
+def _key(key: str, last: Mapping[str, int]) -> str:
+    """A field without "recipe." and "recipe.linear.", another key by its last part where no other ends so."""
+    if key.startswith("recipe."):
+        return _FIELD.sub("", key)
+    return _last(key) if last[_last(key)] == 1 else key
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _plain(value: str) -> str:
+    """A value in the letters of a folder's name: nvfp4|mxfp8@rowwise_dequantized is nvfp4-mxfp8-dequantized."""
+    value = value.strip("'\"").replace("@rowwise_dequantized", "-dequantized")
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", value).rstrip("-") or "none"
+
+
+def _whole(pairs: Sequence[Pair]) -> list[Pair]:
+    return list(pairs)
+
+
+def _abbreviated(pairs: Sequence[Pair]) -> list[Pair]:
+    return [(_replaced(key, _SHORT), _replaced(value, _SHORT)) for key, value in pairs]
+
+
+def _lettered(pairs: Sequence[Pair]) -> list[Pair]:
+    """The operands of a linear as x, w and dy, those of one value together."""
+    short = [(_replaced(key, _LETTERS), _replaced(value, _SHORT)) for key, value in pairs]
+    joined: dict[str, str] = {}
+    for key, value in short:
+        same = next((k for k in joined if joined[k] == value and {*k, key} <= {"x", "w"}), None)
+        if same is not None:
+            joined = {k + key * (k == same): v for k, v in joined.items()}
+        else:
+            joined[key] = value
+    return list(joined.items())
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    for word, short in words.items():
+        text = re.sub(rf"(?<![a-z]){word}(?![a-z])", short, text)
+    return text
+
+
+def override_texts(given: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """The overrides of an arm that a sweep's YAML names: as they stand, or of a mapping from keys to values."""
+    return [f"{key}={_written(value)}" for key, value in _leaves(given)] if isinstance(given, Mapping) else list(given)
+
+
+def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _written(value: Any) -> str:
+    """A value of a YAML as Hydra's grammar has it."""
+    return Override._get_value_element_as_str(_quoted(value))
+
+
+def _quoted(value: Any) -> Any:
+    if isinstance(value, Mapping):  # in a list
+        return {key: _quoted(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_quoted(each) for each in value]
+    plain = not isinstance(value, str) or _PLAIN.fullmatch(value)
+    return value if plain else QuotedString(text=value, quote=Quote.single)
