@@ -31,6 +31,7 @@ from typing import Any
 
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.model import grouped_shapes, linear_shapes
+from hqsweep.errors import Damaged
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import FORK
 from hqsweep.sweep.files import encode_rows, read_rows, write_bytes
@@ -56,7 +57,7 @@ def record(comparison: Comparison, runs_dir: Path) -> Path | None:
         with locked(path.with_name(f".{FILE}.lock"), LOCK_WAIT_S):
             others = [row for row in read_rows(path) if _key(row) not in keys]
             write_bytes(path, encode_rows([*others, *rows]))
-    except (OSError, RunBusy):
+    except (OSError, RunBusy, Damaged):
         return None
     return path
 

@@ -7,11 +7,14 @@ NaN and infinity are written as JSON's NaN, Infinity and -Infinity, which Python
 
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged
+
+RESTORE = "restore it, or run the sweep's `hqsweep run` command again"
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -39,14 +42,38 @@ def encode_json(document: Any) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def read_json(path: Path, default: Any = None) -> Any:
-    """The document in `path`, or `default` where there is no such file. Raises UserError for a file that is no JSON."""
+def read_bytes(path: Path) -> bytes | None:
+    """All of a file, None where there is none. Raises Damaged for what is no file or cannot be read; nothing makes it
+    wait, not a pipe either."""
     try:
-        return json.loads(path.read_bytes())
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        return default
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); restore the file or delete its run folder") from None
+        return None
+    except OSError as error:
+        raise Damaged(path, f"cannot be read ({error.strerror})", RESTORE) from None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise Damaged(path, "is no file", RESTORE)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise Damaged(path, f"cannot be read ({error.strerror})", RESTORE) from None
+    finally:
+        os.close(descriptor)
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """The document that `data`, read from `path`, is. Raises Damaged where it is none."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(path, f"is not JSON ({error})" if data else "is empty", RESTORE) from None
+
+
+def read_json(path: Path, default: Any = None) -> Any:
+    """The document in `path`, or `default` where there is no such file. Raises Damaged for a file that is no JSON."""
+    data = read_bytes(path)
+    return default if data is None else parse_json(path, data)
 
 
 def encode_rows(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -57,24 +84,28 @@ def encode_rows(rows: Iterable[dict[str, Any]]) -> bytes:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file, in file order; [] where there is no such file; a torn last line is dropped.
 
-    Raises UserError, with the line's number, when a line before the last one is no JSON.
+    Raises Damaged, with the line's number, when a line before the last one is no JSON.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
+    return parse_rows(path, read_bytes(path) or b"")
+
+
+def parse_rows(path: Path, data: bytes) -> list[Any]:
+    """The rows that `data`, read from `path`, are; as read_rows says."""
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     try:
-        return json.loads(b"[" + b",".join(lines) + b"]")
-    except ValueError:
-        return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
+        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(rows) == len(lines):
+            return rows
+    except (ValueError, RecursionError):
+        pass
+    return [_parse_line(path, number, line) for number, line in enumerate(lines, 1)]
 
 
-def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_line(path: Path, number: int, line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
-        raise UserError(f"{path}: line {number} is not JSON; delete it, or repeat the run with --force") from None
+    except (ValueError, RecursionError):
+        raise Damaged(path, f"line {number} is not JSON", "repeat the run with --force") from None
 
 
 def drop_torn_tail(path: Path) -> None:

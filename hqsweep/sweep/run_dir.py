@@ -5,6 +5,7 @@ A folder belongs to one process at a time, by an flock on it, which the kernel r
 
 import shutil
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 
 import yaml
 
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, Missing
 from hqsweep.sweep import seal
-from hqsweep.sweep.files import encode_json, read_json, read_rows, write_bytes, write_json
+from hqsweep.sweep.documents import CONFIG, MANIFEST, PLANNED, REPAIRED, STATUS, check_document, check_rows
+from hqsweep.sweep.files import encode_json, parse_json, parse_rows, read_bytes, write_bytes, write_json
 from hqsweep.sweep.locks import is_locked, locked
 from hqsweep.sweep.names import fork_of
+from hqsweep.track.tables import TABLES
 
 PENDING: dict[str, Any] = {
     "state": "pending", "reason": None, "exit_code": None, "pid": None, "host": None, "attempt": 0,
@@ -87,7 +90,13 @@ class RunDir:
 
     def fork(self) -> Any:
         """The section fork of the config, a ForkConfig; None for a run from scratch to its end."""
-        return fork_of(self.config())
+        try:
+            return fork_of(self.config())
+        except Damaged:
+            raise
+        except ValueError as error:  # pydantic's
+            why = " ".join(str(error).split())
+            raise Damaged(self.config_path, f"its section fork is none: {why}", REPAIRED) from None
 
     def trunk_state(self) -> Path | None:
         """The file that a fork starts from, whether it is there yet or not; None for all other runs."""
@@ -100,46 +109,97 @@ class RunDir:
         outside = fork is None or fork.is_trunk or fork.trunk_hash is not None
         return None if outside else RunDir(self.sweep_path / fork.trunk)
 
+    def read(self, path: Path) -> bytes | None:
+        """One of the run's files, None where it is not there. Raises Damaged."""
+        return read_bytes(path)
+
     def config(self) -> dict[str, Any]:
-        """The resolved config. Raises UserError where there is none."""
+        """The resolved config. Raises Missing where there is none, Damaged where it is none of a run."""
+        data = self.read(self.config_path)
+        if data is None:
+            raise Missing(self.path, "no config.yaml there, so this is not the folder of a run", REPAIRED)
         try:
-            return yaml.load(self.config_path.read_text(), Loader=YAML)  # as yaml.safe_load, ten times as fast
-        except FileNotFoundError:
-            raise UserError(f"{self.path}: no config.yaml there, so this is not the folder of a run") from None
+            config = yaml.load(data.decode(), Loader=YAML)  # as yaml.safe_load, ten times as fast
+            return check_document(self.config_path, config, CONFIG, ("job", "seed"))
+        except Damaged:
+            raise
+        except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = " ".join(str(error).split())
+            raise Damaged(self.config_path, f"is not YAML ({why})", REPAIRED) from None
 
     def manifest(self) -> dict[str, Any]:
-        return read_json(self.manifest_path, {})
+        """Facts about the run. Raises Damaged where they are gone, or not those of a run."""
+        manifest = self._json(self.manifest_path, MANIFEST, PLANNED)
+        if manifest is None:
+            raise Damaged(self.manifest_path, "is gone", REPAIRED)
+        return manifest
 
     def update_manifest(self, **facts: Any) -> None:
-        write_json(self.manifest_path, self.manifest() | facts)
+        """Add facts to the manifest; of one that is gone or damaged nothing is kept."""
+        try:
+            known = self._json(self.manifest_path, MANIFEST) or {}
+        except Damaged:
+            known = {}
+        write_json(self.manifest_path, known | facts)
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """Rows of `table` as written so far, a torn last line dropped."""
-        return read_rows(self.jsonl(table))
+        """Rows of `table` as written so far, a torn last line dropped. Raises Damaged for what is no row of it."""
+        path = self.jsonl(table)
+        rows = parse_rows(path, self.read(path) or b"")
+        check_rows(path, rows, TABLES[table])
+        return rows
+
+    def job(self) -> str | None:
+        """The id of the scheduler's job that has the run, None where there is none. Raises Damaged."""
+        document = self._json(self.job_path, {"id": str}, ("id",))
+        return document and document["id"]
+
+    def _json(self, path: Path, fields: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any] | None:
+        """The document in one of the run's files, None where there is no such file. Raises Damaged."""
+        data = self.read(path)
+        try:
+            return None if data is None else check_document(path, parse_json(path, data), fields, required)
+        except RecursionError:
+            raise Damaged(path, "is nested too deep", REPAIRED) from None
 
     def written_status(self) -> dict[str, Any]:
-        """status.json as it stands, PENDING without one."""
-        return PENDING | read_json(self.status_path, {})
+        """status.json as it stands, PENDING without one. Raises Damaged."""
+        return PENDING | (self._json(self.status_path, STATUS, ("state",)) or {})
 
     def status(self) -> dict[str, Any]:
         """written_status, but a run whose worker died on this machine without a word is interrupted, not running."""
         status = self.written_status()
-        if status["state"] != "running" or status["host"] != socket.gethostname() or self.is_locked():
+        here = status["host"] in (None, socket.gethostname())
+        if status["state"] != "running" or not here or self.is_locked():
             return status
         status = self.written_status()  # again: it may have ended between the first look and the lock
         if status["state"] == "running":
             status |= {"state": "interrupted", "reason": "its worker is gone"}
         return status
 
+    def seen(self) -> dict[str, Any]:
+        """status() for who looks at many runs: of a run that is gone or damaged its state is "missing" or "damaged",
+        and its reason the sentence that says so."""
+        try:
+            if not self.path.is_dir():
+                raise Missing(self.path, "the run's folder is gone", REPAIRED)
+            return self.status()
+        except Damaged as fault:
+            return PENDING | {"state": "missing" if isinstance(fault, Missing) else "damaged", "reason": str(fault)}
+
     def has_finished(self) -> bool:
-        return self.written_status()["state"] == "finished"
+        return self.seen()["state"] == "finished"
 
     def write_status(self, **changes: Any) -> dict[str, Any]:
-        """Change these fields of status.json and return all. The worker writes it, and the engine once that is dead.
+        """Change these fields of status.json and return all; of one that is damaged nothing is kept. The worker writes
+        it, and the engine once that is dead.
 
         A status with which a run ends (seal.SEALED) seals all that the run has put out; one with which it goes on, or
         starts again, takes the seal away."""
-        status = self.written_status() | changes
+        try:
+            status = self.written_status() | changes
+        except Damaged:
+            status = PENDING | changes
         data = encode_json(status)
         if "state" in changes and status["state"] in seal.SEALED:
             seal.write(self.path, data)
@@ -157,13 +217,24 @@ class RunDir:
         return is_locked(self.lock_path)
 
     def reset(self) -> None:
-        """Delete what the run has put out, so that it is pending again, which its status says first. The caller holds
-        the lock."""
-        manifest = self.manifest()
+        """Delete what the run has put out, of links only themselves, so that it is pending again, which its status says
+        first. The caller holds the lock."""
+        try:
+            manifest = self._json(self.manifest_path, MANIFEST) or {}
+        except Damaged:
+            manifest = {}
         write_json(self.status_path, PENDING)
         seal.remove(self.path)
         for entry in self.path.iterdir():
             if entry not in (self.config_path, self.lock_path, self.status_path):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        planned = ("run_id", "sweep", "arm", "seed", "job", "overrides", "trunk", "point")
+                remove(entry)
+        planned = (*PLANNED, "trunk", "point")
         write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link (never what it leads to) or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -26,6 +26,11 @@ TABLES: dict[str, dict[str, type]] = {
 }  # fmt: skip
 """Table -> column -> type: SQNR in dB, underflow and saturation in % of the elements; what a row has not is null."""
 
+NAMING = frozenset({"step", "metric", "layer", "tensor", "direction", *CHECKED})
+"""Columns that say what a row is about, and so are never null."""
+OPTIONAL = frozenset({*LOADS, "row_sqnr_db_median", "row_sqnr_db_p5"})
+"""Columns that rows of earlier versions do not have."""
+
 MIRRORED_TABLES = tuple(name for name in TABLES if name != "metrics")
 """Tables that a tracker gets as a whole, beside the metrics."""
 

@@ -13,6 +13,7 @@ import yaml
 from hqsweep.report import figures, heatmaps, html, look, points
 from hqsweep.report.compare import compare
 from hqsweep.report.tables import report_markdown
+from hqsweep.track.tables import TABLES
 
 NASTY = "</script><script>alert('arm')</script><img src=x onerror=alert(1)> & \"q\""
 
@@ -199,7 +200,8 @@ def test_the_parity_matrix_is_there_when_a_parity_run_is_among_the_runs(make_swe
     parity = make_sweep([fake.Run(arm="parity")], name="parity")[0]
     config = parity.config() | {"job": "parity"}
     parity.config_path.write_text(yaml.safe_dump(config))
-    row = {"check": "kernel", "case": "normal", "subject": "mxfp8", "status": "PASS"}
+    row = dict.fromkeys(TABLES["parity"])
+    row |= {"check": "kernel", "case": "normal", "subject": "mxfp8", "status": "PASS"}
     wrong = row | {"subject": "<b>", "status": "FAIL", "mismatches": 3, "total": 9, "first_index": "[0, 1]"}
     rows = [row, wrong, row | {"check": "routing", "subject": "mxfp8|nvfp4"}]
     parity.jsonl("parity").write_text("".join(json.dumps(each) + "\n" for each in rows))

@@ -19,7 +19,7 @@ def test_a_failed_write_leaves_the_old_document_and_no_temporary_file(tmp_path):
 def test_reading_a_missing_document_gives_the_default_and_a_broken_one_is_named(tmp_path):
     assert read_json(tmp_path / "none.json", {"x": 1}) == {"x": 1}
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(UserError, match=r"bad\.json: not JSON"):
+    with pytest.raises(UserError, match=r"bad\.json: is not JSON"):
         read_json(tmp_path / "bad.json")
 
 
