@@ -118,7 +118,9 @@ def _work(run: RunDir) -> int:
         traceback.print_exc()
         outcome = {"state": "failed", "reason": _reason(error), "exit_code": EXIT_FAILED}
     _deafen()
-    run.write_status(**outcome, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3))
+    run.write_status(
+        **outcome, phase=None, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3)
+    )
     for table in MIRRORED_TABLES:
         tracker.table(table, run.rows(table))
     if not tracker.finish(outcome["exit_code"]):

@@ -28,6 +28,7 @@ from hqsweep.cli.output import (
     RunsDir,
     print_result,
     rows_table,
+    waiting,
 )
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
@@ -84,7 +85,8 @@ def run(
     from hqsweep.sweep.progress import open_display
 
     planned = partial(launch.plan, config_dir=config_dir, workers=workers)
-    plan = planned(words)
+    with waiting("checking every run of the sweep"):
+        plan = planned(words)
     if dry_run:
         columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
         print_result(as_json, plan.rows(), rows_table(plan.heading, plan.rows(), columns))

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +50,19 @@ class OneSentence(TyperGroup):
 def _refuse(message: str) -> int:
     typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
     return EXIT_USAGE
+
+
+@contextmanager
+def waiting(for_what: str) -> Iterator[None]:
+    """Show on a terminal, beside a turning mark, what a command does before it has anything to print."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    with Console(stderr=True).status(Text(for_what)):
+        yield
 
 
 def print_result(as_json: bool, document: Any, *shown: Shown) -> None:

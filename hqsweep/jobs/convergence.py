@@ -47,10 +47,12 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
     if device.type == "cuda":
         make_deterministic()
+    sink.phase("loading data")
     dataset = data.loaded(config.data)
     check_native(config, device, dataset.vocab_size)
     folder = workspace / "checkpoint"
     make_up(config, dataset, device, sink, folder)
+    sink.phase("building the model")
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     known = facts(trainer)
     sink.manifest(**known)
@@ -62,17 +64,19 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         begin_fork(trainer, sink, workspace)
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
-    first = trainer.step + 1
+    first, loss = trainer.step + 1, None
+    sink.phase("first step")
     for done in trainer.steps():
         if done.step == first:
             sink.manifest(saved_for_backward=saved_facts(trainer))
+            sink.phase(None)
         sink.rows("stats", done.stats)
         if done.captured:
             save_captured(done, workspace / "captured")
         if done.metrics:
             sink.metric(done.step, done.metrics)
-        if done.loss is not None:
-            sink.progress(done.step, train.steps, done.loss, throughput.at(done.step))
+        loss = loss if done.loss is None else done.loss
+        sink.progress(done.step, train.steps, loss, throughput.at(done.step))
         if not is_finite(done.loss):
             raise Diverged(done.step, done.loss)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
@@ -92,6 +96,7 @@ def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, s
     missing = [at for at in points if at not in there and at < max(there, default=0)]
     if not missing:
         return
+    sink.phase("training again to fork points that it had passed")
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     for point in missing:
         if trainer.step < max((at for at in there if at < point), default=0):

@@ -21,8 +21,14 @@ class Sink(Protocol):
     def rows(self, table: str, rows: list[dict]) -> None:
         """Rows of the table "stats" (those of a Probe), "parity" or "calibrate"."""
 
-    def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
-        """For the display and the run's status."""
+    def phase(self, phase: str | None) -> None:
+        """What the job is at where that is no step of training, for the display; None at the first step."""
+
+    def progress(
+        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+    ) -> None:
+        """For the display and the run's status. part: how much of the work is done, from 0 to 1, where steps take
+        unequal times; None: step / steps."""
 
     def manifest(self, **facts: object) -> None:
         """Facts about the run that are no rows: device, data, plans."""
@@ -44,7 +50,12 @@ class ListSink:
     def rows(self, table: str, rows: list[dict]) -> None:
         self.tables[table] += rows
 
-    def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
+    def phase(self, phase: str | None) -> None:
+        pass
+
+    def progress(
+        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+    ) -> None:
         pass
 
     def manifest(self, **facts: object) -> None:

@@ -66,6 +66,7 @@ def run_local(
     with display, _caught_signals() as caught:
         try:
             pool.enqueue(runs, force=force)
+            pool.announce()
             while pool.busy() and not caught:
                 pool.turn()
                 pool.wait()
@@ -125,6 +126,14 @@ class _Pool:
         self.queue.sort(key=lambda task: task.run not in trunks)
         if waiting := [task.trunk for task in self.queue if task.trunk and not task.needs.exists()]:
             self.display.say(f"{len(waiting)} forks wait for {len(set(waiting))} trunks")
+
+    def announce(self) -> None:
+        """Say what the seconds before the first step are for."""
+        if self.queue:
+            todo, workers = len(self.queue), min(len(self.slots), len(self.queue))
+            self.display.say(
+                f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {workers} worker{'s' * (workers > 1)}"
+            )
 
     def busy(self) -> bool:
         return bool(self.queue or self.active)
@@ -215,8 +224,8 @@ class _Pool:
             self._show(task.run, status)
             return
         try:
-            status = self._prepare(task)
             slot = min(self.slots, key=lambda slot: slot.idle is None)
+            status = self._prepare(task, phase="starting a worker" if slot.idle is None else None)
             attempt = Attempt(task.run, slot)
         except RunBusy:
             self._leave_to_other(task, status)
@@ -231,12 +240,12 @@ class _Pool:
         self.slots.remove(slot)
         self.active.append(_Active(task=task, attempt=attempt))
 
-    def _prepare(self, task: Task) -> dict[str, Any]:
+    def _prepare(self, task: Task, phase: str | None) -> dict[str, Any]:
         """Make the run pending, for a worker of ours; returns its status."""
         with task.run.lock():
             if task.reset:
                 task.run.reset()
-            return task.run.write_status(state="pending", reason=None)
+            return task.run.write_status(state="pending", reason=None, phase=phase)
 
     def _leave_to_other(self, task: Task, status: dict[str, Any]) -> None:
         self._show(task.run, status)

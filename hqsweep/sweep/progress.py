@@ -57,6 +57,20 @@ def cells(status: Status) -> tuple[str, str, str]:
     return ("" if loss is None else f"{loss:.4f}", f"{speed:,.0f}" if speed else "", duration(seconds))
 
 
+def part_done(progress: Mapping[str, Any]) -> float:
+    """How much of the work is done, from 0 to 1."""
+    part = progress.get("part")
+    return progress["step"] / progress["steps"] if part is None else part
+
+
+def how_far(status: Status) -> str:
+    """As in "step 40/200"; of a job without steps what it is at and how much is done, as in "kernel, 37 %"."""
+    phase, progress = status.get("phase"), status["progress"]
+    if phase is None:
+        return f"step {progress['step']}/{progress['steps']}"
+    return f"{phase}, {100 * part_done(progress):.0f} %" if progress else phase
+
+
 def counts(statuses: Mapping[str, Status]) -> str:
     """As in: 3 of 18 runs finished, 2 running, 1 failed."""
     states = [status["state"] for status in statuses.values()]
@@ -71,8 +85,8 @@ def _all(reasons: Mapping[str, str]) -> str:
 
 
 class PlainDisplay:
-    """One line when a run changes its state, and one per run every `every_s` seconds of progress. Where there are many
-    runs, their starts are left out."""
+    """One line when a run changes its state, and one per run every `every_s` seconds of progress, or of waiting for its
+    first step. Where there are many runs, their starts are left out."""
 
     def __init__(self, console: Console, every_s: float = 10.0) -> None:
         self._console, self._every_s = console, every_s
@@ -93,7 +107,7 @@ class PlainDisplay:
         if state != before["state"]:
             if state != "running" or len(self._statuses) < MANY:
                 self.say(self._state_line(run, status))
-        elif state == "running" and status["progress"] and time.monotonic() - self._said_s[run] >= self._every_s:
+        elif state == "running" and self._is_due(run, status):
             self.say(self._progress_line(run, status))
         else:
             return
@@ -101,6 +115,9 @@ class PlainDisplay:
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _is_due(self, run: str, status: Status) -> bool:
+        return (status["progress"] or status.get("phase")) and time.monotonic() - self._said_s[run] >= self._every_s
 
     def _state_line(self, run: str, status: Status) -> str:
         if status["state"] == "running":
@@ -112,7 +129,7 @@ class PlainDisplay:
 
     def _progress_line(self, run: str, status: Status) -> str:
         loss, speed, left = cells(status)
-        parts = [f"step {status['progress']['step']}/{status['progress']['steps']}"]
+        parts = [how_far(status)]
         parts += [f"loss {loss}"] * bool(loss) + [f"{speed} tokens/s"] * bool(speed) + [f"{left} left"] * bool(left)
         return f"{run}: {', '.join(parts)}"
 
@@ -170,10 +187,13 @@ class LiveDisplay:
     def _row(self, run: str, status: Status) -> list[RenderableType]:
         state, progress = status["state"], status["progress"]
         middle: RenderableType = ""
+        phase = status.get("phase") if state in ("pending", "running") else None
         if status["reason"]:
             middle = Text(status["reason"], style=STYLES[state])
         elif progress:
             middle = Table.grid(padding=(0, 1))
-            bar = ProgressBar(total=progress["steps"], completed=progress["step"], width=14)
-            middle.add_row(bar, f"{progress['step']}/{progress['steps']}")
+            bar = ProgressBar(total=1.0, completed=part_done(progress), width=14)
+            middle.add_row(bar, f"{progress['step']}/{progress['steps']}" if phase is None else how_far(status))
+        elif phase:
+            middle = Text(phase, style=STYLES[state])
         return [run, Text(state, style=STYLES[state]), middle, *cells(status)]

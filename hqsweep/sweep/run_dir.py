@@ -23,10 +23,12 @@ from hqsweep.track.tables import TABLES
 
 PENDING: dict[str, Any] = {
     "state": "pending", "reason": None, "exit_code": None, "pid": None, "host": None, "attempt": 0,
-    "started": None, "ended": None, "seconds": 0.0, "progress": None,
+    "started": None, "ended": None, "seconds": 0.0, "phase": None, "progress": None,
 }  # fmt: skip
 """status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
-`seconds` is the time of all attempts together, `progress` is {"step", "steps", "loss", "tokens_per_s", "eta_s"}."""
+`seconds` is the time of all attempts together. `phase` is what the run is at where that is no step of training, as in
+"loading data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the
+work is done, from 0 to 1."""
 
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 CANCELLED = "cancelled"

@@ -80,7 +80,7 @@ class RowSink:
         self._tables = {name: RowFile(run.jsonl(name), _schema(columns)) for name, columns in TABLES.items()}
         self._opened_s = time.monotonic()
         self._seconds_before: float = run.written_status()["seconds"]
-        self._first: tuple[int, float] | None = None
+        self._first: tuple[float, float] | None = None
         self._said_s = -math.inf
 
     def metric(self, step: int, values: Mapping[str, float]) -> None:
@@ -101,19 +101,27 @@ class RowSink:
         """Add facts to the run's manifest."""
         self._run.update_manifest(**entries)
 
-    def progress(self, step: int, steps: int, loss: float | None, tokens_per_s: float | None) -> None:
+    def phase(self, phase: str | None) -> None:
+        """What the job is at where that is no step of training: written at once."""
+        self._run.write_status(phase=phase)
+
+    def progress(
+        self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
+    ) -> None:
         """How far the job is, for the display: written now and then, and at the last step. The time left is what the
-        steps of this attempt took on average, times the steps to go."""
-        now = time.monotonic()
-        first_step, first_s = self._first = self._first or (step, now)
+        work of this attempt took on average, times the work to go."""
+        now, part = time.monotonic(), step / steps if part is None else part
+        first_part, first_s = self._first = self._first or (part, now)
         if now - self._said_s < PROGRESS_EVERY_S and step < steps:
             return
         self._said_s = now
-        eta_s = (now - first_s) / (step - first_step) * (steps - step) if step > first_step else None
+        eta_s = (now - first_s) / (part - first_part) * (1 - part) if part > first_part else None
         self._run.write_status(
-            progress={"step": step, "steps": steps, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s},
+            progress={
+                "step": step, "steps": steps, "part": part, "loss": loss, "tokens_per_s": tokens_per_s, "eta_s": eta_s,
+            },
             seconds=round(self._seconds_before + now - self._opened_s, 3),
-        )
+        )  # fmt: skip
 
     def rewind(self, step: int) -> None:
         """Take back the rows after `step`, the step of the checkpoint from which the job goes on."""

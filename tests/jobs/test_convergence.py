@@ -64,6 +64,14 @@ def test_all_that_a_device_has_no_product_for_is_told_at_once(monkeypatch):
         assert part in str(raised.value)
 
 
+def test_a_run_says_what_it_is_at_before_its_first_step(tmp_path):
+    sink, said = ListSink(), []
+    sink.phase = said.append
+    sink.progress = lambda step, *rest: said.append(step)
+    convergence.run(config(), sink, tmp_path)
+    assert said == ["loading data", "building the model", "first step", None, 1, 2, 3, 4]
+
+
 def test_a_run_that_repeats_its_data_says_so_in_its_manifest_and_its_log(tmp_path, capsys):
     cfg, sink = config(), ListSink()
     convergence.run(cfg, sink, tmp_path / "once")

@@ -46,6 +46,16 @@ def test_every_check_passes(check, tmp_path):
     assert {r["check"] for r in rows} == {"cpu" if check == "kernel" else check}
 
 
+def test_progress_grows_within_the_longest_check_and_ends_with_the_last(tmp_path):
+    sink, phases, parts = ListSink(), [], []
+    sink.phase = phases.append
+    sink.progress = lambda step, steps, loss, speed, *, part=None: parts.append(step / steps if part is None else part)
+    parity.run(config("kernel", "switch"), sink, tmp_path)
+    assert phases == ["kernel", "switch"]
+    assert parts == sorted(parts) and parts[0] == 0 and parts[-1] == 1
+    assert len([part for part in parts if 0 < part < 0.5]) > 5
+
+
 def test_routing_covers_all_ordered_pairs(tmp_path):
     subjects = {r["subject"] for r in run("routing", tmp_path=tmp_path)}
     assert len(subjects) == 5 * 4 + 5 * 4 * 3 and {"nvfp4|mxfp8", "mxfp8|nvfp4", "nvfp4|mxfp8|fp8_block"} <= subjects

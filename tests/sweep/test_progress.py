@@ -126,3 +126,28 @@ def test_the_kind_of_display_follows_the_console(console):
         live.update("a", status(step=3))
         live.say("hello")
     assert "hello" in live._console.file.getvalue()
+
+
+def test_a_run_before_its_first_step_says_what_it_is_at(console):
+    display = PlainDisplay(console, every_s=0.0)
+    display.update("a", status("pending"))
+    display.update("a", status())
+    display.update("a", status(phase="loading data"))
+    assert printed(console)[-1] == "a: loading data"
+
+
+def test_a_job_without_steps_of_equal_length_says_how_much_is_done_and_the_time_left(console):
+    progress = {"step": 0, "steps": 15, "part": 0.37, "loss": None, "tokens_per_s": None, "eta_s": 20.0}
+    display = PlainDisplay(console, every_s=0.0)
+    display.update("a", status("pending"))
+    display.update("a", status())
+    display.update("a", status(phase="kernel", progress=progress))
+    assert printed(console)[-1] == "a: kernel, 37 %, 0:20 left"
+
+
+def test_the_table_shows_what_a_run_waits_for(console):
+    display = LiveDisplay(console)
+    display.update("a", status("pending", phase="starting a worker"))
+    display.update("b", status(phase="building the model"))
+    console.print(display._draw())
+    assert "starting a worker" in console.file.getvalue() and "building the model" in console.file.getvalue()

@@ -144,11 +144,23 @@ def test_progress_is_written_now_and_then_and_at_the_end(run, sink, monkeypatch)
         sink.progress(step, 20, 2.0, 500.0)
         seen.append(run.written_status()["progress"])
         clock.now += 0.2
-    assert seen[0] == {"step": 10, "steps": 20, "loss": 2.0, "tokens_per_s": 500.0, "eta_s": None}
+    assert seen[0] == {"step": 10, "steps": 20, "part": 0.5, "loss": 2.0, "tokens_per_s": 500.0, "eta_s": None}
     assert [p["step"] for p in seen] == [10, 10, 10, 13, 13, 13, 16, 16, 16, 19, 20]
     assert seen[3]["eta_s"] == pytest.approx(0.2 * 7)  # 0.2 s a step since step 10, 7 to go
     assert seen[-1]["eta_s"] == 0
     assert run.written_status()["seconds"] == pytest.approx(2.0)
+
+
+def test_where_steps_take_unequal_times_the_time_left_follows_the_part_that_is_done(run, sink, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    sink.phase("kernel")
+    sink.progress(0, 3, None, None, part=0.0)
+    clock.now += 6.0
+    sink.progress(0, 3, None, None, part=0.2)
+    status = run.written_status()
+    assert status["phase"] == "kernel" and status["progress"]["part"] == 0.2
+    assert status["progress"]["eta_s"] == pytest.approx(24.0)
 
 
 def test_the_manifest_grows(run, sink):

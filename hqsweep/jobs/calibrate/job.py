@@ -19,6 +19,9 @@ from hqsweep.jobs.sink import Sink
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.train.loop import pick_device
 
+DISTRIBUTION_STEPS = 500
+"""Steps of a student that take about as long as the errors on one distribution."""
+
 
 def run(config: CalibrateConfig, sink: Sink, workspace: Path) -> None:
     """All distributions, then all students; a miss is a row, not an exception."""
@@ -27,11 +30,18 @@ def run(config: CalibrateConfig, sink: Sink, workspace: Path) -> None:
     sink.rewind(-1)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     sink.manifest(device=name, kernel_digest=fingerprint(device))
-    count = len(section.distributions) + len(section.students)
-    for i, distribution in enumerate(section.distributions, start=1):
+    work = [DISTRIBUTION_STEPS] * len(section.distributions) + [section.steps] * len(section.students)
+    parts = [sum(work[:i]) / sum(work) for i in range(len(work))]
+
+    def begin(i: int, phase: str) -> None:
+        sink.phase(phase)
+        sink.progress(i, len(work), None, None, part=parts[i])
+
+    for i, distribution in enumerate(section.distributions):
+        begin(i, f"errors on {distribution}")
         sink.rows("calibrate", list(sqnr_rows(section.formats, distribution, tuple(section.shape), seed, device)))
-        sink.progress(i, count, None, None)
-    for i, (name, quantizers) in enumerate(section.students.items(), start=len(section.distributions) + 1):
+    for i, (name, quantizers) in enumerate(section.students.items(), start=len(section.distributions)):
+        begin(i, f"student {name}")
         sink.rows("calibrate", [*gemm_rows(name, quantizers, seed, device)])
         sink.rows("calibrate", [teacher_row(name, quantizers, section.steps, seed, device)])
-        sink.progress(i, count, None, None)
+    sink.progress(len(work), len(work), None, None)

@@ -40,6 +40,7 @@ from hqsweep.train.loop import pick_device
 
 KEY = RngKey(seed=1, slot="parity", step=3)
 STATISTICS_SHAPE = (208, 304)
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
@@ -48,11 +49,37 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
     sink.rewind(-1)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     sink.manifest(device=name, kernel_digest=fingerprint(device))
-    names = config.parity.checks
-    for i, name in enumerate(names, start=1):
-        rows = list(CHECKS[name](config, device))
+    names, share, done = config.parity.checks, shares(config), 0.0
+    for i, name in enumerate(names):
+        sink.phase(name)
+        sink.progress(i, len(names), None, None, part=done)
+        rows = []
+        for each in CHECKS[name](config, device):
+            rows.append(each)
+            if name == "kernel":
+                sink.progress(i, len(names), None, None, part=done + share[name] * _cases(rows) / kernel_cases(config))
         sink.rows("parity", rows)
-        sink.progress(i, len(names), None, None)
+        done += share[name]
+    sink.progress(len(names), len(names), None, None)
+
+
+def shares(config: ParityConfig) -> dict[str, float]:
+    """Check -> its part of the time of all: the kernel check takes the time of its cases, and any other that of about
+    two of these for each format."""
+    others = 2 * len(config.parity.formats)
+    work = {name: kernel_cases(config) if name == "kernel" else others for name in config.parity.checks}
+    return {name: each / sum(work.values()) for name, each in work.items()}
+
+
+def kernel_cases(config: ParityConfig) -> int:
+    """How many matrices the kernel check quantizes in all formats together."""
+    section = config.parity
+    return len(section.formats) * len(section.distributions) * len(section.shapes) * len(DTYPES)
+
+
+def _cases(rows: Sequence[dict]) -> int:
+    """How many of them these rows are of: on a GPU each has three."""
+    return sum(each["check"] == "cpu" for each in rows)
 
 
 def kernel_check(config: ParityConfig, device: torch.device) -> Rows:
@@ -60,7 +87,7 @@ def kernel_check(config: ParityConfig, device: torch.device) -> Rows:
     for format in _formats(config):
         for distribution in config.parity.distributions:
             for rows, cols in config.parity.shapes:
-                for dtype in (torch.bfloat16, torch.float32):
+                for dtype in DTYPES:
                     x = draw(distribution, rows, cols, config.seed, dtype)
                     case = f"{distribution} {rows}x{cols} {str(dtype).removeprefix('torch.')}"
                     yield from _kernel_rows(format, case, x, device)
