@@ -131,9 +131,8 @@ class _Pool:
         """Say what the seconds before the first step are for."""
         if self.queue:
             todo, workers = len(self.queue), min(len(self.slots), len(self.queue))
-            self.display.say(
-                f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {workers} worker{'s' * (workers > 1)}"
-            )
+            which = f"{workers} workers" if workers > 1 else "a worker"
+            self.display.say(f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {which}")
 
     def busy(self) -> bool:
         return bool(self.queue or self.active)
