@@ -34,7 +34,7 @@ PERCENT = Measure(
 
 def sqnr_heatmaps(comparison: Comparison) -> Iterator[Panel]:
     """For each arm with statistics: median SQNR in dB over steps and seeds, layer by (tensor, direction), one colour
-    scale."""
+    scale. Arms whose cells are all equal share a heatmap."""
     rows = error_rows(comparison)
     return _panels(rows, "sqnr_db", colour_range(rows["sqnr_db"].to_numpy()), DECIBEL, "Median SQNR in dB", "lowest")
 
@@ -67,15 +67,19 @@ def _panels(
 ) -> Iterator[Panel]:
     layers, columns = rows["layer"].unique(), pd.MultiIndex.from_frame(rows[["tensor", "direction"]].drop_duplicates())
     wide = rows.pivot(index=["arm", "layer"], columns=["tensor", "direction"], values=[column, "format"])
-    for arm, part in rows.groupby("arm", sort=False):
-        own = wide.loc[arm].reindex(index=layers)
-        grids = own[column].reindex(columns=columns).astype(float), own["format"].reindex(columns=columns)
+    grids, arms_of = {}, {}
+    for arm, own in wide.groupby(level="arm", sort=False):
+        own = own.droplevel("arm").reindex(index=layers)
+        grids[arm] = own[column].reindex(columns=columns).astype(float), own["format"].reindex(columns=columns)
+        drawn = grids[arm][0].to_numpy().tobytes(), tuple(grids[arm][1].fillna("").to_numpy().ravel())
+        arms_of.setdefault(drawn, []).append(arm)
+    for arms in arms_of.values():
+        part, names = rows[rows["arm"] == arms[0]], ", ".join(arms)
         known = part.dropna(subset=column).sort_values(column, ascending=worst == "lowest").head(3)
         slots = (f"{row.layer} {row.tensor} {row.direction} {getattr(row, column):.3g}" for row in known.itertuples())
-        says = f"{what} of {arm} by layer, tensor and direction; {worst}: {listed(slots)}."
-        yield Panel(
-            heading=arm, figure=heatmap(*grids, scale, measure), name="quantization_error", rows=rows, says=says
-        )
+        says = f"{what} of {names} by layer, tensor and direction; {worst}: {listed(slots)}."
+        fig = heatmap(*grids[arms[0]], scale, measure)
+        yield Panel(heading=names, figure=fig, name="quantization_error", rows=rows, says=says)
 
 
 def colour_range(values: np.ndarray) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from hqsweep.report.arms import Comparison
 from hqsweep.report.forest import Forest, forest_of
 from hqsweep.report.frames import FORK
 from hqsweep.report.growth import growth_of
+from hqsweep.report.headline import headline
 from hqsweep.report.look import Panel, styles
 
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
@@ -89,6 +90,7 @@ def render(comparison: Comparison, drawn: Panels) -> str:
     return fill(
         "report.html.j2",
         title=tables.title(comparison),
+        headline=headline(comparison),
         baseline=comparison.baseline,
         window=_window_text(comparison.window),
         margin=comparison.margin_pct,

@@ -76,7 +76,7 @@ def _sorted(
 def _text_grid(cells: dict[tuple[str, str], list[Row]]) -> TextTable:
     lines, columns = (list(dict.fromkeys(key[part] for key in cells)) for part in (0, 1))
     rows = tuple((line, *(_cell(cells.get((line, column), [])).plain for column in columns)) for line in lines)
-    return TextTable(header=("format", *columns), rows=rows)
+    return TextTable(header=("format", *columns), rows=rows).folded("format")
 
 
 def _grid(corner: str, title: str, cells: dict[tuple[str, str], list[Row]]) -> Table:

@@ -209,9 +209,11 @@ def provenance(runs: pd.DataFrame) -> TextTable:
 
 
 def gemm_plans(runs: pd.DataFrame) -> TextTable:
-    """The operands that each GEMM of an arm got and the plan that computed it, with the number of modules."""
+    """The operands that each GEMM of an arm got and the plan that computed it, with the number of modules; GEMMs, and
+    then arms, that have the same ones share a row."""
     rows = [(arm, *line) for arm, part in runs.groupby("arm", sort=False) for line in arm_lines(part)]
-    return TextTable(header=("arm", "GEMM", "operands: plan (modules)"), rows=tuple(rows))
+    table = TextTable(header=("arm", "GEMM", "operands: plan (modules)"), rows=tuple(rows))
+    return table.folded("GEMM").folded("arm")
 
 
 def gemm_errors(stats: pd.DataFrame) -> TextTable:
@@ -225,7 +227,7 @@ def gemm_errors(stats: pd.DataFrame) -> TextTable:
         levels = number(part["sqnr_db"].median(), ".1f"), number(by_layer.min(), ".1f")
         rows.append((arm, gemm, *levels, text(by_layer.idxmin() if by_layer.notna().any() else None), *errors))
     header = ("arm", "GEMM", "median SQNR (dB)", "worst layer (dB)", "worst layer", "median rel. L2", "lowest cosine")
-    return TextTable(header=header, rows=tuple(rows), numeric=frozenset({2, 3, 5, 6}))
+    return TextTable(header=header, rows=tuple(rows), numeric=frozenset({2, 3, 5, 6})).folded("GEMM").folded("arm")
 
 
 def runs_table(comparison: Comparison) -> TextTable:

@@ -33,6 +33,15 @@ class TextTable:
         names, *columns = zip(self.header, *self.rows, strict=True)
         return TextTable(header=(corner, *names[1:]), rows=tuple(columns))
 
+    def folded(self, name: str) -> "TextTable":
+        """Rows that are equal but for the column of this heading as one row, its cells separated by commas."""
+        place = self.header.index(name)
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for row in self.rows:
+            groups.setdefault((*row[:place], *row[place + 1 :]), []).append(row[place])
+        rows = tuple((*rest[:place], ", ".join(dict.fromkeys(cells)), *rest[place:]) for rest, cells in groups.items())
+        return TextTable(header=self.header, rows=rows, numeric=self.numeric)
+
     def column(self, name: str) -> set[str]:
         """The different cells of a column."""
         return {row[self.header.index(name)] for row in self.rows}

@@ -12,6 +12,7 @@ import yaml
 
 from hqsweep.report import figures, heatmaps, html, look, points
 from hqsweep.report.compare import compare
+from hqsweep.report.headline import headline
 from hqsweep.report.tables import report_markdown
 from hqsweep.track.tables import TABLES
 
@@ -87,8 +88,9 @@ def test_a_fork_study_shows_growth_and_points_instead_of_gaps_over_steps(make_sw
 
 def test_verdicts_and_the_forest_plot_come_first(comparison):
     page = Tags(rendered(comparison))
-    order = [*comparison.arms["sentence"][:1], "Gap of the final validation loss", "one seed", "Validation loss",
-             "Result in numbers", "Config: where the arms differ", "Training: tokens to loss"]  # fmt: skip
+    order = [headline(comparison), "Gap of the final validation loss", "one seed", comparison.arms["sentence"][0],
+             "Validation loss", "Result in numbers", "Config: where the arms differ",
+             "Training: tokens to loss"]  # fmt: skip
     places = [page.text.index(words) for words in order]
     assert places == sorted(places)
     coloured = [attributes["class"] for tag, attributes in page.tags if tag == "b" and "class" in attributes]
@@ -146,6 +148,13 @@ def test_heatmap_shows_infinite_sqnr_as_exact_and_keeps_one_scale(comparison):
     assert len({(fig.data[0].zmin, fig.data[0].zmax) for fig in maps.values()}) == 1
     nvfp4 = maps["nvfp4"].data[0]
     assert len(nvfp4.y) == 8 and len(nvfp4.x[0]) == 6 and 18 < nvfp4.z[0][0] < 23
+
+
+def test_arms_whose_cells_are_equal_share_a_heatmap(make_sweep, fake):
+    null = [fake.Run(arm="null", seed=seed, init_noise=0.01, sqnr_db=99.0, fmt="bf16") for seed in range(3)]
+    comparison = compare(make_sweep([*fake.three_arms(), *null]), "bf16")
+    maps = [panel.heading for panel in heatmaps.sqnr_heatmaps(comparison)]
+    assert maps == ["bf16, null", "mxfp8", "nvfp4"]
 
 
 def test_long_lines_are_thinned_with_both_ends_kept(comparison):

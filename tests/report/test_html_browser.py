@@ -46,16 +46,20 @@ def test_report_in_a_browser(page, tmp_path):
     observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
     assert observed["injected"] == 0
     desk, phone, keyboard = observed["desk"], observed["phone"], observed["keyboard"]
-    assert desk["plots"] == 2 + 2 + 6 + 6 + 2 + 1  # gaps, losses, SQNR, underflow, gradients, speed
-    assert desk["svgs"] >= desk["plots"] and desk["lines"] > 20 and desk["heatmaps"] == 12
+    assert desk["plots"] == 2 + 2 + 4 + 3 + 2 + 1  # gaps, losses, SQNR, underflow, gradients, speed
+    assert desk["svgs"] >= desk["plots"] and desk["lines"] > 20 and desk["heatmaps"] == 7
     assert desk["headings"][:2] == ["Runs without a result", "Loss"]
-    assert (desk["inner"], phone["inner"]) == (1200, 390)
+    assert (desk["inner"], phone["inner"]) == (1400, 390)
     for view in (desk, phone):
         assert view["scroll"] <= view["inner"] and view["widest"] <= view["inner"]
     for plot, width in zip(observed["forests"], (400, 300), strict=True):
         assert plot["arms"][:2] == ["mxfp8", "nvfp4"] and plot["arms"][-1] == "null" and len(plot["arms"]) == 5
         assert plot["marks"] == [3, 3, 0, 0, 3] and plot["ticks"] >= 3 and plot["strip"] > width
         assert (plot["clashes"], plot["outside"]) == (0, 0) and plot["colours"] == 2
+    for tables, wide in zip(observed["tables"], (0, 4), strict=True):
+        assert tables["beyond"] == 0 and tables["sections"] > 30
+        assert tables["unsaid"] == [] and tables["hinted"] == len(tables["wide"]) >= wide
+    assert observed["tables"][0]["wide"] == []
     assert observed["forests"][0]["last"] < 900  # the first screen
     assert keyboard["controls"] > 30 and keyboard["outlines"] == ["solid"]
     assert [keyboard[fault] for fault in ("mouse_only", "unsaid", "unnamed", "broken")] == [0, 0, 0, 0]

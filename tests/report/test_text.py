@@ -27,3 +27,11 @@ def test_sparkline_spans_low_to_high_and_marks_what_is_not_finite():
     assert sparkline([1.0, math.nan, math.inf, 0.0]) == "█!!▁"
     long = sparkline(list(range(1000)), width=10)
     assert len(long) == 10 and long[0] == "▁" and long[-1] == "█"
+
+
+def test_equal_rows_are_folded_where_they_first_stand():
+    rows = (("a", "x", "1"), ("b", "y", "1"), ("c", "x", "1"), ("a", "x", "2"))
+    table = TextTable(header=("arm", "of", "n"), rows=rows, numeric=frozenset({2}))
+    folded = table.folded("arm")
+    assert folded.rows == (("a, c", "x", "1"), ("b", "y", "1"), ("a", "x", "2")) and folded.numeric == {2}
+    assert folded.folded("n").rows == folded.rows and table.folded("of").rows == rows
