@@ -28,8 +28,43 @@ const Names<ScaleRounding> kRoundings = {{"up", ScaleRounding::up}, {"floor", Sc
 const Names<FourOverSix> kFourOverSix = {{"none", FourOverSix::none}, {"mae", FourOverSix::mae},
                                          {"mse", FourOverSix::mse}};
 
-inline void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument("hqsweep._C: " + message);
+// The message is made where the condition does not hold; a call makes none.
+#define HQ_REQUIRE(condition, message)                                                                 \
+  do {                                                                                                \
+    if (!(condition)) throw std::invalid_argument("hqsweep._C: " + std::string(message));             \
+  } while (false)
+
+inline std::string text(int64_t number) { return std::to_string(number); }
+
+// Every array of so many elements, of 8 bytes at most, has a size in bytes that 64 bits hold.
+constexpr int64_t kMostElements = int64_t{1} << 59;
+
+inline void check_shape(int64_t rows, int64_t cols) {
+  HQ_REQUIRE(rows >= 0 && cols >= 0, "rows and cols must be >= 0, got " + text(rows) + " and " + text(cols));
+  HQ_REQUIRE(rows == 0 || cols <= kMostElements / rows,
+             "a matrix has at most 2^59 elements, got " + text(rows) + " x " + text(cols));
+}
+
+inline void check_stride(int64_t count, int64_t stride, const char* name) {
+  const int64_t most = kMostElements / (count > 1 ? count : 1);
+  HQ_REQUIRE(stride <= most && stride >= -most, std::string(name) + " is " + text(stride) + " for " + text(count) +
+                                                    " of them, which leads further than 2^59 elements");
+}
+
+// Null, where nothing is wanted or nothing is there, or a whole number of elements.
+inline void check_aligned(uintptr_t address, uintptr_t bytes, const char* name) {
+  HQ_REQUIRE(address % bytes == 0,
+             std::string(name) + " is " + std::to_string(address) + ", no multiple of " + std::to_string(bytes) + " bytes");
+}
+
+inline void check_dtype(int dtype, const char* name) {
+  HQ_REQUIRE(dtype >= 0 && dtype <= 2,
+             std::string(name) + " is " + text(dtype) + ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
+}
+
+inline uintptr_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+inline uintptr_t scale_bytes(const Spec& spec) {
+  return spec.family == Family::current || spec.family == Family::block ? 4 : 1;
 }
 
 template <class Enum>
@@ -42,7 +77,7 @@ Enum lookup(const Names<Enum>& names, const char* what, const std::string& name)
   throw std::invalid_argument("hqsweep._C: " + std::string(what) + " is '" + name + "', must be one of " + allowed);
 }
 
-inline std::string tile_text(int rows, int cols) { return std::to_string(rows) + " x " + std::to_string(cols); }
+inline std::string tile_text(int rows, int cols) { return text(rows) + " x " + text(cols); }
 
 // Which scale tiles and elements a family has, and which options go together.
 inline void check_spec(const Spec& spec) {
@@ -51,29 +86,29 @@ inline void check_spec(const Spec& spec) {
   const std::string got = ", got " + tile_text(rows, cols);
   switch (spec.family) {
     case Family::current:
-      require(rows == 0 && cols == 0, "family current has scale tile 0 x 0 (the whole tensor)" + got);
-      require(one_byte || is_current_four(spec), "family current takes element e4m3, e5m2 or e2m1");
+      HQ_REQUIRE(rows == 0 && cols == 0, "family current has scale tile 0 x 0 (the whole tensor)" + got);
+      HQ_REQUIRE(one_byte || is_current_four(spec), "family current takes element e4m3, e5m2 or e2m1");
       break;
     case Family::block:
-      require(cols == 128 && (rows == 1 || rows == 128), "family block has scale tile 1 x 128 or 128 x 128" + got);
-      require(one_byte, "family block takes element e4m3 or e5m2");
+      HQ_REQUIRE(cols == 128 && (rows == 1 || rows == 128), "family block has scale tile 1 x 128 or 128 x 128" + got);
+      HQ_REQUIRE(one_byte, "family block takes element e4m3 or e5m2");
       break;
     case Family::mx:
-      require(cols == 32 && (rows == 1 || rows == 32), "family mx has scale tile 1 x 32 or 32 x 32" + got);
+      HQ_REQUIRE(cols == 32 && (rows == 1 || rows == 32), "family mx has scale tile 1 x 32 or 32 x 32" + got);
       break;
     case Family::nvfp4:
-      require(cols == 16 && (rows == 1 || rows == 16), "family nvfp4 has scale tile 1 x 16 or 16 x 16" + got);
-      require(spec.element == Element::e2m1, "family nvfp4 takes element e2m1");
-      require(spec.e4m3_max == 448.0f || spec.e4m3_max == 256.0f,
+      HQ_REQUIRE(cols == 16 && (rows == 1 || rows == 16), "family nvfp4 has scale tile 1 x 16 or 16 x 16" + got);
+      HQ_REQUIRE(spec.element == Element::e2m1, "family nvfp4 takes element e2m1");
+      HQ_REQUIRE(spec.e4m3_max == 448.0f || spec.e4m3_max == 256.0f,
               "e4m3_max is " + std::to_string(spec.e4m3_max) + ", must be 448 or 256");
-      require(!(spec.row_scaled && rows != 1), "row_scaled needs scale tile 1 x 16" + got);
+      HQ_REQUIRE(!(spec.row_scaled && rows != 1), "row_scaled needs scale tile 1 x 16" + got);
   }
   const bool adaptive = spec.four_over_six != FourOverSix::none;
-  require(spec.family == Family::nvfp4 || !(spec.row_scaled || adaptive || spec.fast_error),
+  HQ_REQUIRE(spec.family == Family::nvfp4 || !(spec.row_scaled || adaptive || spec.fast_error),
           "row_scaled, four_over_six and fast_error belong to family nvfp4 only");
-  require(spec.family == Family::nvfp4 || is_current_four(spec) || !(spec.rht || spec.sr),
+  HQ_REQUIRE(spec.family == Family::nvfp4 || is_current_four(spec) || !(spec.rht || spec.sr),
           "rht and sr belong to family nvfp4, and to family current with element e2m1");
-  require(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
+  HQ_REQUIRE(!(adaptive && (spec.sr || spec.rht)), "four_over_six cannot be combined with sr or rht");
 }
 
 template <class T>
@@ -90,26 +125,37 @@ inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::str
   return std::make_unique<Spec>(spec);
 }
 
-inline Direction make_direction(const Spec& spec, uint32_t key0, uint32_t key1, uint64_t step, uintptr_t amax,
+inline Direction make_direction(const Spec& spec, int64_t key0, int64_t key1, uint64_t step, uintptr_t amax,
                                 uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
                                 int exact_dtype, uintptr_t sums, uintptr_t row_errors, uintptr_t keys,
                                 bool exact_turned) {
-  require(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + std::to_string(exact_dtype) + ", must be 0 or 1");
-  return {spec, {key0, key1, step}, pointer<uint32_t>(keys), pointer<float>(amax), pointer<float>(found),
-          pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global), pointer<void>(exact),
-          static_cast<Dtype>(exact_dtype), exact_turned, pointer<TileSums>(sums), pointer<float>(row_errors)};
+  HQ_REQUIRE(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + text(exact_dtype) + ", must be 0 or 1");
+  const auto exact_as = static_cast<Dtype>(exact_dtype);
+  for (const int64_t word : {key0, key1})
+    HQ_REQUIRE(word >= 0 && word <= 0xFFFFFFFF, "a word of the key is " + text(word) + ", must have 32 bits");
+  check_aligned(amax | found | global | sums | row_errors | keys, 4, "the least of amaxes, sums, errors and keys");
+  check_aligned(scales, scale_bytes(spec), "scales");
+  check_aligned(exact, bytes_of(exact_as), "exact");
+  return {spec, {static_cast<uint32_t>(key0), static_cast<uint32_t>(key1), step}, pointer<uint32_t>(keys),
+          pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes), pointer<void>(scales),
+          pointer<float>(global), pointer<void>(exact), exact_as, exact_turned, pointer<TileSums>(sums),
+          pointer<float>(row_errors)};
+}
+
+inline void check_contracted(const Spec& spec, int64_t count, const char* name) {
+  const int multiple = contracted_multiple(spec);
+  HQ_REQUIRE(count % multiple == 0, std::string(name) + ": the contracted axis has " + text(count) +
+                                        " elements, must be a multiple of " + text(multiple) + " for this format");
 }
 
 inline void check_direction(const Direction* to, int64_t rows, int64_t cols, bool empty, const char* name) {
   if (!to) return;
-  require(to->codes || !to->scales || to->spec.family == Family::current || empty,
-          std::string(name) + ": scales are wanted without the codes that they belong to");
+  HQ_REQUIRE(to->codes || !to->scales || to->spec.family == Family::current || empty,
+             std::string(name) + ": scales are wanted without the codes that they belong to");
   const bool no_amaxes = to->spec.row_scaled && rows == 0;  // an empty tensor's address is null
-  require(!has_global_amax(to->spec) || to->amax || to->found || no_amaxes,
-          "a format with a global amax needs `amax`, or `found` where it is found");
-  const int multiple = contracted_multiple(to->spec);
-  require(cols % multiple == 0, std::string(name) + ": the contracted axis has " + std::to_string(cols) +
-                                    " elements, must be a multiple of " + std::to_string(multiple) + " for this format");
+  HQ_REQUIRE(!has_global_amax(to->spec) || to->amax || to->found || no_amaxes,
+             "a format with a global amax needs `amax`, or `found` where it is found");
+  check_contracted(to->spec, cols, name);
 }
 
 // What the bindings take for a matrix; dtypes are 0 fp32, 1 bf16, 2 fp16.
@@ -119,15 +165,18 @@ inline void check_direction(const Direction* to, int64_t rows, int64_t cols, boo
 #define HQ_CALL_VALUES data, dtype, rows, cols, row_stride, col_stride, row, column, dequantized
 
 inline Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
-  require(dtype >= 0 && dtype <= 2, "dtype is " + std::to_string(dtype) + ", must be 0 (fp32), 1 (bf16) or 2 (fp16)");
-  require(rows >= 0 && cols >= 0,
-          "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
-  require(data != 0 || rows * cols == 0, "data is 0 but the matrix is not empty");
-  require(row || !dequantized, "a column made from the decoded row needs the row's format");
-  require(!row || !row->exact_turned, "the exact values of a row are not stored turned; those of a column may be");
-  check_direction(row, rows, cols, rows * cols == 0, "row");
+  check_dtype(dtype, "dtype");
+  check_shape(rows, cols);
+  check_stride(rows, row_stride, "row_stride");
+  check_stride(cols, col_stride, "col_stride");
+  check_aligned(data, bytes_of(static_cast<Dtype>(dtype)), "data");
+  const bool empty = rows * cols == 0;
+  HQ_REQUIRE(data != 0 || empty, "data is 0 but the matrix is not empty");
+  HQ_REQUIRE(row || !dequantized, "a column made from the decoded row needs the row's format");
+  HQ_REQUIRE(!row || !row->exact_turned, "the exact values of a row are not stored turned; those of a column may be");
+  check_direction(row, rows, cols, empty, "row");
   const int64_t contracted = grouped ? 0 : rows;  // an expert's rows: only the loops know how many
-  check_direction(column, cols, contracted, rows * cols == 0, "column");
+  check_direction(column, cols, contracted, empty, "column");
   return {{pointer<void>(data), static_cast<Dtype>(dtype), rows, cols, row_stride, col_stride}, row, column,
           dequantized};
 }
@@ -136,46 +185,100 @@ inline Call make_call(HQ_CALL_PARAMETERS, bool grouped = false) {
 #define HQ_MEMBER_PARAMETERS uintptr_t offsets, int64_t members
 
 inline std::optional<Group> make_group(int64_t rows, int64_t cols, HQ_MEMBER_PARAMETERS) {
-  require(members >= 0, "members is " + std::to_string(members) + ", must be >= 0");
-  require(offsets != 0 || members == 0, "members need offsets");
+  HQ_REQUIRE(members >= 0, "members is " + text(members) + ", must be >= 0");
+  HQ_REQUIRE(offsets != 0 || members == 0, "members need offsets");
   if (offsets == 0) return std::nullopt;
-  require(rows >= 0 && cols >= 0,
-          "rows and cols must be >= 0, got " + std::to_string(rows) + " and " + std::to_string(cols));
-  require(rows < int64_t{1} << 31 && cols < int64_t{1} << 31 && members < int64_t{1} << 31,
-          "a call for members takes fewer than 2^31 rows, columns and members, got " + std::to_string(rows) + ", " +
-              std::to_string(cols) + " and " + std::to_string(members));
+  check_shape(rows, cols);
+  check_aligned(offsets, 8, "offsets");
+  HQ_REQUIRE(rows < int64_t{1} << 31 && cols < int64_t{1} << 31 && members < int64_t{1} << 31,
+             "a call for members takes fewer than 2^31 rows, columns and members, got " + text(rows) + ", " + text(cols) +
+                 " and " + text(members));
   return Group{pointer<int64_t>(offsets), members};
 }
 
 inline Splits make_splits(uintptr_t splits, bool wide, int64_t count) {
-  require(count >= 0 && (splits != 0 || count == 0), "splits is 0 but there are " + std::to_string(count));
+  HQ_REQUIRE(count >= 0 && count < kMostElements && (splits != 0 || count == 0),
+             "splits is " + std::to_string(splits) + " but there are " + text(count));
+  check_aligned(splits, wide ? 8 : 4, "splits");
   return {pointer<void>(splits), wide, count};
 }
 
+// Where offsets go: 0 only where there is no rule.
+inline int64_t* make_offsets(const Rules& rules, uintptr_t out) {
+  HQ_REQUIRE(out != 0 || rules.count == 0, "out is 0 but there are " + text(rules.count) + " rules");
+  check_aligned(out, 8, "out");
+  return pointer<int64_t>(out);
+}
+
 inline Rules make_rules(const std::vector<int64_t>& divisors, const std::vector<int64_t>& strides) {
-  require(divisors.size() == strides.size() && divisors.size() <= kMostRules,
+  HQ_REQUIRE(divisors.size() == strides.size() && divisors.size() <= kMostRules,
           "got " + std::to_string(divisors.size()) + " divisors and " + std::to_string(strides.size()) +
               " strides, must be as many of both and at most " + std::to_string(kMostRules));
   Rules rules{static_cast<int>(divisors.size()), {}, {}};
   for (size_t r = 0; r < divisors.size(); ++r) {
-    require(divisors[r] >= 0, "divisor is " + std::to_string(divisors[r]) + ", must be >= 0");
+    HQ_REQUIRE(divisors[r] >= 0, "divisor is " + std::to_string(divisors[r]) + ", must be >= 0");
     rules.divisors[r] = divisors[r], rules.strides[r] = strides[r];
   }
   return rules;
 }
 
+inline void check_threads(int threads) {
+  HQ_REQUIRE(threads >= 1, "threads is " + text(threads) + ", must be at least 1");
+}
+
 inline void check_cpu(int threads, const std::string& isa) {
-  require(threads >= 1, "threads is " + std::to_string(threads) + ", must be at least 1");
+  check_threads(threads);
+  if (isa.empty()) return;
   const std::string known = std::string(" ") + HQ_ISAS + " ", best = std::string(" ") + best_isa() + " ";
   const bool runs = known.find(" " + isa + " ") != std::string::npos &&
                     known.find(" " + isa + " ") <= known.find(best);  // listed from the least to the most demanding
-  require(isa.empty() || runs, "isa is '" + isa + "'; this build has" + known + "and this processor runs up to" + best);
+  HQ_REQUIRE(runs, "isa is '" + isa + "'; this build has" + known + "and this processor runs up to" + best);
 }
 
-inline Encoded make_encoded(const Spec& spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales,
-                            uintptr_t global) {
-  require(spec.family != Family::nvfp4 || global || rows == 0, "decoding nvfp4 needs its global amax");
+// What the bindings take for an operand, or for packed ones, and where its values go.
+#define HQ_DECODE_PARAMETERS                                                                                 \
+  const hq::Spec &spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales, uintptr_t global,     \
+      bool exact, uintptr_t out, int out_dtype
+#define HQ_DECODE_VALUES spec, rows, cols, codes, scales, global, exact, out, out_dtype
+
+inline Encoded make_encoded(HQ_DECODE_PARAMETERS, bool columns, bool grouped) {
+  check_shape(rows, cols);
+  check_dtype(out_dtype, "out_dtype");
+  HQ_REQUIRE(grouped || !columns, "columns are those of members, which need offsets");
+  if (!columns) check_contracted(spec, cols, "operand");  // of columns that is each expert's rows
+  const bool empty = rows == 0 || cols == 0, alone = exact && spec.family == Family::current;
+  HQ_REQUIRE(empty || (codes && out), "codes and out are 0 for nothing but an empty operand");
+  HQ_REQUIRE(empty || scales || alone, "decoding needs the scales of the codes");
+  HQ_REQUIRE(empty || spec.family != Family::nvfp4 || global, "decoding nvfp4 needs its global amax");
+  check_aligned(out, bytes_of(static_cast<Dtype>(out_dtype)), "out");
+  check_aligned(scales, scale_bytes(spec), "scales");
+  check_aligned(global, 4, "global_");
   return {spec, rows, cols, pointer<uint8_t>(codes), pointer<void>(scales), pointer<float>(global), false};
 }
+
+// The arrays of one operation over n values.
+inline void check_arrays(int64_t n, uintptr_t source, uintptr_t source_bytes, uintptr_t to, uintptr_t to_bytes) {
+  HQ_REQUIRE(n >= 0 && n < kMostElements, "n is " + text(n) + ", must be >= 0 and less than 2^59");
+  HQ_REQUIRE(n == 0 || (source && to), "an array of " + text(n) + " values is at address 0");
+  check_aligned(source, source_bytes, "src_ptr");
+  check_aligned(to, to_bytes, "dst_ptr");
+}
+
+#if defined(HQ_HAVE_CUDA)
+inline Product make_product(uintptr_t product, int dtype, float before, uintptr_t factor, int64_t rows, int64_t cols,
+                            int row_step, int col_step, uintptr_t out, int out_dtype) {
+  HQ_REQUIRE(dtype == 0 || dtype == 1, "dtype of the product is " + text(dtype) + ", must be 0 (fp32) or 1 (bf16)");
+  check_dtype(out_dtype, "out_dtype");
+  check_shape(rows, cols);
+  check_stride(rows, row_step, "row_step");
+  check_stride(cols, col_step, "col_step");
+  HQ_REQUIRE(rows * cols == 0 || (product && factor && out), "product, factor and out are 0 only without elements");
+  check_aligned(product, bytes_of(static_cast<Dtype>(dtype)), "product");
+  check_aligned(factor, 4, "factor");
+  check_aligned(out, bytes_of(static_cast<Dtype>(out_dtype)), "out");
+  return {pointer<void>(product), static_cast<Dtype>(dtype), before, pointer<float>(factor), rows, cols, row_step,
+          col_step};
+}
+#endif
 
 }  // namespace hq::arguments

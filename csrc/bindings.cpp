@@ -35,9 +35,6 @@ py::dict build_info() {
   return info;
 }
 
-#define HQ_DECODE_PARAMETERS                                                                                 \
-  const hq::Spec &spec, int64_t rows, int64_t cols, uintptr_t codes, uintptr_t scales, uintptr_t global,     \
-      bool exact, uintptr_t out, int out_dtype
 #define HQ_DECODE_ARGS                                                                                       \
   "spec"_a, "rows"_a, "cols"_a, "codes"_a, "scales"_a, "global_"_a, "exact"_a, "out"_a, "out_dtype"_a
 
@@ -65,12 +62,14 @@ void bind_cpu(py::module_& m) {
      "found = max(found, amax) of each direction, in place; members have one each.");
   m.def("offsets_cpu", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                           const std::vector<int64_t>& strides, uintptr_t out) {
-    hq::offsets_cpu(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out));
+    const hq::Rules rules = make_rules(divisors, strides);
+    hq::offsets_cpu(make_splits(splits, wide, count), rules, make_offsets(rules, out));
   }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a,
      "out[r, i] = strides[r] * the sum of ceil(splits[j] / divisors[r]) for j < i; wide: int64, else int32.");
   m.def("dequantize_cpu", [](HQ_DECODE_PARAMETERS, int threads, bool columns, HQ_MEMBER_PARAMETERS) {
-    const hq::Encoded encoded = make_encoded(spec, rows, cols, codes, scales, global);
+    const hq::Encoded encoded = make_encoded(HQ_DECODE_VALUES, columns, offsets != 0);
     const auto group = make_group(rows, cols, offsets, members);
+    check_threads(threads);
     const auto dtype = static_cast<hq::Dtype>(out_dtype);
     py::gil_scoped_release release;
     if (group)
@@ -96,12 +95,13 @@ void bind_cuda(py::module_& m) {
   }, HQ_CALL_ARGS, "stream"_a = 0, HQ_MEMBER_ARGS, "find_amax_cpu on the current GPU, where the offsets are.");
   m.def("offsets_cuda", [](uintptr_t splits, bool wide, int64_t count, const std::vector<int64_t>& divisors,
                            const std::vector<int64_t>& strides, uintptr_t out, uintptr_t overflow, uintptr_t stream) {
-    hq::offsets_cuda(make_splits(splits, wide, count), make_rules(divisors, strides), pointer<int64_t>(out),
-                     pointer<int>(overflow), stream);
+    const hq::Rules rules = make_rules(divisors, strides);
+    check_aligned(overflow, 4, "overflow");
+    hq::offsets_cuda(make_splits(splits, wide, count), rules, make_offsets(rules, out), pointer<int>(overflow), stream);
   }, "splits"_a, "wide"_a, "count"_a, "divisors"_a, "strides"_a, "out"_a, "overflow"_a = 0, "stream"_a = 0,
      "offsets_cpu on the current GPU; overflow: an int32 set to 1 where an offset does not fit.");
   m.def("dequantize_cuda", [](HQ_DECODE_PARAMETERS, uintptr_t stream, bool columns, HQ_MEMBER_PARAMETERS) {
-    const hq::Encoded encoded = make_encoded(spec, rows, cols, codes, scales, global);
+    const hq::Encoded encoded = make_encoded(HQ_DECODE_VALUES, columns, offsets != 0);
     const auto dtype = static_cast<hq::Dtype>(out_dtype);
     if (const auto group = make_group(rows, cols, offsets, members))
       hq::dequantize_grouped_cuda({encoded, columns, *group}, decoding_of(exact), pointer<void>(out), dtype, stream);
@@ -112,9 +112,9 @@ void bind_cuda(py::module_& m) {
   m.def("scale_product_cuda", [](uintptr_t product, int dtype, float before, uintptr_t factor, int64_t rows,
                                  int64_t cols, int row_step, int col_step, uintptr_t out, int out_dtype,
                                  uintptr_t stream) {
-    hq::scale_product_cuda({pointer<void>(product), static_cast<hq::Dtype>(dtype), before, pointer<float>(factor), rows,
-                            cols, row_step, col_step},
-                           pointer<void>(out), static_cast<hq::Dtype>(out_dtype), stream);
+    hq::scale_product_cuda(
+        make_product(product, dtype, before, factor, rows, cols, row_step, col_step, out, out_dtype), pointer<void>(out),
+        static_cast<hq::Dtype>(out_dtype), stream);
   }, "product"_a, "dtype"_a, "before"_a, "factor"_a, "rows"_a, "cols"_a, "row_step"_a, "col_step"_a, "out"_a,
      "out_dtype"_a, "stream"_a = 0,
      "A GEMM's fp32 or bf16 product times a number, then times a factor, one or per row or per column; rounded to the "
@@ -126,20 +126,26 @@ void bind_cuda(py::module_& m) {
 // One operation over n values, for tests.
 void bind_elements(py::module_& m) {
   m.def("cast_elements", [](const std::string& element, uintptr_t src_ptr, uintptr_t dst_ptr, int64_t n) {
+    check_arrays(n, src_ptr, 4, dst_ptr, 1);
     hq::encode_elements(lookup(kElements, "element", element), pointer<float>(src_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "element"_a, "src_ptr"_a, "dst_ptr"_a, "n"_a, "fp32 values to codes, one byte each.");
   m.def("decode_elements", [](const std::string& element, uintptr_t src_ptr, uintptr_t dst_ptr, int64_t n) {
+    check_arrays(n, src_ptr, 1, dst_ptr, 4);
     hq::decode_elements(lookup(kElements, "element", element), pointer<uint8_t>(src_ptr), pointer<float>(dst_ptr), n);
   }, "element"_a, "src_ptr"_a, "dst_ptr"_a, "n"_a, "Codes, one byte each, to fp32 values.");
   m.def("e8m0_up", [](uintptr_t src_ptr, uintptr_t dst_ptr, int64_t n) {
+    check_arrays(n, src_ptr, 4, dst_ptr, 1);
     hq::e8m0_up_elements(pointer<float>(src_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "src_ptr"_a, "dst_ptr"_a, "n"_a, "Non-negative fp32 values to E8M0 codes, rounded up.");
   m.def("e8m0_scale", [](const std::string& rounding, const std::string& element, uintptr_t amax_ptr, uintptr_t dst_ptr,
                          int64_t n) {
+    check_arrays(n, amax_ptr, 4, dst_ptr, 1);
     hq::e8m0_elements(lookup(kRoundings, "rounding", rounding), lookup(kElements, "element", element),
                       pointer<float>(amax_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "rounding"_a, "element"_a, "amax_ptr"_a, "dst_ptr"_a, "n"_a, "Block amaxes to the E8M0 codes of their scales.");
   m.def("stochastic_e2m1", [](uintptr_t src_ptr, uintptr_t bytes_ptr, uintptr_t dst_ptr, int64_t n) {
+    check_arrays(n, src_ptr, 4, dst_ptr, 1);
+    check_arrays(n, bytes_ptr, 1, dst_ptr, 1);
     hq::stochastic_e2m1_elements(pointer<float>(src_ptr), pointer<uint8_t>(bytes_ptr), pointer<uint8_t>(dst_ptr), n);
   }, "src_ptr"_a, "bytes_ptr"_a, "dst_ptr"_a, "n"_a, "fp32 values and one random byte each to E2M1 codes.");
   m.def("philox", [](uint32_t key0, uint32_t key1, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {

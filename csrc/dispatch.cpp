@@ -30,8 +30,9 @@ namespace {
 
 // A thread costs about as much as this many elements; fewer elements are done on the calling thread.
 int useful_threads(int64_t elements, int threads) {
-  constexpr int64_t kGrain = 16384;
-  return static_cast<int>(1 + elements / kGrain < threads ? 1 + elements / kGrain : threads);
+  constexpr int64_t kGrain = 16384, kMostThreads = 1024;  // an OpenMP that cannot start a thread ends the process
+  const int64_t useful = 1 + elements / kGrain < kMostThreads ? 1 + elements / kGrain : kMostThreads;
+  return static_cast<int>(useful < threads ? useful : threads);
 }
 
 const char* named(const char* isa) { return isa[0] == '\0' ? best_isa() : isa; }

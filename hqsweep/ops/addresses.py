@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,15 +29,25 @@ def empty(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: tor
 def check_offsets(x: Tensor, offsets: Tensor) -> int:
     """The number of members; ValueError for offsets that the kernels cannot read."""
     members = offsets.numel() - 1
-    if offsets.dtype is not torch.int64 or offsets.device != x.device or members < 0 or not offsets.is_contiguous():
+    readable = offsets.dtype is torch.int64 and offsets.dim() == 1 and members >= 0 and offsets.is_contiguous()
+    if not readable or offsets.device != x.device or offsets.data_ptr() == 0:
         raise ValueError(f"offsets are {described(offsets)}; they take int64 [members + 1], contiguous, on {x.device}")
     return members
 
 
+def check_sizes(offsets: Tensor, sizes: Sequence[int]) -> None:
+    """ValueError unless members have these sizes, for which outputs are allocated. offsets: on the CPU."""
+    if offsets.tolist() != [0, *accumulate(sizes)]:
+        raise ValueError(f"offsets are {offsets.tolist()} for members of {list(sizes)} rows")
+
+
 def check_keys(x: Tensor, keys: Tensor | None, members: int) -> None:
     """ValueError for a table of keys that the kernels cannot read."""
-    if keys is not None and (keys.dtype != torch.int32 or keys.shape != (members, 2) or keys.device != x.device):
-        raise ValueError(f"keys are {described(keys)}; they take int32 [{members}, 2] on {x.device}")
+    if keys is None:
+        return
+    readable = keys.dtype == torch.int32 and keys.shape == (members, 2) and keys.is_contiguous()
+    if not readable or keys.device != x.device or (members and keys.data_ptr() == 0):
+        raise ValueError(f"keys are {described(keys)}; they take int32 [{members}, 2], contiguous, on {x.device}")
 
 
 def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
@@ -55,4 +66,7 @@ def _key_table(words: tuple, device: torch.device) -> Tensor:
 
 def described(tensor: Tensor) -> str:
     """dtype, shape and device, for messages."""
-    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    note = "" if tensor.is_contiguous() else ", not contiguous"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        note += ", without storage"
+    return f"{tensor.dtype} {tuple(tensor.shape)}{note} on {tensor.device}"

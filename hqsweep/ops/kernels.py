@@ -81,6 +81,14 @@ def spec_named(text: str) -> KernelSpec:
     )
 
 
+def kernel_of(text: str) -> KernelSpec:
+    """spec_named of a format that has a kernel; ValueError for any other."""
+    spec = spec_named(text)
+    if spec.compiled is None:
+        raise ValueError(f"{spec.text} has no kernel in this build; the operators take formats that have")
+    return spec
+
+
 def supports(x: Tensor, *formats: Format) -> bool:
     """Whether the kernels take this input in these formats: all but Identity, on CPU and on CUDA."""
     known = all(spec_named(format.text).compiled is not None for format in formats)

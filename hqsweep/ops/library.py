@@ -72,7 +72,7 @@ def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", 
 
         @wraps(function)
         def call(first, *others):
-            x = first[0] if type(first) is list else first
+            x = first[0] if type(first) is list and first else first
             if direct(x):
                 return (function if x.is_cpu else guarded)(first, *others)
             return dispatched(first, *others)

@@ -8,20 +8,32 @@ offsets: None for one matrix. Otherwise int64 [members + 1], the first rows of t
 of X, and the end of the last; each is quantized by itself, in one call. The offsets stay where they are: on CUDA
 nothing waits for them, and a graph serves any splits of as many rows. Outputs are packed then (ops.packed): exact sizes
 where the host gives `sizes`, room for any where it does not; what stands behind the last member is left open. Offsets
-begin with 0, do not decrease and end within X. The CPU refuses others; on a GPU, which nobody waits for, they are the
-caller's promise: with others, outputs may be written past their ends.
+begin with 0, do not decrease, end within X and fit `sizes`. The CPU refuses others; on a GPU, which nobody waits for,
+they are the caller's promise: with others, outputs may be written past their ends.
+
+What else the kernels would read or write through an address is checked here before they get it: dtypes, devices,
+shapes, gaps, numbers of entries, keys. ValueError names what is wrong. Who calls hqsweep._C itself answers for them.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import check_keys, check_offsets, described, empty
-from hqsweep.ops.kernels import DTYPES, NO_KEY, spec_named
+from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty
+from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, kernel_of
 from hqsweep.ops.library import extension, operator, where
-from hqsweep.ops.outputs import Matrices, Wanted, allocations, amax_count, direction, finder, outputs_of
+from hqsweep.ops.outputs import Matrices, Wanted, allocations, amax_count, direction, finder, outputs_of, packed_entries
+
+
+def _dtype_of(x: Tensor) -> int:
+    """The extension's number of X's dtype; ValueError for what is no matrix that the kernels can read."""
+    dtype = DTYPES.get(x.dtype)
+    if dtype is None or x.dim() != 2:
+        raise ValueError(f"x is {described(x)}; it takes float32, bfloat16 or float16 with two axes")
+    return dtype
 
 
 def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax,
@@ -48,8 +60,14 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
 def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
              statistics, offsets=None, sizes=None, row_keys=None, column_keys=None, by_rows=False):  # fmt: skip
     """X -> the outputs of its rows, then of its columns (ops.outputs.allocations)."""
-    (rows, cols), on_gpu = x.shape, x.is_cuda
-    members = None if offsets is None else check_offsets(x, offsets)
+    dtype, on_gpu = _dtype_of(x), x.is_cuda
+    rows, cols = x.shape
+    if offsets is not None:
+        members = check_offsets(x, offsets)
+    elif row_keys is None and column_keys is None:
+        members = None
+    else:
+        raise ValueError("tables of keys are those of members, which need offsets")
     row_outputs, column_outputs = outputs_of(
         (rows, cols, members, None if sizes is None else tuple(sizes)),
         (rowwise, False, row_exact, row_amax is not None, statistics) if rowwise else None,
@@ -61,13 +79,15 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
         row = direction(row_outputs, x, tensors, scratch, row_key, row_amax, row_keys)
     if columnwise:
         column = direction(column_outputs, x, tensors, scratch, column_key, column_amax, column_keys)
-    call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
+    call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().quantize_cuda if on_gpu else extension().quantize_cpu
     if offsets is None:
         run(*call, *where(x))
         return tensors
     check_keys(x, row_keys, members)
     check_keys(x, column_keys, members)
+    if sizes is not None and not on_gpu:
+        check_sizes(offsets, sizes)
     run(*call, *where(x), offsets.data_ptr(), members)
     return tensors
 
@@ -80,18 +100,21 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
 def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
               row_keys=None):  # fmt: skip
     """found = max(found, global amaxes) in place, of the rows of X and of its columns."""
-    (rows, cols), row, column, members = x.shape, None, None, None
+    dtype, row, column, members = _dtype_of(x), None, None, None
+    rows, cols = x.shape
     if offsets is not None:
         members = check_offsets(x, offsets)
         check_keys(x, row_keys, members)
+    elif row_keys is not None:
+        raise ValueError("a table of keys is that of members, which need offsets")
     matrices = Matrices(rows, cols, members)
     if rowwise:
-        spec = spec_named(rowwise)
+        spec = kernel_of(rowwise)
         row = finder(spec, amax_count(spec, matrices, False), x, row_key, row_amax, row_found, row_keys)
     if columnwise:
-        spec = spec_named(columnwise)
+        spec = kernel_of(columnwise)
         column = finder(spec, amax_count(spec, matrices, True), x, NO_KEY, None, column_found, None)
-    call = (x.data_ptr(), DTYPES[x.dtype], rows, cols, *x.stride(), row, column, dequantized)
+    call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
     run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))
 
@@ -112,32 +135,65 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
     by rows of X, also where they are columnwise; bytes are those of each member by itself.
     ValueError for offsets and packed buffers of other types, and for too few entries.
     """
-    first, spec = buffers[0], spec_named(format)
+    if not buffers:
+        raise ValueError("there are no buffers to decode")
+    first, number = buffers[0], DTYPES.get(dtype)
+    if number is None:
+        raise ValueError(f"dtype is {dtype}; values are decoded to float32, bfloat16 or float16")
+    members = None if offsets is None else check_offsets(first, offsets)
+    spec, least = _least_entries(format, rows, cols, columnwise, members)
+    _check_buffers(spec, buffers, least)
     addresses = [tensor.data_ptr() for tensor in buffers] + [0] * (3 - len(buffers))
     run = extension().dequantize_cuda if first.is_cuda else extension().dequantize_cpu
     threads = where(first)[0]
     if offsets is None:
         out = empty(first, (rows, cols), (cols or 1, 1), dtype)
-        run(spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype], threads)
+        run(spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), number, threads, columnwise)
         return out
-    members = check_offsets(first, offsets)
-    least = _least_entries(format, rows, cols, columnwise)
-    for (name, _, _, wanted), tensor, count in zip(spec.buffers, buffers, least, strict=True):
-        if tensor.dtype != wanted or tensor.numel() < count or not tensor.is_contiguous():
-            raise ValueError(f"buffer {name} is {described(tensor)}; it takes {count} or more contiguous {wanted}")
+    if not first.is_cuda:
+        _check_buffers(spec, buffers, _entries(spec, rows, cols, columnwise, offsets))
     out = empty(first, (rows * cols,), (1,), dtype)
-    call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), DTYPES[dtype], threads)
+    call = (spec.compiled, rows, cols, *addresses, exact, out.data_ptr(), number, threads)
     run(*call, columnwise, offsets.data_ptr(), members)
     return out
 
 
+def _check_buffers(spec: KernelSpec, buffers: list[Tensor], least: list[int]) -> None:
+    """ValueError for buffers that the kernels cannot read, or with fewer entries than these."""
+    if len(buffers) != len(least):
+        raise ValueError(f"{len(buffers)} buffers for {spec.text}; it has {len(least)}: {', '.join(spec.names)}")
+    device = buffers[0].get_device()
+    for (name, _, _, wanted), tensor, count in zip(spec.buffers, buffers, least, strict=True):
+        readable = tensor.dtype is wanted and tensor.is_contiguous() and tensor.get_device() == device
+        if not readable or tensor.numel() < count:
+            takes = f"it takes {count} or more contiguous {wanted} on {buffers[0].device}"
+            raise ValueError(f"buffer {name} is {described(tensor)}; {takes}")
+
+
 @memo
-def _least_entries(text: str, rows: int, cols: int, columnwise: bool) -> list[int]:
-    """The fewest entries that each packed buffer can have for X [rows, cols]: those of one member with all rows, codes
-    alone where there may be none."""
-    spec = spec_named(text)
-    shapes = spec.format.shapes(*((cols, rows) if columnwise else (rows, cols)))
-    return [math.prod(shapes[name]) if rows and cols else 0 for name in spec.names]
+def _least_entries(
+    text: str, rows: int, cols: int, columnwise: bool, members: int | None
+) -> tuple[KernelSpec, list[int]]:
+    """The format, and the fewest entries that each buffer can have for X [rows, cols]: of one operand; or of members,
+    where one has all rows, codes alone where there may be none. ValueError for a size below 0."""
+    spec = kernel_of(text)
+    if rows < 0 or cols < 0:
+        raise ValueError(f"an operand cannot have the shape {(rows, cols)}")
+    if members is None:
+        shapes = spec.format.shapes(rows, cols)
+        return spec, [math.prod(shapes[name]) for name in spec.names]
+    if rows == 0 or cols == 0:
+        return spec, [0] * len(spec.names)
+    alone = Matrices(rows, cols, members, (rows, *(0,) * (members - 1)) if members else ())
+    return spec, [packed_entries(alone, columnwise, down, across) for _, down, across, _ in spec.buffers]
+
+
+def _entries(spec: KernelSpec, rows: int, cols: int, columnwise: bool, offsets: Tensor) -> list[int]:
+    """The entries of each packed buffer up to the end of the last member, or of the last before a wrong offset.
+    offsets: on the CPU."""
+    ends = [min(end, rows) for end in offsets.tolist()]
+    matrices = Matrices(rows, cols, len(ends) - 1, tuple(max(end - start, 0) for start, end in pairwise(ends)))
+    return [packed_entries(matrices, columnwise, down, across) for _, down, across, _ in spec.buffers]
 
 
 @operator(
@@ -148,8 +204,17 @@ def _least_entries(text: str, rows: int, cols: int, columnwise: bool) -> list[in
 def scale_product(product: Tensor, factor: Tensor, dtype: torch.dtype, before: float = 1.0) -> Tensor:
     """fl(fl(product * before) * factor) in float32, rounded to dtype; product float32 or bfloat16 [m, n], contiguous,
     factor float32 [1, 1], [m, 1] or [1, n]."""
+    if product.dtype not in (torch.float32, torch.bfloat16) or product.dim() != 2 or not product.is_contiguous():
+        raise ValueError(f"product is {described(product)}; it takes float32 or bfloat16 with two axes, contiguous")
+    rows, cols = product.shape
+    fits = factor.dim() == 2 and factor.shape[0] in (1, rows) and factor.shape[1] in (1, cols)
+    if not fits or factor.dtype != torch.float32 or factor.device != product.device:
+        takes = f"it takes float32 [1, 1], [m, 1] or [1, n] on {product.device}"
+        raise ValueError(f"factor is {described(factor)} for a product {tuple(product.shape)}; {takes}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; products are rounded to float32, bfloat16 or float16")
     out = torch.empty_like(product, dtype=dtype)
     steps = (0 if size == 1 else stride for size, stride in zip(factor.shape, factor.stride(), strict=True))
-    call = (product.data_ptr(), DTYPES[product.dtype], before, factor.data_ptr(), *product.shape, *steps)
+    call = (product.data_ptr(), DTYPES[product.dtype], before, factor.data_ptr(), rows, cols, *steps)
     extension().scale_product_cuda(*call, out.data_ptr(), DTYPES[dtype], *where(product))
     return out

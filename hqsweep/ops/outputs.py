@@ -1,6 +1,6 @@
 """Which tensors the quantize operator returns, and the extension's Direction that is made of their addresses."""
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.memo import memo
 from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda
-from hqsweep.ops.kernels import DTYPES, SUMS, TILE, KernelSpec, spec_named
+from hqsweep.ops.kernels import DTYPES, SUMS, TILE, KernelSpec, kernel_of, spec_named
 from hqsweep.ops.library import extension
 
 Allocation = tuple[tuple[int, ...], torch.dtype]
@@ -72,7 +72,7 @@ def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
     else:
         buffers = [(down, across, dtype) for name, down, across, dtype in spec.buffers if name != held]
     if x.members is not None:
-        return [((_packed_entries(x, wanted.columnwise, down, across),), dtype) for down, across, dtype in buffers]
+        return [((packed_entries(x, wanted.columnwise, down, across),), dtype) for down, across, dtype in buffers]
     rows, cols = (x.cols, x.rows) if wanted.columnwise else (x.rows, x.cols)
     shapes: list[Allocation] = [
         ((-(-rows // down) if down else 1, -(-cols // across) if across else 1), dtype)
@@ -84,8 +84,9 @@ def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
     return shapes
 
 
-def _packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
-    """Entries of a packed buffer each of which covers `down` x `across` elements of a member's operand (0: all)."""
+def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
+    """Entries of a packed buffer each of which covers `down` x `across` elements of a member's operand (0: all): those
+    that there are, or room for any sizes."""
     ragged, other = (across, down) if columnwise else (down, across)
     if x.sizes is not None:
         along = sum(-(-size // ragged) if ragged else 1 for size in x.sizes)
@@ -116,7 +117,10 @@ def outputs_of(x: tuple, rowwise: tuple | None, columnwise: tuple | None, on_gpu
 def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     if wanted.statistics and x.members is not None:
         raise ValueError("statistics are gathered for one matrix, and offsets are given")
-    spec, shapes = spec_named(wanted.text), allocations(x, wanted, on_gpu)
+    spec = kernel_of(wanted.text)
+    if spec.delayed and not wanted.given:
+        raise ValueError(f"{spec.text} takes its scale from the amaxes of earlier steps, and none is given")
+    shapes = allocations(x, wanted, on_gpu)
     names = ["exact" if wanted.exact else "codes"]
     if wanted.exact:
         factor = None if wanted.given and spec.amax_name == "g" else spec.amax_name
@@ -160,7 +164,12 @@ def direction(
         del allocated[-outputs.scratch :]
     tensors += allocated
     table = 0 if keys is None else keys.data_ptr()
-    return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows)
+    if len(key) != 3:
+        refuse_key(key)
+    try:
+        return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows)
+    except TypeError:
+        refuse_key(key)
 
 
 def finder(
@@ -173,10 +182,22 @@ def finder(
     keys: Tensor | None,
 ):
     """The Direction that only finds `count` global amaxes."""
+    if spec.amax_name is None and (amax is not None or found is not None):
+        raise ValueError(f"{spec.text} has no global amax to give or to find")
+    if len(key) != 3:
+        refuse_key(key)
     check_amax(spec, "given amax", amax, count, x)
     check_amax(spec, "found amax", found, count, x)
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, found))
-    return extension().Direction(spec.compiled, *key, *addresses, keys=0 if keys is None else keys.data_ptr())
+    try:
+        return extension().Direction(spec.compiled, *key, *addresses, keys=0 if keys is None else keys.data_ptr())
+    except TypeError:
+        refuse_key(key)
+
+
+def refuse_key(key: list[int]) -> NoReturn:
+    """ValueError for a key that is none."""
+    raise ValueError(f"a key is {key}; it takes two words of 32 bits and a step, none of them negative") from None
 
 
 def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:

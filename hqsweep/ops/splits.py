@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.ops import library
+from hqsweep.ops.addresses import described
 from hqsweep.ops.library import extension, has_kernels
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check
 
     OverflowError where an offset leaves int64: always on the CPU; on a GPU with `check`, which waits, else values wrap.
     """
+    if splits.dtype not in INTEGERS or splits.dim() != 1:
+        raise ValueError(f"splits are {described(splits)}; they take int32 or int64 with one axis")
     splits, wide = splits.contiguous(), splits.dtype == torch.int64
     out = splits.new_empty((len(divisors), splits.numel() + 1), dtype=torch.int64)
     call = (splits.data_ptr(), wide, splits.numel(), divisors, strides, out.data_ptr())

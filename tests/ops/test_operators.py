@@ -6,6 +6,7 @@ from calls import find_amax, quantize
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
+from hqsweep.ops import operators
 from hqsweep.ops.dequantize import dequantize
 from hqsweep.ops.kernels import NO_KEY
 from hqsweep.ops.library import has_kernels
@@ -47,7 +48,7 @@ def both_and_back(x, row, column):
     return list(made.rowwise.values()), list(made.columnwise.values()), value.sum() + x.sum()
 
 
-def operators(x, row, column):
+def by_operators(x, row, column):
     made = torch.ops.hqsweep.quantize(*operator_arguments(x * 2, row, column))
     count = 3 if row.startswith("nvfp4") else 2
     value = torch.ops.hqsweep.dequantize(made[:count], row, *x.shape, False, torch.float32)
@@ -56,10 +57,10 @@ def operators(x, row, column):
 
 @pairs
 def test_the_operators_compile_without_a_break(pair):
-    compiled = torch.compile(lambda x: operators(x, *pair), fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(lambda x: by_operators(x, *pair), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (64, 96):
         x = draw("heavy", rows, 160)
-        for a, b in zip(operators(x, *pair), compiled(x), strict=True):
+        for a, b in zip(by_operators(x, *pair), compiled(x), strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -172,6 +173,75 @@ def test_wrong_offsets_sizes_and_keys(message, offsets, changes):
         torch.ops.hqsweep.quantize(*member_arguments(torch.zeros(48, 32), offsets, **changes))
 
 
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (r"buffer q is torch.uint8 \(16,\) on cpu; it takes 1024 or more", {"buffers": [torch.zeros(16).byte()] * 2}),
+        (r"buffer s is torch.float32 \(32,\) on cpu; it takes 32 or more contiguous torch.uint8",
+         {"buffers": [torch.zeros(1024).byte(), torch.zeros(32)]}),
+        ("buffer q is .*, not contiguous on cpu", {"buffers": [torch.zeros(32, 64).byte()[:, ::2]] * 2}),
+        ("4 buffers for mxfp8; it has 2: q, s", {"buffers": [torch.zeros(1024).byte()] * 4}),
+        ("there are no buffers", {"buffers": [], "offsets": torch.tensor([0, 32])}),
+        (r"cannot have the shape \(-1, 32\)", {"rows": -1}),
+        ("dtype is torch.float64; values are decoded to", {"dtype": torch.float64}),
+        ("bf16 has no kernel", {"format": "bf16"}),
+        ("columns are those of members", {"columnwise": True}),
+    ],
+)  # fmt: skip
+def test_decoding_refuses_what_it_cannot_read(message, change):
+    buffers = [torch.zeros(1024).byte(), torch.zeros(32).byte()]
+    right = {"buffers": buffers, "format": "mxfp8", "rows": 32, "cols": 32, "exact": False, "dtype": torch.float32}
+    assert operators.dequantize(*right.values()).shape == (32, 32)
+    with pytest.raises(ValueError, match=message):
+        operators.dequantize(*{**right, "offsets": None, "columnwise": False, **change}.values())
+
+
+@pytest.mark.parametrize(
+    ("message", "x", "change"),
+    [
+        ("x is torch.int32 .* it takes float32, bfloat16 or float16 with two axes", torch.zeros(32, 32).int(), {}),
+        (r"x is torch.float32 \(32,\) on cpu", torch.zeros(32), {}),
+        (r"a key is \[1, 2\]; it takes two words of 32 bits", None, {"rowwise_key": [1, 2]}),
+        (r"a key is \[0, 0, 0, 0\]", None, {"columnwise_key": [0] * 4}),
+        (r"a key is \[0, 0, -1\]", None, {"rowwise_key": [0, 0, -1]}),
+        ("a word of the key is 4294967296, must have 32 bits", None, {"rowwise_key": [2**32, 0, 0]}),
+        ("tables of keys are those of members", None, {"rowwise_keys": torch.zeros(1, 2, dtype=torch.int32)}),
+        ("fp32 has no kernel", None, {"columnwise": "fp32"}),
+        ("fp8_delayed takes its scale from the amaxes of earlier steps", None, {"rowwise": "fp8_delayed"}),
+    ],
+)
+def test_quantizing_refuses_what_it_cannot_read(message, x, change):
+    with pytest.raises(ValueError, match=message):
+        operators.quantize(*member_arguments(torch.zeros(32, 32) if x is None else x, None, **change))
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        (r"offsets are \[0, 17, 48\] for members of \[32, 16\] rows", {"sizes": [32, 16]}),
+        (r"keys are torch.int32 \(2, 2\), not contiguous on cpu",
+         {"rowwise_keys": torch.zeros(2, 2, dtype=torch.int32).t()}),
+    ],
+)  # fmt: skip
+def test_members_that_would_not_fit_their_outputs_are_refused(message, change):
+    with pytest.raises(ValueError, match=message):
+        operators.quantize(*member_arguments(torch.zeros(48, 32), torch.tensor([0, 17, 48]), **change))
+
+
+def test_packed_buffers_have_an_entry_for_every_block_of_every_member():
+    """Members of 1 row and of 47 take three blocks of 32, and one of 48 would take two."""
+    offsets, codes = torch.tensor([0, 1, 48]), torch.zeros(48 * 32).byte()
+    call = ("mxfp8", 48, 32, False, torch.float32, offsets, True)
+    assert operators.dequantize([codes, torch.zeros(3 * 32).byte()], *call).shape == (48 * 32,)
+    with pytest.raises(ValueError, match=r"buffer s .* it takes 96 or more"):
+        operators.dequantize([codes, torch.zeros(2 * 32).byte()], *call)
+
+
+def test_a_format_without_a_global_amax_has_none_to_find():
+    with pytest.raises(ValueError, match="mxfp8 has no global amax"):
+        operators.find_amax(torch.zeros(32, 32), "mxfp8", "", False, NO_KEY, None, torch.zeros(1), None)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_beyond_the_last_member_are_left_out(device):
     x = draw("heavy", 96, 128, dtype=torch.bfloat16).to(device)
@@ -203,6 +273,22 @@ def test_operators_on_members_keep_the_rules_of_torch_library(sizes, exact):
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("message", "product", "factor", "dtype"),
+    [
+        ("product is torch.float16", torch.ones(4, 8).half(), torch.ones(1, 1), torch.float32),
+        ("product is .*, not contiguous", torch.ones(8, 4).t(), torch.ones(1, 1), torch.float32),
+        (r"factor is torch.float32 \(1, 4\)", torch.ones(4, 8), torch.ones(1, 4), torch.float32),
+        ("factor is torch.bfloat16", torch.ones(4, 8), torch.ones(1, 8).bfloat16(), torch.float32),
+        ("dtype is torch.float64", torch.ones(4, 8), torch.ones(1, 8), torch.float64),
+    ],
+)
+def test_the_epilogue_refuses_what_it_cannot_read(message, product, factor, dtype):
+    with pytest.raises(ValueError, match=message):
+        torch.ops.hqsweep.scale_product(product.cuda(), factor.cuda(), dtype, 1.0)
 
 
 @gpu
