@@ -1,4 +1,9 @@
-"""`python -m hqsweep` is the command `hqsweep`."""
+"""`python -m hqsweep` is the command `hqsweep`, which imports nothing from the working directory either."""
+
+import sys
+
+if not sys.flags.safe_path:
+    del sys.path[0]  # where `-m` puts it
 
 from hqsweep.cli.main import main
 

@@ -9,9 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hqsweep.config.jobs import JOBS
+from hqsweep.config.safe_yaml import load_yaml
 from hqsweep.errors import UserError
 from hqsweep.sweep.store import RunStore
 
@@ -78,8 +77,8 @@ def _leaves(section: Any) -> Iterator[str]:
 def _read(path: Path) -> Any:
     """The content of a YAML file, or None where it cannot be read."""
     try:
-        return yaml.safe_load(path.read_text())
-    except Exception:  # PyYAML raises more than YAMLError, and a TAB never prints a traceback
+        return load_yaml(path)
+    except Exception:  # a TAB never prints a traceback
         return None
 
 

@@ -29,9 +29,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.references import check_expansion, check_references
 from hqsweep.config.study import StudyConfig, parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.arms import Difference, labels
+from hqsweep.sweep.config_source import check_sources
 from hqsweep.sweep.fork_points import fork_points
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
 from hqsweep.sweep.names import NOT_IN_ID
@@ -111,7 +113,7 @@ def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
     search.append("main", f"file://{PACKAGED}")
     search.append("hydra", "pkg://hydra.conf")
     search.append("schema", "structured://")
-    return ConfigLoaderImpl(search)
+    return check_sources(ConfigLoaderImpl(search))
 
 
 def _options(loader: ConfigLoaderImpl, group: str) -> list[str]:
@@ -235,6 +237,9 @@ class Composer:
         try:
             with warnings.catch_warnings(action="ignore"):  # without _self_ a YAML's own values win, which is meant
                 config = self.loader.load_configuration(self.name, list(groups), mode)
+            plain = OmegaConf.to_container(config)
+            params = plain.pop("hydra")["sweeper"].get("params")  # all else there is Hydra's own, with its resolvers
+            check_expansion(plain | {"hydra": {"sweeper": {"params": params}}}, "the config")
         except Exception as error:  # a YAML can make Hydra and PyYAML raise anything: AttributeError by !!timestamp 1
             raise UserError(f"conf={self.name}: {explain(error)}") from None
         OmegaConf.set_struct(config, False)
@@ -263,6 +268,7 @@ class Composer:
             raise UserError(f"override '{text}': keys are not deleted here, nor Hydra's own set; write KEY=VALUE")
         if not equals or not _KEY.fullmatch(key):
             raise UserError(f"override '{text}': not of the form KEY=VALUE; write for example train.steps=100")
+        check_references(text, f"override of {key}")
         try:
             parsed = self.parser.parse_overrides([text])[0]
             if key == POINTS and parsed.is_discrete_sweep():

@@ -9,6 +9,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.references import check_expansion
 from hqsweep.errors import UserError, nearest
 from hqsweep.quant.hybrid import FIELDS, HybridQuantizer
 from hqsweep.recipe.roles import HEAD
@@ -32,8 +33,9 @@ def set_number(config: dict[str, Any], key: str, value: int) -> bool:
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
-    """Plain containers with interpolations replaced; errors name the key."""
+    """Plain containers with references replaced; errors name the key."""
     try:
+        check_expansion(OmegaConf.to_container(config), "the config")
         missing = sorted(OmegaConf.missing_keys(config))
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:

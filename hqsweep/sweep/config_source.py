@@ -1,0 +1,39 @@
+"""Hydra's reader of a folder of YAML files, with each file checked before it is read."""
+
+import os
+from pathlib import Path
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+
+from hqsweep.config.safe_yaml import read_yaml
+from hqsweep.errors import UserError
+
+
+class CheckedSource(FileConfigSource):
+    """A folder of configs, of which each is within the bounds of read_yaml and stands in the folder, and names no
+    further places to search, of which Hydra would import some."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = self._normalize_file_name(config_path)
+        file = Path(self.path, name)
+        if os.path.normpath(name).startswith((os.pardir, os.sep)):
+            raise UserError(f"{config_path}: its file is outside of {self.path}; a defaults list stays in its folder")
+        if file.is_file():
+            read_yaml(file)
+        result = super().load_config(config_path)
+        if OmegaConf.is_dict(result.config) and OmegaConf.select(result.config, "hydra.searchpath") is not None:
+            raise UserError(f"{file}: hydra.searchpath is not followed; give a folder of configs by --config-dir")
+        return result
+
+
+def check_sources(loader: ConfigLoaderImpl) -> ConfigLoaderImpl:
+    """The loader, with a CheckedSource for each of its folders."""
+    repository = loader.repository
+    repository.sources = [
+        CheckedSource(source.provider, source.path) if source.scheme() == "file" else source
+        for source in repository.sources
+    ]
+    return loader
