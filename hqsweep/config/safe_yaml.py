@@ -6,6 +6,8 @@ reader another value than the one that is taken. The text is checked event by ev
 
 import os
 import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,48 +24,65 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_yaml(path: Path) -> Any:
-    """The document of a file, by the safe loader.
+    """The document of a file, by the safe loader. Raises as check_file and parse_yaml do."""
+    return _named(path, parse_yaml)
+
+
+def check_file(path: Path) -> None:
+    """UserError, which names the file, for what is no file, or whose YAML is beyond the bounds of parse_yaml. OSError
+    where it cannot be read."""
+    _named(path, _checked)
+
+
+def parse_yaml(data: bytes) -> Any:
+    """The document, by the safe loader.
 
     Raises:
-        UserError: what read_yaml raises for, and text that is no YAML. OSError where it cannot be read.
+        UserError: "line 3: ..." for what is not UTF-8 or no YAML, larger than MAX_BYTES, deeper than MAX_DEPTH, has
+            more than MAX_NODES nodes, gives a key twice, or holds `${...}` that is no reference to a key.
     """
-    text = read_yaml(path)
-    try:
+    text = _checked(data)
+    with _explained():
         return yaml.load(text, Loader=LOADER)
-    except Exception as error:  # PyYAML raises anything: AttributeError by !!timestamp 1
-        raise UserError(f"{path}{_line(error)}: {_problem(error)}; correct the YAML") from None
 
 
-def read_yaml(path: Path) -> str:
-    """The text of a file whose YAML is within the bounds.
-
-    Raises:
-        UserError: it is larger than MAX_BYTES, no file, not UTF-8 or no YAML, deeper than MAX_DEPTH, has more than
-            MAX_NODES nodes, gives a key twice, or holds `${...}` that is no reference to a key. OSError where it cannot
-            be read.
-    """
+def _named(path: Path, read: Callable[[bytes], Any]) -> Any:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe without a writer would hold us up
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"{path}: it is no file; give one")
+            raise UserError(f"{path}: is no file; give one")
         data = file.read(MAX_BYTES + 1)
+    try:
+        return read(data)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; correct the YAML") from None
+
+
+def _checked(data: bytes) -> str:
+    """The text, if it is within bounds."""
     if len(data) > MAX_BYTES:
-        raise UserError(f"{path}: it is larger than {MAX_BYTES >> 10} KiB, which no config is; shorten it")
+        raise UserError(f"is larger than {MAX_BYTES >> 10} KiB, which no config is")
+    watch = _Watch()
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: it is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    check_yaml(text, str(path))
+        raise UserError(f"is not UTF-8 (byte {error.start})") from None
+    with _explained():
+        for event in yaml.parse(text, Loader=LOADER):
+            watch.see(event)
     return text
 
 
-def check_yaml(text: str, where: str) -> None:
-    """UserError, which begins with `where` and the line, for YAML beyond the bounds of read_yaml."""
-    watch = _Watch(where)
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What goes wrong as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
     try:
-        for event in yaml.parse(text, Loader=LOADER):
-            watch.see(event)
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise UserError(f"{where}{_line(error)}: {_problem(error)}; correct the YAML") from None
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else "is not YAML"
+        raise UserError(f"{where}: {' '.join(str(getattr(error, 'problem', None) or error).split())}") from None
 
 
 @dataclass
@@ -81,7 +100,6 @@ class _Open:
 class _Watch:
     """What was read so far."""
 
-    where: str
     open: list[_Open] = field(default_factory=list)
     anchors: dict[str, int] = field(default_factory=dict)
     """Anchor -> its nodes, aliases written out."""
@@ -93,7 +111,7 @@ class _Watch:
                     self._refuse(event, f"alias '*{event.anchor}' stands for nothing that is complete before it")
                 self._add(event, None, self.anchors[event.anchor])
             case yaml.ScalarEvent():
-                check_references(event.value, f"{self.where} line {event.start_mark.line + 1}")
+                check_references(event.value, f"line {event.start_mark.line + 1}")
                 self._add(event, event.value, 1)
                 if event.anchor:
                     self.anchors[event.anchor] = 1
@@ -125,13 +143,4 @@ class _Watch:
             parent.keys.add(text)
 
     def _refuse(self, event: yaml.Event, fault: str) -> None:
-        raise UserError(f"{self.where} line {event.start_mark.line + 1}: {fault}; correct the YAML")
-
-
-def _line(error: BaseException) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f" line {mark.line + 1}" if mark else ""
-
-
-def _problem(error: BaseException) -> str:
-    return " ".join(str(getattr(error, "problem", None) or error).split())
+        raise UserError(f"line {event.start_mark.line + 1}: {fault}")

@@ -8,12 +8,12 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from hqsweep.config.safe_yaml import read_yaml
+from hqsweep.config.safe_yaml import check_file
 from hqsweep.errors import UserError
 
 
 class CheckedSource(FileConfigSource):
-    """A folder of configs, of which each is within the bounds of read_yaml and stands in the folder, and names no
+    """A folder of configs, of which each is within the bounds of parse_yaml and stands in the folder, and names no
     further places to search, of which Hydra would import some."""
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -22,7 +22,7 @@ class CheckedSource(FileConfigSource):
         if os.path.normpath(name).startswith((os.pardir, os.sep)):
             raise UserError(f"{config_path}: its file is outside of {self.path}; a defaults list stays in its folder")
         if file.is_file():
-            read_yaml(file)
+            check_file(file)
         result = super().load_config(config_path)
         if OmegaConf.is_dict(result.config) and OmegaConf.select(result.config, "hydra.searchpath") is not None:
             raise UserError(f"{file}: hydra.searchpath is not followed; give a folder of configs by --config-dir")

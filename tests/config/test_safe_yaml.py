@@ -32,8 +32,8 @@ def written(folder: Path, text: str | bytes) -> Path:
         ("a: &a [*a]", r"line 1: alias '\*a' stands for nothing that is complete before it"),
         ("a: &a 1\nb: &a [*a]", r"line 2: alias '\*a' stands for nothing"),
         ("a: 1\nb: {c: 1, 'c': 2}", "line 2: key 'c' is given twice"),
-        ("#" * (MAX_BYTES + 1), "it is larger than 1024 KiB"),
-        (b"a: \xff\xfe", "it is not UTF-8 .byte 3."),
+        ("#" * (MAX_BYTES + 1), "is larger than 1024 KiB"),
+        (b"a: \xff\xfe", "is not UTF-8 .byte 3."),
         ("a: [1", "line 2: .*correct the YAML"),
         ("a: !!timestamp 1", "correct the YAML"),
         ("a: !!python/object/apply:os.system [touch planted]", "line 1: could not determine a constructor"),
@@ -62,7 +62,7 @@ def test_what_is_within_bounds_is_read_as_by_pyyaml(tmp_path: Path):
 def test_a_pipe_or_a_folder_is_no_file(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", Path("/dev/zero")):
-        with pytest.raises(UserError, match="it is no file"):
+        with pytest.raises(UserError, match="is no file"):
             load_yaml(path)
 
 

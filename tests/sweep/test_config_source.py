@@ -28,13 +28,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x: ${oc.env:MY_TOKEN}", "conf/a.yaml line 1: '.*MY_TOKEN}' is no reference to a key"),
+        ("x: ${oc.env:MY_TOKEN}", "conf/a.yaml: line 1: '.*MY_TOKEN}' is no reference to a key"),
         ("defaults: ['recipe: x', {recipe: '${oc.env:MY_TOKEN}'}]", "line 1: '.*MY_TOKEN}' is no reference"),
         ("hydra: {sweeper: {params: {seed: '${oc.env:MY_TOKEN}'}}}", "line 1: '.*MY_TOKEN}' is no reference"),
         ("hydra: {searchpath: ['pkg://my_package']}", "hydra.searchpath is not followed; give .* by --config-dir"),
         ("defaults: [../outside]", "its file is outside of"),
         ("defaults: [convergence, {override recipe: ../../outside}]", "its file is outside of"),
-        ("x: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "y: [" + "*a, " * 5000 + "]", "conf/a.yaml line 2: it has more than"),
+        ("x: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "y: [" + "*a, " * 5000 + "]", "conf/a.yaml: line 2: it has more than"),
         (REFERENCES, "conf=a: the config: it has more than 20000 nodes with its references replaced"),
         (REFERENCES + "hydra: {sweeper: {params: {seed: '${a11}'}}}", "conf=a: the config: it has more than"),
         ("seed: 1\nseed: 2", "line 2: key 'seed' is given twice"),
@@ -53,7 +53,7 @@ def test_a_recipe_file_is_checked_like_a_config(folder: Path):
     Path("mine.yaml").write_text("name: mine\nlinear: ${oc.env:MY_TOKEN}\n")
     Path("conf/recipe/mine.yaml").write_text("name: mine\nlinear: ${oc.env:MY_TOKEN}\n")
     for name in ("mine.yaml", "mine", "conf/recipe/mine.yaml"):
-        with pytest.raises(UserError, match=r"mine.yaml line 2: '.*MY_TOKEN}' is no reference") as raised:
+        with pytest.raises(UserError, match=r"mine.yaml: line 2: '.*MY_TOKEN}' is no reference") as raised:
             load_recipe(name)
         assert "planted-secret" not in str(raised.value)
 
