@@ -135,8 +135,6 @@ def _do_job(run: RunDir, tracker: Tracker) -> None:
     sink = RowSink(run, tracker)
     try:
         sink.manifest(**facts())
-        if not any(run.checkpoint.glob("step_*.pt")):
-            sink.rewind(-1)  # an attempt that left no checkpoint is repeated from the start
         pkgutil.resolve_name(JOBS[config.job].run)(config, sink, run.path)
         sink.write_parquet()
     finally:

@@ -126,17 +126,6 @@ def test_a_second_attempt_counts_adds_its_time_and_forgets_the_old_reason(run, j
     assert 100.05 <= status["seconds"] < 110
 
 
-@pytest.mark.parametrize(("checkpoint", "steps"), [("step_1.pt", [1, 2, 2]), ("step_1.tmp", [2]), (None, [2])])
-def test_rows_of_an_attempt_without_a_whole_checkpoint_are_dropped(run, job, checkpoint, steps):
-    run.jsonl("metrics").write_text("".join(f'{{"step": {s}, "metric": "lr", "value": 1.0}}\n' for s in (1, 2)))
-    if checkpoint:
-        run.checkpoint.mkdir()
-        (run.checkpoint / checkpoint).touch()
-    job(lambda config, sink, workspace: sink.metric(2, {"lr": 1.0}))
-    assert worker.main([str(run.path)]) == 0
-    assert [row["step"] for row in run.rows("metrics")] == steps
-
-
 def test_a_locked_or_finished_run_is_left_alone(run, job, monkeypatch):
     job(lambda config, sink, workspace: pytest.fail("the job was started"))
     monkeypatch.setattr(worker, "LOCK_WAIT_S", 0.05)
@@ -164,7 +153,7 @@ def test_the_tracker_gets_the_tables_and_the_exit_code(run, job, monkeypatch):
 
     job(work)
     worker.main([str(run.path)])
-    assert calls == [("rewind", -1), ("log", 1), ("stats", 0), ("parity", 0), ("calibrate", 0), ("finish", 3, "failed")]
+    assert calls == [("log", 1), ("stats", 0), ("parity", 0), ("calibrate", 0), ("finish", 3, "failed")]
 
 
 @pytest.mark.parametrize("number", worker.STOP_SIGNALS)

@@ -58,6 +58,11 @@ class ConvergenceConfig(Job):
         """Steps of the run itself."""
         return self.train.steps - self.start
 
+    @property
+    def points(self) -> list[int]:
+        """The steps of a trunk at which forks begin; [] for other runs."""
+        return self.fork.at if self.fork and self.fork.is_trunk else []
+
     @model_validator(mode="after")
     def _forked(self) -> "ConvergenceConfig":
         if self.fork is not None:

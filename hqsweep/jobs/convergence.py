@@ -8,13 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
 from hqsweep.formats import Format
 from hqsweep.gemm import native
 from hqsweep.gemm.plan import gemm_plan
+from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.module import QuantizedModule, quantized_modules
@@ -23,18 +24,10 @@ from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
 from hqsweep.train import data
+from hqsweep.train.checkpoint import newest, read_state, save_checkpoint, step_of
 from hqsweep.train.data import Dataset
-from hqsweep.train.loop import (
-    Step,
-    Throughput,
-    Trainer,
-    checkpoints,
-    is_finite,
-    load_checkpoint,
-    pick_device,
-    read_state,
-    save_checkpoint,
-)
+from hqsweep.train.loop import Throughput, Trainer, is_finite, pick_device
+from hqsweep.train.record import ANOTHER_RUN, ID_DIGITS, NotAsWritten, discard, fault_of, is_point, read_record
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
@@ -51,17 +44,20 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     dataset = data.loaded(config.data)
     check_native(config, device, dataset.vocab_size)
     folder = workspace / "checkpoint"
-    make_up(config, dataset, device, sink, folder)
+    path = go_back(config, sink, workspace)
+    if path is not None:
+        make_up(config, dataset, device, sink, path)
     sink.phase("building the model")
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     known = facts(trainer)
     sink.manifest(**known)
     for line in known.get("warnings", []):
         print(f"warning: {line}", flush=True)
-    if load_checkpoint(trainer, folder):
-        sink.rewind(trainer.step)
+    if path is not None:
+        trainer.load_state(read_state(path, device))
     elif config.start:
-        begin_fork(trainer, sink, workspace)
+        begin_fork(trainer, workspace)
+    sink.manifest(**trainer.trunk)
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
     first, loss = trainer.step + 1, None
@@ -72,7 +68,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             sink.phase(None)
         sink.rows("stats", done.stats)
         if done.captured:
-            save_captured(done, workspace / "captured")
+            save_captured(done.captured, captured_file(config, workspace), sink.run_id)
         if done.metrics:
             sink.metric(done.step, done.metrics)
         loss = loss if done.loss is None else done.loss
@@ -81,34 +77,39 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             raise Diverged(done.step, done.loss)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
-            save_checkpoint(trainer, folder)
+            save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
     if config.start:
         shutil.rmtree(folder, ignore_errors=True)  # a fork is short, and its trunk is there
     elif trainer.step not in trainer.kept:
-        save_checkpoint(trainer, folder)
+        save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
 
 
-def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, sink: Sink, folder: Path) -> None:
-    """Train a trunk again from before each point that was asked for after it had passed it, and keep that. Its rows are
-    there already."""
-    there = checkpoints(folder)
-    points = config.fork.at if config.fork and config.fork.is_trunk else []
-    missing = [at for at in points if at not in there and at < max(there, default=0)]
-    if not missing:
-        return
-    sink.phase("training again to fork points that it had passed")
-    trainer = Trainer(config, dataset, config.recipe.build(), device)
+def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, sink: Sink, last: Path) -> None:
+    """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks, as it was asked
+    for after the trunk had passed it, or was damaged. The rows are there already."""
+    before = partial(refusal, config, sink, last.parent.parent)
+    states = {at: last.with_name(f"step_{at}.pt") for at in config.points if at <= step_of(last)}
+    for path in states.values():
+        if path.exists() and (fault := fault_of(path, sink.run_id)):
+            sink.repaired(f"{fault}; the trunk was trained again to that point")
+            discard(path)
+    missing, trainer = [at for at, path in states.items() if not is_point(path)], None
     for point in missing:
-        if trainer.step < max((at for at in there if at < point), default=0):
-            load_checkpoint(trainer, folder, before=point)
+        sink.phase("training again to fork points that it had passed")
+        trainer = trainer or Trainer(config, dataset, config.recipe.build(), device)
+        start, _ = newest(last.parent, before, before=point + 1)
+        if start is not None and trainer.step < step_of(start):
+            trainer.load_state(read_state(start, device))
+            trainer.val_loss = trainer.evaluate() if trainer.step == point else None
         for done in trainer.steps(last=point):
             if done.loss is not None:
                 sink.progress(done.step, config.train.steps, done.loss, None)
-        save_checkpoint(trainer, folder)
+        save_checkpoint(trainer, last.parent, rows=sink.mark(point), run=sink.run_id)
 
 
-def begin_fork(trainer: Trainer, sink: Sink, workspace: Path) -> None:
-    """Give the trainer the state of its trunk. UserError where that is not there, or is one of another step."""
+def begin_fork(trainer: Trainer, workspace: Path) -> None:
+    """Give the trainer the state of its trunk. UserError where that is not there or not what the trunk wrote, or is one
+    of another step."""
     fork = trainer.config.fork
     path = fork.state_file(workspace)
     if not path.is_file():
@@ -116,24 +117,27 @@ def begin_fork(trainer: Trainer, sink: Sink, workspace: Path) -> None:
             f"fork.trunk: {path} is not there, so its trunk has not come to step {fork.start}, or was trained for other"
             " points; the sweep's command trains it"
         )
-    state = read_state(path, trainer.device)
+    try:
+        state, sha256 = read_trunk(fork, path, trainer.device)
+    except NotAsWritten as error:
+        again = "give the file that was forked" if fork.trunk_hash else "the sweep's command trains the trunk again"
+        raise Damaged(path, f"{error.fault}, so it is no state of the trunk {fork.trunk_name}", again) from None
     if state["step"] != fork.start:
         raise UserError(
             f"fork.trunk: {path} holds step {state['step']}; give the file the name step_{state['step']}.pt"
         )
     trainer.fork_from(state)
-    sink.manifest(trunk_val_loss=state.get("val_loss"))
+    trainer.trunk["trunk_sha256"] = sha256
 
 
-def save_captured(done: Step, folder: Path) -> None:
-    """The operands of a step as folder/step_N.safetensors, which `hqsweep probe` reads; whole or not there."""
-    folder.mkdir(exist_ok=True)
-    temporary = folder / f".step_{done.step}.{os.getpid()}.tmp"
-    try:
-        save_file(done.captured, temporary)
-        temporary.replace(folder / f"step_{done.step}.safetensors")
-    finally:
-        temporary.unlink(missing_ok=True)
+def read_trunk(fork: ForkConfig, path: Path, device: torch.device) -> tuple[dict, str]:
+    """The state of a trunk and the hash of its file. Raises NotAsWritten where it is another than the trunk's."""
+    if fork.trunk_hash is not None:
+        return read_state(path, device, fork.trunk_hash), fork.trunk_hash
+    state, record = read_state(path, device), read_record(path)
+    if not fork.trunk.endswith(record.run[:ID_DIGITS]):
+        raise NotAsWritten(path, ANOTHER_RUN)
+    return state, record.sha256
 
 
 def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: int) -> None:

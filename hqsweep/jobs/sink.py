@@ -1,8 +1,12 @@
 """Where a job's rows go. The worker gives a sink that writes the run folder; tests give one that keeps lists."""
 
+import json
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Protocol
 
 from hqsweep.track.tables import TABLES
+from hqsweep.train.record import Mark, mark_of, misfit
 
 
 class Diverged(Exception):
@@ -14,6 +18,10 @@ class Diverged(Exception):
 
 class Sink(Protocol):
     """Rows are tidy and are written at once; a killed job loses none that it was given."""
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run, by which its files are known."""
 
     def metric(self, step: int, values: dict[str, float]) -> None:
         """One row for each name: train_loss, val_loss (nats a token), grad_norm, lr."""
@@ -33,12 +41,23 @@ class Sink(Protocol):
     def manifest(self, **facts: object) -> None:
         """Facts about the run that are no rows: device, data, plans."""
 
-    def rewind(self, step: int) -> None:
-        """Drop the rows of later steps, before a run goes on from its checkpoint."""
+    def mark(self, step: int | None = None) -> dict[str, Mark]:
+        """Table -> Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""
+
+    def fits(self, marks: Mapping[str, Mark]) -> str | None:
+        """Which table does not begin with the rows that it had at its mark, as a part of a sentence; None if all do."""
+
+    def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
+        """Drop the rows after their marks, before a run goes on from a checkpoint of this step; without marks all."""
+
+    def repaired(self, sentence: str) -> None:
+        """Say, and keep in the manifest, what was damaged and how the run went on without it."""
 
 
 class ListSink:
     """Keeps everything in memory."""
+
+    run_id = ""
 
     def __init__(self) -> None:
         self.tables: dict[str, list[dict]] = {name: [] for name in TABLES}
@@ -61,11 +80,30 @@ class ListSink:
     def manifest(self, **facts: object) -> None:
         self.facts |= facts
 
-    def rewind(self, step: int) -> None:
-        for table in ("metrics", "stats"):
-            self.tables[table] = [row for row in self.tables[table] if row["step"] <= step]
+    def mark(self, step: int | None = None) -> dict[str, Mark]:
+        return {table: mark_of(_encoded(rows_until(rows, step))) for table, rows in self.tables.items()}
+
+    def fits(self, marks: Mapping[str, Mark]) -> str | None:
+        faults = (misfit(table, _encoded(self.tables[table]), mark) for table, mark in marks.items())
+        return next(filter(None, faults), None)
+
+    def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
+        for table, rows in self.tables.items():
+            del rows[marks[table]["rows"] if table in marks else 0 :]
+
+    def repaired(self, sentence: str) -> None:
+        self.facts["repairs"] = [*self.facts.get("repairs", []), sentence]
 
     @property
     def metrics(self) -> list[dict]:
         """Rows of the table "metrics"."""
         return self.tables["metrics"]
+
+
+def rows_until(rows: Iterable[dict], step: int | None) -> list[dict]:
+    """The rows before the first one of a later step; all for None."""
+    return list(rows if step is None else takewhile(lambda row: row["step"] <= step, rows))
+
+
+def _encoded(rows: Iterable[dict]) -> bytes:
+    return "".join(json.dumps(row, default=float) + "\n" for row in rows).encode()

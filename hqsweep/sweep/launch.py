@@ -132,8 +132,8 @@ def _check_device(config: Config) -> None:
 
 def result(run: RunDir) -> dict[str, Any]:
     """One run in short: run, arm, seed, point (None but for a fork), state, val_loss (nats, last one or None),
-    tokens_per_s, seconds, reason, path, warnings, and for a parity or calibrate run how many rows PASS, FAIL and
-    SKIP."""
+    tokens_per_s, seconds, reason, path, warnings (of what was damaged, too), and for a parity or calibrate run how many
+    rows PASS, FAIL and SKIP."""
     status, manifest = run.status(), run.manifest()
     losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
     return {
@@ -141,7 +141,7 @@ def result(run: RunDir) -> dict[str, Any]:
         "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
-        "warnings": manifest.get("warnings", []),
+        "warnings": [*manifest.get("warnings", []), *manifest.get("repairs", [])],
         **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED_TABLES},
     }  # fmt: skip
 

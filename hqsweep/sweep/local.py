@@ -24,6 +24,7 @@ from hqsweep.sweep.progress import Display
 from hqsweep.sweep.run_dir import CANCELLED, RunDir
 from hqsweep.sweep.slots import cores, slots, thread_limits
 from hqsweep.sweep.task import Task, end_without
+from hqsweep.train.record import is_point
 
 POLL_S = 0.05
 """Seconds between two looks at the worker processes."""
@@ -124,7 +125,7 @@ class _Pool:
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
         trunks = {task.trunk for task in self.queue}
         self.queue.sort(key=lambda task: task.run not in trunks)
-        if waiting := [task.trunk for task in self.queue if task.trunk and not task.needs.exists()]:
+        if waiting := [task.trunk for task in self.queue if task.trunk and not is_point(task.needs)]:
             self.display.say(f"{len(waiting)} forks wait for {len(set(waiting))} trunks")
 
     def announce(self) -> None:
@@ -187,7 +188,7 @@ class _Pool:
         before = [other for other in self.queue if other.run == task.trunk]
         trained = before or any(active.task.run == task.trunk for active in self.active)
         end = None if trained else end_without(task.trunk)
-        if task.needs.exists() and not any(other.reset for other in before):
+        if is_point(task.needs) and not any(other.reset for other in before):
             task.make_ready()
         elif end is None:
             self._wait(task)

@@ -139,6 +139,14 @@ class RunDir:
             known = {}
         write_json(self.manifest_path, known | facts)
 
+    def note_repair(self, sentence: str) -> None:
+        """Add to the manifest what was damaged, and how the run went on without it."""
+        try:
+            before = self.manifest().get("repairs", [])
+        except Damaged:
+            before = []
+        self.update_manifest(repairs=[*before, sentence])
+
     def rows(self, table: str) -> list[dict[str, Any]]:
         """Rows of `table` as written so far, a torn last line dropped. Raises Damaged for what is no row of it."""
         path = self.jsonl(table)

@@ -24,6 +24,7 @@ from hqsweep.sweep.files import read_json, write_json, write_text
 from hqsweep.sweep.locks import RunBusy, locked
 from hqsweep.sweep.names import fork_of, id_in, run_id, run_name
 from hqsweep.sweep.run_dir import PENDING, RunDir
+from hqsweep.train.record import discard, fault_of, is_point
 
 LOCK_WAIT_S = 10.0
 """Seconds to wait for who changes the sweep's list of runs."""
@@ -163,17 +164,21 @@ def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Pat
     """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
     config, which can differ only in what cannot change a number (track, engine).
 
-    needed: checkpoints that forks wait for. A finished trunk that lacks one of them is pending again, and keeps the
-    points that it has.
+    needed: checkpoints that forks wait for. What is there instead of one is deleted, and a finished trunk that lacks
+    one is pending again, and keeps the points that it has.
     """
     run.path.mkdir(exist_ok=True)
     with suppress(RunBusy), run.lock():
         config, fork = dict(point.config), fork_of(point.config)
         if fork and fork.is_trunk:
             config = _with_points_of(run, config)
-            lacking = [path for path in needed if path.parent == run.checkpoint and not path.exists()]
-            if lacking and run.has_finished():
+            states = [path for path in needed if path.parent == run.checkpoint]
+            damaged = {path: fault for path in states if path.exists() and (fault := fault_of(path, run_id(config)))}
+            if run.has_finished() and (damaged or not all(map(is_point, states))):
                 run.write_status(**PENDING | {"seconds": run.written_status()["seconds"]})
+            for path, fault in damaged.items():
+                run.note_repair(f"{fault}; the trunk was trained again to that point")
+                discard(path)
         if not run.has_finished():
             seal.remove(run.path)  # of a failed run, whose config and manifest are written anew
             write_text(run.config_path, yaml.safe_dump(config, sort_keys=False, width=120))

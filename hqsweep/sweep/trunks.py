@@ -16,6 +16,7 @@ from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint, is_trunk, section
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train import data
+from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
 SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")
 """Keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
@@ -61,7 +62,7 @@ def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
     """Point -> the checkpoint of fork.trunk there, and its hash."""
     source = Path(study.trunk)
     folder = source.parent if study.file_step else source / "checkpoint"
-    found = sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.pt") if path.is_file())
+    found = [step for step, path in checkpoints(folder).items() if path.is_file()]
     if study.file_step:
         found = [study.file_step] if source.is_file() else []
     if not found:
@@ -77,8 +78,16 @@ def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """The hash of a checkpoint. UserError where its record has another; earlier versions wrote no record."""
+    try:
+        if record_path(path).exists():
+            return check_recorded(path).sha256
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except NotAsWritten as error:
+        raise UserError(
+            f"fork.trunk: '{path.parent.parent}': {error}; give another checkpoint, or train its run again"
+        ) from None
 
 
 def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:

@@ -2,14 +2,16 @@
 
 Rows are long and tidy; track/tables.py fixes the columns of each table, and a row with other columns is refused. A row
 is on its way to the disk when the call returns (one write per call), so a killed worker loses nothing but what it had
-not said; a resumed one takes back what came after its checkpoint (`rewind`). Finished runs get a Parquet copy of each
-table.
+not said. A checkpoint knows what stood before it (`mark`); a run that goes on from there finds that unchanged (`fits`),
+and takes back what came after it (`rewind`). Finished runs get a Parquet copy of each table.
 """
 
+import hashlib
 import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,10 +20,14 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows, write_bytes
+from hqsweep.errors import Damaged
+from hqsweep.jobs.sink import rows_until
+from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows
+from hqsweep.sweep.names import run_id
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
+from hqsweep.train.record import Mark, mark_of, misfit, sync_folder
 
 ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string()}
 
@@ -30,12 +36,13 @@ PROGRESS_EVERY_S = 0.5
 
 
 class RowFile:
-    """Rows of one table: JSONL at `path`, opened by the first row."""
+    """Rows of one table: JSONL at `path`, opened by the first row, and the hash of what was written there."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path, self._schema = path, schema
         self._file: BinaryIO | None = None
         drop_torn_tail(path)
+        self._count(self._read())
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write rows at the end. Raises ValueError for columns that are not the table's."""
@@ -44,23 +51,44 @@ class RowFile:
             if row.keys() != set(self._schema.names):
                 odd = sorted(row.keys() ^ set(self._schema.names))
                 raise ValueError(f"{self.path.name}: a row has the wrong columns; missing or unknown: {', '.join(odd)}")
-        if rows and self._file is None:
+        if not rows:
+            return
+        if self._file is None:
             self._file = self.path.open("ab", buffering=0)
-        if self._file is not None:
-            left = memoryview(encode_rows(rows))
-            while left:  # a disk that fills up takes a part, and says so at the next write only
-                left = left[self._file.write(left) :]
+        data = encode_rows(rows)
+        left = memoryview(data)
+        while left:  # a disk that fills up takes a part, and says so at the next write only
+            left = left[self._file.write(left) :]
+        self._rows, self._bytes = self._rows + len(rows), self._bytes + len(data)
+        self._sha256.update(data)
 
-    def rewind(self, step: int) -> None:
-        """Drop, atomically, the rows after `step`; rows of a table without steps come after every step."""
-        rows = read_rows(self.path)
-        earlier = [row for row in rows if row.get("step", math.inf) <= step]
-        if len(earlier) < len(rows):
-            self.close()
-            write_bytes(self.path, encode_rows(earlier))
+    def mark(self, step: int | None = None) -> Mark:
+        """What was written so far, or the rows up to `step`; on the disk when the call returns."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+        if step is None:
+            return {"rows": self._rows, "bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+        return mark_of(encode_rows(rows_until(read_rows(self.path), step)))
+
+    def fits(self, mark: Mark) -> str | None:
+        """How the file does not begin as it did at its mark, as a part of a sentence; None where it does."""
+        return misfit(self.path.name, self._read(), mark)
+
+    def rewind(self, mark: Mark) -> None:
+        """Drop the rows after the mark, which the file fits; without any before it, the file."""
+        self.close()
+        if not mark["bytes"]:
+            self.path.unlink(missing_ok=True)
+        elif self.path.stat().st_size > mark["bytes"]:
+            os.truncate(self.path, mark["bytes"])
+        self._count(self._read())
 
     def write_parquet(self, path: Path) -> None:
-        """A Parquet copy of the rows, written atomically; nothing where there are no rows."""
+        """A Parquet copy of the rows, written atomically; none where there are no rows. Raises Damaged where the rows
+        are not those that were written."""
+        if self.fits(self.mark()):
+            raise Damaged(self.path, "was changed by another process while the run wrote it", "run again")
+        path.unlink(missing_ok=True)
         if rows := read_rows(self.path):
             temporary = path.with_name(f".{path.name}.tmp")
             pq.write_table(pa.Table.from_pylist(rows, schema=self._schema), temporary)
@@ -70,6 +98,13 @@ class RowFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _read(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def _count(self, data: bytes) -> None:
+        """Take what is there for what was written."""
+        self._rows, self._bytes, self._sha256 = data.count(b"\n"), len(data), hashlib.sha256(data)
 
 
 class RowSink:
@@ -82,6 +117,11 @@ class RowSink:
         self._seconds_before: float = run.written_status()["seconds"]
         self._first: tuple[float, float] | None = None
         self._said_s = -math.inf
+
+    @cached_property
+    def run_id(self) -> str:
+        """The id of the run, by which its files are known."""
+        return run_id(self._run.config())
 
     def metric(self, step: int, values: Mapping[str, float]) -> None:
         """Metrics of one step, one row each."""
@@ -123,11 +163,29 @@ class RowSink:
             seconds=round(self._seconds_before + now - self._opened_s, 3),
         )  # fmt: skip
 
-    def rewind(self, step: int) -> None:
-        """Take back the rows after `step`, the step of the checkpoint from which the job goes on."""
-        for table in self._tables.values():
-            table.rewind(step)
+    def mark(self, step: int | None = None) -> dict[str, Mark]:
+        """Table -> Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""
+        marks = {name: table.mark(step) for name, table in self._tables.items()}
+        sync_folder(self._run.path)
+        return {name: mark for name, mark in marks.items() if mark["rows"]}
+
+    def fits(self, marks: Mapping[str, Mark]) -> str | None:
+        """Which table does not begin as it did at its mark, as a part of a sentence; None where all do."""
+        unknown = [f"a table '{name}' was written before it" for name in marks if name not in self._tables]
+        faults = (self._tables[name].fits(mark) for name, mark in marks.items() if name in self._tables)
+        return next(filter(None, (*unknown, *faults)), None)
+
+    def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
+        """Take back the rows after the marks, those of the checkpoint of `step` from which the job goes on; tables
+        without a mark are emptied."""
+        for name, table in self._tables.items():
+            table.rewind(marks.get(name, mark_of(b"")))
         self._tracker.rewind(step)
+
+    def repaired(self, sentence: str) -> None:
+        """Print what was damaged and how the run went on without it, and add it to the manifest's "repairs"."""
+        print(f"warning: {sentence}", flush=True)
+        self._run.note_repair(sentence)
 
     def close(self) -> None:
         """No more rows."""

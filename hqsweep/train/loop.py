@@ -5,12 +5,11 @@ equals an uninterrupted one bit for bit on the same device, threads and instruct
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +63,8 @@ class Trainer:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
         self.val_loss: float | None = None
+        self.trunk: dict[str, Any] = {}
+        """For the manifest of a fork: trunk_val_loss and trunk_sha256, of the state that it began with."""
 
     def steps(self, last: int | None = None) -> Iterator[Step]:
         """Train to the end, or to the step `last`; one Step an update."""
@@ -168,12 +169,12 @@ class Trainer:
     @property
     def kept(self) -> Collection[int]:
         """Steps whose checkpoints are kept: the points of a trunk."""
-        fork = self.config.fork
-        return fork.at if fork and fork.is_trunk else ()
+        return self.config.points
 
     def state(self) -> dict:
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
         return measured | {
+            "trunk": self.trunk,
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -188,11 +189,12 @@ class Trainer:
         if fork.noise:
             perturb_state(self.model, self.optimizer, fork.noise, (seed, fork.start))
         self.step = state["step"]
+        self.trunk = {"trunk_val_loss": state.get("val_loss")}
 
     def load_state(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.loss_count = state["step"], state["loss_count"]
+        self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum = state["loss_sum"].to(self.device)
 
 
@@ -241,46 +243,6 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     rise = min(1.0, step / warmup) if warmup else 1.0
     left = (train.steps - step + 1) / decay if decay else 1.0
     return train.lr * rise * (train.min_lr_fraction + (1 - train.min_lr_fraction) * min(1.0, left))
-
-
-def save_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Write step_<n>.pt through a rename, then drop older ones that no fork needs: at every instant one whole
-    checkpoint is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step_{trainer.step}.pt"
-    partial = target.with_suffix(".tmp")
-    try:
-        with partial.open("wb") as file:
-            torch.save(trainer.state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except RuntimeError as error:  # torch's own, when a write of the file failed
-        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-    finally:
-        partial.unlink(missing_ok=True)  # on a full disk it would take the room of what is to be kept
-    for step, old in checkpoints(folder).items():
-        if step < trainer.step and step not in trainer.kept:
-            old.unlink()
-
-
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> checkpoint, in order of steps."""
-    return dict(sorted((int(path.stem.removeprefix("step_")), path) for path in folder.glob("step_*.pt")))
-
-
-def load_checkpoint(trainer: Trainer, folder: Path, before: int | None = None) -> bool:
-    """Continue from the newest checkpoint, or the newest before a step; False when there is none."""
-    paths = [path for step, path in checkpoints(folder).items() if before is None or step < before]
-    if not paths:
-        return False
-    trainer.load_state(read_state(paths[-1], trainer.device))
-    return True
-
-
-def read_state(path: Path, device: torch.device) -> dict:
-    """What save_checkpoint wrote, on the device."""
-    return torch.load(path, map_location=device, weights_only=True)
 
 
 class Throughput:

@@ -148,8 +148,8 @@ def test_the_operands_of_a_step_are_written_for_the_probe(tmp_path):
     convergence.run(given, sink, tmp_path)
     convergence.run(config("mxfp8"), whole, tmp_path / "other")
     assert sink.metrics == whole.metrics
-    (file,) = (tmp_path / "captured").iterdir()
-    assert file.name == "step_2.safetensors"
+    file = tmp_path / "captured" / "step_2.safetensors"
+    assert sorted(file.parent.iterdir()) == [file.with_suffix(".json"), file]
     linears = ("layers.0.attn.qkv", "layers.0.attn.proj", "layers.0.mlp.fc1", "layers.0.mlp.fc2", "head")
     found = {matrix.name: matrix for matrix in find_matrices(file)[0]}
     assert set(found) == {f"{name}.{tensor}" for name in linears for tensor in ("input", "weight", "grad_output")}

@@ -4,6 +4,7 @@
 with such workers.
 """
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
+from hqsweep.train.record import Record, write_record
 
 
 def command() -> list[str]:
@@ -69,7 +71,6 @@ def act(run: RunDir, do: str) -> None:
 
 def train_trunk(run: RunDir, do: str) -> None:
     """Keep the state at each point; trunk-fails and trunk-dies do so after the first, at the first attempt alone."""
-    run.checkpoint.mkdir(exist_ok=True)
     for step in run.fork().at:
         time.sleep(60 if do == "trunk-sleeps" and step > 1 else 0.3)
         if step > 1 and run.written_status()["attempt"] == 1 and do == "trunk-dies":
@@ -77,7 +78,16 @@ def train_trunk(run: RunDir, do: str) -> None:
         if step > 1 and not (run.path / "mended").exists() and do == "trunk-fails":
             run.write_status(state="failed", reason="RuntimeError: out of luck", exit_code=3)
             os._exit(3)
-        (run.checkpoint / f"step_{step}.pt").write_text(f"state {step}")
+        keep_state(run, step)
+
+
+def keep_state(run: RunDir, step: int, state: str | None = None) -> None:
+    """A checkpoint of a trunk at a point, with its record."""
+    data, path = (state or f"state {step}").encode(), run.checkpoint / f"step_{step}.pt"
+    run.checkpoint.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    facts = {"file": path.name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    write_record(path, Record(**facts, run=run.manifest()["run_id"], point=True))
 
 
 def work(run: RunDir) -> int:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from fake_worker import keep_state
 
 from hqsweep.errors import UserError
 from hqsweep.sweep.launch import SweepPlan, plan
@@ -30,9 +31,8 @@ def create(made: SweepPlan) -> dict[str, RunDir]:
 def finish(run: RunDir) -> None:
     """As if it had run: a trunk with all of its checkpoints."""
     if run.fork().is_trunk:
-        run.checkpoint.mkdir(exist_ok=True)
         for at in run.fork().at:
-            (run.checkpoint / f"step_{at}.pt").touch()
+            keep_state(run, at)
     run.write_status(state="finished", exit_code=0, seconds=2.0)
 
 
@@ -91,7 +91,7 @@ def test_a_finished_trunk_goes_on_for_a_point_that_it_lacks(tmp_path: Path) -> N
 def test_a_trunk_of_an_earlier_run_is_taken_by_its_hash(tmp_path: Path) -> None:
     trunk = create(planned(tmp_path / "a", "fork.at=10,20"))["trunk"]
     finish(trunk)
-    (trunk.checkpoint / "step_20.pt").write_text("20")
+    keep_state(trunk, 20, "20")
     words = [f"fork.trunk={trunk.path}", "fork.at=10,20"]
     runs = create(planned(tmp_path / "b", *words))
     assert list(runs) == ["bf16 10", "bf16 20", "mxfp8 10", "mxfp8 20"]
@@ -100,9 +100,15 @@ def test_a_trunk_of_an_earlier_run_is_taken_by_its_hash(tmp_path: Path) -> None:
     assert fork.manifest()["trunk"] == trunk.name
     file = create(planned(tmp_path / "b", f"fork.trunk={trunk.checkpoint / 'step_20.pt'}"))
     assert list(file) == ["bf16 20", "mxfp8 20"] and file["mxfp8 20"] == fork
+    (trunk.checkpoint / "step_20.pt").write_text("20?")
+    with pytest.raises(
+        UserError, match=r"^fork.trunk: '.*': checkpoint/step_20.pt: it has 3 bytes, and 2 were written"
+    ):
+        planned(tmp_path / "b", *words)
+    keep_state(trunk, 20, "20")
     moved = trunk.path.rename(tmp_path / "moved")
     assert create(planned(tmp_path / "b", f"fork.trunk={moved}", "fork.at=20"))["mxfp8 20"] == fork
-    (moved / "checkpoint" / "step_20.pt").write_text("21")
+    keep_state(RunDir(moved), 20, "21")
     assert create(planned(tmp_path / "b", f"fork.trunk={moved}", "fork.at=20"))["mxfp8 20"] != fork
 
 

@@ -63,11 +63,12 @@ def test_statistics_reach_the_tracker_as_they_are_sampled_and_what_is_taken_back
             calls.append((step, [row["layer"] for row in rows]))
 
     sink = RowSink(run, Kept())
-    sink.rewind(-1)
+    sink.rewind({})
     sink.rows("stats", iter([stats_row(3), stats_row(3, layer="m"), stats_row(4)]))
+    marks = sink.mark(3)
     sink.metric(4, {"train_loss": 1.0})
     sink.rows("parity", [parity_row("a")])
-    sink.rewind(3)
+    sink.rewind(marks, 3)
     sink.close()
     assert calls == [("rewind", -1), (3, ["l", "m"]), (4, ["l"]), (4, {"train_loss": 1.0}), ("rewind", 3)]
     assert len(run.rows("stats")) == 2
@@ -95,26 +96,31 @@ def test_a_row_with_other_columns_is_refused_by_name(sink):
 
 
 def test_rewind_drops_later_rows_and_appending_goes_on(run, sink):
+    marks = None
     for step in range(5):
         sink.metric(step, {"train_loss": float(step)})
         sink.rows("stats", [stats_row(step)])
+        marks = sink.mark() if step == 2 else marks
+    assert marks == sink.mark(2)
     sink.rows("parity", [parity_row("a")])
-    sink.rewind(2)
+    assert sink.fits(marks) is None
+    sink.rewind(marks, 2)
     sink.metric(3, {"train_loss": 30.0})
     assert [row["value"] for row in run.rows("metrics")] == [0.0, 1.0, 2.0, 30.0]
     assert [row["step"] for row in run.rows("stats")] == [0, 1, 2]
     assert run.rows("parity") == []
-    sink.rewind(-1)
-    assert run.rows("metrics") == [] == run.rows("stats")
+    sink.rewind({})
+    assert [run.jsonl(table).exists() for table in ("metrics", "stats", "parity")] == [False] * 3
 
 
 def test_a_failed_rewind_leaves_the_rows_as_they_were(run, sink, monkeypatch):
     sink.metric(1, {"train_loss": 1.0})
+    marks = sink.mark()
     sink.metric(2, {"train_loss": 2.0})
     before = run.jsonl("metrics").read_bytes()
-    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(os, "truncate", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        sink.rewind(1)
+        sink.rewind(marks)
     assert run.jsonl("metrics").read_bytes() == before
 
 

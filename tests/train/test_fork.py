@@ -9,7 +9,9 @@ from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import set_recipe
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, checkpoints, read_state
+from hqsweep.train.checkpoint import read_state
+from hqsweep.train.loop import Trainer
+from hqsweep.train.record import checkpoints
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
 SR_WEIGHTS = {"input": "bf16", "weight": "nvfp4|nvfp4+sr@rowwise_dequantized", "grad_output": "bf16"}
@@ -238,7 +240,7 @@ def test_a_schedule_of_an_arm_counts_the_forks_own_steps(tmp_path):
 
 def test_a_trunk_keeps_its_points_and_a_fork_nothing(tmp_path):
     run(config(trunk=None, at=[3, 5, 8]), tmp_path / "trunk")
-    assert list(checkpoints(tmp_path / "trunk" / "checkpoint")) == [3, 5, 8]
+    assert list(checkpoints(tmp_path / "trunk" / "checkpoint")) == [3, 5, 6, 8]  # and the one before the last
     run(config(at=5), tmp_path / "fork")
     assert not (tmp_path / "fork" / "checkpoint").exists()
 
@@ -267,7 +269,7 @@ def test_killed_and_resumed_is_uninterrupted(made, tmp_path, monkeypatch):
     convergence.run(made, sink, tmp_path / "half")
     assert sink.metrics == whole.metrics
     ours, theirs = (checkpoints(tmp_path / name / "checkpoint") for name in ("half", "whole"))
-    assert list(ours) == list(theirs) == ([3, 8] if made.fork.is_trunk else [])
+    assert list(ours) == list(theirs) == ([3, 6, 8] if made.fork.is_trunk else [])
     for step in ours:
         a, b = trainer(made), trainer(made)
         a.load_state(read_state(ours[step], a.device))

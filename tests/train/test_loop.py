@@ -14,7 +14,8 @@ from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.sweep.compose import load_recipe
 from hqsweep.train import data
-from hqsweep.train.loop import Throughput, Trainer, build_model, learning_rate, load_checkpoint, save_checkpoint
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Throughput, Trainer, build_model, learning_rate
 
 DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
 CURRENT_BACKWARD = {
@@ -94,8 +95,8 @@ def test_resume_equals_uninterrupted(linear, tmp_path):
     for done in half.steps():
         if done.step == 3:  # between two logs: the running mean is state too
             break
-    save_checkpoint(half, tmp_path / "checkpoint")
     sink.metric(2, {"train_loss": 0.0})
+    save_checkpoint(half, tmp_path / "checkpoint", rows=sink.mark())
     sink.metric(4, {"train_loss": 0.0})
     convergence.run(config(linear), sink, tmp_path)
     resumed = trainer(config(linear))
@@ -103,7 +104,8 @@ def test_resume_equals_uninterrupted(linear, tmp_path):
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert [m["step"] for m in sink.metrics if m["metric"] == "train_loss"] == [2, 4, 6, 8]
-    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step_8.pt"]
+    files = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
+    assert files == ["step_4.json", "step_4.pt", "step_8.json", "step_8.pt"]
 
 
 SCHEDULE = [{"at": 0.25, "fprop": "bf16"}, {"at": 5, "linear": "mxfp8"}]

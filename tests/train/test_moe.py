@@ -12,7 +12,8 @@ from hqsweep.nn import GroupedLinear
 from hqsweep.quant import GroupedTensor
 from hqsweep.sweep.launch import plan
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, build_model, load_checkpoint, make_optimizer, save_checkpoint
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Trainer, build_model, make_optimizer
 
 COMPOSER2 = {
     "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",

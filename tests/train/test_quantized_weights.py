@@ -11,7 +11,8 @@ from hqsweep.jobs.sink import ListSink
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.serialize import load_safetensors, save_safetensors
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Trainer
 
 RECIPES = {
     "bf16": "bf16",

@@ -8,7 +8,8 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Trainer
 
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

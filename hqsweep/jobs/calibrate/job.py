@@ -27,7 +27,7 @@ def run(config: CalibrateConfig, sink: Sink, workspace: Path) -> None:
     """All distributions, then all students; a miss is a row, not an exception."""
     section, seed = config.calibrate, config.seed
     device = pick_device(section.device)
-    sink.rewind(-1)
+    sink.rewind({})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     sink.manifest(device=name, kernel_digest=fingerprint(device))
     work = [DISTRIBUTION_STEPS] * len(section.distributions) + [section.steps] * len(section.students)

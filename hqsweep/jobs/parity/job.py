@@ -46,7 +46,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
     """Run the named checks in order; a mismatch is a row, not an exception."""
     device = pick_device(config.parity.device)
-    sink.rewind(-1)
+    sink.rewind({})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     sink.manifest(device=name, kernel_digest=fingerprint(device))
     names, share, done = config.parity.checks, shares(config), 0.0

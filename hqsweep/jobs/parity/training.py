@@ -19,7 +19,8 @@ from hqsweep.config.job import ParityConfig
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, load_checkpoint, save_checkpoint
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Trainer
 
 RECIPES = {
     "bf16": "bf16",

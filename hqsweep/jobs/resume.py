@@ -1,0 +1,67 @@
+"""Where a run goes on: at a checkpoint that is what was written, after the rows that stood before it; else at the one
+before, else at its start. What is damaged is never believed, and said.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hqsweep.config.job import ConvergenceConfig
+from hqsweep.jobs.sink import Sink
+from hqsweep.train.checkpoint import newest, step_of
+from hqsweep.train.record import ANOTHER_RUN, Record, discard, fault_of, read_record, write_record
+
+
+def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | None:
+    """The newest checkpoint that is what was written, with all rows and operands that were written before it; the rows
+    after it are taken back. None for a run that begins at its start.
+
+    What is damaged is said, and deleted, but for sound states at the points of a trunk: its forks may begin there while
+    the trunk comes by again.
+    """
+    folder = workspace / "checkpoint"
+    for partial_file in folder.glob("*.tmp"):
+        partial_file.unlink()
+    path, faults = newest(folder, partial(refusal, config, sink, workspace))
+    sink.rewind(read_record(path).rows if path else {}, step_of(path) if path else -1)
+    how = f"went on from {path.name}" if path else "began again from the start"
+    for other, fault in faults.items():
+        sink.repaired(f"{fault}; the run {how}")
+        if step_of(other) not in config.points or fault_of(other, sink.run_id):
+            discard(other)
+    return path
+
+
+def refusal(config: ConvergenceConfig, sink: Sink, workspace: Path, path: Path, record: Record) -> str | None:
+    """What speaks against going on from a checkpoint that is what was written, None if nothing."""
+    if record.run != sink.run_id:
+        return ANOTHER_RUN
+    captured = config.stats.capture_at is not None and config.stats.capture_at <= step_of(path)
+    fault = fault_of(captured_file(config, workspace), sink.run_id) if captured else None
+    return f"of the operands that were written before it, {fault}" if fault else sink.fits(record.rows)
+
+
+def captured_file(config: ConvergenceConfig, workspace: Path) -> Path:
+    """Where the operands of the step stats.capture_at are."""
+    return workspace / "captured" / f"step_{config.stats.capture_at}.safetensors"
+
+
+def save_captured(operands: Mapping[str, Tensor], path: Path, run: str) -> None:
+    """The operands of a step, which `hqsweep probe` reads, and their record; whole or not there."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    try:
+        save_file(operands, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    write_record(path, Record(file=path.name, sha256=digest, bytes=size, run=run))

@@ -1,0 +1,155 @@
+"""Checkpoints of a run: step_N.pt, the whole state of a Trainer, and beside it its record (record.py)."""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from hqsweep.errors import Damaged
+from hqsweep.train.record import (
+    Mark,
+    NotAsWritten,
+    Record,
+    check_recorded,
+    checkpoints,
+    discard,
+    read_recorded,
+    sync_folder,
+    write_record,
+)
+
+
+class Resumable(Protocol):
+    """What a Trainer is to a checkpoint."""
+
+    step: int
+    device: torch.device
+    kept: Any
+    """Steps whose checkpoints are kept."""
+
+    def state(self) -> dict:
+        """All that training goes on from."""
+
+    def load_state(self, state: dict) -> None:
+        """Go on from there."""
+
+
+Refusal = Callable[[Path, Record], str | None]
+"""What speaks against a checkpoint that is what was written, as a part of a sentence; None for one to go on from."""
+
+
+class _Hashed:
+    """A file that is written to, with the hash and the number of its bytes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sha256, self.bytes = file, hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark] | None = None, run: str = "") -> None:
+    """Write step_<n>.pt and its record, read it back, and then drop older ones that no fork needs but for the one
+    before: at every instant a whole checkpoint is there that has proven to be what was written.
+
+    rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. Raises Damaged when
+    other bytes are read than were written; the checkpoints before are all there then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"step_{trainer.step}.pt"
+    written = _write_state(trainer.state(), target)
+    facts = {"sha256": written.sha256.hexdigest(), "bytes": written.bytes, "point": trainer.step in trainer.kept}
+    record = Record(file=target.name, run=run, rows=dict(rows or {}), **facts)
+    try:
+        write_record(target, record)
+        _read_back(target)
+    except OSError:
+        discard(target)
+        raise
+    except NotAsWritten as error:
+        discard(target)
+        raise Damaged(target, f"read back, {error.fault}", "is the disk sound? The one before it is there") from None
+    older = [path for step, path in checkpoints(folder).items() if step < trainer.step]
+    for path in older[:-1]:
+        if step_of(path) not in trainer.kept:
+            discard(path)
+
+
+def _write_state(state: dict, target: Path) -> _Hashed:
+    partial = target.with_suffix(".tmp")
+    try:
+        with partial.open("wb") as file:
+            written = _Hashed(file)
+            torch.save(state, written)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except RuntimeError as error:  # torch's own, when a write of the file failed
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+    finally:
+        partial.unlink(missing_ok=True)  # on a full disk it would take the room of what is to be kept
+    sync_folder(target.parent)
+    return written
+
+
+def _read_back(path: Path) -> None:
+    """Compare a file with its record, from the disk where the system lets go of what it holds of it in memory."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read_recorded(path, file)
+
+
+def step_of(path: Path) -> int:
+    """N of step_N.pt."""
+    return int(path.stem.removeprefix("step_"))
+
+
+def newest(folder: Path, refusal: Refusal, before: int | None = None) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint, or the newest before a step, that is what was written and is not refused; and what is
+    wrong with each newer one, as a sentence without its end."""
+    faults: dict[Path, str] = {}
+    for step, path in reversed(checkpoints(folder).items()):
+        if before is not None and step >= before:
+            continue
+        try:
+            refused = refusal(path, check_recorded(path))
+        except NotAsWritten as error:
+            faults[path] = str(error)
+            continue
+        if refused is None:
+            return path, faults
+        faults[path] = str(NotAsWritten(path, refused))
+    return None, faults
+
+
+def load_checkpoint(trainer: Resumable, folder: Path, before: int | None = None) -> bool:
+    """Continue from the newest checkpoint, or the newest before a step, that is what was written; False when there is
+    none."""
+    path, _ = newest(folder, lambda path, record: None, before)
+    if path is not None:
+        trainer.load_state(read_state(path, trainer.device))
+    return path is not None
+
+
+def read_state(path: Path, device: torch.device, sha256: str | None = None) -> dict:
+    """What save_checkpoint wrote, on the device. sha256: the hash of the file, instead of its record. Raises
+    NotAsWritten for anything else."""
+    with path.open("rb") as file:
+        if sha256 is None:
+            read_recorded(path, file)
+        elif hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise NotAsWritten(path, "it is another file than it was")
+        file.seek(0)
+        try:
+            return torch.load(file, map_location=device, weights_only=True)
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise NotAsWritten(path, f"it is no checkpoint ({str(error).splitlines()[0]})") from None

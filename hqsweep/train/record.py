@@ -1,0 +1,177 @@
+"""The record beside a file that a run goes on from, step_N.json beside step_N.pt: what its bytes are, and which rows
+stood before it.
+
+A file without its record, or with other bytes, is not what was written. The record is written after the file, and both
+are on the disk before anything builds on them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Mark = dict[str, Any]
+"""Where the rows of a table stood: {"rows": how many, "bytes": of how many bytes, "sha256": their hash, in hex}."""
+
+ANOTHER_RUN = "it is one of another run"
+ID_DIGITS = 10
+"""How many digits of a run's id the name of its folder ends in."""
+
+MARK = {"rows": int, "bytes": int, "sha256": str}
+"""The types of a Mark."""
+
+
+class NotAsWritten(Exception):
+    """A file is not there, has no record, or is not what its record says. The message names the file by its place in the
+    folder of its run, which may lie elsewhere tomorrow; `fault` is the rest."""
+
+    def __init__(self, path: Path, fault: str) -> None:
+        super().__init__(f"{path.parent.name}/{path.name}: {fault}")
+        self.fault = fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Name, sha256 (hex) and number of bytes of a file, the id of the run that wrote it, and the marks of its rows.
+
+    point: whether it is the state of a trunk at a point, with what is measured there, so that forks can begin.
+    """
+
+    file: str
+    sha256: str
+    bytes: int
+    run: str = ""
+    point: bool = False
+    rows: Mapping[str, Mark] = field(default_factory=dict)
+
+
+def record_path(path: Path) -> Path:
+    """Where the record of a file is."""
+    return path.with_suffix(".json")
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Put the record beside a file that is on the disk; the two survive a power cut from then on."""
+    target = record_path(path)
+    partial = target.with_name(f"{target.name}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(json.dumps(asdict(record)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(target.parent)
+
+
+def read_record(path: Path) -> Record:
+    """The record of a file. Raises NotAsWritten where it is not there, or is no record."""
+    target = record_path(path)
+    try:
+        record = Record(**json.loads(target.read_bytes()))
+    except FileNotFoundError:
+        raise NotAsWritten(path, f"its record {target.name} is not there") from None
+    except (OSError, ValueError, TypeError):
+        record = None
+    if record is None or not _is_well_formed(record):
+        raise NotAsWritten(path, f"its record {target.name} is not one")
+    if record.file != path.name:
+        raise NotAsWritten(path, f"its record {target.name} is that of {record.file}")
+    return record
+
+
+def _is_well_formed(record: Record) -> bool:
+    types = {name: type(value) for name, value in asdict(record).items()}
+    return types == {"file": str, "sha256": str, "bytes": int, "run": str, "point": bool, "rows": dict} and all(
+        isinstance(mark, dict) and {key: type(value) for key, value in mark.items()} == MARK
+        for mark in record.rows.values()
+    )
+
+
+def read_recorded(path: Path, file: BinaryIO) -> Record:
+    """The record of an open file, which is read once and stands at its begin then. Raises NotAsWritten where it is not what
+    was written, with the file's path and its fault."""
+    record = read_record(path)
+    size = os.fstat(file.fileno()).st_size
+    if size != record.bytes:
+        found = "it is empty" if size == 0 else f"it has {size} bytes"
+        raise NotAsWritten(path, f"{found}, and {record.bytes} were written")
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    file.seek(0)
+    if digest != record.sha256:
+        raise NotAsWritten(path, "its bytes are not those that were written")
+    return record
+
+
+def fault_of(path: Path, run: str) -> str | None:
+    """What is wrong with a file of a run, as a sentence without its end; None for what the run with this id wrote."""
+    try:
+        if check_recorded(path).run != run:
+            raise NotAsWritten(path, ANOTHER_RUN)
+    except NotAsWritten as error:
+        return str(error)
+    return None
+
+
+def check_recorded(path: Path) -> Record:
+    """The record of a file that is what was written. Raises NotAsWritten where it is not, or is not there."""
+    try:
+        with path.open("rb") as file:
+            return read_recorded(path, file)
+    except FileNotFoundError:
+        raise NotAsWritten(path, "it is not there") from None
+    except OSError as error:
+        raise NotAsWritten(path, f"it cannot be read ({error.strerror})") from None
+
+
+def is_point(path: Path) -> bool:
+    """Whether a fork can begin with a file, as its record says; the file itself is not read."""
+    try:
+        return path.is_file() and read_record(path).point
+    except NotAsWritten:
+        return False
+
+
+def discard(path: Path) -> None:
+    """Delete a file and its record, or what is there instead; of a link, the link."""
+    for entry in (record_path(path), path):
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Step -> checkpoint, in order of steps."""
+    found = {path: re.fullmatch(r"step_(\d+)\.pt", path.name) for path in folder.glob("step_*.pt")}
+    return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on the disk when the call returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def mark_of(data: bytes) -> Mark:
+    """The Mark after these rows, as JSON lines."""
+    return {"rows": data.count(b"\n"), "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def misfit(name: str, data: bytes, mark: Mark) -> str | None:
+    """How the rows of a file do not begin as they did at its mark, as a part of a sentence; None where they do."""
+    if mark_of(data[: mark["bytes"]]) == mark:
+        return None
+    rows = data.count(b"\n")
+    if rows < mark["rows"]:
+        return f"{name} has {rows} rows, {mark['rows']} were written before it"
+    return f"the first {mark['rows']} rows of {name} are not those that were written before it"
