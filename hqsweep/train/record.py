@@ -27,8 +27,8 @@ MARK = {"rows": int, "bytes": int, "sha256": str}
 
 
 class NotAsWritten(Exception):
-    """A file is not there, has no record, or is not what its record says. The message names the file by its place in the
-    folder of its run, which may lie elsewhere tomorrow; `fault` is the rest."""
+    """A file is not there, has no record, or is not what its record says. The message names the file by its place in
+    the folder of its run, which may lie elsewhere tomorrow; `fault` is the rest."""
 
     def __init__(self, path: Path, fault: str) -> None:
         super().__init__(f"{path.parent.name}/{path.name}: {fault}")
@@ -95,8 +95,7 @@ def _is_well_formed(record: Record) -> bool:
 
 
 def read_recorded(path: Path, file: BinaryIO) -> Record:
-    """The record of an open file, which is read once and stands at its begin then. Raises NotAsWritten where it is not what
-    was written, with the file's path and its fault."""
+    """The record of an open file, which is read once and stands at its begin then. Raises NotAsWritten."""
     record = read_record(path)
     size = os.fstat(file.fileno()).st_size
     if size != record.bytes:
