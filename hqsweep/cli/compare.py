@@ -27,6 +27,9 @@ def compare(
         bool,
         typer.Option("--check", help="Exit 1 unless all runs finished, all learnt, and the null arm is equivalent."),
     ] = False,
+    track: Annotated[
+        bool, typer.Option("--track", help="Show the verdicts beside the runs in W&B or TensorBoard, too.")
+    ] = False,
     junit_file: Junit = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
@@ -51,6 +54,10 @@ def compare(
         junit.write(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")
     result = document(comparison) | {"report": str(page), "check": line or None}
-    mirror_report(selected, page.parent, result["arms"])
-    print_result(as_json, result, rich_table(comparison), f"report: {page}", *([line] if line else []))
+    lines = [f"report: {page}", *([line] if line else [])]
+    if track and not mirror_report(selected, page.parent, result["arms"]):
+        lines.append(
+            "--track: neither W&B nor TensorBoard has taken the report; the sweep's track.kind says which should"
+        )
+    print_result(as_json, result, rich_table(comparison), *lines)
     raise typer.Exit(0 if good else EXIT_MISMATCH)

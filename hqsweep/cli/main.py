@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import gate as cli_gate
@@ -38,6 +39,18 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hqsweep {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version of hqsweep alone."),
+]
+
+
 def main() -> None:
     """The console script."""
     cli_completion.register()
@@ -46,7 +59,10 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def hqsweep(
-    context: typer.Context, install: cli_completion.Install = None, show_script: cli_completion.Show = None
+    context: typer.Context,
+    install: cli_completion.Install = None,
+    show_script: cli_completion.Show = None,
+    short_version: Version = False,
 ) -> None:
     """Which low-precision training recipe can I trust? Sweeps, bit-exact quantizers, paired statistics."""
     if context.invoked_subcommand is None:
@@ -130,20 +146,21 @@ def show(
         str,
         typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
     ],
+    every: Annotated[bool, typer.Option("--all", help="Manifest, config and all that was checked, too.")] = False,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Show one run.
 
-    Status, loss, largest quantization errors, manifest, config.
+    State, recipe, loss, largest quantization errors, where its files are.
     """
-    from hqsweep.report.listing import show_run
+    from hqsweep.report.run_page import show_run
     from hqsweep.sweep.store import RunStore
 
     selected = RunStore(runs_dir).resolve([run])
     if len(selected) > 1:
         raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(each.name for each in selected)}")
-    page, document = show_run(selected[0])
+    page, document = show_run(selected[0], every=every)
     print_result(as_json, document, page)
 
 

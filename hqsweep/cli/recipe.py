@@ -17,10 +17,18 @@ Name = Annotated[
 ConfigDir = Annotated[
     Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
 ]
+All = Annotated[bool, typer.Option("--all", help="One line for each slot, also where slots are alike.")]
+FIELDS = ("rowwise", "columnwise", "columnwise_source")
 SLOT_COLUMNS = {
     "slot": "slot", "rowwise": "rowwise", "rowwise_reads": "read by", "columnwise": "columnwise",
     "columnwise_reads": "read by", "columnwise_source": "columnwise from",
 }  # fmt: skip
+FOLDED_COLUMNS = {
+    "slot": "slots",
+    "rowwise": "rowwise",
+    "columnwise": "columnwise",
+    "columnwise_source": "columnwise from",
+}
 DIFF_COLUMNS = {"slot": "slot", "field": "what", "a": "A", "b": "B"}
 LIST_COLUMNS = {"name": "name", "input": "input", "weight": "weight", "grad_output": "grad_output"}
 
@@ -39,11 +47,12 @@ def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     """Show what a recipe does to each tensor, in both directions.
 
-    Which GEMM reads it, overrides and schedule included.
+    Overrides and schedule included; with --all also which GEMM reads it.
     """
+    from hqsweep.recipe.folding import folded
     from hqsweep.recipe.listing import slots
     from hqsweep.recipe.schedule import recipe_config
 
@@ -53,13 +62,18 @@ def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> N
     notes += [f"overrides[{i}] is for {o}" for i, o in enumerate(getattr(recipe, "overrides", ()))]
     notes += [f"schedule[{i}] comes {_when(change.at)}" for i, change in enumerate(recipe.schedule)]
     notes += [f"{key}: {config[key]}" for key in ("qfactory", "fp8_dpa") if key in config]
-    print_result(as_json, {"name": name, "recipe": config, "slots": rows}, _table(name, rows, SLOT_COLUMNS), *notes)
+    if every:
+        table = _table(name, rows, SLOT_COLUMNS)
+    else:
+        table = _table(name, folded(rows, FIELDS, [row["slot"] for row in rows]), FOLDED_COLUMNS)
+    print_result(as_json, {"name": name, "recipe": config, "slots": rows}, table, *notes)
 
 
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A recipe, as NAME of show.", **_COMPLETED)],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.", **_COMPLETED)],
+    every: All = False,
     config_dir: ConfigDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,10 +81,14 @@ def diff(
 
     Names are labels and do not count.
     """
+    from hqsweep.recipe.folding import folded, of_both_directions
     from hqsweep.recipe.listing import diff as differences
+    from hqsweep.recipe.listing import slots
 
-    rows = differences(_load(a, config_dir), _load(b, config_dir))
-    shown = _table(f"{a} against {b}", rows, DIFF_COLUMNS | {"a": a, "b": b}) if rows else f"{a} and {b} are equal"
+    one, other = (_load(name, config_dir) for name in (a, b))
+    rows, names = differences(one, other), [slot.name for recipe in (one, other) for slot in slots(recipe)]
+    lines = rows if every else folded(of_both_directions(rows), ("field", "a", "b"), names)
+    shown = _table(f"{a} against {b}", lines, DIFF_COLUMNS | {"a": a, "b": b}) if rows else f"{a} and {b} are equal"
     print_result(as_json, rows, shown)
 
 

@@ -78,3 +78,12 @@ def test_whole_runs_and_forks_are_not_compared_with_each_other(folder):
     assert "runs: whole runs and forks among them (came: 9 whole runs, 8 forks, 2 trunks)" in done.stderr
     write_sweep(folder / "runs/trunks", [FakeRun(arm="trunk", recipe="bf16", trunk="")])
     assert "nothing but trunks among them (came: 1 trunk)" in compare("trunks").stderr
+
+
+def test_no_tracker_hears_of_a_comparison_unless_asked(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hqsweep.track.mirror.mirror_report", lambda runs, report, arms: bool(asked.append(arms)))
+    write_sweep(folder / "runs/study", study())
+    assert compare("study").exit_code == 0 and asked == []
+    done = compare("study", "--track")
+    assert len(asked) == 1 and "neither W&B nor TensorBoard has taken the report" in done.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from hqsweep import __version__
 from hqsweep.cli.main import app
 from hqsweep.sweep import launch
 from hqsweep.sweep.run_dir import RunDir
@@ -308,6 +309,10 @@ def test_no_command_shows_the_help() -> None:
     assert result.exit_code == 0
     for command in ("run", "compare", "gate", "ls", "show", "version"):
         assert f"\n  {command} " in result.stdout
+
+
+def test_the_version_alone() -> None:
+    assert hqsweep("--version").stdout == f"hqsweep {__version__}\n"
 
 
 def test_version_names_torch() -> None:

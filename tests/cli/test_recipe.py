@@ -54,9 +54,17 @@ def test_show_tells_every_slot_overrides_and_schedule(name: str):
     assert shown["recipe"]["overrides"][0]["layers"] == "last(0.15)"
     assert {row["slot"]: row["rowwise"] for row in shown["slots"]}["schedule[0].linear.input"] == "bf16"
     assert parse_recipe(shown["recipe"]) == parse_recipe(json.loads(recipe("export", name, "--to", "json").stdout))
-    table = recipe("show", name).stdout
+    table = recipe("show", name, "--all").stdout
     for part in ("linear.weight", "gemm: exact", "overrides[0] is for layers last(0.15)", "after 82 % of the updates"):
         assert part in table
+
+
+def test_slots_that_are_alike_are_one_line_unless_all_are_asked_for():
+    short, whole = (recipe("show", "nvfp4_fwd_mxfp8_bwd_dequantized", *words).stdout for words in ((), ("--all",)))
+    assert "input, weight of linear, grouped_linear" in short and "linear.weight" not in short
+    assert short.count("\n") == 8 and whole.count("\n") == 19 and "wgrad" in whole
+    short, whole = (recipe("diff", "nvfp4", "mxfp8", *words).stdout for words in ((), ("--all",)))
+    assert "weight of linear, grouped_linear" in short and "grouped_linear.weight" in whole
 
 
 def test_show_of_a_factory_asks_it():
@@ -69,7 +77,7 @@ def test_diff_names_what_differs():
     rows = json.loads(recipe("diff", "mxfp8", "alone.yaml", "--json").stdout)
     assert [row["slot"] for row in rows] == ["linear.input", "grouped_linear.input"]
     assert {key: rows[0][key] for key in ("field", "a", "b")} == {"field": "rowwise", "a": "mxfp8", "b": "nvfp4"}
-    assert "linear.input" in recipe("diff", "mxfp8", "alone.yaml").stdout
+    assert "input of linear, grouped_linear" in recipe("diff", "mxfp8", "alone.yaml").stdout
     equal = recipe("diff", "high_precision", "bf16")
     assert (equal.exit_code, equal.stdout) == (0, "high_precision and bf16 are equal\n")
 

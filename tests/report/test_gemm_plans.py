@@ -7,7 +7,7 @@ from rich.console import Console
 from hqsweep.report import html, tables
 from hqsweep.report.compare import compare, write
 from hqsweep.report.gemm_plans import plan_lines
-from hqsweep.report.listing import show_run
+from hqsweep.report.run_page import show_run
 
 NATIVE = "native: tensor cores of sm_90"
 LATER = {"first_step": 3, "gemm_plan": {"head": {"fprop": "c x c: later"}}}
@@ -59,6 +59,6 @@ def test_arms_of_one_plan_share_a_line(make_sweep, fake):
 
 
 def test_show_has_the_plans_of_all_stages(runs):
-    shown = terminal(show_run(runs[-1])[0])
+    shown = terminal(show_run(runs[-1], every=True)[0])
     assert f"fp8 x fp8: {NATIVE} (8)" in shown and "fprop from step 3: 'c x c: later (1)'" in shown
     assert "recipe_schedule" not in shown

@@ -1,10 +1,11 @@
-"""`ls` and `show`: tables and the same sweeps as JSON."""
+"""`ls`: a table and the same sweeps as JSON."""
 
 import json
 
 from rich.console import Console
 
-from hqsweep.report.listing import list_sweeps, show_run
+from hqsweep.report.listing import list_sweeps
+from hqsweep.report.run_page import show_run
 from hqsweep.sweep.store import RunStore
 
 
@@ -41,34 +42,3 @@ def test_trunks_are_no_arm_and_are_counted_apart_from_forks(make_sweep, fake, tm
 def test_an_empty_store_says_what_to_do(tmp_path):
     table, sweeps = list_sweeps(RunStore(tmp_path / "none"))
     assert sweeps == [] and "no sweep in" in shown(table) and "hqsweep run" in shown(table)
-
-
-def test_show_has_status_curve_worst_layers_manifest_and_config(make_sweep, fake):
-    (run,) = make_sweep([fake.Run(arm="nvfp4", fmt="nvfp4", sqnr_db=20.0)])
-    page, document = show_run(run)
-    text = shown(page)
-    assert "finished, step 200 of 200, 21 s, 8,500 tokens/s" in text and "val_loss  █" in text
-    assert len(document["worst_sqnr"]) == 5 and json.dumps(document)
-    worst = [row["sqnr_db"] for row in document["worst_sqnr"]]
-    assert worst == sorted(worst) and max(worst) < 20 and "lowest SQNR at step 200" in text
-    assert "nvfp4 x nvfp4: exact fp32 (8)" in text and "2.13.0+cpu" in text and "lr: 0.001" in text
-
-
-def test_show_has_the_warnings_of_the_run(make_sweep, fake):
-    (run,) = make_sweep([fake.Run()])
-    run.update_manifest(warnings=["training reads its 9 tokens 2.00 times"])
-    page, document = show_run(run)
-    assert shown(page).count("warning: training reads its 9 tokens 2.00 times") == 1
-    assert document["manifest"]["warnings"] == ["training reads its 9 tokens 2.00 times"]
-
-
-def test_show_a_failed_and_a_pending_run(make_sweep, fake):
-    failed, pending = make_sweep(
-        [fake.Run(state="failed", reason="loss is nan at step 9", nan_from=9, steps=9), fake.Run(seed=1)]
-    )
-    for name in ("metrics.jsonl", "stats.jsonl", "status.json"):
-        (pending.path / name).unlink()
-    page, document = show_run(failed)
-    assert "failed: loss is nan at step 9" in shown(page) and "train_loss" in shown(page) and "!" in shown(page)
-    page, document = show_run(pending)
-    assert "pending" in shown(page) and document["worst_sqnr"] == [] and document["loss"]["metric"] is None

@@ -1,0 +1,51 @@
+"""Slots of a recipe that have the same to say, on one line."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def folded(rows: Iterable[Row], fields: Sequence[str], every: Collection[str]) -> list[dict[str, Any]]:
+    """Rows of slots with equal `fields` as one row, whose slot is `together` of their names; in the order of the first
+    of each. Overrides and changes stay apart. every: names of all slots of the recipe."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        place = row["slot"].rpartition(".")[0].rpartition(".")[0]
+        groups.setdefault((place, *(row[field] for field in fields)), []).append(row["slot"])
+    return [
+        {"slot": together(names, every), **dict(zip(fields, values, strict=True))}
+        for (_, *values), names in groups.items()
+    ]
+
+
+def of_both_directions(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows of listing.diff, those of the two directions of a slot as one where they change alike."""
+    fields: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        fields.setdefault((row["slot"], row["a"], row["b"]), []).append(row["field"])
+    return [
+        {"slot": slot, "field": None if names == [None] else ", ".join(names), "a": a, "b": b}
+        for (slot, a, b), names in fields.items()
+    ]
+
+
+def together(names: Collection[str], every: Collection[str]) -> str:
+    """As in "input, weight of linear, grouped_linear; dpa": a part by its name alone where `names` has all its slots of
+    `every`, and parts of which it has the same tensors once. One slot alone, and what is none, keeps its name."""
+    tensors = {part: _tensors(part, names) for part in dict.fromkeys(name.rpartition(".")[0] for name in names)}
+    parts: dict[str, list[str]] = {}
+    for part, had in tensors.items():
+        whole = part and had == _tensors(part, every)
+        parts.setdefault("" if whole else ", ".join(had), []).append(part)
+    return "; ".join(_text(had, owners) for had, owners in parts.items())
+
+
+def _text(tensors: str, parts: Sequence[str]) -> str:
+    if len(parts) == 1 and "," not in tensors:
+        return ".".join(filter(None, [parts[0], tensors]))
+    return f"{tensors} of {', '.join(parts)}" if tensors else ", ".join(parts)
+
+
+def _tensors(part: str, names: Iterable[str]) -> list[str]:
+    return [tensor for owner, _, tensor in (name.rpartition(".") for name in names) if owner == part]
