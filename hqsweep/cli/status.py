@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table
-from hqsweep.errors import EXIT_FAILED
+from hqsweep.errors import EXIT_FAILED, Damaged
 
 STATUS_COLUMNS = {
     "run": "run", "state": "state", "step": "step", "loss": "loss", "tokens_per_s": "tokens/s", "seconds": "seconds",
@@ -25,7 +25,7 @@ def status(
 ) -> None:
     """Show the present state of runs, on Slurm too.
 
-    Exit code 3 when one of them has failed or was interrupted.
+    Exit code 3 when one of them has failed, was interrupted, or is damaged or gone.
     """
     from rich.console import Console
 
@@ -39,20 +39,25 @@ def status(
     rows = observer.status_rows(selected)
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
-    raise typer.Exit(EXIT_FAILED if any(row["state"] in ("failed", "interrupted") for row in rows) else 0)
+    bad = ("failed", "interrupted", *observer.UNUSABLE)
+    raise typer.Exit(EXIT_FAILED if any(row["state"] in bad for row in rows) else 0)
 
 
 @app.command()
 def cancel(runs: Runs, runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
     """Cancel runs that wait or run.
 
-    Their rows and checkpoints stay, and the same `hqsweep run` goes on from there.
+    Their rows and checkpoints stay, and the same `hqsweep run` goes on from there. Exit code 3 when one of them is
+    damaged or gone.
     """
     from hqsweep.sweep import follow as observer
     from hqsweep.sweep.store import RunStore
 
-    taken = [run.name for run in observer.cancel(RunStore(runs_dir).resolve(runs))]
+    selected = RunStore(runs_dir).resolve(runs)
+    bad = [run.seen()["reason"] for run in selected if run.seen()["state"] in observer.UNUSABLE]
+    taken = [run.name for run in observer.cancel(selected)]
     print_result(as_json, taken, *(f"cancelled: {name}" for name in taken or ["none waits or runs"]))
+    _end(bad)
 
 
 @app.command()
@@ -66,12 +71,27 @@ def sync(
 ) -> None:
     """Make the mirror of runs, in W&B or TensorBoard, again from their rows.
 
-    Offline, the folders that `wandb sync` uploads are printed; for TensorBoard its folder.
+    Offline, the folders that `wandb sync` uploads are printed; for TensorBoard its folder. Exit code 3 when a run is
+    damaged or gone; the others are done.
     """
     from hqsweep.sweep.store import RunStore
     from hqsweep.track.sync import sync as replay
 
-    folders = {run.name: [str(folder) for folder in replay(run, mode)] for run in RunStore(runs_dir).resolve(runs)}
+    folders, bad = {}, []
+    for run in RunStore(runs_dir).resolve(runs):
+        try:
+            folders[run.name] = [str(folder) for folder in replay(run, mode)]
+        except Damaged as fault:
+            bad.append(str(fault))
     print_result(
         as_json, folders, *(" ".join([f"{name}:", *(at or ["on the server"])]) for name, at in folders.items())
     )
+    _end(bad)
+
+
+def _end(bad: list[str]) -> None:
+    """Name the runs that cannot be used; then exit code 3."""
+    for sentence in bad:
+        typer.echo(f"hqsweep: {sentence}", err=True)
+    if bad:
+        raise typer.Exit(EXIT_FAILED)

@@ -6,18 +6,16 @@ run wrote how it ended, the last status is written here.
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hqsweep.errors import EXIT_FAILED
-from hqsweep.sweep.files import read_json
-from hqsweep.sweep.locks import RunBusy
+from hqsweep.errors import EXIT_FAILED, Damaged
+from hqsweep.sweep.locks import RunBusy, holder_pid
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.run_dir import CANCELLED, RunDir
+from hqsweep.sweep.run_dir import CANCELLED, RunDir, unusable
 from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
 from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.task import end_without
@@ -32,29 +30,46 @@ REPORTED = (0, EXIT_FAILED)
 """Exit codes of jobs whose run has written how it ended."""
 ENDS = ("finished", "failed")
 """States in which no job changes anything."""
+UNUSABLE = ("damaged", "missing")
 
 
 def job_ids(runs: Sequence[RunDir]) -> dict[RunDir, str]:
-    """The ids of the runs' Slurm jobs; runs that have none are left out."""
-    return {run: read_json(run.job_path)["id"] for run in runs if run.job_path.exists()}
+    """The ids of the runs' Slurm jobs; runs that have none, or where what names it is damaged, are left out."""
+    return {run: job for run in runs if (job := _job(run)) is not None}
+
+
+def _job(run: RunDir) -> str | None:
+    with suppress(Damaged):
+        return run.job()
+    return None
 
 
 def observe(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Statuses as of now, in the order of `runs`, dead jobs settled. Raises Unreachable, but not where every run has
-    finished or failed."""
+    """Statuses as of now, in the order of `runs`, dead jobs settled; of a run that is gone or damaged unusable().
+    Raises Unreachable, but not where every run has finished or failed."""
     names = job_ids(runs)
-    states = {run: run.written_status()["state"] for run in names}
+    states = {run: run.seen()["state"] for run in names}
     try:
         jobs = find_jobs(name for run, name in names.items() if states[run] != "finished")
     except Unreachable:
         if not set(states.values()) <= set(ENDS):
             raise
         jobs = {}
-    return [_observed(run, names[run], jobs) if run in names else run.status() for run in runs]
+    return [_usable(run, jobs) for run in runs]
+
+
+def _usable(run: RunDir, jobs: Mapping[str, Job]) -> dict[str, Any]:
+    try:
+        name = run.job()
+        return run.seen() if name is None else _observed(run, name, jobs)
+    except Damaged as fault:
+        return unusable(fault)
 
 
 def _observed(run: RunDir, name: str, jobs: Mapping[str, Job]) -> dict[str, Any]:
-    status, job = run.status(), jobs.get(name)
+    status, job = run.seen(), jobs.get(name)
+    if status["state"] in UNUSABLE:
+        return status
     if status["state"] == "finished" or status["reason"] == CANCELLED:
         return status
     if job is not None and job.live:
@@ -96,7 +111,7 @@ def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
 def _end_with_trunk(run: RunDir) -> tuple[str, str] | None:
     """State and reason of a fork that was not started because its trunk failed or was stopped; None for others."""
     trunk = run.trunk()
-    if trunk is None or trunk.status()["state"] not in ("failed", "interrupted"):
+    if trunk is None or trunk.seen()["state"] not in ("failed", "interrupted"):
         return None
     return end_without(trunk)
 
@@ -163,36 +178,40 @@ def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
     """
     cancelled = _at_work(runs)
     names = set(job_ids(cancelled).values())
-    mates = [run for sweep in {run.sweep_path for run in cancelled} for run in RunStore(sweep.parent).runs(sweep.name)]
+    mates = [run for sweep in {run.sweep_path for run in cancelled} for run in _runs_of(sweep)]
     cancelled += _at_work([run for run, name in job_ids(mates).items() if name in names and run not in cancelled])
     cancel_jobs(names)
     for run in sorted(cancelled, key=RunDir.is_locked):  # those that wait first, lest they start when others end
         if run.is_locked():
             _terminate(run)
         with suppress(RunBusy), run.lock(wait_s=LAG_S):
-            if run.written_status()["state"] not in ENDS:
+            if run.seen()["state"] not in ENDS:
                 run.write_status(state="interrupted", reason=CANCELLED, ended=time.time())
     return cancelled
 
 
+def _runs_of(sweep: Path) -> list[RunDir]:
+    with suppress(Damaged):
+        return RunStore(sweep.parent).runs(sweep.name)
+    return []
+
+
 def _at_work(runs: Sequence[RunDir]) -> list[RunDir]:
-    return [run for run, now in zip(runs, observe(runs), strict=True) if now["state"] in ("pending", "running")]
+    """The runs that wait or run, one with a damaged status too, if somebody works on it."""
+    states = [now["state"] for now in observe(runs)]
+    return [run for run, state in zip(runs, states, strict=True) if _is_at_work(run, state)]
+
+
+def _is_at_work(run: RunDir, state: str) -> bool:
+    return state in ("pending", "running") or (state in UNUSABLE and run.is_locked())
 
 
 def _terminate(run: RunDir) -> None:
     """SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on to
-    other runs, and another process may take over the number of a dead one."""
-    status = run.written_status()
-    if status["pid"] is None or status["host"] != socket.gethostname():
-        return
-    lock = run.lock_path.resolve()
-    with suppress(OSError):
-        if any(_leads_to(lock, opened) for opened in Path(f"/proc/{status['pid']}/fd").iterdir()):
-            os.kill(status["pid"], signal.SIGTERM)
-
-
-def _leads_to(path: Path, opened: Path) -> bool:
-    """Whether a process's open file is `path`; a file that it has closed meanwhile is not."""
-    with suppress(OSError):
-        return opened.readlink() == path
-    return False
+    other runs, and another process may take over the number of a dead one. SIGCONT follows, without which one that is
+    stopped hears nothing."""
+    status, pid = run.seen(), holder_pid(run.lock_path)
+    if pid is not None and (status["pid"] == pid or status["state"] in UNUSABLE):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)

@@ -17,11 +17,11 @@ from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
-from hqsweep.errors import EXIT_BUSY
-from hqsweep.sweep.locks import RunBusy
-from hqsweep.sweep.process import Attempt, Slot
+from hqsweep.errors import EXIT_BUSY, Damaged
+from hqsweep.sweep.locks import NAMED_S, RunBusy, holder
+from hqsweep.sweep.process import DELETED, Attempt, Slot
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.run_dir import CANCELLED, RunDir
+from hqsweep.sweep.run_dir import CANCELLED, PENDING, RunDir
 from hqsweep.sweep.slots import cores, slots, thread_limits
 from hqsweep.sweep.task import Task, end_without
 from hqsweep.train.record import is_point
@@ -30,6 +30,7 @@ POLL_S = 0.05
 """Seconds between two looks at the worker processes."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 """Signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
+GONE = "its folder was deleted before it was started; the same command makes it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def run_local(
         if caught:
             display.say(f"{reason}; the same command goes on from here")
             raise SystemExit(128 + caught[0])
-    return [run.status() for run in runs]
+    return [run.seen() for run in runs]
 
 
 @contextlib.contextmanager
@@ -114,14 +115,17 @@ class _Pool:
     active: list[_Active] = field(default_factory=list)
 
     def enqueue(self, runs: Sequence[RunDir], *, force: bool) -> None:
+        skipped = 0
         for run in runs:
-            status = run.status()
+            status = run.seen()
             if status["reason"] == CANCELLED:  # by an earlier `hqsweep cancel`; a later one is for this sweep
                 status = run.write_status(state="pending", reason=None)
             self._show(run, status)
             if force or status["state"] != "finished":
-                self.queue.append(Task.of(run, reset=force))
-        if skipped := len(runs) - len(self.queue):
+                self._enqueue(run, reset=force)
+            else:
+                skipped += 1
+        if skipped:
             self.display.say(f"{skipped} of {len(runs)} runs are finished already and skipped; --force repeats them")
         trunks = {task.trunk for task in self.queue}
         self.queue.sort(key=lambda task: task.run not in trunks)
@@ -135,6 +139,13 @@ class _Pool:
             which = f"{workers} workers" if workers > 1 else "a worker"
             self.display.say(f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {which}")
 
+    def _enqueue(self, run: RunDir, *, reset: bool) -> None:
+        """The run's task, unless nothing says what the run is to do."""
+        try:
+            self.queue.append(Task.of(run, reset=reset))
+        except Damaged as fault:
+            self._show(run, PENDING | {"state": "failed", "reason": str(fault)})
+
     def busy(self) -> bool:
         return bool(self.queue or self.active)
 
@@ -146,7 +157,7 @@ class _Pool:
             elif self.limits.timeout_s is not None and active.attempt.seconds > self.limits.timeout_s:
                 active.attempt.stop("failed", f"timed out after {self.limits.timeout_s:g} s")
             elif active.task.due():
-                self._show(active.task.run, active.task.run.written_status())
+                self._look_at(active)
         for task in [task for task in self.queue if not task.ready and task.due()]:
             self._look_for_trunk(task)
         for task in [task for task in self.queue if task.ready]:
@@ -183,6 +194,20 @@ class _Pool:
     def _show(self, run: RunDir, status: dict[str, Any]) -> None:
         self.display.update(run.name, status)
 
+    def _look_at(self, active: _Active) -> None:
+        """Show the run at work; of one whose files are garbage for the moment the display keeps what it has. A run
+        whose folder was deleted is stopped, and a worker that somebody stopped is named once."""
+        status, attempt = active.task.run.seen(), active.attempt
+        if status["state"] == "missing":
+            attempt.stop("failed", DELETED)
+        elif status["state"] != "damaged":
+            self._show(active.task.run, status)
+        if attempt.stalled():
+            pid = attempt.worker.pid
+            self.display.say(
+                f"{active.task.run.name}: its worker, process {pid}, is stopped; `kill -CONT {pid}` lets it go on"
+            )
+
     def _look_for_trunk(self, task: Task) -> None:
         """Make a fork ready whose trunk has come to its point, and end one whose trunk nobody trains any further."""
         before = [other for other in self.queue if other.run == task.trunk]
@@ -207,17 +232,17 @@ class _Pool:
 
     def _settle_unstarted(self, task: Task, state: str, reason: str | None) -> dict[str, Any]:
         """Status of a run that is not started, written unless it was cancelled or is another process's."""
-        status = task.run.status()
+        status = task.run.seen()
         states = ("running", state) if task.reset else ("running", state, "finished")
         if status["state"] in states or status["reason"] == CANCELLED:
             return status
-        with contextlib.suppress(RunBusy, OSError), task.run.lock():
+        with contextlib.suppress(RunBusy, OSError, Damaged), task.run.lock():
             status = task.run.write_status(state=state, reason=reason)
         return status
 
     def _try_start(self, task: Task) -> None:
         """Start the task unless its run is finished or cancelled, or another process works on it."""
-        status = task.run.status()
+        status = task.run.seen()
         done = status["state"] == "finished" and not task.reset
         if done or status["reason"] == CANCELLED:
             self.queue.remove(task)
@@ -230,9 +255,10 @@ class _Pool:
         except RunBusy:
             self._leave_to_other(task, status)
             return
-        except OSError as error:
+        except (OSError, Damaged) as error:
             self.queue.remove(task)
-            self._show(task.run, status := status | {"state": "failed", "reason": f"cannot be started: {error}"})
+            why = GONE if task.run.seen()["state"] == "missing" else f"cannot be started: {error}"
+            self._show(task.run, status := status | {"state": "failed", "reason": why})
             self._stop_after(task.run, status)
             return
         self.queue.remove(task)
@@ -251,7 +277,10 @@ class _Pool:
         self._show(task.run, status)
         if not task.announced:
             self.display.say(f"{task.run.name}: another process works on it; waiting for that")
-            task.announced = True
+            task.announced, task.name_at = True, time.monotonic() + NAMED_S
+        elif time.monotonic() >= task.name_at:
+            self.display.say(f"{task.run.name}: {holder(task.run.lock_path)}")
+            task.name_at = float("inf")
 
     def _end(self, active: _Active) -> None:
         """Give the slot back; the run is at its end, or goes to the queue again."""

@@ -1,11 +1,20 @@
-"""The lock of a folder: an flock on a file in it, which the kernel releases however its holder dies."""
+"""The lock of a folder: an flock on a file in it, which the kernel releases however its holder dies.
 
+A holder that is stopped (SIGSTOP, Ctrl-Z) or hangs keeps it, so who waits is told which process that is.
+"""
+
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from hqsweep.errors import Damaged
+
+NAMED_S = 5.0
+"""Seconds of waiting after which the holder is named."""
 
 
 class RunBusy(Exception):
@@ -13,13 +22,22 @@ class RunBusy(Exception):
 
 
 @contextmanager
-def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock `path`. Raises RunBusy when another process still holds it after `wait_s` seconds."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def locked(path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Hold the lock `path`. `say` is told after NAMED_S seconds who holds it.
+
+    Raises RunBusy when another process still holds it after `wait_s` seconds, or after NAMED_S if that is stopped, and
+    Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
+    """
+    descriptor = _open(path)
     try:
-        deadline = time.monotonic() + wait_s
+        began, named = time.monotonic(), False
         while not _try_flock(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - began
+            if waited_s >= NAMED_S and not named:
+                named = True
+                say(sentence := holder(path))
+                wait_s = 0.0 if STOPPED in sentence else wait_s
+            if waited_s >= wait_s:
                 raise RunBusy(path.parent.name)
             time.sleep(0.02)
         yield
@@ -30,13 +48,74 @@ def locked(path: Path, wait_s: float = 0.0) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Whether a live process holds the lock `path`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
         return False
     try:
         return not _try_flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
+
+
+STOPPED = "which is stopped"
+
+
+def holder(path: Path) -> str:
+    """Who holds the lock `path`, and what to do, as a sentence."""
+    pid = holder_pid(path)
+    if pid is None:
+        return f"{path} is held by a process that cannot be seen from here, on another machine or in another container"
+    who = f"{path} is held by process {pid} ({command_of(pid)})"
+    if is_stopped(pid):
+        return f"{who}, {STOPPED}: `kill -CONT {pid}` lets it go on, `kill -KILL {pid}` ends it and frees the lock"
+    return f"{who}; `kill {pid}` ends it, where it hangs"
+
+
+def holder_pid(path: Path) -> int | None:
+    """The process that holds the lock `path`; None where nobody does, or the kernel does not say."""
+    try:
+        inode, lines = os.stat(path).st_ino, Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split()
+        if "FLOCK" in words and len(words) >= 6 and words[-3].rpartition(":")[2] == str(inode):
+            pid = int(words[-4])
+            if pid > 0 and pid != os.getpid():
+                return pid
+    return None
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process, shortened."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "command unknown"
+    text = "".join(character if character.isprintable() else "?" for character in " ".join(words).strip())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal, so that it does nothing until SIGCONT."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def _open(path: Path) -> int:
+    """The lock's file, made where it is missing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ELOOP):
+            raise
+    try:
+        path.unlink() if path.is_symlink() else path.rmdir()
+    except OSError as error:
+        raise Damaged(path, f"is a folder, where a lock belongs ({error.strerror})", "delete it") from None
+    return os.open(path, flags, 0o644)
 
 
 def _try_flock(descriptor: int, kind: int) -> bool:

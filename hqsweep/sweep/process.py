@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from hqsweep.errors import EXIT_STORAGE
+from hqsweep.errors import EXIT_STORAGE, Damaged
 from hqsweep.sweep.handover import GRACE_S, line_of
-from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.locks import NAMED_S, RunBusy, is_stopped
+from hqsweep.sweep.memory import Memory, killed_for_memory
 from hqsweep.sweep.run_dir import CANCELLED, RunDir
 
 ENDED = ("finished", "failed", "interrupted")
 """States that a worker writes when it stops."""
+DELETED = "its folder was deleted while it ran; the same command starts it again"
 
 
 def worker_command() -> list[str]:
@@ -40,18 +42,30 @@ class WorkerProcess:
                 stdin=theirs, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.pid = self._process.pid
+        self.peak_bytes = 0
+        """The most memory that it had resident, known when it has ended."""
 
     @property
     def exit_code(self) -> int | None:
         """As a shell has it, 128 + the signal's number for a worker killed by one; None while it lives."""
-        code = self._process.poll()
+        code = self._reaped()
         return 128 - code if code is not None and code < 0 else code
 
     @property
     def killed_by(self) -> signal.Signals | None:
         """The signal that ended it."""
-        code = self._process.poll()
+        code = self._reaped()
         return signal.Signals(-code) if code is not None and code < 0 else None
+
+    def _reaped(self, options: int = os.WNOHANG) -> int | None:
+        """The exit code, minus the signal's number for one killed; None while it lives. Popen's own poll() drops what
+        the kernel says of a child's memory."""
+        if self._process.returncode is None:
+            pid, status, usage = os.wait4(self.pid, options)
+            if pid:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.peak_bytes = usage.ru_maxrss * 1024
+        return self._process.returncode
 
     def take(self, run: RunDir) -> bool:
         """Hand a run over; False when the process is gone."""
@@ -78,9 +92,9 @@ class WorkerProcess:
 
     def end(self) -> None:
         """SIGKILL to the worker and all that it started, if it lives. One that waits for a run loses nothing by it."""
-        if self._process.poll() is None:
+        if self._reaped() is None:
             os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
+            self._reaped(options=0)
         self.answers = False
         self.channel.close()
 
@@ -111,14 +125,16 @@ class Slot:
 
 
 class Attempt:
-    """One attempt at a run, in a worker of the slot. Raises OSError when it cannot be started."""
+    """One attempt at a run, in a worker of the slot. Raises OSError or Damaged when it cannot be started."""
 
     def __init__(self, run: RunDir, slot: Slot) -> None:
         self.run, self.slot = run, slot
         self._seconds_before = run.written_status()["seconds"]
+        self._kills_before = Memory().kills()
         self._began = time.monotonic()
         self._stop: tuple[str, str] | None = None
         self._kill_at = float("inf")
+        self._name_at: float | None = None
         self._finished = False
         with run.log.open("ab") as log:
             self._log_start = log.tell()
@@ -147,6 +163,17 @@ class Attempt:
             self.worker.end()
         return self.worker.exit_code is None
 
+    def stalled(self) -> bool:
+        """Whether somebody has stopped the worker by a signal for NAMED_S seconds now, which is said once a time."""
+        if not is_stopped(self.worker.pid):
+            self._name_at = None
+        elif self._name_at is None:
+            self._name_at = time.monotonic() + NAMED_S
+        elif time.monotonic() >= self._name_at:
+            self._name_at = float("inf")
+            return True
+        return False
+
     def stop(self, state: str, reason: str) -> None:
         """Ask the worker to end (SIGTERM). The run becomes `state` for `reason`, unless it finishes first."""
         if self._stop is None:
@@ -161,11 +188,14 @@ class Attempt:
     def settle(self) -> dict[str, Any]:
         """Final status of an attempt that ended: the one that the worker wrote, else one written here. Where another
         worker has taken the run since, that worker's; where nothing can be written, ours with a note of that."""
-        state, reason = self._stop or ("failed", self._cause_of_death())
-        ours = {"state": state, "reason": reason, "exit_code": self.exit_code}
+        state, why = self._stop or ("failed", self._cause_of_death())
+        ours = {"state": state, "reason": why, "exit_code": self.exit_code}
+        before = self.run.seen()
+        if before["state"] == "missing":
+            return before | ours | {"state": "failed", "reason": DELETED}
         try:
             with self.run.lock(wait_s=1.0):
-                status = self.run.written_status()
+                status = self.run.seen()
                 spoke = status["pid"] == self.worker.pid and status["state"] in ENDED
                 if status["state"] == "finished" or status["reason"] == CANCELLED or (spoke and self._stop is None):
                     return status
@@ -174,17 +204,24 @@ class Attempt:
                     seconds=round(self._seconds_before + self.seconds, 3),
                 )  # fmt: skip
         except RunBusy:
-            return self.run.written_status()
-        except OSError as error:
-            return self.run.written_status() | ours | {"reason": f"{reason} (its status cannot be written: {error})"}
+            return self.run.seen()
+        except (OSError, Damaged) as error:
+            return before | ours | {"reason": f"{why} (its status cannot be written: {error})"}
 
     def _cause_of_death(self) -> str:
         if killed_by := self.worker.killed_by:
-            return f"killed by {killed_by.name}"
+            for_memory = killed_for_memory(Memory(), self._kills_before, self.worker.peak_bytes)
+            return (killed_by == signal.SIGKILL and for_memory) or f"killed by {killed_by.name}"
         if self.exit_code == EXIT_STORAGE:
             return f"cannot write in {self.run.path}; is the disk full or read-only?"
-        with self.run.log.open("rb") as log:
-            log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").split("\n")
-        said = [line.strip() for line in lines if line.strip()]
+        said = [line.strip() for line in self._log_lines() if line.strip()]
         return f"worker ended with exit code {self.exit_code}" + (f": {said[-1]}" if said else " and said nothing")
+
+    def _log_lines(self) -> list[str]:
+        """What the worker has written since the attempt began."""
+        try:
+            with self.run.log.open("rb") as log:
+                log.seek(self._log_start)
+                return log.read().decode(errors="replace").split("\n")
+        except OSError:
+            return []

@@ -17,6 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 STYLES = {"pending": "dim", "running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
+STYLES |= {"damaged": "red", "missing": "red"}
+OTHERS = ("running", "failed", "interrupted", "damaged", "missing")
+"""States beside finished that are counted."""
 MANY = 25
 """Runs of a sweep whose lines are to be few."""
 
@@ -74,7 +77,7 @@ def how_far(status: Status) -> str:
 def counts(statuses: Mapping[str, Status]) -> str:
     """As in: 3 of 18 runs finished, 2 running, 1 failed."""
     states = [status["state"] for status in statuses.values()]
-    others = [f"{states.count(state)} {state}" for state in ("running", "failed", "interrupted") if state in states]
+    others = [f"{states.count(state)} {state}" for state in OTHERS if state in states]
     return ", ".join([f"{states.count('finished')} of {len(states)} runs finished", *others])
 
 
@@ -178,7 +181,7 @@ class LiveDisplay:
     def _shown(self, waiting: Collection[str]) -> list[str]:
         """All other runs if they fit; else the running, the failed and the last others that fit, in grid order."""
         room = max(self._console.height - 4 - bool(waiting), 1)
-        urgency = {"running": 0, "failed": 1, "interrupted": 1, "finished": 2, "pending": 3}
+        urgency = dict.fromkeys(OTHERS, 1) | {"running": 0, "finished": 2, "pending": 3}
         others = [run for run in self._statuses if run not in waiting]
         ranked = sorted(others, key=lambda run: urgency[self._statuses[run]["state"]])
         fitting = set(ranked[:room])

@@ -183,14 +183,13 @@ class RunDir:
         return status
 
     def seen(self) -> dict[str, Any]:
-        """status() for who looks at many runs: of a run that is gone or damaged its state is "missing" or "damaged",
-        and its reason the sentence that says so."""
+        """status() for who looks at many runs; where it raises, unusable()."""
         try:
-            if not self.path.is_dir():
-                raise Missing(self.path, "the run's folder is gone", REPAIRED)
+            if not self.config_path.is_file():
+                raise Missing(self.path, "the folder of the run, or its config, is gone", REPAIRED)
             return self.status()
         except Damaged as fault:
-            return PENDING | {"state": "missing" if isinstance(fault, Missing) else "damaged", "reason": str(fault)}
+            return unusable(fault)
 
     def has_finished(self) -> bool:
         return self.seen()["state"] == "finished"
@@ -235,6 +234,11 @@ class RunDir:
                 remove(entry)
         planned = (*PLANNED, "trunk", "point")
         write_json(self.manifest_path, {key: manifest[key] for key in planned if key in manifest})
+
+
+def unusable(fault: Damaged) -> dict[str, Any]:
+    """The status of a run whose files cannot be used: its state is "missing" or "damaged", and its reason says why."""
+    return PENDING | {"state": "missing" if isinstance(fault, Missing) else "damaged", "reason": str(fault)}
 
 
 def remove(path: Path) -> None:

@@ -78,7 +78,7 @@ def _prepare(runs: Sequence[RunDir], live: Collection[RunDir], force: bool) -> l
     for run in runs:
         try:
             with run.lock():
-                if run in live or (run.written_status()["state"] == "finished" and not force):
+                if run in live or (run.seen()["state"] == "finished" and not force):
                     continue
                 if force:
                     run.reset()

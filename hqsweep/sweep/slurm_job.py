@@ -32,7 +32,7 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
     """
     runs, began = [RunDir(path) for path in paths], time.monotonic()
     before = _achieved(runs)
-    todo = [run for run in runs if run.written_status()["state"] != "failed"] or runs
+    todo = [run for run in runs if run.seen()["state"] != "failed"] or runs
     try:
         run_local(todo, display=PlainDisplay(Console()), limits=Limits(workers=1, **options))
     except SystemExit:
@@ -41,8 +41,8 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
             raise
         used_s = time.monotonic() - began
         if limit_s is not None and used_s > limit_s - NEAR_LIMIT_S and _achieved(runs) == before:
-            _give_up([run for run in todo if run.written_status()["state"] == "interrupted"], used_s)
-            if not any(run.written_status()["state"] == "pending" for run in todo):
+            _give_up([run for run in todo if run.seen()["state"] == "interrupted"], used_s)
+            if not any(run.seen()["state"] == "pending" for run in todo):
                 raise SystemExit(EXIT_FAILED) from None
         requeue_job(job.id)
         raise
@@ -52,7 +52,7 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
 
 def _achieved(runs: Sequence[RunDir]) -> list[tuple[bool, list[str]]]:
     """Per run whether it is at its end, and its checkpoints."""
-    ends = [run.written_status()["state"] in ("finished", "failed") for run in runs]
+    ends = [run.seen()["state"] in ("finished", "failed") for run in runs]
     checkpoints = [sorted(path.name for path in run.checkpoint.glob("step_*.pt")) for run in runs]
     return list(zip(ends, checkpoints, strict=True))
 

@@ -19,7 +19,7 @@ def check_stated(store: RunStore, sweep: str, study: StudyConfig) -> None:
     if "decided" not in (now["seeds"]["until"], before["seeds"]["until"]):
         return
     other = next((key for key in STATED if _value(now, key) != _value(before, key)), None)
-    if other is None or all(run.written_status()["state"] == "pending" for run in store.runs(sweep)):
+    if other is None or all(run.seen()["state"] in ("pending", "missing") for run in store.runs(sweep)):
         return
     raise UserError(
         f"{other}: {_value(now, other)}, but '{sweep}' began to run with {other}={_value(before, other)}, and what a"

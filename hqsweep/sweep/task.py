@@ -15,7 +15,7 @@ class Task:
     """A run to do.
 
     reset: delete what it has put out before. trunk: the run of the same sweep that it is a fork of. needs: the file
-    that it starts from. ready: whether that is there, or it needs none.
+    that it starts from. ready: whether that is there, or it needs none. name_at: when to say which process keeps it.
     """
 
     run: RunDir
@@ -26,6 +26,7 @@ class Task:
     failures: int = 0
     look_at: float = 0.0
     announced: bool = False
+    name_at: float = float("inf")
 
     @classmethod
     def of(cls, run: RunDir, *, reset: bool) -> "Task":
@@ -47,12 +48,14 @@ class Task:
 
 def end_without(trunk: RunDir) -> tuple[str, str] | None:
     """State and reason of a fork whose trunk has not come to the fork's point; None while somebody trains it."""
-    status = trunk.status()
+    status = trunk.seen()
     state, reason = status["state"], status["reason"]
     if state == "running":
         return None
     if state == "failed":
         return "failed", f"its trunk {trunk.name} failed: {reason}"
+    if state in ("missing", "damaged"):
+        return "failed", f"its trunk {trunk.name} is {state}: {reason}"
     if state == "finished":
         return "failed", f"its trunk {trunk.name} is finished, and its state at this point is gone; run again"
     if reason == CANCELLED:

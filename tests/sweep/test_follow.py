@@ -1,6 +1,9 @@
 """What is said of runs from outside, and how they are taken back; the scheduler's answers are given."""
 
+import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -166,7 +169,7 @@ def test_cancel_never_signals_a_process_that_has_the_number_of_a_dead_worker(mak
     (run,) = make_runs("sleep")
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        run.write_status(state="running", pid=other.pid, host=follow.socket.gethostname())
+        run.write_status(state="running", pid=other.pid, host=socket.gethostname())
         with run.lock():
             follow._terminate(run)
         time.sleep(0.1)
@@ -186,3 +189,47 @@ def test_a_failed_run_is_shown_where_there_is_no_scheduler(run, monkeypatch):
     run.write_status(state="running")
     with pytest.raises(Unreachable, match="no scontrol"):
         follow.observe([run])
+
+
+@pytest.mark.slow
+def test_cancel_ends_a_worker_that_is_stopped(make_runs, store):
+    (run,) = make_runs("sleep")
+    command = [sys.executable, fake_worker.__file__, "--sweep", "1", str(store.root / "fakes")]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while run.status()["state"] != "running" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(run.status()["pid"], signal.SIGSTOP)
+    began = time.monotonic()
+    assert follow.cancel([run]) == [run] and time.monotonic() - began < 5
+    parent.communicate(timeout=20)
+    assert run.status()["reason"] == "cancelled"
+
+
+GARBAGE = [
+    "",
+    "[]",
+    "{",
+    "null",
+    '{"state": 3}',
+    '{"state": "running", "progress": {}}',
+    '{"state": "\\ud800"}',
+    "\xff",
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_one_damaged_run_never_stops_the_look_at_the_others(make_runs, garbage):
+    bad, good, gone = make_runs("quick", "quick", "quick")
+    bad.status_path.write_bytes(garbage.encode("latin-1"))
+    shutil.rmtree(gone.path)
+    first, second, third = follow.status_rows([bad, good, gone])
+    assert first["state"] == "damaged" and first["reason"].startswith(f"{bad.status_path}: ")
+    assert (second["state"], third["state"]) == ("pending", "missing")
+    assert follow.cancel([bad, good, gone]) == [good]
+
+
+def test_a_damaged_name_of_a_job_is_named(run):
+    run.job_path.write_text('{"id": 5}')
+    (row,) = follow.status_rows([run])
+    assert row["state"] == "damaged" and "job.json: has 5 under 'id', where text belongs" in row["reason"]

@@ -108,7 +108,7 @@ def test_a_worker_that_dies_while_it_waits_costs_no_run(make_runs, monkeypatch):
 
 def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
     (run,) = make_runs("exit")
-    run.write_status(state="failed", reason="an old one", progress={"step": 3})
+    run.write_status(state="failed", reason="an old one", progress={"step": 3, "steps": 9})
     display = Lines()
     statuses = run_local([run], display=display)
     assert [state for _, state in display.states][:2] == ["failed", "pending"]
