@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
-from hqsweep.errors import EXIT_BUSY, Damaged
+from hqsweep.errors import EXIT_BUSY, Damaged, Missing
 from hqsweep.sweep.locks import NAMED_S, RunBusy, holder
 from hqsweep.sweep.process import DELETED, Attempt, Slot
 from hqsweep.sweep.progress import Display
@@ -144,7 +144,8 @@ class _Pool:
         try:
             self.queue.append(Task.of(run, reset=reset))
         except Damaged as fault:
-            self._show(run, PENDING | {"state": "failed", "reason": str(fault)})
+            reason = GONE if isinstance(fault, Missing) else str(fault)
+            self._show(run, PENDING | {"state": "failed", "reason": reason})
 
     def busy(self) -> bool:
         return bool(self.queue or self.active)

@@ -29,6 +29,7 @@ PENDING: dict[str, Any] = {
 "loading data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the
 work is done, from 0 to 1."""
 
+MADE = "the sweep's `hqsweep run` command makes it again"
 CANCELLED = "cancelled"
 """Reason of a run that `hqsweep cancel` took back."""
 
@@ -117,7 +118,7 @@ class RunDir:
         """The resolved config. Raises Missing where there is none, Damaged where it is none of a run."""
         data = self.read(self.config_path)
         if data is None:
-            raise Missing(self.path, "no config.yaml there, so this is not the folder of a run", REPAIRED)
+            raise Missing(self.path, "no config.yaml there, so this is not the folder of a run", MADE)
         try:
             config = parse_yaml(data)
         except UserError as error:
@@ -186,7 +187,7 @@ class RunDir:
         """status() for who looks at many runs; where it raises, unusable()."""
         try:
             if not self.config_path.is_file():
-                raise Missing(self.path, "the folder of the run, or its config, is gone", REPAIRED)
+                raise Missing(self.path, "the folder of the run, or its config, is gone", MADE)
             return self.status()
         except Damaged as fault:
             return unusable(fault)

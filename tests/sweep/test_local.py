@@ -2,9 +2,11 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +25,7 @@ class Lines:
     """A display that keeps what it is told."""
 
     def __init__(self):
-        self.lines, self.states = [], []
+        self.lines, self.states, self.reasons = [], [], {}
 
     def __enter__(self):
         return self
@@ -33,6 +35,7 @@ class Lines:
 
     def update(self, run, status):
         self.states.append((run, status["state"]))
+        self.reasons[run] = status["reason"]
 
     def say(self, line):
         self.lines.append(line)
@@ -249,3 +252,99 @@ def test_two_parents_share_a_sweep(store, make_runs):
         parent.communicate(timeout=20)
         assert parent.returncode == 0
     assert [(run.status()["state"], len(starts(run))) for run in runs] == [("finished", 1)] * 5
+
+
+def in_a_thread(call):
+    """Start the call beside the engine, which needs the main thread."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_a_folder_that_is_deleted_while_its_run_goes_on_costs_that_run_alone(make_runs):
+    runs = make_runs("sleep", "short", "short")
+
+    def delete():
+        wait_for(lambda: runs[0].seen()["state"] == "running")
+        shutil.rmtree(runs[0].path)
+
+    display = Lines()
+    deleting = in_a_thread(delete)
+    statuses = run_local(runs, display=display, limits=Limits(workers=2))
+    deleting.join()
+    assert [status["state"] for status in statuses] == ["missing", "finished", "finished"]
+    assert display.reasons[runs[0].name] == "its folder was deleted while it ran; the same command starts it again"
+    assert not runs[0].path.exists()
+    again = make_runs("quick", "short", "short")
+    assert [status["state"] for status in run_local(again[1:], display=Lines())] == ["finished"] * 2
+
+
+def test_a_folder_that_is_deleted_before_its_run_starts_is_named(make_runs):
+    runs = make_runs("quick", "quick")
+    shutil.rmtree(runs[0].path)
+    display = Lines()
+    run_local(runs, display=display)
+    assert display.reasons[runs[0].name].startswith("its folder was deleted before") and runs[1].has_finished()
+
+
+@pytest.mark.parametrize("garbage", ["[]", "", "{", '{"state": "running", "progress": []}'])
+def test_garbage_in_the_status_of_a_run_at_work_costs_nothing(make_runs, garbage):
+    runs = make_runs("short", "quick")
+
+    def spoil():
+        wait_for(lambda: runs[0].seen()["state"] == "running")
+        runs[0].status_path.write_text(garbage)
+
+    spoiling = in_a_thread(spoil)
+    statuses = run_local(runs, display=Lines())
+    spoiling.join()
+    assert [status["state"] for status in statuses] == ["finished"] * 2
+
+
+def test_a_stopped_worker_of_a_killed_parent_is_named_and_its_run_goes_on_without_it(make_runs, store, monkeypatch):
+    monkeypatch.setattr(local, "NAMED_S", 0.3)
+    (run,) = make_runs("again")
+    parent = start_parent(store, 1)
+    wait_for(lambda: run.status()["state"] == "running")
+    pid = run.status()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    parent.kill()
+    parent.communicate()
+    display = Lines()
+
+    def end():
+        wait_for(lambda: any(f"process {pid} " in line for line in display.lines))
+        os.kill(pid, signal.SIGKILL)
+
+    ending = in_a_thread(end)
+    (status,) = run_local([run], display=display)
+    ending.join()
+    assert status["state"] == "finished" and status["attempt"] == 2
+    busy, named = [line for line in display.lines if run.name in line]
+    assert busy.endswith("another process works on it; waiting for that")
+    assert f"held by process {pid} (" in named and f"which is stopped: `kill -CONT {pid}`" in named
+
+
+def test_an_own_worker_that_somebody_stops_is_named(make_runs, monkeypatch):
+    monkeypatch.setattr(process, "NAMED_S", 0.3)
+    (run,) = make_runs("short")
+    display = Lines()
+
+    def stop():
+        wait_for(lambda: run.seen()["state"] == "running")
+        os.kill(run.seen()["pid"], signal.SIGSTOP)
+        wait_for(lambda: any("is stopped" in line for line in display.lines))
+        os.kill(run.seen()["pid"], signal.SIGCONT)
+
+    stopping = in_a_thread(stop)
+    (status,) = run_local([run], display=display)
+    stopping.join()
+    assert status["state"] == "finished"
+
+
+def test_a_kill_for_memory_is_told_from_other_kills(make_runs, monkeypatch):
+    kills = iter([5, 6])
+    monkeypatch.setattr(process.Memory, "kills", lambda memory: next(kills))
+    (status,) = run_local(make_runs("kill"), display=Lines())
+    assert status["reason"].startswith("killed for memory: ") and "fewer engine.workers" in status["reason"]
+    assert "had 0.0 GiB" not in status["reason"]
