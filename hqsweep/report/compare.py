@@ -14,13 +14,14 @@ import pandas as pd
 
 from hqsweep.config.study import parse_margin
 from hqsweep.errors import UserError
-from hqsweep.report import html, tables
+from hqsweep.report import html
 from hqsweep.report.arms import Comparison, arm_row, baselines, null_arms, paired, partners
 from hqsweep.report.cost import replicate_minutes
 from hqsweep.report.csv_files import write_csv
 from hqsweep.report.curves import loss_slope, measures, overheads
 from hqsweep.report.families import DECIDES, LOSSES, Family, Rule, judge
 from hqsweep.report.frames import FORK, Frames, load
+from hqsweep.report.markdown_page import report_markdown
 from hqsweep.report.notes import study_notes
 from hqsweep.report.studies import Study, study_of
 from hqsweep.sweep.run_dir import RunDir
@@ -141,19 +142,25 @@ def document(comparison: Comparison) -> dict[str, Any]:
 
 
 def write(comparison: Comparison, out_dir: Path) -> Path:
-    """Write report.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet, stats.parquet, figures/*.csv
-    with the rows of every figure, and figures/forest.svg, under `out_dir`; returns the HTML's path."""
+    """Write report.html, report_light.html, report.md, compare.csv, points.csv, runs.csv, metrics.parquet,
+    stats.parquet, and under figures/ the rows of every figure as CSV and a picture of every section as SVG, into
+    `out_dir`; returns the path of report.html."""
     (out_dir / "figures").mkdir(parents=True, exist_ok=True)
     frames, drawn = comparison.frames, html.panels(comparison)
-    for name, rows in {panel.name: panel.rows for panel in drawn.every()}.items():
-        write_csv(rows, out_dir / "figures" / f"{name}.csv")
-    picture = "figures/forest.svg" if drawn.forest else None
-    if drawn.forest:
-        write_csv(drawn.forest.rows, out_dir / "figures" / "forest.csv")
-        (out_dir / picture).write_text(html.forest_svg(drawn.forest), encoding="utf-8")
+    rows = {panel.name: panel.rows for panel in drawn.every()}
+    rows |= {"forest": drawn.forest.rows} if drawn.forest else {}
+    rows |= {"throughput": drawn.speed.rows} if drawn.speed else {}
+    for name, each in rows.items():
+        write_csv(each, out_dir / "figures" / f"{name}.csv")
+    pictures = drawn.pictures()
     page = out_dir / "report.html"
-    page.write_text(html.render(comparison, drawn), encoding="utf-8")
-    (out_dir / "report.md").write_text(tables.report_markdown(comparison, picture), encoding="utf-8")
+    texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {
+        "report.html": html.render(comparison, drawn),
+        "report_light.html": html.render_light(comparison, drawn),
+        "report.md": report_markdown(comparison, pictures),
+    }
+    for name, text in texts.items():
+        (out_dir / name).write_text(text, encoding="utf-8")
     write_csv(comparison.arms, out_dir / "compare.csv")
     write_csv(comparison.points, out_dir / "points.csv")
     shared = [name for name in comparison.finals if name in frames.runs and name != "run"]

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.report.arms import Comparison
+from hqsweep.report.axis import even_ticks
 from hqsweep.report.frames import FORK
 from hqsweep.report.look import styles
 from hqsweep.report.text import number
@@ -53,13 +54,8 @@ class Scale:
 
     def ticks(self) -> list[tuple[float, str]]:
         """(place, label) of the ticks, 0 among them."""
-        values = self._bent_ticks() if self.bent else self._even_ticks()
+        values = self._bent_ticks() if self.bent else even_ticks(self.low, self.high, TICKS)
         return [(self.at(value), f"{value:+.4g}" if value else "0") for value in values]
-
-    def _even_ticks(self) -> list[float]:
-        step = _round_up((self.high - self.low) / TICKS)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
-        return [round(place * step, 12) for place in range(first, last + 1)]
 
     def _bent_ticks(self) -> list[float]:
         """0, the margin, and 1 and 3 of every power of ten beyond it, the large ones first, where there is room."""
@@ -222,9 +218,3 @@ def _line(row: Any, scale: Scale, colour: str, singles: pd.DataFrame) -> Line:
             if math.isfinite(one.gap_pct)
         ),
     )
-
-
-def _round_up(step: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(lead * power for lead in (1, 2, 5, 10) if lead * power >= step * (1 - 1e-9))

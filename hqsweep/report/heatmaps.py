@@ -68,8 +68,8 @@ def _panels(
     layers, columns = rows["layer"].unique(), pd.MultiIndex.from_frame(rows[["tensor", "direction"]].drop_duplicates())
     wide = rows.pivot(index=["arm", "layer"], columns=["tensor", "direction"], values=[column, "format"])
     grids, arms_of = {}, {}
-    for arm, own in wide.groupby(level="arm", sort=False):
-        own = own.droplevel("arm").reindex(index=layers)
+    for arm in rows["arm"].unique():
+        own = wide.loc[arm].reindex(index=layers)
         grids[arm] = own[column].reindex(columns=columns).astype(float), own["format"].reindex(columns=columns)
         drawn = grids[arm][0].to_numpy().tobytes(), tuple(grids[arm][1].fillna("").to_numpy().ravel())
         arms_of.setdefault(drawn, []).append(arm)

@@ -1,10 +1,12 @@
-"""The report as one HTML page: plotly.js is inlined once, and the page forbids itself every network request.
+"""The report as HTML pages that forbid themselves every network request: an interactive one, into which plotly.js is
+written once, and a light one of the same sections, whose figures are pictures and which runs no script.
 
-The template (report.html.j2) escapes everything that comes from configs, manifests and reasons. Beside the page stand
-the files that it links to, under figures/: the rows of each figure as CSV.
+The template (report.html.j2) escapes everything that comes from configs, manifests and reasons. Beside the pages stand
+the files that they link to, under figures/: the rows of each figure as CSV, and pictures of each section.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +17,26 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from hqsweep.report import experts, figures, heatmaps, parity, points, tables
+from hqsweep.report import experts, figures, heatmaps, parity, points, svg, tables
 from hqsweep.report.arms import Comparison
 from hqsweep.report.forest import Forest, forest_of
 from hqsweep.report.frames import FORK
 from hqsweep.report.growth import growth_of
 from hqsweep.report.headline import headline
-from hqsweep.report.look import Panel, styles
+from hqsweep.report.look import DASH_ARRAYS, Panel, styles
+from hqsweep.report.speed import Speed, speed_of
+from hqsweep.report.text import legal
 
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
-DASH_ARRAYS = {"solid": "none", "dash": "8 5", "dashdot": "8 4 2 4", "longdash": "14 5", "longdashdot": "14 4 2 4"}
-"""The line styles of plotly as the legend draws them."""
+LIGHT_BYTES = 290_000
+"""A light page is smaller; pictures for which there is no room are linked to."""
+LIGHT_ROWS = 60
+"""Rows of a table on a light page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panels:
-    """The figures of a report, by section: the forest plot, and those that plotly draws."""
+    """The figures of a report, by section: the forest plot, the throughput, and those that plotly draws."""
 
     forest: Forest | None
     growth: list[Panel]
@@ -43,11 +49,24 @@ class Panels:
     expert_underflow: list[Panel]
     loads: list[Panel]
     balance: list[Panel]
-    speed: list[Panel]
+    speed: Speed | None
+
+    def groups(self) -> dict[str, list[Panel]]:
+        """Those of plotly by section, of sections that have some."""
+        return {name: group for name, group in vars(self).items() if isinstance(group, list) and group}
 
     def every(self) -> list[Panel]:
         """Those of plotly."""
-        return [panel for group in vars(self).values() if isinstance(group, list) for panel in group]
+        return [panel for group in self.groups().values() for panel in group]
+
+    def pictures(self) -> dict[str, str]:
+        """The name of a file -> its SVG: the forest plot, the throughput, and one file for each section."""
+        drawn = {name: svg.sheet(group) for name, group in self.groups().items()}
+        if self.forest:
+            drawn["forest"] = forest_svg(self.forest)
+        if self.speed:
+            drawn["speed"] = _template("speed.svg.j2").render(speed=self.speed)
+        return {name: legal(picture) for name, picture in drawn.items()}
 
 
 def panels(comparison: Comparison) -> Panels:
@@ -80,15 +99,36 @@ def panels(comparison: Comparison) -> Panels:
         expert_underflow=expert_underflow,
         loads=list(experts.load_heatmaps(comparison)),
         balance=[panel for panel in balance if panel],
-        speed=[panel for panel in [points.throughput(comparison, "Tokens a second")] if panel],
+        speed=speed_of(comparison),
     )
 
 
 def render(comparison: Comparison, drawn: Panels) -> str:
-    """The whole page, about 5 MB, nearly all of it plotly.js."""
+    """The interactive page, about 5 MB, nearly all of it plotly.js."""
+    return _page(comparison, drawn, lambda panel: div(panel.figure), light=False)
+
+
+def render_light(comparison: Comparison, drawn: Panels) -> str:
+    """The page without scripts, smaller than LIGHT_BYTES; its long tables end early, and say where the rest is."""
+    section = {id(panel): name for name, group in drawn.groups().items() for panel in group}
+    pictures = {key: Markup("") for key in section}
+    room = LIGHT_BYTES - len(_page(comparison, drawn, lambda panel: pictures[id(panel)], light=True).encode())
+    for panel in drawn.every():
+        picture = svg.picture(panel)
+        if len(picture.encode()) > room:
+            said = '<p class="note">Too large for this page: <a href="figures/{}.svg">this figure as a file</a>.</p>'
+            picture = Markup(said).format(section[id(panel)])
+        pictures[id(panel)] = picture
+        room -= len(picture.encode())
+    return _page(comparison, drawn, lambda panel: pictures[id(panel)], light=True)
+
+
+def _page(comparison: Comparison, drawn: Panels, draw: Callable[[Panel], Markup], *, light: bool) -> str:
     frames, arms_table = comparison.frames, tables.arms_table(comparison).without("tokens/s")
     return fill(
         "report.html.j2",
+        draw=draw,
+        light=light,
         title=tables.title(comparison),
         headline=headline(comparison),
         baseline=comparison.baseline,
@@ -124,9 +164,22 @@ def legend(comparison: Comparison) -> list[dict[str, str]]:
     ]
 
 
-def fill(template: str, **values: Any) -> str:
-    """A page of a template beside this module, with plotly.js in it."""
-    return _template(template).render(plotly_js=Markup(get_plotlyjs()), **values)
+def fill(template: str, *, draw: Callable[[Panel], Markup] | None = None, light: bool = False, **values: Any) -> str:
+    """A page of a template beside this module: with plotly.js in it, or `light`, without any script. `draw` makes the
+    figure of a panel."""
+    page = _template(template, draw=draw or (lambda panel: div(panel.figure)), light=light).render(**values)
+    head, body = page.split("</head>", 1)
+    script = "" if light else f"<script>{get_plotlyjs()}</script>\n"
+    return f"{head}{script}</head>{_with_contents(body)}"
+
+
+def _with_contents(body: str) -> str:
+    """Every <h2> gets an id, and <nav> the links to them."""
+    headings = re.findall(r"<h2>(.*?)</h2>", body, re.DOTALL)
+    links = "".join(f'<a href="#s{n}">{re.split(":| by | against ", text)[0]}</a>' for n, text in enumerate(headings))
+    for place in range(len(headings)):
+        body = body.replace("<h2>", f'<h2 id="s{place}">', 1)
+    return body.replace("</nav>", f"{links}</nav>", 1)
 
 
 def forest_svg(drawn: Forest) -> str:
@@ -134,11 +187,12 @@ def forest_svg(drawn: Forest) -> str:
     return _template("forest.svg.j2").render(forest=drawn)
 
 
-def _template(name: str) -> Template:
-    """It escapes all values."""
+def _template(name: str, **names: Any) -> Template:
+    """It escapes all values; `names` are known in macros too."""
     templates = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters |= {"div": div, "breakable": breakable}
+    pages.globals |= {"light_rows": LIGHT_ROWS, **names}
     return pages.get_template(name)
 
 

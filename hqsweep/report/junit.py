@@ -1,12 +1,12 @@
 """JUnit XML, which every CI system shows."""
 
-import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hqsweep.report.parity import first_mismatch
+from hqsweep.report.text import legal
 from hqsweep.sweep.run_dir import RunDir
 
 ELEMENT = {"FAIL": "failure", "SKIP": "skipped"}
@@ -19,17 +19,17 @@ def write(path: Path, suite: str, rows: Iterable[Mapping[str, Any]]) -> None:
     rows = list(rows)
     count = {status: str(sum(row["status"] == status for row in rows)) for status in ELEMENT}
     root = ET.Element(
-        "testsuite", name=_legal(suite), tests=str(len(rows)), failures=count["FAIL"], errors="0", skipped=count["SKIP"]
+        "testsuite", name=legal(suite), tests=str(len(rows)), failures=count["FAIL"], errors="0", skipped=count["SKIP"]
     )
     for row in rows:
         name = " ".join(filter(None, (row.get("subject"), row.get("case"))))
-        case = ET.SubElement(root, "testcase", classname=_legal(f"{suite}.{row['check']}"), name=_legal(name))
+        case = ET.SubElement(root, "testcase", classname=legal(f"{suite}.{row['check']}"), name=legal(name))
         if row.get("seconds") is not None:
             case.set("time", f"{row['seconds']:.3f}")
         if row["status"] in ELEMENT:
-            ET.SubElement(case, ELEMENT[row["status"]], message=_legal(first_mismatch(row)))
+            ET.SubElement(case, ELEMENT[row["status"]], message=legal(first_mismatch(row)))
         elif row.get("note"):
-            ET.SubElement(case, "system-out").text = _legal(row["note"])
+            ET.SubElement(case, "system-out").text = legal(row["note"])
     path.parent.mkdir(parents=True, exist_ok=True)
     ET.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
 
@@ -43,8 +43,3 @@ def run_rows(run_dirs: Iterable[RunDir]) -> list[dict[str, Any]]:
         verdict = "PASS" if status["state"] == "finished" else "FAIL"
         rows.append({"check": "run", "case": run.name, "status": verdict, "note": note, "seconds": status["seconds"]})
     return rows
-
-
-def _legal(text: str) -> str:
-    """`text` without the control characters that XML 1.0 has no way to write."""
-    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)

@@ -21,6 +21,19 @@ MARGIN_BAND, MARGIN_EDGE = "rgba(60,80,110,0.11)", {"color": "#3c506e", "width":
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "triangle-up", "cross", "star")
+MARKERS = {
+    "circle": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z",
+    "square": "M-4.5-4.5h9v9h-9z",
+    "triangle-up": "M0-5.5L5 4h-10z",
+    "cross": "M-1.7-5h3.4v3.3H5v3.4H1.7V5h-3.4V1.7H-5v-3.4h3.3z",
+    "star": "M0-5.5L1.3-1.8 5.2-1.7 2.1.7 3.2 4.5 0 2.3-3.2 4.5-2.1.7-5.2-1.7-1.3-1.8z",
+    "x": "M-5-3l2-2 3 3 3-3 2 2-3 3 3 3-2 2-3-3-3 3-2-2 3-3z",
+}
+"""Plotly's symbols as paths around 0, 10 across."""
+DASH_ARRAYS = {
+    "solid": "none", "dash": "8 5", "dashdot": "8 4 2 4", "longdash": "14 5", "longdashdot": "14 4 2 4", "dot": "2 3",
+}  # fmt: skip
+"""Plotly's line styles as those of SVG."""
 MAX_POINTS = 400  # per line: more cannot be seen and make the file large
 FEW_POINTS = 12  # which are marked, as a line may be no more than one of them
 MAX_SAID = 8  # arms in the words that stand for a figure

@@ -1,21 +1,16 @@
-"""The report's tables: rich for the terminal, Markdown for a pull request, the same cells for the HTML
-page.
-"""
+"""The report's tables: rich for the terminal, and the same cells for the pages."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 from rich.table import Table
 from rich.text import Text
 
-from hqsweep.report import experts
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import FORK, config_leaves
 from hqsweep.report.gemm_plans import arm_lines
-from hqsweep.report.parity import text_tables
-from hqsweep.report.text import TextTable, markdown, markdown_text, number, text, to_rich
+from hqsweep.report.text import TextTable, number, text, to_rich
 from hqsweep.report.verdict import digits, fault
 
 COLOUR = {
@@ -259,36 +254,6 @@ def distinct(values: pd.Series, count: bool = False) -> str:
     if len(counts) == 1:
         return counts.index[0]
     return "; ".join(f"{value} ({times} runs)" if count else value for value, times in counts.items())
-
-
-def report_markdown(comparison: Comparison, picture: str | None = None) -> str:
-    """The report as one Markdown page; `picture` is where, seen from the page, the forest plot is."""
-    runs, arms = comparison.frames.runs, by_gap(comparison).itertuples()
-    parts = [
-        f"# {markdown_text(title(comparison))}\n",
-        "\n",
-        *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.sentence)}\n" for row in arms),
-        "\n",
-        *([f"![Gap of every arm with its interval and its verdict]({picture})\n\n"] if picture else []),
-        *(f"{markdown_text(note)}\n\n" for note in comparison.notes),
-        "## Result\n\n",
-        markdown(arms_table(comparison)),
-        *_section("Gap at each fork point", points_table(comparison)),
-        *_section("Config: where the arms differ", arm_by_key(comparison)),
-        *_section("Runs without a result", unfinished_table(comparison)),
-        *_section("Training: tokens to loss, spikes, divergence", training_table(comparison)),
-        *_section("GEMM output error against FP32", gemm_errors(comparison.frames.stats)),
-        *_section("Experts: lowest SQNR and highest underflow", experts.worst_experts(comparison)),
-        *_section("Experts: highest and lowest load", experts.load_table(comparison)),
-        *(part for table in text_tables(comparison.frames.parity) for part in _section(*table)),
-        *_section("GEMM plans", gemm_plans(runs)),
-        *_section("Provenance", provenance(runs)),
-    ]
-    return "".join(parts)
-
-
-def _section(heading: str, table: TextTable) -> Iterable[str]:
-    return (f"\n## {heading}\n\n", markdown(table)) if table.rows else ()
 
 
 def title(comparison: Comparison) -> str:

@@ -3,6 +3,7 @@ language.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,11 @@ def markdown_text(cell: str) -> str:
     for mark in "\\|`*_[]":
         cell = cell.replace(mark, "\\" + mark)
     return " ".join(cell.split())
+
+
+def legal(xml: str) -> str:
+    """`xml` with a question mark for every control character that XML 1.0 has no way to write."""
+    return re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", xml)
 
 
 def to_rich(table: TextTable, heading: str, styles: Sequence[str] | None = None) -> Table:

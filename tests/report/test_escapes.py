@@ -1,6 +1,7 @@
 """HTML in every name that a config, a folder or a failure can bring: text in the page, in Markdown and in CSV."""
 
 import re
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -43,11 +44,27 @@ def test_in_html_they_are_text(page):
     assert {attributes["data-arm"] for _, attributes in tags.tags if "data-arm" in attributes} == {"bf16", ARM}
 
 
+def test_in_pictures_and_on_the_light_page_they_are_text(page):
+    pictures = {path.stem: ElementTree.parse(path).getroot() for path in (page.parent / "figures").glob("*.svg")}
+    assert set(pictures) == {"forest", "curves", "gaps", "sqnr", "underflow", "gradients", "speed"}
+    for picture in pictures.values():
+        assert {element.tag.partition("}")[2] for element in picture.iter()} <= {
+            "svg", "rect", "line", "text", "tspan", "path", "circle", "title", "g"
+        }  # fmt: skip
+    assert ARM in "".join(pictures["curves"].itertext()) and ARM in "".join(pictures["speed"].itertext())
+    text = (page.parent / "report_light.html").read_text()
+    tags = Tags(text)
+    assert "script" not in {tag for tag, _ in tags.tags} and "<img" not in text and "<svg onload" not in text
+    assert not [name for _, attributes in tags.tags for name in attributes if name.startswith("on")]
+    for name in (ARM, " ".join(RECIPE.split()), SWEEP, WHY, LAYER.replace('"', '\\"')):
+        assert name in tags.text, name
+
+
 def test_what_plotly_shows_is_escaped_for_plotly(page):
     """In the scripts of figures < is \\u003c. Plotly reads names, texts and ticks as HTML, so there < must be &lt;."""
     scripts = re.findall(r"Plotly\.newPlot\((.+?)\)\s*};?\s*</script>", page.read_text(), re.DOTALL)
     shown = re.findall(r'"(?:name|text|y|categoryarray|customdata)":(".*?[^\\]"|\[.*?\])', " ".join(scripts))
-    assert len(scripts) >= 10 and sum("\\u0026lt;img" in value or "&lt;img" in value for value in shown) >= 10
+    assert len(scripts) >= 9 and sum("\\u0026lt;img" in value or "&lt;img" in value for value in shown) >= 10
     assert not [value for value in shown if "\\u003cimg" in value]
 
 
@@ -64,6 +81,6 @@ def test_csv_gives_them_back_as_they_were(page):
     assert set(runs["arm"]) == {"bf16", ARM} and set(runs["config.recipe.name"]) == {"bf16", RECIPE}
     assert set(runs["sweep"]) == {SWEEP} and WHY in set(runs["reason"])
     assert set(pd.read_csv(page.parent / "compare.csv")["arm"]) == {"bf16", ARM}
-    files = {path.stem: pd.read_csv(path) for path in (page.parent / "figures").iterdir()}
+    files = {path.stem: pd.read_csv(path) for path in (page.parent / "figures").glob("*.csv")}
     assert all(ARM in set(rows["arm"]) for rows in files.values()) and len(files) == 8
     assert files["quantization_error"]["layer"].str.startswith(IMG).all()

@@ -7,6 +7,7 @@ from rich.console import Console
 from hqsweep.report import html, tables
 from hqsweep.report.compare import compare, write
 from hqsweep.report.gemm_plans import plan_lines
+from hqsweep.report.markdown_page import report_markdown
 from hqsweep.report.run_page import show_run
 
 NATIVE = "native: tensor cores of sm_90"
@@ -47,7 +48,7 @@ def test_every_report_says_which_plans_computed_an_arm(runs, tmp_path):
     ]
     assert list(tables.gemm_plans(comparison.frames.runs).rows) == lines
     page = html.render(comparison, html.panels(comparison)).replace("<wbr>", "")
-    for shown in (page, tables.report_markdown(comparison).replace("\\_", "_")):
+    for shown in (page, report_markdown(comparison).replace("\\_", "_")):
         assert all(how in shown for _, _, how in lines)
     written = pd.read_csv(write(comparison, tmp_path / "out").parent / "compare.csv")
     assert dict(zip(written["arm"], written["gemm"], strict=True)) == expected

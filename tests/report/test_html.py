@@ -13,7 +13,7 @@ import yaml
 from hqsweep.report import figures, heatmaps, html, look, points
 from hqsweep.report.compare import compare
 from hqsweep.report.headline import headline
-from hqsweep.report.tables import report_markdown
+from hqsweep.report.markdown_page import report_markdown
 from hqsweep.track.tables import TABLES
 
 NASTY = "</script><script>alert('arm')</script><img src=x onerror=alert(1)> & \"q\""
@@ -68,7 +68,7 @@ def test_every_section_is_there(comparison):
         assert words in page.text
     drawn = [tag for tag, attributes in page.tags if "plotly-graph-div" in attributes.get("class", "")]
     sampled = 3  # arms that got as far as a sampled step, each with a heatmap of SQNR and one of underflow
-    assert len(drawn) == 2 + 2 + 2 * sampled + 2 + 1  # losses, gaps, heatmaps, gradients, speed
+    assert len(drawn) == 2 + 2 + 2 * sampled + 2  # losses, gaps, heatmaps, gradients
     assert "Growth of the gap" not in page.text and "Gap at each fork point" not in page.text
 
 
@@ -91,7 +91,10 @@ def test_verdicts_and_the_forest_plot_come_first(comparison):
     order = [headline(comparison), "Gap of the final validation loss", "one seed", comparison.arms["sentence"][0],
              "Validation loss", "Result in numbers", "Config: where the arms differ",
              "Training: tokens to loss"]  # fmt: skip
-    places = [page.text.index(words) for words in order]
+    body = page.text[page.text.rindex("Runs without a result") :]  # after the links to the sections
+    places = [page.text.index(words) for words in order[:4]] + [
+        len(page.text) + body.index(words) for words in order[4:]
+    ]
     assert places == sorted(places)
     coloured = [attributes["class"] for tag, attributes in page.tags if tag == "b" and "class" in attributes]
     assert set(coloured) == set(comparison.arms["verdict"])
@@ -120,7 +123,7 @@ def test_nothing_is_fetched(comparison):
     tags = Tags(rendered(comparison)).tags
     assert not [attributes for _, attributes in tags if attributes.get("src")]
     icon, *links = [attributes["href"] for _, attributes in tags if "href" in attributes]
-    assert icon == "data:," and all(re.fullmatch(r"(figures/)?\w+\.(csv|svg)", link) for link in links)
+    assert icon == "data:," and all(re.fullmatch(r"#s\d+|(figures/)?\w+\.(csv|svg|html)", link) for link in links)
     policy = next(attributes["content"] for _, attributes in tags if attributes.get("http-equiv"))
     assert policy.startswith("default-src 'none'") and not re.search(r"https?:", policy)
 
@@ -128,6 +131,29 @@ def test_nothing_is_fetched(comparison):
 def test_plotly_is_inlined_once_and_dominates_the_size(comparison):
     page = rendered(comparison)
     assert page.count("plotly.js v") == 1 and len(page) < 6_000_000
+
+
+def test_the_light_page_has_every_section_without_a_script_in_300_kb(comparison):
+    drawn = html.panels(comparison)
+    whole, light = Tags(html.render(comparison, drawn)), Tags(page := html.render_light(comparison, drawn))
+    assert len(page.encode()) < 300_000 and "script" not in {tag for tag, _ in light.tags}
+    headings = [attributes["href"] for tag, attributes in light.tags if attributes.get("href", "").startswith("#")]
+    assert len(headings) == len([tag for tag, _ in whole.tags if tag == "h2"]) > 10
+    assert len([tag for tag, attributes in light.tags if attributes.get("class") == "picture"]) == len(drawn.every())
+    for words in (headline(comparison), *comparison.arms["sentence"], *comparison.notes, "Result in numbers"):
+        assert words in light.text
+
+
+def test_a_light_page_stays_light_and_says_what_it_leaves_out(make_sweep, fake, monkeypatch):
+    comparison = compare(make_sweep([*fake.three_arms(), fake.Run(seed=9)]), "bf16")
+    drawn = html.panels(comparison)
+    monkeypatch.setattr(html, "LIGHT_BYTES", 45_000)
+    monkeypatch.setattr(html, "LIGHT_ROWS", 5)
+    page = Tags(html.render_light(comparison, drawn))
+    shown = [tag for tag, attributes in page.tags if attributes.get("class") == "picture"]
+    files = {each["href"] for tag, each in page.tags if tag == "a" and each.get("href", "").endswith(".svg")}
+    assert 0 < len(shown) < len(drawn.every()) and "figures/gradients.svg" in files
+    assert "The first 5 of 10 rows; report.html has them all." in page.text
 
 
 def test_curves_hold_the_finished_seeds_and_mark_the_broken_run(comparison, fake):

@@ -46,7 +46,7 @@ def test_report_in_a_browser(page, tmp_path):
     observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
     assert observed["injected"] == 0
     desk, phone, keyboard = observed["desk"], observed["phone"], observed["keyboard"]
-    assert desk["plots"] == 2 + 2 + 4 + 3 + 2 + 1  # gaps, losses, SQNR, underflow, gradients, speed
+    assert desk["plots"] == 2 + 2 + 4 + 3 + 2  # gaps, losses, SQNR, underflow, gradients
     assert desk["svgs"] >= desk["plots"] and desk["lines"] > 20 and desk["heatmaps"] == 7
     assert desk["headings"][:2] == ["Runs without a result", "Loss"]
     assert (desk["inner"], phone["inner"]) == (1400, 390)
@@ -67,7 +67,7 @@ def test_report_in_a_browser(page, tmp_path):
     assert lines["unticked"] == 3 and lines["without"] == 2 + 2 + 2 and lines["again"] == 0  # curves and gradients
     settled, whole, again = lines["ranges"]
     assert settled == again != whole
-    assert observed["paper"] == [325, 660]
+    assert observed["paper"] == [325]
 
 
 def test_the_page_may_not_fetch_and_the_console_would_tell(page, tmp_path):

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from hqsweep.report import tables
 from hqsweep.report.compare import compare
+from hqsweep.report.markdown_page import report_markdown
 
 NASTY = "<script>alert(1)</script> | [bold]\"q\" 'a' `c`\nnew"
 
@@ -33,7 +34,7 @@ def test_terminal_table_has_every_arm_with_gap_interval_and_sentence(comparison)
         "baseline",
     ):
         assert part in shown
-    assert "tokens/s" not in shown and "8,500" in tables.report_markdown(comparison)
+    assert "tokens/s" not in shown and "8,500" in report_markdown(comparison)
     assert row["sentence"] in " ".join(shown.split()) and "[bold]" in shown
 
 
@@ -45,7 +46,7 @@ def test_the_verdict_of_a_gap_inside_the_margin_says_so(make_sweep, fake):
 
 
 def test_markdown_rows_keep_their_columns_and_hold_no_html(comparison):
-    page = tables.report_markdown(comparison)
+    page = report_markdown(comparison)
     assert "<" not in page.replace("&lt;", "")
     for block in page.split("\n\n"):
         lines = [line.replace("\\\\", "").replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
