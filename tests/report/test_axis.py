@@ -1,5 +1,6 @@
 """From values to pixels, and where ticks stand."""
 
+import itertools
 import math
 
 import pytest
@@ -38,4 +39,4 @@ def test_categories_stand_in_their_order_and_columns_each_for_itself():
 def test_even_ticks_are_few_round_and_inside(low, high):
     ticks = even_ticks(low, high, 6)
     assert 3 <= len(ticks) <= 7 and low <= ticks[0] and ticks[-1] <= high
-    assert {f"{b - a:.0e}"[0] for a, b in zip(ticks, ticks[1:], strict=False)} <= {"1", "2", "5"}
+    assert {f"{b - a:.0e}"[0] for a, b in itertools.pairwise(ticks)} <= {"1", "2", "5"}
