@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from hqsweep.sweep.files import read_json
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 from hqsweep.track.tables import TABLES
@@ -31,11 +32,13 @@ def sink(run):
 
 
 def stats_row(step, **changes):
-    return dict.fromkeys(TABLES["stats"]) | {"step": step, "layer": "l", "tensor": "x", "sqnr_db": 30.5} | changes
+    named = {"step": step, "layer": "l", "tensor": "x", "direction": "rowwise", "format": "mxfp8"}
+    return dict.fromkeys(TABLES["stats"]) | named | changes
 
 
 def parity_row(case):
-    return dict.fromkeys(TABLES["parity"]) | {"check": "c", "case": case, "status": "PASS", "mismatches": 0}
+    named = {"check": "c", "subject": "s", "case": case, "status": "PASS"}
+    return dict.fromkeys(TABLES["parity"]) | named | {"mismatches": 0}
 
 
 def test_rows_are_on_disk_when_the_call_returns(run, sink):
@@ -172,7 +175,7 @@ def test_where_steps_take_unequal_times_the_time_left_follows_the_part_that_is_d
 def test_the_manifest_grows(run, sink):
     sink.manifest(device="cpu")
     sink.manifest(params=3)
-    assert run.manifest() == {"device": "cpu", "params": 3}
+    assert read_json(run.manifest_path) == {"device": "cpu", "params": 3}
 
 
 def test_the_tracker_sees_metrics_after_the_file_has_them(run):
