@@ -19,18 +19,18 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from hqsweep.config.job import parse
 from hqsweep.config.jobs import JOBS
-from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, UserError
+from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
 from hqsweep.jobs.isolation import isolated
-from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.reasons import reason_of
 from hqsweep.sweep.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts
 from hqsweep.track.open import open_tracker
@@ -76,11 +76,14 @@ def _among_others(run: RunDir) -> int | None:
     user's own code, which may have left anything anywhere."""
     with isolated(), _own_signals():
         exit_code = _alone(run)
-    return None if exit_code == 0 and _is_ours(run.config()) else exit_code
+    return None if exit_code == 0 and _is_ours(run) else exit_code
 
 
-def _is_ours(config: Mapping[str, Any]) -> bool:
+def _is_ours(run: RunDir) -> bool:
     """Whether it is a training in which no Python factory makes the quantizers."""
+    config: Mapping[str, Any] = {"job": None}
+    with contextlib.suppress(Damaged):
+        config = run.config()
     if config["job"] != "convergence":
         return False
     return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
@@ -89,16 +92,16 @@ def _is_ours(config: Mapping[str, Any]) -> bool:
 def _alone(run: RunDir) -> int:
     """The run, if no other worker has it; returns the exit code."""
     try:
-        with run.lock(wait_s=LOCK_WAIT_S):
-            return _work(run)
+        with run.lock(wait_s=LOCK_WAIT_S) as holds:
+            return _work(run, holds)
     except RunBusy:
         print(f"{run.name}: another worker has this run", flush=True)
         return EXIT_BUSY
 
 
-def _work(run: RunDir) -> int:
-    """The whole life of one attempt, with the folder locked."""
-    before, began = run.written_status(), time.monotonic()
+def _work(run: RunDir, holds: Callable[[], bool]) -> int:
+    """The whole life of one attempt, with the folder locked; `holds` says whether it still is."""
+    before, began = run.seen(), time.monotonic()
     if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
         return 0
     run.write_status(
@@ -116,8 +119,12 @@ def _work(run: RunDir) -> int:
         outcome = {"state": "interrupted", "reason": str(stop), "exit_code": stop.exit_code}
     except Exception as error:
         traceback.print_exc()
-        outcome = {"state": "failed", "reason": _reason(error), "exit_code": EXIT_FAILED}
+        outcome = {"state": "failed", "reason": reason_of(error), "exit_code": EXIT_FAILED}
     _deafen()
+    if not holds():  # it was deleted, and a folder that is there now may be another worker's
+        print(f"{run.name}: the folder was deleted while the run went on", flush=True)
+        tracker.finish(EXIT_FAILED)
+        return EXIT_BUSY
     run.write_status(
         **outcome, phase=None, ended=time.time(), seconds=round(before["seconds"] + time.monotonic() - began, 3)
     )
@@ -168,12 +175,6 @@ def _deafen() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _reason(error: Exception) -> str:
-    """One line: the message if it is meant for people, else with the type of the error before it."""
-    message = " ".join(str(error).split())
-    return message if isinstance(error, UserError | Diverged) else f"{type(error).__name__}: {message}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def test_a_finished_run(run, job):
         (RuntimeError("two\n  lines"), "RuntimeError: two lines"),
         (KeyError("x"), "KeyError: 'x'"),
         (UserError("data.path: none there; name a file"), "data.path: none there; name a file"),
-        (Diverged(37, float("nan")), "loss is nan at step 37"),
+        (Diverged(37, float("nan"), 0.01), str(Diverged(37, float("nan"), 0.01))),
     ],
 )
 def test_a_failed_run_says_why_in_one_line_and_keeps_its_rows(run, job, capfd, error, reason):
@@ -109,6 +110,19 @@ def test_a_failed_run_says_why_in_one_line_and_keeps_its_rows(run, job, capfd, e
     assert (status["state"], status["reason"], status["exit_code"]) == ("failed", reason, 3)
     assert len(run.rows("metrics")) == 1
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_run_whose_folder_was_deleted_and_made_again_writes_nothing_into_the_new_one(run, job):
+    config = run.config_path.read_text()
+
+    def work(config_, sink, workspace):
+        shutil.rmtree(run.path)
+        run.path.mkdir()
+        run.config_path.write_text(config)
+
+    job(work)
+    assert worker.main([str(run.path)]) == 75
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
 
 def test_a_config_that_is_wrong_is_a_failed_run(run):

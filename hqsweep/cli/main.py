@@ -201,9 +201,22 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
     failed = [result for result in results if result["state"] != "finished"]
     arms = [result["arm"] for result in results]
     if failed:
-        line = f"{len(failed)} of {len(results)} runs did not finish; see {failed[0]['path']}/log.txt, then run again"
+        line = _after_failures(failed, len(results))
     elif len(set(arms)) > 1:
         line = f"next: hqsweep compare {sweep}"
     else:
         line = f"next: hqsweep show {results[0]['run']}"
     typer.echo(line, err=as_json)
+
+
+def _after_failures(failed: list[dict[str, Any]], count: int) -> str:
+    """What to do about the runs that did not finish. One whose loss diverged would do so again."""
+    others = [result for result in failed if not str(result["reason"]).startswith("loss is ")]
+    diverged = len(failed) - len(others)
+    what = f"{diverged} of {count} runs diverged, which would repeat itself: change what the reason names" * bool(
+        diverged
+    )
+    if not others:
+        return what
+    again = f"{len(others)} of {count} runs did not finish; see {others[0]['path']}/log.txt, then run again"
+    return f"{again}; {what}" if what else again

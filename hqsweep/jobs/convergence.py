@@ -74,7 +74,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         loss = loss if done.loss is None else done.loss
         sink.progress(done.step, train.steps, loss, throughput.at(done.step))
         if not is_finite(done.loss):
-            raise Diverged(done.step, done.loss)
+            raise Diverged(done.step, done.loss, train.lr)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
             save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)

@@ -12,8 +12,11 @@ from hqsweep.train.record import Mark, mark_of, misfit
 class Diverged(Exception):
     """The loss is NaN or infinite: the run has failed, whatever it would do next."""
 
-    def __init__(self, step: int, loss: float) -> None:
-        super().__init__(f"loss is {loss} at step {step}")
+    def __init__(self, step: int, loss: float, lr: float) -> None:
+        super().__init__(
+            f"loss is {loss} at step {step}; a repeat would say the same: lower train.lr ({lr:g}), make train.warmup"
+            " longer, or leave this recipe, where bf16 trains well with the same"
+        )
 
 
 class Sink(Protocol):

@@ -31,7 +31,8 @@ def fault(run: Any) -> str:
     """Why a run (a row of Frames.runs) has no final loss: "failed (loss is nan at step 37)"."""
     if run.state == "finished":
         return "finished without a finite val_loss"
-    return run.state + (f" ({run.reason})" if isinstance(run.reason, str) else "")
+    why = run.reason.partition("; a repeat")[0] if isinstance(run.reason, str) else ""
+    return run.state + (f" ({why})" if why else "")
 
 
 def sentence(row: Row, unfinished: pd.DataFrame) -> str:

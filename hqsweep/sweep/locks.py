@@ -22,8 +22,12 @@ class RunBusy(Exception):
 
 
 @contextmanager
-def locked(path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Hold the lock `path`. `say` is told after NAMED_S seconds who holds it.
+def locked(
+    path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Callable[[], bool]]:
+    """Hold the lock `path`, and get a function that says whether that is still so: who deletes the folder takes the
+    lock with it, and another process may hold the one that is there then. `say` is told after NAMED_S seconds who holds
+    the lock.
 
     Raises RunBusy when another process still holds it after `wait_s` seconds, or after NAMED_S if that is stopped, and
     Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
@@ -40,7 +44,7 @@ def locked(path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda 
             if waited_s >= wait_s:
                 raise RunBusy(path.parent.name)
             time.sleep(0.02)
-        yield
+        yield lambda: _is_at(descriptor, path)
     finally:
         os.close(descriptor)
 
@@ -116,6 +120,12 @@ def _open(path: Path) -> int:
     except OSError as error:
         raise Damaged(path, f"is a folder, where a lock belongs ({error.strerror})", "delete it") from None
     return os.open(path, flags, 0o644)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    return False
 
 
 def _try_flock(descriptor: int, kind: int) -> bool:

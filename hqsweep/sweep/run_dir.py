@@ -5,7 +5,7 @@ A folder belongs to one process at a time, by an flock on it, which the kernel r
 
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,8 +213,8 @@ class RunDir:
             seal.remove(self.path)
         return status
 
-    def lock(self, wait_s: float = 0.0) -> AbstractContextManager[None]:
-        """Hold the folder. Raises RunBusy when another process still holds it after `wait_s` seconds."""
+    def lock(self, wait_s: float = 0.0) -> AbstractContextManager[Callable[[], bool]]:
+        """Hold the folder, as locked() says. Raises RunBusy when another process still holds it after `wait_s` s."""
         return locked(self.lock_path, wait_s)
 
     def is_locked(self) -> bool:

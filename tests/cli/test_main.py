@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hqsweep import __version__
-from hqsweep.cli.main import app
+from hqsweep.cli.main import _after_failures, app
 from hqsweep.sweep import launch
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
@@ -325,3 +325,11 @@ def test_a_gpu_that_is_not_there_stops_before_anything_starts(folder: Path, monk
         result = hqsweep("run", *words)
         assert result.exit_code == 2 and "no CUDA device; use cpu" in result.stderr
     assert not (folder / "runs").exists()
+
+
+def test_a_run_that_diverged_is_not_to_be_repeated():
+    lost = {"reason": "killed by SIGKILL", "path": "runs/a/b"}
+    diverged = {"reason": "loss is nan at step 3; a repeat would say the same", "path": "runs/a/c"}
+    assert _after_failures([diverged], 3) == "1 of 3 runs diverged, and would again; change what the reason names"
+    both = _after_failures([diverged, lost], 3)
+    assert both.startswith("1 of 3 runs did not finish; see runs/a/b/log.txt, then run again; 1 of 3 runs diverged")

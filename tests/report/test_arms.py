@@ -153,7 +153,14 @@ def test_only_seeds_that_finished_in_every_arm_enter(make_sweep, fake):
 def test_an_arm_that_diverged_leaves_the_family_and_takes_no_seed_along(make_sweep, fake):
     gaps = {"mxfp8": (0.001, 0.002, 0.001), "nvfp4": (0.03, 0.031, 0.029)}
     runs = whole_runs(fake, gaps)
-    runs[-1] = fake.Run(arm="nvfp4", seed=2, nan_from=150, state="failed", reason="loss is nan at step 150", steps=150)
+    runs[-1] = fake.Run(
+        arm="nvfp4",
+        seed=2,
+        nan_from=150,
+        state="failed",
+        reason="loss is nan at step 150; a repeat would say the same",
+        steps=150,
+    )
     among, alone = arms_of(compare(make_sweep(runs))), arms_of(compare(make_sweep(runs[:6], "alone")))
     assert among.at["nvfp4", "verdict"] == "diverged" and math.isnan(among.at["nvfp4", "gap_pct"])
     assert among.at["mxfp8", "n"] == 3
