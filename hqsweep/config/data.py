@@ -10,6 +10,8 @@ from hqsweep.errors import UserError
 
 TOKENS_VOCAB = 50304
 """Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
+LEARNT_NATS = 0.1
+"""How far below the unigram entropy of its data, in nats, the loss of a model is that has learnt from context."""
 
 
 class MarkovConfig(Section):

@@ -50,8 +50,9 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     sink.phase("building the model")
     trainer = Trainer(config, dataset, config.recipe.build(), device)
     known = facts(trainer)
+    warnings = known.get("warnings", [])
     sink.manifest(**known)
-    for line in known.get("warnings", []):
+    for line in warnings:
         print(f"warning: {line}", flush=True)
     if path is not None:
         trainer.load_state(read_state(path, device))
@@ -78,6 +79,8 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
             save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
+    if untrained := dataset.untrained(trainer.val_loss):
+        sink.manifest(warnings=[*warnings, *untrained])
     if config.start:
         shutil.rmtree(folder, ignore_errors=True)  # a fork is short, and its trunk is there
     elif trainer.step not in trainer.kept:

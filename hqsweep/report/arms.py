@@ -41,7 +41,8 @@ class Comparison:
                  part of the family: diverged, failed, unfinished, unpaired), sentence, final_loss (mean val_loss of
                  finished runs), final_sd, n (seeds or trunks that entered), gap (nats), gap_pct, ci_low_pct,
                  ci_high_pct, half_pct (half of that interval), eq_low_pct, eq_high_pct, p, margin_pct, within_margin,
-                 needed (replicates in all), more (beyond n), replicate_minutes, needed_minutes, maximum, val_gap_pct,
+                 needed (replicates in all), more (beyond n; both NaN of a null arm with an interval, which is there to
+                 check the machinery, not to be decided), replicate_minutes, needed_minutes, maximum, val_gap_pct,
                  val_low_pct, val_high_pct, train_gap_pct, train_low_pct, train_high_pct (of both losses; one of them
                  decides), these_low_pct, these_high_pct (these forks alone), correlation (of the arm's losses with the
                  baseline's, over seeds), overhead_pct, overhead_lo, overhead_hi (tokens to loss), slope (nats a
@@ -214,6 +215,8 @@ def _estimated(arm: str, family: Family) -> dict[str, Any]:
     tested, needed = estimate is not None and estimate.n >= least, estimate.needed if estimate else math.nan
     if estimate and estimate.n < least and math.isnan(needed):
         needed = float(least)
+    if arm == family.null and tested:
+        needed = math.nan
     doubt = tested and family.null not in (None, arm) and not (null and null.within_margin)
     cells = {
         "verdict": "baseline" if arm == family.baseline else family.apart.get(arm) or estimate.verdict,

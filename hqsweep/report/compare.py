@@ -67,7 +67,7 @@ def compare(
         arms=_arms(frames, trunks, finals, families, study),
         estimates={arm: each for family in families.values() for arm, each in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
-        notes=study_notes(list(families.values()), finals, study),
+        notes=study_notes(list(families.values()), frames, finals, study),
     )  # fmt: skip
 
 

@@ -11,13 +11,14 @@ import pandas as pd
 from pandas.api.typing import SeriesGroupBy
 from scipy import stats
 
+from hqsweep.config.data import LEARNT_NATS
 from hqsweep.report.frames import FORK, Frames
 from hqsweep.verdicts.estimate import LEVEL
 
 ENTROPY = "manifest.data.unigram_entropy_nats"
 """The loss that a model which ignores its context cannot beat."""
 SPIKE_SD, SPIKE_WINDOW, SPIKE_LEAST = 7.0, 1000, 20
-LEARNT_NATS, RISE_NATS = 0.1, 1.0
+RISE_NATS = 1.0
 
 
 def measures(frames: Frames, window: float) -> pd.DataFrame:
@@ -151,7 +152,8 @@ def tokens_per_step(runs: pd.DataFrame) -> pd.Series:
 
 def overheads(frames: Frames, finals: pd.DataFrame, partner: pd.Series) -> pd.Series:
     """Tokens-to-loss overhead in % of each row of `finals`: how many more tokens the run took than the run `partner`
-    names (None for none) to the higher of their two final val_losses, the lowest that both reached."""
+    names (None for none) to the higher of their two final val_losses, the lowest that both reached. NaN where a run has
+    one validation, which says nothing of when it came there."""
     curves = {
         run: (part["step"].to_numpy(), part["value"].to_numpy())
         for run, part in frames.metrics[frames.metrics["metric"] == "val_loss"].sort_values("step").groupby("run")
@@ -160,6 +162,8 @@ def overheads(frames: Frames, finals: pd.DataFrame, partner: pd.Series) -> pd.Se
 
     def overhead(run: str, other: str | None) -> float:
         if other is None or math.isnan(ends[run]) or math.isnan(ends[other]):
+            return math.nan
+        if min(len(curves[name][0]) for name in (run, other)) < 2:
             return math.nan
         target = max(ends[run], ends[other])
         taken, reference = (tokens[name] * steps_to(*curves[name], target) for name in (run, other))

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from hqsweep.config.data import LEARNT_NATS
+from hqsweep.report.curves import ENTROPY
 from hqsweep.report.families import Family
-from hqsweep.report.frames import FORK
+from hqsweep.report.frames import FORK, Frames
 from hqsweep.report.studies import Study
 from hqsweep.report.verdict import BLIND, FEWEST_TRUNKS
 
 
-def study_notes(families: Sequence[Family], finals: pd.DataFrame, study: Study) -> tuple[str, ...]:
+def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame, study: Study) -> tuple[str, ...]:
     """One sentence or two each."""
     notes = []
     for family in families:
@@ -22,6 +24,7 @@ def study_notes(families: Sequence[Family], finals: pd.DataFrame, study: Study) 
         )
     if families[0].design == FORK:
         notes += [*_coverage(families), BLIND]
+    notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
     return tuple(dict.fromkeys(notes))
 
 
@@ -61,3 +64,42 @@ def _coverage(families: Sequence[Family]) -> list[str]:
                 " three."
             )
     return notes
+
+
+def _untrained(runs: pd.DataFrame, finals: pd.DataFrame) -> list[str]:
+    """Runs that have hardly learnt more than how often each token comes."""
+    if ENTROPY not in runs:
+        return []
+    entropy = runs[ENTROPY].astype(float).set_axis(finals.index)
+    barely = finals["final_loss"] > entropy - LEARNT_NATS
+    if not barely.any():
+        return []
+    return [
+        f"Barely trained: {barely.sum()} of {len(finals)} runs do not end {LEARNT_NATS:g} nats below the unigram"
+        f" entropy of their data ({entropy[barely].min():.3f} nats), which needs no context; gaps of such runs say"
+        " little about a trained model. Give more train.steps, or a higher train.lr."
+    ]
+
+
+def _repeated(runs: pd.DataFrame) -> list[str]:
+    """Data that was read more than once."""
+    epochs = runs["manifest.epochs"].astype(float).max() if "manifest.epochs" in runs else 0.0
+    if not epochs > 1:
+        return []
+    return [
+        f"The data repeat: runs read their training tokens up to {epochs:.2f} times, and a gap on what was learned by"
+        " heart is not the gap on new text."
+    ]
+
+
+def _unsampled(frames: Frames) -> list[str]:
+    """Why there are no panels of quantization errors, and what gives them."""
+    every, steps = "config.stats.every", "config.train.steps"
+    if len(frames.stats) or every not in frames.runs or steps not in frames.runs:
+        return []
+    own, apart = int((frames.runs[steps] - frames.runs["point"]).max()), int(frames.runs[every].min())
+    why = f"stats.every is {apart}, and a run has {own} steps" if apart else "stats.every is 0"
+    return [
+        f"No quantization error was sampled ({why}), so the panels of SQNR, underflow and GEMM errors are missing;"
+        f" stats.every={max(1, own // 2)} gives them."
+    ]

@@ -45,7 +45,7 @@ def arms_table(comparison: Comparison) -> TextTable:
             f"{row.verdict} (in margin)" if row.verdict in ("worse", "better") and row.within_margin else row.verdict,
             *_gap_cells(row),
             str(row.n) if row.arm != row.baseline else "-",
-            number(row.more, "+.0f"),
+            number(row.more, "+.0f") if math.isfinite(row.more) else "-",
             number(row.final_loss),
             number(row.tokens_per_s, ",.0f"),
             row.state,

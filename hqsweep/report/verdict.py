@@ -112,6 +112,8 @@ def _undecided(row: Row) -> str:
         cost = duration(row["replicate_minutes"])
         return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{cost}."
     size += f" ({_interval(row)}) over {_replicates(row)}"
+    if row["null"]:
+        return f"{size}."
     if math.isnan(row["more"]):
         return f"{size}; the same gap in every one, which no test takes."
     if math.isinf(row["more"]):

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from hqsweep.config.data import DataConfig
+from hqsweep.config.data import LEARNT_NATS, DataConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.train import corpus
 from hqsweep.train.corpus import Corpus
@@ -75,6 +75,17 @@ class Dataset:
             f"training reads its {len(self.train):,} tokens {self.epochs(tokens):.2f} times; what repeats is learned by"
             " heart, and a gap on it is not the gap on new text: give more data (data=site has the most on a machine),"
             " or lower train.steps or train.batch"
+        ]
+
+    def untrained(self, val_loss: float | None) -> list[str]:
+        """What a person must know of a run that ends there: that it has hardly learnt, if it has not."""
+        entropy = self.facts["unigram_entropy_nats"]
+        if val_loss is None or val_loss <= entropy - LEARNT_NATS:
+            return []
+        return [
+            f"barely trained: the validation loss does not end {LEARNT_NATS:g} nats below the unigram entropy of the"
+            f" data ({entropy:.3f} nats), which needs no context, so a gap says little about a trained model; give more"
+            " train.steps, or a higher train.lr"
         ]
 
 

@@ -72,15 +72,28 @@ def test_a_run_says_what_it_is_at_before_its_first_step(tmp_path):
     assert said == ["loading data", "building the model", "first step", None, 1, 2, 3, 4]
 
 
+def said_of_data(sink: ListSink) -> list[str]:
+    return [line for line in sink.facts.get("warnings", []) if not line.startswith("barely trained")]
+
+
+def test_a_run_that_has_hardly_learnt_says_so(tmp_path):
+    sink = ListSink()
+    convergence.run(config(), sink, tmp_path)
+    assert [line for line in sink.facts["warnings"] if "barely trained: the validation loss does not end 0.1" in line]
+    dataset = data.loaded(config().data)
+    entropy = dataset.facts["unigram_entropy_nats"]
+    assert dataset.untrained(entropy - 0.11) == [] and dataset.untrained(None) == []
+
+
 def test_a_run_that_repeats_its_data_says_so_in_its_manifest_and_its_log(tmp_path, capsys):
     cfg, sink = config(), ListSink()
     convergence.run(cfg, sink, tmp_path / "once")
-    assert sink.facts["epochs"] == 4 * 4 * 36 / 20_000 and "warnings" not in sink.facts
+    assert sink.facts["epochs"] == 4 * 4 * 36 / 20_000 and not said_of_data(sink)
     assert capsys.readouterr().out == ""
     short = cfg.data.model_copy(update={"markov": cfg.data.markov.model_copy(update={"length": 400})})
     convergence.run(cfg.model_copy(update={"data": short}), sink, tmp_path / "often")
     assert sink.facts["epochs"] == 1.44
-    (line,) = sink.facts["warnings"]
+    (line,) = said_of_data(sink)
     assert line.startswith("training reads its 400 tokens 1.44 times")
     assert capsys.readouterr().out == f"warning: {line}\n"
 

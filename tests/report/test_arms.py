@@ -64,6 +64,7 @@ def test_gpu_study_is_judged_as_it_was_analysed_anew(make_sweep, fake):
     assert arms.at["nvfp4", "verdict"] == "worse" and arms.at["nvfp4", "gap_pct"] == pytest.approx(3.94, abs=0.01)
     null = arms.loc["null"]
     assert null["null"] and (null["gap_pct"], null["half_pct"]) == pytest.approx((2.3, 6.8), abs=0.06)
+    assert math.isnan(null["needed"]) and null["sentence"].endswith("over 3 seeds.")
     assert arms.drop(["bf16", "null"])["null_in_doubt"].all()
     assert "The null arm is not shown equal to 'bf16'" in arms.at["nvfp4", "sentence"]
 

@@ -1,5 +1,6 @@
 """One curve in numbers: trailing means, spikes, tokens to a loss, divergence."""
 
+import json
 import math
 
 import numpy as np
@@ -129,3 +130,11 @@ def test_an_interval_is_students_t_of_the_values():
     row = intervals(values.groupby([0, 0, 0])).loc[0]
     assert (row["mean"], row["low"], row["high"], row["n"]) == (mean, low, high, 3)
     assert math.isnan(interval(values[:1])[1]) and all(math.isnan(x) for x in interval(values[:0]))
+
+
+def test_one_validation_says_nothing_of_when_a_loss_was_reached(make_sweep, fake):
+    runs = make_sweep([fake.Run(seed=s, arm=arm) for arm in ("bf16", "mxfp8") for s in (0, 1)], "once")
+    for run in runs:
+        rows = [row for row in run.rows("metrics") if row["metric"] != "val_loss" or row["step"] == fake.steps]
+        run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert compare(runs, "bf16").finals["overhead_pct"].isna().all()

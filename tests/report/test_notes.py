@@ -1,5 +1,10 @@
 """What a report says of the study as a whole."""
 
+import json
+
+import pytest
+import yaml
+
 from hqsweep.report.compare import compare
 
 
@@ -27,3 +32,35 @@ def test_arms_that_left_the_family_are_named(make_sweep, fake):
     runs = [*fake.three_arms(), fake.Run(arm="mxfp4", nan_from=30, state="failed", reason="loss is nan at step 30")]
     said = notes(make_sweep, runs, "left")
     assert said.startswith("No part of the arms that are judged together: 'mxfp4' (diverged).")
+
+
+def changed(runs, name, change):
+    """The runs with their YAML or JSON file of that name changed in place."""
+    for run in runs:
+        path = run.path / name
+        tree = yaml.safe_load(path.read_text())
+        change(tree)
+        path.write_text(json.dumps(tree))
+    return runs
+
+
+def test_runs_that_have_hardly_learnt_or_that_repeat_their_data_are_told(make_sweep, fake):
+    low = make_sweep(fake.three_arms(), "low")
+    said = " ".join(compare(changed(low, "manifest.json", lambda m: m["data"].update(unigram_entropy_nats=2.0))).notes)
+    assert "9 of 9 runs do not end 0.1 nats below the unigram entropy of their data (2.000 nats)" in said
+    again = changed(make_sweep(fake.three_arms(), "again"), "manifest.json", lambda m: m.update(epochs=2.345))
+    assert "runs read their training tokens up to 2.35 times" in " ".join(compare(again).notes)
+
+
+@pytest.mark.parametrize(
+    ("every", "why"), [(0, "stats.every is 0"), (400, "stats.every is 400, and a run has 200 steps")]
+)
+def test_without_samples_a_note_says_which_key_gives_them(every, why, make_sweep, fake):
+    def set_keys(config):
+        config["stats"], config["train"]["steps"] = {"every": every}, 200
+
+    runs = make_sweep(fake.three_arms(), "unsampled")
+    for run in runs:
+        run.jsonl("stats").unlink()
+    said = " ".join(compare(changed(runs, "config.yaml", set_keys)).notes)
+    assert f"No quantization error was sampled ({why})" in said and "stats.every=100 gives them" in said

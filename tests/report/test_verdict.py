@@ -99,3 +99,7 @@ def test_what_has_no_verdict_says_why():
 @pytest.mark.parametrize(("half", "places"), [(NAN, 2), (0.0, 2), (3.0, 2), (0.1, 2), (0.06, 3), (1e-9, 3)])
 def test_a_narrow_interval_has_a_third_decimal(half, places):
     assert digits(half) == places
+
+
+def test_no_number_of_seeds_is_told_of_the_null_arm():
+    assert said(null=True, more=NAN, needed=NAN).endswith("over 4 trunks.")
