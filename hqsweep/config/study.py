@@ -12,9 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from hqsweep.config.errors import sentence
-from hqsweep.config.types import Count, Index, Section
+from hqsweep.config.types import Count, Index, Name, Section
 from hqsweep.errors import UserError
 from hqsweep.verdicts.estimate import MAXIMUM
+
+RESERVED = {"null", "trunk"}
+LONGEST = 44
+"""Characters of an arm's name."""
 
 
 def parse_percent(given: Any, name: str) -> float:
@@ -85,15 +89,32 @@ class ForkStudy(Section):
 class StudyConfig(Section):
     """The keys of a sweep as a whole.
 
-    baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid.
+    arms: name -> overrides, as a list or as a mapping from keys to values, of each arm; null: recipes and other swept
+    keys make them.
+    baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid that
+    is as its name says.
     margin: the largest gap that counts as none, in % of the baseline's loss.
     """
 
+    arms: dict[Name, list[str] | dict[str, Any]] | None = None
     null_arm: bool = False
     baseline: str | None = None
     margin: Annotated[float, BeforeValidator(parse_margin)] = 0.25
     seeds: SeedsConfig = SeedsConfig()
     fork: ForkStudy | None = None
+
+    @field_validator("arms")
+    @classmethod
+    def _named(cls, arms: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = next((name for name in arms or () if name in RESERVED or len(name) > LONGEST), None)
+        if taken is not None:
+            raise UserError(
+                f"arms: '{taken}' cannot be the name of an arm; {' and '.join(sorted(RESERVED))} are taken, and a name"
+                f" has at most {LONGEST} characters"
+            )
+        if arms is not None and not arms:
+            raise UserError("arms: empty; name one at least, as in arms: {mine: {recipe: mxfp8}}, or leave it out")
+        return arms
 
 
 def parse_study(keys: Mapping[str, Any]) -> StudyConfig:

@@ -8,16 +8,20 @@ spaces nor marks that a shell or a file system reads. Where one of a grid is lon
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 
+from hqsweep.config.study import LONGEST
+from hqsweep.errors import UserError
+
 K = TypeVar("K")
 Pair = tuple[str, str]
 """Key and value of an override, as text."""
-LONGEST = 44
+FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
+"""A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 LEAST = 16
 """Characters for changed fields after a recipe's name, however long that is."""
 _FIELD = re.compile(r"^recipe\.(linear\.)?")
@@ -126,6 +130,61 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
     for word, short in words.items():
         text = re.sub(rf"(?<![a-z]){word}(?![a-z])", short, text)
     return text
+
+
+def difference(
+    arm: str,
+    config: Mapping[str, Any],
+    choice: Sequence[str],
+    swept: Sequence[str],
+    compose: Callable[[Sequence[str]], Mapping[str, Any]],
+) -> Difference:
+    """What a point of a grid is: `arm`, or else recipe.name, or the job where there is no recipe; and all that was
+    swept but the seed. choice: its overrides, of which `swept` took several values; compose makes a config of some.
+
+    A field of the recipe is left out where the value is the recipe's own anyway, so that the point of a grid that
+    changes nothing has the recipe's name alone.
+    """
+    recipe = config.get("recipe")
+    name = arm or (recipe.get("name") if isinstance(recipe, dict) else config.get("job"))
+    pairs = [text.lstrip("+").partition("=")[::2] for text in swept]
+    in_name = () if arm else ("recipe", *FACTORY_KEYS)
+    pairs = [(key, value) for key, value in pairs if key not in ("seed", *in_name)]
+    fields = {key for key, _ in pairs if key.startswith("recipe.")}
+    if fields:
+        try:
+            own = compose([text for text in choice if text.lstrip("+").partition("=")[0] not in fields])
+        except UserError:  # without the swept values it may be incomplete
+            own = {}
+        pairs = [(key, value) for key, value in pairs if key not in fields or _leaf(own, key) != value]
+    return Difference(
+        name=str(name),
+        fields=tuple(pair for pair in pairs if pair[0] in fields),
+        settings=tuple(pair for pair in pairs if pair[0] not in fields),
+    )
+
+
+def _leaf(config: Any, key: str) -> Any:
+    """The value of a dotted key in plain containers; None where there is none."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config
+
+
+def check_arm(arm: str, own: Mapping[str, Override], given: Mapping[str, Override], whole: Collection[str]) -> None:
+    """UserError for overrides of an arm that a sweep names, by key, which no arm can have: several values, a key that
+    was `given` for all arms, or one that begins with a part in `whole`, the keys of a sweep as a whole."""
+    for key, override in own.items():
+        text = f"arms.{arm}: '{override.input_line}'"
+        if override.is_sweep_override():
+            raise UserError(f"{text} has several values; an arm has one of each key, so name another arm")
+        if key.split(".")[0] in whole:
+            raise UserError(f"{text}: {key} cannot differ between arms, it belongs to the whole sweep")
+        if key in given:
+            raise UserError(
+                f"override '{given[key].input_line}': arm '{arm}' says {override.input_line}; leave one of them out, or"
+                " give arms=null to take the sweep without its arms"
+            )
 
 
 def override_texts(given: Sequence[str] | Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -32,19 +32,17 @@ from omegaconf.errors import OmegaConfBaseException
 from hqsweep.config.references import check_expansion, check_references
 from hqsweep.config.study import StudyConfig, parse_study
 from hqsweep.errors import UserError, nearest
-from hqsweep.sweep.arms import Difference, labels
+from hqsweep.sweep.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
 from hqsweep.sweep.config_source import check_sources
-from hqsweep.sweep.fork_points import fork_points
+from hqsweep.sweep.grid import with_study
 from hqsweep.sweep.merge import explain, one_line, open_quantizers, resolved, set_number
 from hqsweep.sweep.names import NOT_IN_ID
-from hqsweep.sweep.null_arm import baseline_of, null_points
-from hqsweep.sweep.point import Grid, GridPoint, is_trunk, section
+from hqsweep.sweep.point import Grid, GridPoint
 
 PACKAGED = files("hqsweep") / "conf"
 """The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
-FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
-"""A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
 STUDY_KEYS = tuple(StudyConfig.model_fields)
+ARMS = "arms"
 POINTS = "fork.at"
 """The one key of a study that takes several values, written as those of a swept key or as a list."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
@@ -140,49 +138,55 @@ class Composer:
 
     def grid(self, texts: Sequence[str]) -> Grid:
         """All points; a point that repeats an earlier one is left out."""
-        overrides_by_key = self._parse(texts)
-        params = [o for key, o in self._parse(self._params(overrides_by_key)).items() if key not in overrides_by_key]
-        overrides = [*params, *overrides_by_key.values()]
+        given = self._parse(texts)
+        base = self._base(given)
+        arms = self._arms(base, given)
+        inner = {key for _, overrides in arms for key in overrides}
+        params = [o for key, o in self._parse(_params(base)).items() if key not in given and key not in inner]
+        outer = [*params, *given.values()]
         points: dict[str, GridPoint] = {}
         found: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
-        for choice in itertools.product(*map(self._choices, overrides)):
-            config = self.compose(choice)
-            config["sweep"] = config.get("sweep") or self.name
-            if config.get("job") == "convergence":
-                keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
-            changed = tuple(c for c, o in zip(choice, overrides, strict=True) if o.is_sweep_override())
-            content = json.dumps(config)
-            if content not in points:
-                points[content] = GridPoint(config=config, overrides=choice, changed=changed, arm="")
-                found[content] = self._difference(config, choice, changed)
+        for arm, own in arms:
+            overrides = [*own.values(), *outer]
+            for choice in itertools.product(*map(self._choices, overrides)):
+                config = self.compose(choice)
+                config["sweep"] = config.get("sweep") or self.name
+                if config.get("job") == "convergence":
+                    keys = {key: config.pop(key) for key in STUDY_KEYS if key in config}
+                swept = [text for text, o in zip(choice, overrides, strict=True) if o.is_sweep_override()]
+                content = json.dumps([arm, config])
+                if content not in points:
+                    found[content] = difference(arm, config, choice, swept, self.compose)
+                    points[content] = GridPoint(
+                        config=config, arm="", changed=(*choice[: len(own)], *swept),
+                        overrides=(f"{ARMS}=null", *choice) if arm else choice,
+                        whole=not found[content].fields and not any(key.startswith("recipe.") for key in own),
+                    )  # fmt: skip
         named = labels(found.values())
         labelled = [
-            replace(point, arm=named[each].arm, settings=named[each].settings, whole=not each.fields)
+            replace(point, arm=named[each].arm, settings=named[each].settings)
             for point, each in zip(points.values(), found.values(), strict=True)
         ]
-        return _study(labelled, parse_study(keys))
+        return with_study(labelled, parse_study(keys))
 
-    def _difference(self, config: dict[str, Any], choice: Sequence[str], changed: Sequence[str]) -> Difference:
-        """recipe.name, or the job where there is no recipe, and all else that was swept but the seed.
+    def _arms(self, base: DictConfig, given: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
+        """The arms that the sweep names, with their overrides by key; one without name and overrides where it names
+        none."""
+        stated = given[ARMS].value() if ARMS in given else base.get(ARMS)
+        if stated is None:
+            return [("", {})]
+        named = parse_study({ARMS: OmegaConf.to_container(stated) if OmegaConf.is_config(stated) else stated}).arms
+        return [(name, self._overrides_of(name, override_texts(keys), given)) for name, keys in named.items()]
 
-        A field of the recipe is left out where the value is the recipe's own anyway, so that the point of a grid that
-        changes nothing has the recipe's name alone.
-        """
-        recipe = config.get("recipe")
-        name = recipe.get("name") if isinstance(recipe, dict) else config.get("job")
-        pairs = [text.lstrip("+").partition("=")[::2] for text in changed]
-        pairs = [(key, value) for key, value in pairs if key not in ("recipe", "seed", *FACTORY_KEYS)]
-        if any(key.startswith("recipe.") for key, _ in pairs):
-            fields = {key for key, _ in pairs if key.startswith("recipe.")}
-            try:
-                own = self.compose([text for text in choice if text.lstrip("+").partition("=")[0] not in fields])
-            except UserError:  # without the swept values it may be incomplete
-                own = {}
-            pairs = [(key, value) for key, value in pairs if key not in fields or _leaf(own, key) != value]
-        fields = tuple(pair for pair in pairs if pair[0].startswith("recipe."))
-        settings = tuple(pair for pair in pairs if pair not in fields)
-        return Difference(name=str(name), fields=fields, settings=settings)
+    def _overrides_of(self, arm: str, texts: Sequence[str], given: dict[str, Override]) -> dict[str, Override]:
+        """Overrides by key of an arm that the sweep names."""
+        try:
+            overrides = self._parse(texts)
+        except UserError as error:
+            raise UserError(f"arms.{arm}: {error}") from None
+        check_arm(arm, overrides, given, (*NOT_IN_ID, *STUDY_KEYS, "seed"))
+        return overrides
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
         """One resolved config; `overrides` hold no sweep.
@@ -245,11 +249,10 @@ class Composer:
         OmegaConf.set_struct(config, False)
         return config
 
-    def _params(self, given: dict[str, Override]) -> list[str]:
-        """`hydra.sweeper.params` of the composed config, as override texts."""
+    def _base(self, given: dict[str, Override]) -> DictConfig:
+        """The composed config with Hydra's own part, under the groups that are chosen for all points."""
         fixed = [o.input_line for o in given.values() if self._is_group(o) and not o.is_sweep_override()]
-        params = OmegaConf.select(self._load(fixed, RunMode.MULTIRUN), "hydra.sweeper.params") or {}
-        return [f"{key}={value}" for key, value in params.items()]
+        return self._load(fixed, RunMode.MULTIRUN)
 
     def _parse(self, texts: Sequence[str]) -> dict[str, Override]:
         """Overrides of one origin by key, each text named in its errors; a key may come once."""
@@ -312,43 +315,15 @@ class Composer:
             raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
 
 
+def _params(base: DictConfig) -> list[str]:
+    """`hydra.sweeper.params` of a composed config, as override texts."""
+    params = OmegaConf.select(base, "hydra.sweeper.params") or {}
+    return [f"{key}={value}" for key, value in params.items()]
+
+
 def _is_file(override: Override) -> bool:
     """Whether it is recipe=PATH.yaml."""
     return override.key_or_group == "recipe" and str(override.value()).endswith(".yaml")
-
-
-def _leaf(config: Any, key: str) -> Any:
-    """The value of a dotted key in plain containers; None where there is none."""
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
-
-
-def _study(points: list[GridPoint], study: StudyConfig) -> Grid:
-    """The grid with the runs that the study adds, and the name of its baseline."""
-    why = ""
-    if points[0].config.get("job") == "convergence":
-        baseline, why = baseline_of(points, study.baseline)
-        if study.fork is not None:
-            points = fork_points(points, study.fork, baseline, null_arm=study.null_arm)
-        elif study.null_arm:
-            points = [*points, *null_points(points, baseline)]
-        study = study.model_copy(update={"baseline": study.baseline or baseline.variant})
-    _check_arms([point for point in points if not is_trunk(point)])
-    return Grid(points=points, study=study, baseline_why=why)
-
-
-def _check_arms(points: Iterable[GridPoint]) -> None:
-    """Two recipes under one name would be taken for repetitions of each other."""
-    seen: dict[tuple[str, str], GridPoint] = {}  # by arm, seed and point of a fork
-    for point in points:
-        seed, at = point.config.get("seed"), section(point, "fork").get("at")
-        twin = seen.setdefault((point.arm, json.dumps([seed, at])), point)
-        if twin is not point:
-            raise UserError(
-                f"{' '.join(twin.changed)} and {' '.join(point.changed)} are different runs with the same recipe.name"
-                f" '{point.arm}'; give each recipe a name of its own"
-            )
 
 
 def _yaml_names(folder: Path) -> list[str]:

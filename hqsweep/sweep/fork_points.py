@@ -4,7 +4,7 @@ Where other keys than the recipe's are swept, each of their values has trunks of
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,19 @@ def fork_points(
         trunk = None if study.trunk else _trunk(point, study, recipe)
         if trunk is not None:
             trunk = trunks.setdefault(json.dumps(trunk.config), trunk)
+            _check_alone(trunk, trunks.values(), point)
         forks += [_fork(point, study, at, trunk, noise) for at in study.at or [study.file_step]]
     return [*trunks.values(), *forks]
+
+
+def _check_alone(trunk: GridPoint, trunks: Collection[GridPoint], point: GridPoint) -> None:
+    """UserError where another trunk has the same seed and settings, so that arms would not be paired."""
+    place = trunk.arm, trunk.config.get("seed")
+    if any(other is not trunk and (other.arm, other.config.get("seed")) == place for other in trunks):
+        raise UserError(
+            f"arms.{point.variant}: it changes what its trunk is trained with; the arms of a fork study go on from one"
+            " trunk, so let them differ in recipe alone, and sweep other keys"
+        )
 
 
 def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPoint:

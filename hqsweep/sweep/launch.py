@@ -38,6 +38,7 @@ class SweepPlan:
     points: tuple[GridPoint, ...]
     configs: tuple[Config, ...]
     study: StudyConfig
+    baseline_why: str = ""
 
     @property
     def first(self) -> Config:
@@ -51,6 +52,11 @@ class SweepPlan:
             return f"{len(self.points)} runs"
         trunks = sum(config.fork.is_trunk for config in self.configs)
         return f"{len(self.points)} runs: {trunks} trunks and {len(self.points) - trunks} forks"
+
+    @property
+    def baseline_line(self) -> str | None:
+        """Which arm the others are measured against and why; None where there is only one."""
+        return f"baseline: {self.study.baseline} ({self.baseline_why})" if self.baseline_why else None
 
     def rows(self) -> list[dict[str, Any]]:
         """Per run: run (its folder's name), arm, seed, changed, config; of a fork study also point and trunk, None for
@@ -79,7 +85,7 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     if grid.study.fork is not None:
         typed, configs = zip(*linked(grid.points, configs, grid.study.fork), strict=True)
     check_twins(typed)
-    fields = {"conf": conf, "words": tuple(overrides), "study": grid.study}
+    fields = {"conf": conf, "words": tuple(overrides), "study": grid.study, "baseline_why": grid.baseline_why}
     return SweepPlan(points=tuple(typed), configs=tuple(configs), **fields)
 
 

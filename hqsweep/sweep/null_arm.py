@@ -19,7 +19,7 @@ BASELINE = "bf16"
 
 def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> tuple[GridPoint, str]:
     """The first run of the baseline, and why it is that, "" of a grid of one arm: of the arm or recipe of that name,
-    by default bf16, else the first recipe that is as its name says, else the first of all.
+    by default the arm called baseline, else bf16, else the first recipe that is as its name says, else the first.
 
     UserError for a name that the grid does not have.
     """
@@ -37,11 +37,14 @@ def baseline_of(points: Sequence[GridPoint], wanted: str | None) -> tuple[GridPo
 def _usual(points: Sequence[GridPoint]) -> tuple[GridPoint, str]:
     recipes = [section(point, "recipe").get("name") for point in points]
     whole = [point for point in points if point.whole]
+    called = next((point for point in points if point.variant == "baseline"), None)
     exact = next((p for p, name in zip(points, recipes, strict=True) if p.whole and name == BASELINE), None)
+    if called is not None:
+        return called, "its name says so"
     if exact is not None:
         return exact, "it is not quantized"
-    if whole and len(whole) < len(points) and len(set(recipes)) == 1:
-        return whole[0], "the only arm that is as its recipe says"
+    if len({point.variant for point in whole}) == 1 and len(set(recipes)) == 1:
+        return whole[0], "the one arm in which nothing is changed"
     return (whole or points)[0], "the first of the grid; baseline=ARM takes another"
 
 
