@@ -105,8 +105,11 @@ def run(
         plan = planned(words)
     if dry_run:
         columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
-        print_result(as_json, plan.rows(), rows_table(plan.heading, plan.rows(), columns))
+        lines = [plan.baseline_line] if plan.baseline_line else []
+        print_result(as_json, plan.rows(), rows_table(plan.heading, plan.rows(), columns), *lines)
         return
+    if plan.baseline_line:
+        typer.echo(plan.baseline_line, err=True)
     study, shown = None, []
     if plan.study.seeds.until == "decided":
         runs, study, shown = cli_growth.grow(plan, words, planned, force=force, to_stderr=as_json)

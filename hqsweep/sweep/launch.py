@@ -49,9 +49,10 @@ class SweepPlan:
     def heading(self) -> str:
         """How many runs there are."""
         if not self.study.fork:
-            return f"{len(self.points)} runs"
+            return counted(len(self.points), "run")
         trunks = sum(config.fork.is_trunk for config in self.configs)
-        return f"{len(self.points)} runs: {trunks} trunks and {len(self.points) - trunks} forks"
+        forks = len(self.points) - trunks
+        return f"{len(self.points)} runs: {counted(trunks, 'trunk')} and {counted(forks, 'fork')}"
 
     @property
     def baseline_line(self) -> str | None:
@@ -68,6 +69,11 @@ class SweepPlan:
                 row |= {"point": config.start or None, "trunk": config.fork.trunk_name}
             rows.append(row | {"changed": list(point.changed), "config": point.config})
         return rows
+
+
+def counted(count: int, noun: str) -> str:
+    """As in: 1 run, 2 runs."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> SweepPlan:

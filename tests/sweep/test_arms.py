@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hqsweep.errors import UserError
 from hqsweep.sweep.arms import LONGEST, Difference, labels
 from hqsweep.sweep.compose import expand
 from hqsweep.sweep.launch import plan
@@ -93,3 +94,90 @@ def test_a_run_is_found_again_whatever_its_arm_was_called(tmp_path: Path) -> Non
     more = plan([*GRID, "seed=0,1", f"runs_dir={tmp_path}"])
     store.create(**asked | {"runs": more.points})
     assert {run.manifest()["arm"] for run in store.runs("s")} == {"mxfp8", "mxfp8 input=nvfp4|mxfp8"}
+
+
+NAMED = """
+defaults: [convergence, _self_]
+arms:
+  plain: {recipe: mxfp8}
+  input: {recipe: mxfp8, recipe.linear.input: nvfp4|mxfp8}
+  narrow: {recipe: mxfp8, model: {dim: 64, heads: 2}}
+  slow: [recipe=mxfp8, train.lr=5e-4]
+hydra: {sweeper: {params: {recipe: "bf16,nvfp4", seed: "range(2)"}}}
+"""
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> str:
+    (tmp_path / "mine.yaml").write_text(NAMED)
+    return str(tmp_path / "mine.yaml")
+
+
+def test_a_sweep_names_its_arms_which_win_over_its_recipes(named: str) -> None:
+    points = expand(named).points
+    assert [(p.arm, p.config["seed"]) for p in points] == [
+        (arm, seed) for arm in ("plain", "input", "narrow", "slow") for seed in (0, 1)
+    ]
+    assert {p.config["recipe"]["name"] for p in points} == {"mxfp8"} and not any("arms" in p.config for p in points)
+    assert points[2].config["recipe"]["linear"]["input"] == "nvfp4|mxfp8"
+    assert points[4].config["model"]["dim"] == 64 and points[6].config["train"]["lr"] == 5e-4
+    assert points[7].changed == ("recipe=mxfp8", "train.lr=0.0005", "seed=1")
+    (again,) = expand(named, points[7].overrides).points
+    assert again.config == points[7].config
+
+
+def test_named_arms_meet_other_swept_keys_and_the_null_arm(named: str) -> None:
+    words = ["arms={a:{recipe:bf16},b:{recipe:mxfp8}}", "seed=0", "null_arm=true", "train.steps=10,20"]
+    assert [p.arm for p in expand(named, words).points] == [
+        "a_steps-10", "a_steps-20", "b_steps-10", "b_steps-20", "null_steps-10", "null_steps-20",
+    ]  # fmt: skip
+    words = ["arms={a:{},b:{train.lr:2e-3}}", "recipe=bf16,mxfp8", "seed=0"]
+    arms = ["a_recipe-bf16", "a_recipe-mxfp8", "b_recipe-bf16", "b_recipe-mxfp8"]
+    assert [p.arm for p in expand(named, words).points] == arms
+    assert [p.arm for p in expand(named, ["arms=null", "seed=0"]).points] == ["bf16", "nvfp4"]
+
+
+def test_forks_of_named_arms_share_their_trunk(named: str) -> None:
+    words = ["fork.at=100", "seed=0"]
+    made = plan([f"conf={named}", *words, "arms={a:{recipe:bf16},b:{recipe:mxfp8}}"])
+    assert [row["run"].rpartition("-")[0] for row in made.rows()] == ["trunk-s0", "a-s0-at100", "b-s0-at100"]
+    with pytest.raises(UserError, match=r"arms.narrow: it changes what its trunk is trained with"):
+        expand(named, words)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("recipe=bf16", "arm 'plain' says recipe=mxfp8; leave one of them out"),
+        ("arms={}", "arms: empty; name one at least"),
+        ("arms=3", "arms: got 3"),
+        ("arms={trunk:{}}", "arms: 'trunk' cannot be the name of an arm"),
+        ("arms={null:{}}", "arms.None"),
+        ("arms={a:{seed:1}}", "arms.a: 'seed=1': seed cannot differ between arms"),
+        ("arms={a:{margin:1}}", "margin cannot differ between arms"),
+        ("arms={a:['train.lr=1,2']}", "arms.a: 'train.lr=1,2' has several values"),
+        ("arms={a:[recipe]}", "arms.a: override 'recipe': not of the form KEY=VALUE"),
+        ("arms={a:{recipe:mxfp9}}", "arms.a: override 'recipe=mxfp9': no recipe 'mxfp9'"),
+        ("arms={a:{},b:{}}", "arms 'a_recipe-bf16' and 'b_recipe-bf16' differ in the name alone"),
+    ],
+)
+def test_what_no_arm_can_be(word: str, says: str, named: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)):
+        plan([f"conf={named}", word])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["recipe=mxfp8,bf16"], "bf16 (it is not quantized)"),
+        (["recipe=mxfp8,nvfp4"], "mxfp8 (the first of the grid; baseline=ARM takes another)"),
+        (["recipe=mxfp8,nvfp4", "baseline=nvfp4"], "nvfp4 (named by the key baseline)"),
+        (["recipe=mxfp8", "recipe.linear.input=bf16,mxfp8"], "mxfp8 (the one arm in which nothing is changed)"),
+        (["recipe=bf16", "recipe.linear.input=mxfp8,bf16"], "bf16 (it is not quantized)"),
+        (["arms={mine:{recipe:mxfp8},baseline:{recipe:nvfp4}}"], "baseline (its name says so)"),
+        (["arms={mine:{recipe.linear.input:mxfp8},none:{recipe:bf16}}"], "none (it is not quantized)"),
+        (["recipe=mxfp8", "seed=0,1"], None),
+    ],
+)
+def test_the_baseline_is_said_and_why(words: list[str], line: str | None) -> None:
+    assert plan(["conf=convergence", *words]).baseline_line == (line and f"baseline: {line}")
