@@ -13,6 +13,7 @@ import typer
 from hqsweep import __version__
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
+from hqsweep.cli import dry_run as cli_dry_run
 from hqsweep.cli import gate as cli_gate
 from hqsweep.cli import growth as cli_growth
 from hqsweep.cli import plan as cli_plan
@@ -20,8 +21,6 @@ from hqsweep.cli import probe as cli_probe
 from hqsweep.cli import recipe as cli_recipe
 from hqsweep.cli import status as cli_status
 from hqsweep.cli.output import (
-    FORK_COLUMNS,
-    GRID_COLUMNS,
     RESULT_COLUMNS,
     AsJson,
     Junit,
@@ -77,7 +76,7 @@ def run(
             metavar="conf=NAME [KEY=VALUE...]", help="A sweep, and overrides.", autocompletion=cli_completion.run_word
         ),
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print runs, states and minutes; start nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Repeat finished runs.")] = False,
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
@@ -104,10 +103,9 @@ def run(
     with waiting("checking every run of the sweep"):
         plan = planned(words)
     if dry_run:
-        columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
-        lines = [plan.baseline_line] if plan.baseline_line else []
-        print_result(as_json, plan.rows(), rows_table(plan.heading, plan.rows(), columns), *lines)
+        cli_dry_run.show(plan, force=force, as_json=as_json)
         return
+    launch.check(plan)
     if plan.baseline_line:
         typer.echo(plan.baseline_line, err=True)
     study, shown = None, []

@@ -82,13 +82,18 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
         console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
 
 
-GRID_COLUMNS = {"arm": "arm", "seed": "seed", "run": "run", "changed": "changed"}
-FORK_COLUMNS = {"arm": "arm", "seed": "seed", "point": "point", "trunk": "trunk", "run": "run"}
+GRID_COLUMNS = {
+    "arm": "arm", "seed": "seed", "state": "state", "minutes": "minutes", "run": "run", "changed": "changed",
+}  # fmt: skip
+FORK_COLUMNS = {
+    "arm": "arm", "seed": "seed", "point": "point", "state": "state", "minutes": "minutes", "trunk": "trunk",
+    "run": "run",
+}  # fmt: skip
 RESULT_COLUMNS = {
     "arm": "arm", "seed": "seed", "point": "point", "state": "state", "val_loss": "val loss",
     "tokens_per_s": "tokens/s", "seconds": "seconds", "reason": "reason",
 }  # fmt: skip
-SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f"}
+SPECS = {"val_loss": ".4f", "loss": ".4f", "tokens_per_s": ",.0f", "seconds": ".1f", "minutes": ".1f"}
 
 
 def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Shown:
@@ -103,7 +108,7 @@ def rows_table(heading: str, rows: list[dict[str, Any]], columns: dict[str, str]
     cells = tuple(tuple(cell(key, row[key]) for key in columns) for row in rows)
     numeric = frozenset(index for index, key in enumerate(columns) if key in SPECS or key in ("seed", "point"))
     table = TextTable(header=tuple(columns.values()), rows=cells, numeric=numeric)
-    for name in ("reason", "point"):
+    for name in ("reason", "point", "minutes"):
         if name in columns and all(row.get(name) is None for row in rows):
             table = table.without(name)
     return to_rich(table, heading)

@@ -66,10 +66,21 @@ def forecasts(plan: Plan, resolve: float, rows: Sequence[Mapping[str, Any]]) -> 
     UserError for a plan that compares nothing.
     """
     wanted = _wanted(plan)
+    if wanted.arms < 1:
+        raise UserError(f"conf={plan.conf}: one arm, and no other to measure; add recipes, as in recipe=bf16,mxfp8")
     designs = [
         _forecast(wanted, name, nearest, resolve) for name in DESIGNS if (nearest := _nearest(wanted, name, rows))
     ]
     return sorted(designs, key=lambda forecast: forecast.minutes)
+
+
+def pace(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> tuple[float, str] | None:
+    """(seconds a token of the plan's model took, at as many runs at a time as that study had; which study that is, in
+    words); a study of the other design where there is none, None where none has been on this kind of device."""
+    wanted = _wanted(plan)
+    own = sorted(DESIGNS, key=lambda design: (design == FORK) != bool(plan.study.fork))
+    found = [row for design in own if (row := _nearest(wanted, design, rows)) and _same_device(wanted, row)]
+    return (_a_token(found[0]) * wanted.params / found[0]["params"], _basis(wanted, found[0])) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +106,6 @@ def _wanted(plan: Plan) -> _Wanted:
     pairs = [pair for pair in zip(plan.points, plan.configs, strict=True) if not is_trunk(pair[0])]
     names = list(dict.fromkeys(point.arm for point, _ in pairs))
     tested = len(names) - 1 - plan.study.null_arm
-    if tested < 1:
-        raise UserError(f"conf={plan.conf}: one arm, and no other to measure; add recipes, as in recipe=bf16,mxfp8")
     first, fork = pairs[0][1], plan.study.fork
     step, whole, replicate = first.train.batch * first.train.context, first.train.steps, {}
     if fork:
@@ -160,8 +169,12 @@ def _sd(wanted: _Wanted, design: str, row: Mapping[str, Any]) -> float:
 def _seconds(wanted: _Wanted, design: str, row: Mapping[str, Any]) -> float:
     """Of one replicate: those of the row for as many tokens, times the ratio of parameters."""
     tokens = wanted.replicate.get(design) or row["trunk_tokens"] + len(wanted.names) * row["run_tokens"]
-    a_token = row["seconds"] / (row["trunk_tokens"] + row["arms_run"] * row["run_tokens"])
-    return a_token * tokens * wanted.params / row["params"]
+    return _a_token(row) * tokens * wanted.params / row["params"]
+
+
+def _a_token(row: Mapping[str, Any]) -> float:
+    """Seconds a token took in the study of the row."""
+    return row["seconds"] / (row["trunk_tokens"] + row["arms_run"] * row["run_tokens"])
 
 
 def _basis(wanted: _Wanted, row: Mapping[str, Any]) -> str:

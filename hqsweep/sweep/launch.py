@@ -18,7 +18,6 @@ from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
 from hqsweep.sweep.compose import expand, known_confs
 from hqsweep.sweep.local import Limits, run_local
-from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
 from hqsweep.sweep.run_dir import RunDir
@@ -26,6 +25,7 @@ from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.trunks import check_twins, linked
+from hqsweep.train import data
 from hqsweep.train.loop import pick_device
 
 
@@ -62,9 +62,9 @@ class SweepPlan:
     def rows(self) -> list[dict[str, Any]]:
         """Per run: run (its folder's name), arm, seed, changed, config; of a fork study also point and trunk, None for
         the trunks themselves."""
-        rows = []
-        for point, config in zip(self.points, self.configs, strict=True):
-            row = {"run": run_name(point.config, point.arm), "arm": point.arm, "seed": config.seed}
+        rows, names = [], RunStore(Path(self.first.runs_dir)).names(self.first.sweep, self.points)
+        for name, point, config in zip(names, self.points, self.configs, strict=True):
+            row = {"run": name, "arm": point.arm, "seed": config.seed}
             if self.study.fork:
                 row |= {"point": config.start or None, "trunk": config.fork.trunk_name}
             rows.append(row | {"changed": list(point.changed), "config": point.config})
@@ -110,16 +110,25 @@ def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[st
     return confs[0], rest
 
 
+def check(plan: SweepPlan) -> None:
+    """UserError for all that start() would refuse, where it would be: a device or data that this machine has not, data
+    too short for train.context, and a study that began otherwise."""
+    if plan.first.engine.kind == "local":
+        for config in plan.configs:
+            _check_device(config)
+        trainings = [config for config in plan.configs if isinstance(config, ConvergenceConfig)]
+        for source, context in dict.fromkeys((config.data, config.train.context) for config in trainings):
+            data.check_length(source, context)
+    check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)
+
+
 def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
     """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
     folders in grid order."""
+    check(plan)
     first = plan.first
     engine = first.engine
-    if engine.kind == "local":
-        for config in plan.configs:
-            _check_device(config)
     store, study = RunStore(Path(first.runs_dir)), plan.study.model_dump(mode="json")
-    check_stated(store, first.sweep, plan.study)
     runs = store.create(sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points, study=study)
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"})
     if engine.kind == "slurm":

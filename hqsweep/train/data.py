@@ -23,6 +23,9 @@ from hqsweep.train.markov import MarkovSource
 HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
 CHUNK = 1 << 20
+LARGE = ("stdlib", "site")
+"""Sources that have megabytes on every machine."""
+PLENTY = 64
 BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other users of the same seed
 
 
@@ -51,11 +54,7 @@ class Dataset:
             UserError: the split is shorter than context + 1 tokens.
         """
         data = {"train": self.train, "val": self.val}[split]
-        if len(data) <= context:
-            raise UserError(
-                f"data: the {split} split has {len(data)} tokens, too short for train.context={context}, which needs"
-                f" {context + 1}; lower train.context or give more data"
-            )
+        _check_window(split, len(data), context)
         if split == "train":
             starts = _random_starts(seed, step, batch, len(data) - context)
         else:
@@ -126,6 +125,33 @@ def load(config: DataConfig) -> Dataset:
 def loaded(config: DataConfig) -> Dataset:
     """load(config), kept until another config comes: runs that one process does one after another read it once."""
     return load(config)
+
+
+def check_length(config: DataConfig, context: int) -> None:
+    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read. What is large
+    enough by its description is not read for it."""
+    if config.source == "markov":
+        sizes = {"train": config.markov.length, "val": round(config.markov.length * config.val_fraction)}
+    elif config.source in LARGE and _expected(config) > PLENTY * context:
+        return
+    else:
+        dataset = loaded(config)
+        sizes = {"train": len(dataset.train), "val": len(dataset.val)}
+    for split, tokens in sizes.items():
+        _check_window(split, tokens, context)
+
+
+def _check_window(split: str, tokens: int, context: int) -> None:
+    if tokens <= context:
+        raise UserError(
+            f"data: the {split} split has {tokens} tokens, too short for train.context={context}, which needs"
+            f" {context + 1}; lower train.context or give more data"
+        )
+
+
+def _expected(config: DataConfig) -> float:
+    """Tokens of the smaller split, of data of many files."""
+    return (config.max_bytes or math.inf) * min(config.val_fraction, 1 - config.val_fraction)
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:

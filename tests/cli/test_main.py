@@ -153,21 +153,43 @@ def test_dry_run_prints_the_grid_and_starts_nothing(folder: Path) -> None:
     assert len({row["run"] for row in rows}) == 4
     table = hqsweep(*words)
     assert table.exit_code == 0
-    assert "4 runs" in table.stdout
+    assert "4 runs" in table.stdout and "baseline: bf16 (it is not quantized)" in table.stdout
+    assert [row["state"] for row in rows] == ["to do"] * 4 and "4 to do, " in table.stdout
     assert table.stdout.count("seed=1") == 2
     assert not (folder / "runs").exists()
 
 
 def test_native_without_a_gpu_is_refused_at_the_start_and_shown_before_it(folder: Path) -> None:
     words = ["run", *TINY, "train.device=cpu", "recipe=bf16,current_scaling", "recipe.gemm=native"]
-    rows = json.loads(hqsweep(*words, "--dry-run", "--json").stdout)
-    assert [row["config"]["recipe"]["gemm"] for row in rows] == ["native", "native"]
-    result = hqsweep(*words)
-    assert (result.exit_code, result.stdout) == (2, "")
+    dry, result = hqsweep(*words, "--dry-run", "--json"), hqsweep(*words)
+    assert [row["config"]["recipe"]["gemm"] for row in json.loads(dry.stdout)] == ["native", "native"]
+    assert (result.exit_code, result.stdout, dry.exit_code) == (2, "", 2)
     assert "gemm=native needs a GPU of compute capability 8.9 or later; this run is on the CPU" in result.stderr
-    assert result.stderr.count("\n") == 1 and not (folder / "runs").exists()
+    assert result.stderr == dry.stderr and result.stderr.count("\n") == 1 and not (folder / "runs").exists()
     (folder / "conf/recipe/cores.yaml").write_text("name: cores\nlinear: fp8_current\ngemm: native\n")
     assert "gemm: native" in hqsweep("recipe", "show", "cores").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["data.markov.length=900", "train.context=128"],
+            "the val split has 90 tokens, too short for train.context=128",
+        ),
+        (["data.markov.length=100", "train.context=128"], "the train split has 100 tokens"),
+        (["data=text", "data.path=short.txt"], "the train split has 27 tokens, too short for train.context=32"),
+        (["data=stdlib", "data.max_bytes=100"], "at least 2 are needed"),
+    ],
+)
+def test_data_too_short_is_refused_before_anything_starts(words: list[str], says: str, folder: Path) -> None:
+    (folder / "short.txt").write_text("x" * 30)
+    given = {word.partition("=")[0] for word in words}
+    rest = [word for word in TINY if word.partition("=")[0] not in given]
+    for option in ([], ["--dry-run"]):
+        result = hqsweep("run", *rest, *words, *option)
+        assert result.exit_code == 2 and says in result.stderr, result.stderr
+    assert not (folder / "runs").exists()
 
 
 def test_workers_is_the_engines_key() -> None:
@@ -270,8 +292,7 @@ def test_warnings_of_runs_are_told_once_at_the_end(folder: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_failed_run_exits_3_and_names_its_log(folder: Path) -> None:
-    too_short = [word.replace("length=4096", "length=30") for word in TINY]
-    result = hqsweep("run", *too_short)
+    result = hqsweep("run", *TINY, "engine.timeout_s=0.01")
     assert result.exit_code == 3
     assert "1 of 1 runs did not finish" in result.stdout
     assert "log.txt" in result.stdout
@@ -322,8 +343,9 @@ def test_version_names_torch() -> None:
 def test_a_gpu_that_is_not_there_stops_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for words in ([*TINY, "train.device=cuda"], ["conf=parity", "parity.device=cuda"]):
-        result = hqsweep("run", *words)
-        assert result.exit_code == 2 and "no CUDA device; use cpu" in result.stderr
+        for option in ([], ["--dry-run"]):
+            result = hqsweep("run", *words, *option)
+            assert result.exit_code == 2 and "no CUDA device; use cpu" in result.stderr
     assert not (folder / "runs").exists()
 
 

@@ -60,7 +60,7 @@ def test_one_replicate_measures_no_noise(laboratory, compared):
 def test_each_baseline_has_a_row(laboratory, compared):
     words = ("recipe=bf16,mxfp8", "seed=0,1", "model.dim=32,64")
     rows = noise.measured(compared(*words))
-    assert [row["baseline"] for row in rows] == ["bf16 model.dim=32", "bf16 model.dim=64"]
+    assert [row["baseline"] for row in rows] == ["bf16_dim-32", "bf16_dim-64"]
     assert [row["model"]["dim"] for row in rows] == [32, 64]
     assert rows[0]["seconds"] == rows[1]["seconds"] == pytest.approx(400) and rows[0]["arms_run"] == 4
 

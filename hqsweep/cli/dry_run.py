@@ -1,0 +1,27 @@
+"""`hqsweep run --dry-run`: what would be done, how long it would take, and all that would be refused."""
+
+from typing import Any
+
+from hqsweep.cli.output import FORK_COLUMNS, GRID_COLUMNS, print_result, rows_table
+
+
+def show(plan: Any, *, force: bool, as_json: bool) -> None:
+    """Print the runs of a plan with their states; UserError after that where they would be refused. Writes nothing."""
+    from hqsweep.study.outlook import outlook
+    from hqsweep.sweep import launch
+
+    ahead = outlook(plan, plan.rows(), force=force)
+    columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
+    lines = [line for line in (plan.baseline_line, _time(ahead)) if line]
+    print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)
+    launch.check(plan)
+
+
+def _time(ahead: Any) -> str:
+    """As in: 8 to do, about 5 minutes (by the finished runs of this sweep)."""
+    if not ahead.to_do:
+        return "all finished; --force repeats them"
+    if ahead.minutes is None:
+        return f"{ahead.to_do} to do, minutes unknown: {ahead.basis}"
+    minutes = "less than a minute" if ahead.minutes < 1 else f"about {ahead.minutes:,.0f} minutes"
+    return f"{ahead.to_do} to do, {minutes} ({ahead.basis})"

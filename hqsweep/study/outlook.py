@@ -1,0 +1,120 @@
+"""What `hqsweep run` would do with a plan, before it does: the state of each run, and the minutes that are ahead."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.config.job import Config
+from hqsweep.errors import Damaged, UserError
+from hqsweep.study.forecast import pace, registry
+from hqsweep.study.sequential import Plan
+from hqsweep.sweep import seal
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.slots import slots
+from hqsweep.sweep.store import RunStore
+
+Kind = tuple[str, ...]
+"""Job or design of a run, and, for what is known more closely, its arm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """rows: those of the plan, each with `state` (finished, running, or what is to be done) and the `minutes` that it
+    needs yet (None: not known). minutes: of all runs that are to be done, at as many at a time as the plan has workers;
+    None where nothing says how long they take. basis: where they come from, in words."""
+
+    rows: tuple[Mapping[str, Any], ...]
+    to_do: int
+    minutes: float | None
+    basis: str
+
+
+def outlook(plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = False) -> Outlook:
+    """The outlook of a plan whose runs are `rows`; force: finished ones are to be repeated."""
+    first = plan.first
+    folder = Path(first.runs_dir) / first.sweep
+    seconds = _known_seconds(RunStore(Path(first.runs_dir)), first.sweep)
+    seen, left = [], []
+    for row, config in zip(rows, plan.configs, strict=True):
+        run = RunDir(folder / row["run"])
+        state, done = _state(run, force)
+        steps = 0 if state == "finished" else _steps(config) - done
+        kind = _kind(config)
+        a_step = seconds.get((kind, row["arm"]), seconds.get((kind,)))
+        minutes = None if a_step is None else steps * a_step / 60
+        seen.append({**row, "state": state, "minutes": minutes})
+        left.append((config, steps))
+    to_do = sum(steps > 0 for _, steps in left)
+    minutes, basis = _all_minutes(plan, seen, left)
+    return Outlook(rows=tuple(seen), to_do=to_do, minutes=minutes, basis=basis)
+
+
+def _state(run: RunDir, force: bool) -> tuple[str, int]:
+    """What is to be done with a run, and its own steps that are done already."""
+    status = run.seen()
+    state = status["state"]
+    if state == "finished" and not force:
+        try:
+            files = seal.state(run.path)
+            if files is not None:
+                seal.survey(run.path, files)
+        except Damaged:
+            return "damaged, to do again", 0
+        return "finished", 0
+    if force or state in ("missing", "damaged"):
+        return "to do" if state == "missing" else "to do again", 0
+    checkpoints = [path.stem.removeprefix("step_") for path in run.checkpoint.glob("step_*.pt")]
+    last = max((int(step) for step in checkpoints if step.isdecimal()), default=0)
+    if state == "running":
+        return "running", last
+    return (f"to do from step {last}" if last else "to do"), last
+
+
+def _kind(config: Config) -> str:
+    fork = getattr(config, "fork", None)
+    return config.job if fork is None else "trunk" if fork.is_trunk else "fork"
+
+
+def _steps(config: Config) -> int:
+    """Steps of the run itself; 1 for a job that has none."""
+    return config.own_steps if hasattr(config, "own_steps") else 1
+
+
+def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
+    """Kind -> seconds a step took in the finished runs of the sweep."""
+    found: defaultdict[Kind, list[float]] = defaultdict(list)
+    for run in store.runs(sweep):
+        try:
+            status, manifest = run.seen(), run.manifest()
+        except Damaged:
+            continue
+        if status["state"] != "finished":
+            continue
+        job, point, progress = manifest["job"], manifest.get("point"), status["progress"]
+        kind = "fork" if point is not None else "trunk" if run.name.startswith("trunk-") else job
+        steps = progress["steps"] - (point or 0) if job == "convergence" and progress else 1
+        for each in ((kind, manifest["arm"]), (kind,)):
+            found[each].append(status["seconds"] / max(steps, 1))
+    return {kind: sum(each) / len(each) for kind, each in found.items()}
+
+
+def _all_minutes(
+    plan: Plan, rows: Sequence[Mapping[str, Any]], left: Sequence[tuple[Config, int]]
+) -> tuple[float | None, str]:
+    """Minutes of all that is to be done, and where they come from."""
+    engine, known = plan.first.engine, [row["minutes"] for row in rows if row["state"] != "finished"]
+    if all(minutes is not None for minutes in known):
+        count = len(slots(engine.workers, engine.runs_per_gpu)) if engine.kind == "local" else engine.workers or 1
+        return math.fsum(known) / max(min(count, len(known)), 1), "by the finished runs of this sweep"
+    try:
+        found = pace(plan, registry(Path(plan.first.runs_dir)))
+    except UserError:  # of a job that trains no model
+        found = None
+    if found is None:
+        return None, "no run of this sweep has finished, and no study on this kind of device has been compared"
+    a_token, basis = found
+    tokens = sum(steps * config.train.batch * config.train.context for config, steps in left)
+    return tokens * a_token / 60, f"by {basis}"
