@@ -1,9 +1,15 @@
-"""Tests marked `gpu` skip where there is no CUDA device."""
+"""Tests marked `gpu` skip where there is no CUDA device. HQSWEEP_EXTENSION=FILE tests another build of the kernels."""
 
+import os
+
+import extension_file
 import pytest
 import torch
 
 from hqsweep.jobs.convergence import make_deterministic
+
+if "HQSWEEP_EXTENSION" in os.environ:
+    extension_file.use(os.environ["HQSWEEP_EXTENSION"])
 
 
 def pytest_collection_modifyitems(items):

@@ -213,6 +213,7 @@ void find(const Arranged& arranged, bool column, int threads) {
 void prepare(const Arranged& arranged, bool column, int threads, Direction& to) {
   if (!has_global_amax(to.spec)) return;
   const int64_t entries = to.spec.row_scaled ? (column ? arranged.source.cols : arranged.source.rows) : 1;
+  if (entries == 0) return;  // then there is no element either, and addresses may be null
   if (!to.amax) {
     const bool same = column && arranged.row && !arranged.call.dequantized && has_global_amax(arranged.row->spec) &&
                       amax_is_of_x(arranged.row->spec) && amax_is_of_x(to.spec) && arranged.row->found &&

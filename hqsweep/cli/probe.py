@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,10 @@ def probe(
     bits: Annotated[
         float | None, typer.Option(min=1, help="Suggest the recipe of least error with this mean of bits an element.")
     ] = None,
+    pairs: Annotated[
+        Literal["strict", "any"],
+        typer.Option(help="Suggest operands that hardware multiplies (strict), or any that gemm=exact emulates."),
+    ] = "strict",
     out: Annotated[Path | None, typer.Option(metavar="RECIPE.yaml", help="Write the suggested recipe there.")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all rows as CSV.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with a heatmap.")] = None,
@@ -26,7 +30,8 @@ def probe(
     Every matrix is quantized in every format and in both directions. Files may be larger than memory.
     """
     from hqsweep.jobs.probe.job import parse_quantizers
-    from hqsweep.jobs.probe.suggest import recipe_of, suggest
+    from hqsweep.jobs.probe.recipe import recipe_of
+    from hqsweep.jobs.probe.suggest import suggest
     from hqsweep.jobs.probe.tensor_files import find_matrices
     from hqsweep.report import probe as report
     from hqsweep.report.text import to_rich
@@ -42,13 +47,14 @@ def probe(
     matrices, skipped = find_matrices(path)
     rows = _rows(matrices, quantizers)
     document: dict[str, Any] = {"rows": rows, "skipped": dict(skipped), "recipe": None}
-    promise = text = None
+    promise = text = use = None
     if bits is not None:
-        suggestion = suggest(rows, bits)
-        promise = report.summary(suggestion, bits)
+        suggestion = suggest(rows, bits, pairs)
+        promise, use = report.summary(suggestion, bits), report.how_to_use(suggestion, out)
         recipe = recipe_of(suggestion, out.stem if out else "suggested")
-        text = report.recipe_text(recipe, f"Suggested by hqsweep probe for {path.name}: {promise}")
+        text = report.recipe_text(recipe, f"Suggested by hqsweep probe for {path.name}: {promise}", use)
         document |= {"recipe": recipe, "bits": suggestion.bits, "predicted_sqnr_db": suggestion.sqnr_db}
+        document |= {"pairs": pairs, "use": use}
     if out and text:
         out.write_text(text, encoding="utf-8")
     if csv:
@@ -61,21 +67,29 @@ def probe(
     lines = [f"{hidden} more tensors with less error: --csv has all"] if hidden else []
     lines += [f"{len(skipped)} tensors are no matrices of floating-point numbers"] if skipped else []
     lines += [f"wrote {file}" for file in (out, csv, html) if file]
+    lines += [use] if use else []
     print_result(as_json, document, table, *lines, *([text.rstrip()] if text else []))
 
 
 def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of jobs.probe for all matrices and quantizers, with a bar on stderr that counts elements."""
+    """Rows of jobs.probe for all matrices and quantizers; on stderr what it will take, and how far it is."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TimeElapsedColumn
 
-    from hqsweep.jobs.probe.job import probe
+    from hqsweep.jobs.probe.job import expected_seconds, probe
+    from hqsweep.sweep.progress import duration
 
     rows: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("probe", total=sum(matrix.rows * matrix.cols for matrix in matrices))
+    total = sum(matrix.rows * matrix.cols for matrix in matrices)
+    console = Console(stderr=True)
+    seconds = expected_seconds(matrices, quantizers)
+    what = f"{len(matrices)} tensors of {total / 1e6:.1f} M elements in {len(quantizers)} formats"
+    console.print(f"probe: {what}, about {duration(seconds)}", highlight=False)
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as bar:
+        task, share = bar.add_task("probe", total=total), 2 * len(quantizers)
         for matrix in matrices:
             bar.update(task, description=matrix.name)
-            rows += probe(matrix, quantizers)
-            bar.advance(task, matrix.rows * matrix.cols)
+            for row in probe(matrix, quantizers):
+                rows.append(row)
+                bar.advance(task, matrix.rows * matrix.cols / share)
     return rows

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from hqsweep.jobs.probe.recipe import foreign_modules
 from hqsweep.jobs.probe.suggest import Suggestion
 from hqsweep.report import html
 from hqsweep.report.heatmaps import colour_range, heatmap
@@ -45,16 +46,28 @@ def worst_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def summary(suggestion: Suggestion, budget: float) -> str:
-    """ "5.96 bits an element (budget 6), predicted SQNR 30.6 dB"."""
+    """ "5.96 bits an element (budget 6), predicted SQNR 30.6 dB, strict pairs"."""
     left = f"; in bf16 stay {len(suggestion.left_out)}" if suggestion.left_out else ""
+    kind = "strict pairs" if suggestion.linears else "any pairs"
+    bits = f"{suggestion.bits:.2f} bits an element (budget {budget:g})"
+    return f"{bits}, predicted SQNR {suggestion.sqnr_db:.1f} dB, {kind}{left}"
+
+
+def how_to_use(suggestion: Suggestion, file: Path | None) -> str:
+    """For which model the recipe is, and what to do with it."""
+    foreign, given = foreign_modules(suggestion), file or "RECIPE.yaml"
+    if not foreign:
+        return f"for the GPT of hqsweep run: recipe={given}"
     return (
-        f"{suggestion.bits:.2f} bits an element (budget {budget:g}), predicted SQNR {suggestion.sqnr_db:.1f} dB{left}"
+        f"for a model with modules of hqsweep.nn named as in the file ({foreign[0]}): set_recipe(model,"
+        f" parse_recipe(yaml.safe_load(open('{given}')))); hqsweep run trains a GPT of other names and refuses it"
     )
 
 
-def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:
+def recipe_text(recipe: Mapping[str, Any], *comments: str) -> str:
     """YAML that recipe=PATH takes."""
-    return f"# {comment}\n{yaml.safe_dump(dict(recipe), sort_keys=False, width=120)}"
+    lines = "".join(f"# {comment}\n" for comment in comments)
+    return f"{lines}{yaml.safe_dump(dict(recipe), sort_keys=False, width=120)}"
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

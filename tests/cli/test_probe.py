@@ -31,6 +31,8 @@ def test_table_files_and_a_recipe_that_run_takes(folder):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "(budget 6.5), predicted SQNR" in result.stdout and "wrote mine.yaml" in result.stdout
+    assert "strict pairs" in result.stdout and "for the GPT of hqsweep run: recipe=mine.yaml" in result.stdout
+    assert "probe: 4 tensors of 0.0 M elements in 2 formats, about 0:0" in result.stderr
     rows = pd.read_csv("all.csv")
     assert len(rows) == 4 * 2 * 2 and rows["sqnr_db"].min() > 20
     page = (folder / "page.html").read_text()

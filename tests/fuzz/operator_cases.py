@@ -6,7 +6,6 @@ call that runs is in the file named by HQSWEEP_FUZZ_AT, so that whoever started 
 EXTENSION: the compiled module to test.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
+import extension_file
 import torch
 from binding_cases import BindingCall
 from torch import Tensor
@@ -247,15 +247,10 @@ def outcome(call: "Call | BindingCall") -> str:
 
 
 def main(first: int, count: int, extension: str) -> None:
-    spec = importlib.util.spec_from_file_location("hqsweep._C", extension)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.modules["hqsweep._C"] = module
-    import hqsweep
+    module = extension_file.use(extension)
     import hqsweep.gemm.exact
-    import hqsweep.ops.splits
+    import hqsweep.ops.splits  # noqa: F401, both register operators
 
-    hqsweep._C = module
     torch.set_num_threads(2)
     counts: dict[str, int] = {"ran": 0, "refused": 0}
     right, names, faults = 0, set(), []

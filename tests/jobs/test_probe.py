@@ -2,19 +2,27 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from hqsweep.config.model import ModelConfig, gemm_modules
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.probe import tensor_files
 from hqsweep.jobs.probe.job import parse_quantizers, probe
-from hqsweep.jobs.probe.suggest import Choice, Suggestion, choose, recipe_of, suggest
+from hqsweep.jobs.probe.recipe import foreign_modules, recipe_of
+from hqsweep.jobs.probe.suggest import Suggestion, choose, suggest
 from hqsweep.jobs.probe.tensor_files import find_matrices
+from hqsweep.jobs.probe.together import Choice
+from hqsweep.nn import set_recipe
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import parse_recipe
+from hqsweep.recipe.validate import linear_module, validate
+from hqsweep.report.probe import how_to_use
+from hqsweep.train.model import GPT
 
 
 @pytest.fixture
@@ -95,14 +103,14 @@ def test_the_choice_is_the_best_of_all_that_fit():
         choose(options, 4)
 
 
-def test_the_recipe_has_what_was_chosen_in_each_slot(tmp_path):
+def test_any_pairs_have_what_was_chosen_in_each_slot(tmp_path):
     """All weights are ones, which every format holds, so that bits help the one input alone."""
     x = draw("normal", 256, 256)
     tensors = {f"layers.{i}.fc.weight": torch.ones(256, 256) for i in range(3)}
     tensors |= {"layers.1.fc.input": x, "embed.weight": x.clone()}
     save_file(tensors, tmp_path / "a.safetensors")
     rows = rows_of(tmp_path / "a.safetensors", "mxfp8", "nvfp4+2d", "nvfp4+rht")
-    suggestion = suggest(rows, 6.0)
+    suggestion = suggest(rows, 6.0, "any")
     recipe = recipe_of(suggestion, "mine")
     assert suggestion.bits <= 6 and {c.quantizer for c in suggestion.choices} == {"mxfp8", "nvfp4+2d"}
     assert len(suggestion.choices) == 4 and recipe["linear"] == "nvfp4+2d"
@@ -113,6 +121,90 @@ def test_the_recipe_has_what_was_chosen_in_each_slot(tmp_path):
     error = sum(row["rel_l2"] ** 2 for c in suggestion.choices for row in rows
                 if (row["tensor"], row["quantizer"]) == (c.tensor, c.quantizer)) / 8  # fmt: skip
     assert suggestion.sqnr_db == pytest.approx(-10 * math.log10(error))
+
+
+def captured(**tensors):
+    """Rows as probe() makes them: {"MODULE.slot": {quantizer: (bits, rel_l2)}}, of equally many elements."""
+    return [
+        {"tensor": name, "shape": [64, 64], "quantizer": text, "direction": direction, "bits": bits, "rel_l2": error,
+         "amax": 1.0, "note": None}
+        for name, by_quantizer in tensors.items()
+        for text, (bits, error) in by_quantizer.items()
+        for direction in ("rowwise", "columnwise")
+    ]  # fmt: skip
+
+
+CHEAP, DEAR = (4.5, 0.1), (8.25, 0.03)
+BOTH = {"nvfp4": CHEAP, "mxfp8": DEAR}
+
+
+def test_strict_pairs_take_all_tensors_of_a_linear_together():
+    """The weight gains most by mxfp8, and alone it would get it; its GEMMs want the others in mxfp8, too."""
+    slots = {"weight": {"nvfp4": (4.5, 0.9), "mxfp8": DEAR}, "input": BOTH, "grad_output": BOTH}
+    rows = captured(**{f"layers.{i}.mlp.fc1.{slot}": by for i in range(2) for slot, by in slots.items()})
+    free, strict = (suggest(rows, 6.4, pairs) for pairs in ("any", "strict"))
+    assert {c.quantizer for c in free.choices if c.tensor.endswith(".weight")} == {"mxfp8"}
+    assert sorted(tuple(linear.values()) for linear in strict.linears.values()) == [("mxfp8",) * 3, ("nvfp4",) * 3]
+    assert free.sqnr_db > strict.sqnr_db and strict.bits <= 6.4
+    recipe = recipe_of(strict, "mine")
+    assert recipe["gemm"] == "strict" and len(recipe["overrides"]) == 1 and "gemm" not in recipe_of(free, "mine")
+    with pytest.raises(UserError, match="their scaling modes differ"):
+        modules = [linear_module("layers.0.mlp.fc1", 64, 64, 64), linear_module("layers.1.mlp.fc1", 64, 64, 64)]
+        validate(parse_recipe(recipe_of(free, "mine") | {"gemm": "strict"}), 1, modules)
+    validate(parse_recipe(recipe), 1, modules)
+
+
+def test_a_weight_with_a_format_for_each_direction_gets_operands_that_meet_it():
+    rows = captured(**{"layers.0.mlp.fc1.weight": {"nvfp4|mxfp8": (6.4, 0.1)}})
+    recipe = recipe_of(suggest(rows, 8), "mine")
+    assert recipe["linear"] == {"input": "nvfp4|mxfp8", "weight": "nvfp4|mxfp8", "grad_output": "mxfp8"}
+    validate(parse_recipe(recipe), 1, [linear_module("layers.0.mlp.fc1", 64, 64, 64)])
+
+
+def test_a_linear_with_a_tensor_that_no_format_fits_stays_in_high_precision():
+    rows = captured(**{"layers.0.mlp.fc1.weight": BOTH, "layers.0.mlp.fc1.input": {}, "layers.0.mlp.fc2.weight": BOTH})
+    rows += [row | {"tensor": "layers.0.mlp.fc1.input", "rel_l2": None, "note": "odd"} for row in rows[:4]]
+    suggestion = suggest(rows, 4.5)
+    assert set(suggestion.left_out) == {"layers.0.mlp.fc1.weight", "layers.0.mlp.fc1.input"}
+    assert recipe_of(suggestion, "mine")["overrides"] == [{"name": "layers.0.mlp.fc1", "linear": "bf16"}]
+
+
+def test_formats_without_a_strict_pair_are_refused_with_what_to_do():
+    rows = captured(**{"layers.0.mlp.fc1.weight": {"fp8_block+2d": DEAR}})
+    with pytest.raises(UserError, match=r"no linear has formats in which hardware multiplies .* give --pairs any"):
+        suggest(rows, 9)
+    assert recipe_of(suggest(rows, 9, "any"), "mine")["linear"] == "fp8_block+2d"
+
+
+def test_the_recipe_fits_the_model_whose_tensors_were_measured(tmp_path):
+    """The state of our GPT, with experts, as somebody saves it; what no linear reads takes no part in the choice. All
+    weights but one are ones, which every format holds."""
+    config = ModelConfig(layers=2, dim=64, heads=2, experts=2, top_k=1, shared_expert=True, first_moe_layer=1)
+    model = GPT(config, 96, parse_recipe({"name": "bf16", "linear": "bf16"}), torch.float32)
+    state = {name: torch.ones(tensor.shape) for name, tensor in model.state_dict().items()}
+    state["layers.1.mlp.router.weight"] = torch.ones(32, 64)
+    experts = state["layers.1.mlp.fc2.weight"]
+    state["layers.1.mlp.fc2.weight"] = draw("normal", experts.numel() // 64, 64).float().view(experts.shape)
+    save_file(state, tmp_path / "model.safetensors")
+    suggestion = suggest(rows_of(tmp_path / "model.safetensors", "mxfp8", "nvfp4"), 6)
+    recipe = recipe_of(suggestion, "mine")
+    measured = {choice.tensor for choice in suggestion.choices}
+    assert not measured & {"head.weight", "embedding.weight", "layers.1.mlp.router.weight"}
+    assert foreign_modules(suggestion) == []
+    assert recipe["overrides"] == [{"name": "layers.1.mlp.fc2", "grouped_linear": "mxfp8"}]
+    assert set_recipe(model, parse_recipe(recipe)) > 0
+    validate(parse_recipe(recipe), 1, gemm_modules(config, 96, 2, 32))
+
+
+def test_names_of_other_models_are_told():
+    rows = captured(**{"model.layers.0.self_attn.q_proj.weight": BOTH, "lm_head.weight": BOTH})
+    suggestion = suggest(rows, 9)
+    assert foreign_modules(suggestion) == ["model.layers.0.self_attn.q_proj"]
+    used = how_to_use(suggestion, Path("mine.yaml"))
+    assert "set_recipe(model, parse_recipe(yaml.safe_load(open('mine.yaml'))))" in used
+    assert "hqsweep run trains a GPT of other names" in used
+    ours = suggest(captured(**{"layers.7.attn.qkv": BOTH}), 9)
+    assert how_to_use(ours, Path("mine.yaml")) == "for the GPT of hqsweep run: recipe=mine.yaml"
 
 
 @pytest.mark.parametrize(

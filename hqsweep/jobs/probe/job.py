@@ -4,8 +4,12 @@ No job of a sweep: there is nothing to train, and the rows are of a file that so
 of stats.jsonl, and beside them the shape, the bits of the format, and a note where a format cannot hold the matrix.
 """
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -16,6 +20,8 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.track.tables import ERRORS
 
 Row = dict[str, Any]
+SAMPLE = (256, 1024)
+"""Rows and columns of what is timed to tell how long a probe takes."""
 
 
 def parse_quantizers(texts: Sequence[str]) -> dict[str, HybridQuantizer]:
@@ -54,6 +60,20 @@ def probe(matrix: Matrix, quantizers: dict[str, HybridQuantizer]) -> Iterator[Ro
                 "quantizer": text, "direction": direction, "format": str(format),
                 "bits": format.bits_per_element(*shape), **statistics[direction], "note": note,
             }  # fmt: skip
+
+
+def expected_seconds(matrices: Sequence[Matrix], quantizers: dict[str, HybridQuantizer]) -> float:
+    """What probe() of all of them will take, from timing each quantizer on random numbers; reading is left out."""
+    sample, seconds = torch.randn(SAMPLE), 0.0
+    for quantizer in quantizers.values():
+        for _ in range(2):  # the first makes what later ones find
+            start = time.perf_counter()
+            stream_statistics(
+                lambda: [sample], quantizer.rowwise, quantizer.columnwise, RngKey(seed=0, slot="", step=0)
+            )
+            last = time.perf_counter() - start
+        seconds += last
+    return seconds * sum(matrix.rows * matrix.cols for matrix in matrices) / math.prod(SAMPLE)
 
 
 def _fault(matrix: Matrix, quantizer: HybridQuantizer) -> str | None:
