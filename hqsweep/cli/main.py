@@ -213,11 +213,9 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
 def _after_failures(failed: list[dict[str, Any]], count: int) -> str:
     """What to do about the runs that did not finish. One whose loss diverged would do so again."""
     others = [result for result in failed if not str(result["reason"]).startswith("loss is ")]
-    diverged = len(failed) - len(others)
-    what = f"{diverged} of {count} runs diverged, which would repeat itself: change what the reason names" * bool(
-        diverged
-    )
-    if not others:
-        return what
-    again = f"{len(others)} of {count} runs did not finish; see {others[0]['path']}/log.txt, then run again"
-    return f"{again}; {what}" if what else again
+    lines = []
+    if others:
+        lines.append(f"{len(others)} of {count} runs did not finish; see {others[0]['path']}/log.txt, then run again")
+    if diverged := len(failed) - len(others):
+        lines.append(f"{diverged} of {count} runs diverged, and would again; change what the reason names")
+    return "; ".join(lines)
