@@ -6,7 +6,7 @@ A folder belongs to one process at a time, by an flock on it, which the kernel r
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,21 +132,19 @@ class RunDir:
             raise Damaged(self.manifest_path, "is gone", REPAIRED)
         return manifest
 
+    def _known_facts(self) -> dict[str, Any]:
+        """What the manifest says, as far as it can be read."""
+        with suppress(Damaged):
+            return self._json(self.manifest_path, MANIFEST) or {}
+        return {}
+
     def update_manifest(self, **facts: Any) -> None:
         """Add facts to the manifest; of one that is gone or damaged nothing is kept."""
-        try:
-            known = self._json(self.manifest_path, MANIFEST) or {}
-        except Damaged:
-            known = {}
-        write_json(self.manifest_path, known | facts)
+        write_json(self.manifest_path, self._known_facts() | facts)
 
     def note_repair(self, sentence: str) -> None:
         """Add to the manifest what was damaged, and how the run went on without it."""
-        try:
-            before = self.manifest().get("repairs", [])
-        except Damaged:
-            before = []
-        self.update_manifest(repairs=[*before, sentence])
+        self.update_manifest(repairs=[*self._known_facts().get("repairs", []), sentence])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
         """Rows of `table` as written so far, a torn last line dropped. Raises Damaged for what is no row of it."""
@@ -224,12 +222,16 @@ class RunDir:
     def reset(self) -> None:
         """Delete what the run has put out, of links only themselves, so that it is pending again, which its status says
         first. The caller holds the lock."""
-        try:
-            manifest = self._json(self.manifest_path, MANIFEST) or {}
-        except Damaged:
-            manifest = {}
+        manifest = self._known_facts()
+        if self.path.is_symlink():
+            config = self.config_path.read_bytes()
+            self.path.unlink()
+            self.path.mkdir()
+            write_bytes(self.config_path, config)
+        if not self.status_path.is_file():
+            remove(self.status_path)
         write_json(self.status_path, PENDING)
-        seal.remove(self.path)
+        remove(self.path / seal.FILE)
         for entry in self.path.iterdir():
             if entry not in (self.config_path, self.lock_path, self.status_path):
                 remove(entry)
