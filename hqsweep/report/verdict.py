@@ -111,7 +111,8 @@ def _undecided(row: Row) -> str:
     if row["n"] == 1:
         cost = duration(row["replicate_minutes"])
         return f"{size} over one seed, which gives no interval; a verdict needs at least 1 more{cost}."
-    size += f" ({_interval(row)}) over {_replicates(row)}"
+    interval = f" ({_interval(row)})" if math.isfinite(row["half_pct"]) else ""
+    size += f"{interval} over {_replicates(row)}"
     if row["null"]:
         return f"{size}."
     if math.isnan(row["more"]):

@@ -70,6 +70,22 @@ def test_report_in_a_browser(page, tmp_path):
     assert observed["paper"] == [325]
 
 
+def test_the_light_page_in_a_browser_fits_both_widths_without_a_script(page, tmp_path):
+    harness = page.with_name("light.html")
+    harness.write_text(HARNESS.read_text().replace('src="report.html"', 'src="report_light.html"'))
+    dom, console = browse(harness, tmp_path / "profile")
+    assert console == []
+    observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+    for name in ("desk", "phone"):
+        assert observed[name]["scroll"] <= observed[name]["inner"] and observed[name]["pictures"] == 2 + 2 + 4 + 3 + 2
+        assert observed[name]["widest_picture"] <= observed[name]["inner"]
+    for plot in observed["forests"]:
+        assert (plot["clashes"], plot["outside"]) == (0, 0)
+    for tables in observed["tables"]:
+        assert tables["beyond"] == 0 and tables["unsaid"] == [] and tables["hinted"] == len(tables["wide"])
+    assert observed["keyboard"]["outlines"] == ["solid"] and observed["keyboard"]["broken"] == 0
+
+
 def test_the_page_may_not_fetch_and_the_console_would_tell(page, tmp_path):
     leaky = tmp_path / "leaky.html"
     leaky.write_text(page.read_text().replace("</body>", '<img src="http://127.0.0.1:9/x.png"></body>'))

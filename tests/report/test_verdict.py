@@ -36,7 +36,8 @@ def test_undecided_beyond_the_stated_maximum_and_beyond_reach():
     beyond = "about 7 trunks in all would decide, and this study has 6 at most."
     assert said(maximum=6).endswith(beyond) and "7 minutes" in said(maximum=7)
     assert said(more=math.inf, needed=math.inf).endswith("; no number of trunks within reach would decide it.")
-    assert said(more=NAN, needed=NAN).endswith("; the same gap in every one, which no test takes.")
+    same = said(more=NAN, needed=NAN, ci_low_pct=NAN, ci_high_pct=NAN, half_pct=NAN)
+    assert same.endswith("; the same gap in every one, which no test takes.") and "nan" not in same
 
 
 def test_one_and_two_trunks_say_what_their_interval_covers():
