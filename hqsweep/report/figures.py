@@ -93,7 +93,7 @@ def gap_curves(comparison: Comparison, heading: str, metric: str, smooth: int = 
     for arm, line in styles(comparison).items():
         line_with_band(fig, arm, line, thin(rows[rows["arm"] == arm]), ("gap", "low", "high"))
     settled = rows[rows["step"] > rows["step"].max() * SETTLED]
-    fig.update_yaxes(range=padded(settled[["gap", "low", "high"]].to_numpy()), tickformat="+.3~f")
+    fig.update_yaxes(range=padded(settled[["gap", "low", "high"]].to_numpy()), tickformat="+.4~g")
     says = (
         f"{heading}: the arm minus '{comparison.baseline}' in nats, with 95 % intervals. {_ends(rows, 'gap', '+.4f')}"
     )

@@ -16,7 +16,7 @@ import pandas as pd
 from hqsweep.report.arms import Comparison
 from hqsweep.report.axis import even_ticks
 from hqsweep.report.frames import FORK
-from hqsweep.report.look import styles
+from hqsweep.report.look import MOST_LETTERS, styles
 from hqsweep.report.text import number
 from hqsweep.report.verdict import FEWEST_TRUNKS, digits
 
@@ -116,7 +116,7 @@ class Forest:
     @property
     def name_width(self) -> int:
         """Characters that the longest name may take in a line of its own."""
-        return min(24, max(len(line.arm) for line in self.lines))
+        return min(MOST_LETTERS, max(len(line.arm) for line in self.lines))
 
     @property
     def says(self) -> str:

@@ -100,7 +100,7 @@ def _panel(
     own = lines[lines["point"] == point].sort_values("step")
     where = "all fork points together" if point == TOGETHER else f"forks at step {int(point):,}"
     heading = f"Growth of the training gap: {where}"
-    fig = figure("gap, % of the baseline's loss", "steps since the fork", y={"range": span, "tickformat": "+.3~f"})
+    fig = figure("gap, % of the baseline's loss", "steps since the fork", y={"range": span, "tickformat": "+.4~g"})
     margin_band(fig, margin)
     fig.add_hline(y=0, line={"color": BASELINE_COLOUR, "width": 1})
     if decay_from is not None:

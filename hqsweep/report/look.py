@@ -36,6 +36,7 @@ DASH_ARRAYS = {
 """Plotly's line styles as those of SVG."""
 MAX_POINTS = 400  # per line: more cannot be seen and make the file large
 FEW_POINTS = 12  # which are marked, as a line may be no more than one of them
+MOST_LETTERS = 24  # of a name beside a line; a longer one goes on below
 MAX_SAID = 8  # arms in the words that stand for a figure
 
 

@@ -6,7 +6,7 @@ import pandas as pd
 
 from hqsweep.report.arms import Comparison
 from hqsweep.report.axis import even_ticks
-from hqsweep.report.look import listed, styles
+from hqsweep.report.look import MOST_LETTERS, listed, styles
 
 TICKS = 6
 
@@ -36,6 +36,11 @@ class Speed:
     lines: tuple[SpeedLine, ...]
     ticks: tuple[tuple[float, str], ...]
     rows: pd.DataFrame
+
+    @property
+    def name_width(self) -> int:
+        """Characters that the longest name may take in a line of its own."""
+        return min(MOST_LETTERS, max(len(line.arm) for line in self.lines))
 
     @property
     def says(self) -> str:

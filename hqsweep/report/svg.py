@@ -65,8 +65,8 @@ def _drawing(panel: Panel) -> tuple[Markup, int]:
     layout = panel.figure.layout.to_plotly_json()
     traces = [trace.to_plotly_json() for trace in panel.figure.data]
     height = round(SHRINK * layout["height"])
-    y_names = axis_of(layout["yaxis"], [trace.get("y") for trace in traces], 0, 1).names
-    longest = max((len(_name(name)) for name in y_names), default=7)
+    labels = axis_of(layout["yaxis"], [trace.get("y") for trace in traces], 1, 0).ticks()
+    longest = max((len(_name(label)) for _, label in labels), default=0)
     left = min(LETTER * longest + 10, 0.45 * WIDTH) + (14 if _title(layout["yaxis"]) else 0)
     right, top = WIDTH - 10, 8
     two_lines = any(_is_double(trace.get("x")) for trace in traces)

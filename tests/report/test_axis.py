@@ -14,7 +14,7 @@ def test_values_stand_between_the_ends_and_what_is_not_finite_nowhere():
     assert axis.ticks() == [(100, "0"), (120, "2"), (140, "4"), (160, "6"), (180, "8"), (200, "10")]
     free = axis_of({}, [[1.0, math.nan], None, [2.0]], 0, 100)
     assert (free.low, free.high) == pytest.approx((0.98, 2.02))
-    assert axis_of({"tickformat": "+.3~f", "range": [-1, 1]}, [], 0, 1).ticks()[-1][1] == "+1"
+    assert axis_of({"tickformat": "+.4~g", "range": [-1, 1]}, [], 0, 1).ticks()[-1][1] == "+1"
 
 
 @pytest.mark.parametrize(
