@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from hqsweep.config.job import parse
 from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
 from hqsweep.jobs.isolation import isolated
+from hqsweep.recipe.factories import FindFactory, Importer
 from hqsweep.sweep.handover import serve, stop_with_parent
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.reasons import reason_of
@@ -40,6 +42,7 @@ from hqsweep.track.tracker import NullTracker, Tracker
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RAISE_AGAIN_S = 0.5
+NOT_IMPORTED = "which the command that started the run did not import; run the sweep's command again"
 LOCK_WAIT_S = 2.0
 """Longer than anyone who only asks for the lock holds it."""
 
@@ -57,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hqsweep.worker", description="Do a run, or those of a parent.")
     parser.add_argument("run_dir", type=Path, nargs="?", help="the run's folder; needed without --parent")
     parser.add_argument("--parent", type=int, metavar="PID", help="stop when this is no longer the parent process")
+    parser.add_argument("--import", dest="factories", metavar="FACTORY", action="append", default=[],
+                        help="a Python factory that a recipe may name; without it its runs fail")  # fmt: skip
+    parser.add_argument("--import-from", dest="folders", metavar="FOLDER", action="append", default=[],
+                        help="where its module is looked for, after the installed packages")  # fmt: skip
     options = parser.parse_args(arguments)
     if options.run_dir is None and options.parent is None:
         parser.error("run_dir is missing")
@@ -64,18 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.parent is not None:
         stop_with_parent(options.parent)
     try:
-        return _alone(RunDir(options.run_dir)) if options.run_dir is not None else serve(_among_others)
+        find = Importer(print, options.folders, options.factories, refusal=NOT_IMPORTED)
+        if options.run_dir is not None:
+            return _alone(RunDir(options.run_dir), find)
+        return serve(partial(_among_others, find=find))
     except OSError:
         with contextlib.suppress(OSError):  # the log is on the same disk
             traceback.print_exc()
         os._exit(EXIT_STORAGE)  # the exit handlers would try to write what stdout still holds
 
 
-def _among_others(run: RunDir) -> int | None:
+def _among_others(run: RunDir, find: FindFactory) -> int | None:
     """The run, and None where another may follow in this process. None follows one that did not finish, and none a
     user's own code, which may have left anything anywhere."""
     with isolated(), _own_signals():
-        exit_code = _alone(run)
+        exit_code = _alone(run, find)
     return None if exit_code == 0 and _is_ours(run) else exit_code
 
 
@@ -89,17 +99,17 @@ def _is_ours(run: RunDir) -> bool:
     return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
 
 
-def _alone(run: RunDir) -> int:
+def _alone(run: RunDir, find: FindFactory) -> int:
     """The run, if no other worker has it; returns the exit code."""
     try:
         with run.lock(wait_s=LOCK_WAIT_S) as holds:
-            return _work(run, holds)
+            return _work(run, holds, find)
     except RunBusy:
         print(f"{run.name}: another worker has this run", flush=True)
         return EXIT_BUSY
 
 
-def _work(run: RunDir, holds: Callable[[], bool]) -> int:
+def _work(run: RunDir, holds: Callable[[], bool], find: FindFactory) -> int:
     """The whole life of one attempt, with the folder locked; `holds` says whether it still is."""
     before, began = run.seen(), time.monotonic()
     if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
@@ -112,7 +122,7 @@ def _work(run: RunDir, holds: Callable[[], bool]) -> int:
     try:
         _listen()
         tracker = open_tracker(run)
-        _do_job(run, tracker)
+        _do_job(run, tracker, find)
         outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
     except Stopped as stop:
         _deafen()
@@ -136,9 +146,9 @@ def _work(run: RunDir, holds: Callable[[], bool]) -> int:
     return outcome["exit_code"]
 
 
-def _do_job(run: RunDir, tracker: Tracker) -> None:
+def _do_job(run: RunDir, tracker: Tracker, find: FindFactory) -> None:
     """Call the job that the config names, with a sink on the run's folder."""
-    config = parse(run.config())
+    config = parse(run.config(), find)
     sink = RowSink(run, tracker)
     try:
         sink.manifest(**facts())

@@ -32,6 +32,8 @@ from hqsweep.cli.output import (
 )
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
+NO_IMPORT = "which --no-import refuses; give a recipe that is none, or leave --no-import out"
+
 app = typer.Typer(
     cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich for it would double the time of --help
@@ -83,6 +85,9 @@ def run(
     ] = None,
     junit_file: Junit = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time (engine.workers).")] = None,
+    no_import: Annotated[
+        bool, typer.Option("--no-import", help="Refuse recipes that are Python factories, instead of importing them.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a sweep: all of its grid that is not finished.
@@ -94,12 +99,14 @@ def run(
     from rich.console import Console
 
     from hqsweep.config.jobs import CHECKED_TABLES
+    from hqsweep.recipe.factories import Importer
     from hqsweep.report import junit
     from hqsweep.report.job_tables import job_tables
     from hqsweep.sweep import launch
     from hqsweep.sweep.progress import open_display
 
-    planned = partial(launch.plan, config_dir=config_dir, workers=workers)
+    importer = Importer(partial(typer.echo, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
+    planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=None if dry_run else importer)
     with waiting("checking every run of the sweep"):
         plan = planned(words)
     if dry_run:

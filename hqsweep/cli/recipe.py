@@ -41,8 +41,10 @@ def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 
     rows = []
     for name in known_recipes(config_dir):
-        linear = [slot for slot in slots(_load(name, config_dir)) if slot.part == "linear" and slot.stage == 0]
-        rows.append({"name": name} | {slot.tensor: str(slot.quantizer) for slot in linear})
+        recipe = _load(name, config_dir)
+        linear = [slot for slot in slots(recipe) if slot.part == "linear" and slot.stage == 0]
+        row = {"name": name, "input": str(getattr(recipe, "qfactory", "-")), "weight": None, "grad_output": None}
+        rows.append(row | {slot.tensor: str(slot.quantizer) for slot in linear})
     print_result(as_json, rows, _table(f"{len(rows)} recipes", rows, LIST_COLUMNS))
 
 
@@ -61,7 +63,8 @@ def show(name: Name, every: All = False, config_dir: ConfigDir = None, as_json: 
     notes = [f"gemm: {recipe.gemm}"]
     notes += [f"overrides[{i}] is for {o}" for i, o in enumerate(getattr(recipe, "overrides", ()))]
     notes += [f"schedule[{i}] comes {_when(change.at)}" for i, change in enumerate(recipe.schedule)]
-    notes += [f"{key}: {config[key]}" for key in ("qfactory", "fp8_dpa") if key in config]
+    if "qfactory" in config:
+        notes += [f"the quantizers come from {recipe.qfactory}", f"fp8_dpa: {recipe.fp8_dpa}"]
     if every:
         table = _table(name, rows, SLOT_COLUMNS)
     else:
@@ -126,6 +129,7 @@ def export(
 
 def _load(name: str, config_dir: Path | None) -> Any:
     from hqsweep.errors import UserError
+    from hqsweep.recipe.factories import factory_name
     from hqsweep.recipe.schedule import parse_recipe
     from hqsweep.sweep.compose import load_recipe
 
@@ -133,7 +137,7 @@ def _load(name: str, config_dir: Path | None) -> Any:
         config = load_recipe(name, config_dir)
         if not isinstance(config, dict):
             raise UserError("its YAML gives no mapping as recipe; write name and linear at the top, without '@package'")
-        return parse_recipe(config)
+        return parse_recipe(config, factory_name)
     except UserError as error:
         raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
 

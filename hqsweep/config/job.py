@@ -24,6 +24,7 @@ from hqsweep.config.recipe import RecipeConfig
 from hqsweep.config.train import StatsConfig, TrainConfig
 from hqsweep.config.types import Name, Section
 from hqsweep.errors import UserError, nearest
+from hqsweep.recipe.factories import FindFactory, factory_name
 from hqsweep.recipe.validate import DeviceFault, GemmModule, check_held_weights, validate
 
 
@@ -81,7 +82,7 @@ class ConvergenceConfig(Job):
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
         self.check_recipe(self.data.vocab_estimate)
-        if self.model.quantized_weights:
+        if self.model.quantized_weights and not self.recipe.has_names:
             check_held_weights(self.recipe.build(), self.own_steps, self._gemm_modules(self.data.vocab_estimate))
         return self
 
@@ -90,7 +91,10 @@ class ConvergenceConfig(Job):
         return gemm_modules(self.model, vocab_size, part, self.train.context)
 
     def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
-        """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do."""
+        """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do. Nothing
+        is known of a Python factory that was not imported."""
+        if self.recipe.has_names:
+            return
         validate(self.recipe.build(), self.own_steps, self._gemm_modules(vocab_size), device_fault)
 
 
@@ -145,8 +149,9 @@ class CalibrateConfig(Job):
 Config = ConvergenceConfig | ParityConfig | CalibrateConfig
 
 
-def parse(config: Mapping[str, Any]) -> Config:
-    """The typed config of a run.
+def parse(config: Mapping[str, Any], find: FindFactory = factory_name) -> Config:
+    """The typed config of a run. What a Python factory of its recipe is, `find` says; by default a name, which is
+    imported nowhere and whose quantizers are not checked.
 
     Raises:
         UserError: all faults in one line, each with its key path, what came, and what is allowed.
@@ -159,7 +164,7 @@ def parse(config: Mapping[str, Any]) -> Config:
         )
     model = config_class(job)
     try:
-        return model.model_validate(dict(config))
+        return model.model_validate(dict(config), context={"find": find})
     except ValidationError as error:
         raise UserError(sentence(error, model)) from None
 

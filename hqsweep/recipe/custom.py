@@ -1,16 +1,15 @@
 """CustomRecipe: a recipe as a Python function, for what the sections of a declarative one cannot say."""
 
-import importlib
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hqsweep.errors import UserError, nearest
+from hqsweep.errors import UserError
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import Change
+from hqsweep.recipe.factories import FactoryName
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import HIGH_PRECISION
@@ -35,11 +34,18 @@ class CustomRecipe:
     schedule: tuple[Change, ...] = ()
 
     @property
+    def is_name(self) -> bool:
+        """Whether the factory is a name alone, which was not imported."""
+        return isinstance(self.qfactory, FactoryName)
+
+    @property
     def path(self) -> str:
         """module.name of the factory, by which it is found again.
 
         Raises UserError for a function that cannot be found by name, such as a lambda.
         """
+        if isinstance(self.qfactory, FactoryName):
+            return self.qfactory.path
         module, name = getattr(self.qfactory, "__module__", None), getattr(self.qfactory, "__qualname__", "")
         if getattr(sys.modules.get(module), name, None) is not self.qfactory:
             raise UserError(
@@ -96,29 +102,6 @@ class CustomRecipe:
         raise UserError(
             f"{where} returned {answer!r}; it must return a HybridQuantizer, its text, or a request for one{leaves_out}"
         )
-
-
-def find_factory(path: str, where: str) -> Callable[[QuantizerRole], Any]:
-    """The function at "package.module.name"; the working directory is searched as well. `where` starts the error."""
-    module_name, _, name = path.rpartition(".")
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"{where}: '{path}' cannot be imported ({error}); it takes package.module.function, from the installed"
-            " packages or the working directory"
-        ) from None
-    except Exception as error:
-        raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(here)
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        known = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
-        raise UserError(f"{where}: {module_name} has no function '{name}'{nearest(name, known)}")
-    return factory
 
 
 def _rebuild(qfactory: Callable, fp8_dpa: bool, gemm: str, schedule: tuple[Change, ...]) -> CustomRecipe:

@@ -40,7 +40,8 @@ class Slot:
 
 
 def slots(recipe: AnyRecipe) -> Iterator[Slot]:
-    """Every slot of a recipe, its overrides and its schedule; a Python factory is asked with modules without names."""
+    """Every slot of a recipe, its overrides and its schedule; a Python factory is asked with modules without
+    names, and one that was not imported has none."""
     yield from _one(recipe, 0)
     for stage, change in enumerate(recipe.schedule, start=1):
         yield from _one(change.recipe, stage)
@@ -74,6 +75,8 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, An
 
 def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:
     if isinstance(recipe, CustomRecipe):
+        if recipe.is_name:
+            return
         for part in MODULE_GEMMS:
             roles = {tensor: QuantizerRole(part, tensor, "") for tensor in TENSOR_TYPES[part]}
             quantizers = recipe.resolve(roles.values())

@@ -10,12 +10,14 @@ Each change starts from the recipe before it, so it says only what is new.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format, parse
 from hqsweep.recipe.base import AnyRecipe, Change
-from hqsweep.recipe.custom import CustomRecipe, find_factory
+from hqsweep.recipe.custom import CustomRecipe
+from hqsweep.recipe.factories import FindFactory, find_factory
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.sectioned import KEYS, SECTIONS, Override, Recipe, parse_gemm
 from hqsweep.recipe.sections import Faults, LinearQuantizers
@@ -24,21 +26,25 @@ CUSTOM_KEYS = ("name", "qfactory", "fp8_dpa", "gemm")
 CHANGE_KEYS = ("at", *GEMMS, *(key for key in KEYS if key != "name"), "qfactory", "fp8_dpa")
 
 
-def parse_recipe(config: Mapping[str, Any]) -> AnyRecipe:
+def parse_recipe(config: Mapping[str, Any], find: FindFactory = find_factory) -> AnyRecipe:
     """The recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule of both.
 
-    Keys whose value is None count as left out. Raises UserError with the key path of every fault.
+    Keys whose value is None count as left out. `find` gives the function of a qfactory: find_factory imports it, so a
+    config of somebody else is read with factory_name, which imports nothing.
+
+    Raises UserError with the key path of every fault.
     """
     fields = {key: value for key, value in config.items() if value is not None}
     entries = fields.pop("schedule", [])
-    recipe = before = _parse_one(fields, "recipe")
+    find = partial(find, recipe=str(fields.get("name", "")))
+    recipe = before = _parse_one(fields, "recipe", find)
     if not isinstance(entries, list | tuple):
         raise UserError(
             f"recipe.schedule is {entries!r}; it takes a list of changes such as [{{at: 0.82, fprop: bf16}}]"
         )
     faults, changes = Faults(), []
     for index, entry in enumerate(entries):
-        change = faults.take(_parse_change, entry, before, f"recipe.schedule[{index}]")
+        change = faults.take(_parse_change, entry, before, f"recipe.schedule[{index}]", find)
         if change is not None:
             changes.append(change)
             before = change.recipe
@@ -52,7 +58,7 @@ def recipe_config(recipe: AnyRecipe) -> dict[str, Any]:
     return recipe.to_config() | {"schedule": changes}
 
 
-def _parse_one(config: Mapping[str, Any], where: str) -> AnyRecipe:
+def _parse_one(config: Mapping[str, Any], where: str, find: FindFactory) -> AnyRecipe:
     if not config.keys() & {"qfactory", "_target_"}:
         return Recipe.from_config(config, where)
     config = {("qfactory" if key == "_target_" else key): value for key, value in config.items()}
@@ -65,11 +71,11 @@ def _parse_one(config: Mapping[str, Any], where: str) -> AnyRecipe:
     fp8_dpa = config.get("fp8_dpa", False)
     if not isinstance(fp8_dpa, bool):
         raise UserError(f"{where}.fp8_dpa: got {fp8_dpa!r}; it must be true or false")
-    factory = find_factory(str(config["qfactory"]), f"{where}.qfactory")
+    factory = find(str(config["qfactory"]), f"{where}.qfactory")
     return CustomRecipe(qfactory=factory, fp8_dpa=fp8_dpa, gemm=parse_gemm(config.get("gemm", "exact"), where))
 
 
-def _parse_change(entry: object, before: AnyRecipe, where: str) -> Change:
+def _parse_change(entry: object, before: AnyRecipe, where: str, find: FindFactory) -> Change:
     fields = {k: v for k, v in entry.items() if v is not None} if isinstance(entry, Mapping) else {}
     fields = {("qfactory" if key == "_target_" else key): value for key, value in fields.items()}
     unknown = [key for key in fields if key not in CHANGE_KEYS]
@@ -82,10 +88,10 @@ def _parse_change(entry: object, before: AnyRecipe, where: str) -> Change:
         raise UserError(
             f"{where}.at: got {at!r}; it takes a number of updates (1 or more), or a fraction between 0 and 1"
         )
-    return Change(at=at, recipe=_changed(fields, before, where))
+    return Change(at=at, recipe=_changed(fields, before, where, find))
 
 
-def _changed(fields: dict[str, Any], before: AnyRecipe, where: str) -> AnyRecipe:
+def _changed(fields: dict[str, Any], before: AnyRecipe, where: str, find: FindFactory) -> AnyRecipe:
     gemms = {key: fields.pop(key) for key in GEMMS if key in fields}
     if "qfactory" in fields or isinstance(before, CustomRecipe):
         if gemms or ("qfactory" not in fields and "linear" not in fields):
@@ -94,7 +100,7 @@ def _changed(fields: dict[str, Any], before: AnyRecipe, where: str) -> AnyRecipe
         inherited = {"gemm": before.gemm} | (
             {"fp8_dpa": getattr(before, "fp8_dpa", False)} if "qfactory" in fields else {}
         )
-        return _parse_one(inherited | fields, where)
+        return _parse_one(inherited | fields, where, find)
     if isinstance(fields.get("linear"), Mapping) and "rowwise" not in fields["linear"]:
         fields["linear"] = before.linear.texts() | dict(fields["linear"])
     inherited = before.to_config()

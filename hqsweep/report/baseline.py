@@ -22,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from hqsweep.errors import UserError
+from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.listing import described
 from hqsweep.recipe.schedule import parse_recipe
 from hqsweep.report.curves import measures
@@ -100,12 +101,13 @@ def loss_of(entry: Entry) -> float:
 
 
 def recipes_of(runs: pd.DataFrame) -> dict[str, Description]:
-    """The recipe of each arm of Frames.runs, tensor by tensor; of a Python factory that is not there, its name."""
+    """The recipe of each arm of Frames.runs, tensor by tensor; of a Python factory, which nobody imports here, its
+    name."""
     recipes = {}
     for arm, path in runs.drop_duplicates("arm").set_index("arm")["path"].items():
         config = RunDir(Path(path)).config()["recipe"]
         try:
-            recipes[arm] = described(parse_recipe(config))
+            recipes[arm] = described(parse_recipe(config, factory_name))
         except UserError:
             recipes[arm] = {key: text(value) for key, value in config.items() if key != "name"}
     return recipes

@@ -100,6 +100,18 @@ def load_recipe(name: str, config_dir: Path | None = None) -> Any:
     return config.get("recipe", config)
 
 
+def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
+    """Where modules of Python factories are looked for, beside the installed packages: the folders of the user's own
+    configs, which are those of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
+    recipes = [value for text in overrides if text.startswith("recipe=") for value in text[7:].split(",")]
+    files = [Path(name) for name in (*recipes, conf) if name.endswith(".yaml")]
+    own = [file.parent.parent if file.resolve().parent.name == "recipe" else file.parent for file in files]
+    folders = [
+        folder.resolve() for folder in (*own, config_dir, Path("conf")) if folder is not None and folder.is_dir()
+    ]
+    return list(dict.fromkeys(map(str, folders)))
+
+
 def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
     """Hydra's reader of folders and then the packaged configs; folders that are None or absent are skipped."""
     hydra.version.setbase("1.3")

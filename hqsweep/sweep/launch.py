@@ -16,7 +16,8 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError
 from hqsweep.jobs.convergence import check_native
-from hqsweep.sweep.compose import expand, known_confs
+from hqsweep.recipe.factories import FindFactory, Importer, factory_name
+from hqsweep.sweep.compose import expand, factory_folders, known_confs
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
@@ -39,6 +40,8 @@ class SweepPlan:
     configs: tuple[Config, ...]
     study: StudyConfig
     baseline_why: str = ""
+    imports: tuple[str, ...] = ()
+    """What its workers have to be told of the Python factories that were imported for it."""
 
     @property
     def first(self) -> Config:
@@ -76,8 +79,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int | None = None) -> SweepPlan:
-    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers.
+def plan(
+    words: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    workers: int | None = None,
+    importer: Importer | None = None,
+) -> SweepPlan:
+    """The grid of `conf=NAME KEY=VALUE...`; `workers` stands for engine.workers. Without an importer, Python factories
+    stay names, and such a plan cannot be started.
 
     Raises:
         UserError: whatever is wrong in any point of the grid.
@@ -86,12 +96,15 @@ def plan(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
     if workers is not None:
         overrides = [*overrides, f"engine.workers={workers}"]
     grid = expand(conf, overrides, config_dir)
-    configs = _parse_all(grid.points)
+    if importer is not None:
+        importer.folders = factory_folders(conf, overrides, config_dir)
+    configs = _parse_all(grid.points, importer or factory_name)
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
     if grid.study.fork is not None:
         typed, configs = zip(*linked(grid.points, configs, grid.study.fork), strict=True)
     check_twins(typed)
     fields = {"conf": conf, "words": tuple(overrides), "study": grid.study, "baseline_why": grid.baseline_why}
+    fields["imports"] = tuple(importer.arguments) if importer is not None else ()
     return SweepPlan(points=tuple(typed), configs=tuple(configs), **fields)
 
 
@@ -130,7 +143,7 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     engine = first.engine
     store, study = RunStore(Path(first.runs_dir)), plan.study.model_dump(mode="json")
     runs = store.create(sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points, study=study)
-    limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"})
+    limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"imports": plan.imports}
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, **limits)
     else:
@@ -167,12 +180,12 @@ def result(run: RunDir) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _parse_all(points: Sequence[GridPoint]) -> list[Config]:
+def _parse_all(points: Sequence[GridPoint], find: FindFactory) -> list[Config]:
     """Typed configs. If only some points fail, the message names the first of these."""
     configs, faults = [], {}
     for point in points:
         try:
-            configs.append(parse(point.config))
+            configs.append(parse(point.config, find))
         except UserError as error:
             faults.setdefault(str(error), point.changed)
     if not faults:

@@ -48,6 +48,8 @@ class Limits:
     """Further attempts after a failed one, each from the run's last checkpoint."""
     backoff_s: float = 1.0
     """Seconds before the first of them, twice as long before each further one."""
+    imports: Sequence[str] = ()
+    """Words that tell a worker which Python factories it may import (Importer.arguments)."""
     fail_fast: bool = False
     """Start nothing more after the first run that failed, retries included."""
 
@@ -64,7 +66,7 @@ def run_local(
     """
     free = slots(limits.workers, limits.runs_per_gpu)
     threads = thread_limits(limits.threads or max(1, cores() // len(free)))
-    pool = _Pool(display=display, limits=limits, slots=[Slot({**threads, **gpu}) for gpu in free])
+    pool = _Pool(display=display, limits=limits, slots=[Slot({**threads, **gpu}, limits.imports) for gpu in free])
     with display, _caught_signals() as caught:
         try:
             pool.enqueue(runs, force=force)

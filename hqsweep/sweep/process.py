@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -24,21 +24,22 @@ DELETED = "its folder was deleted while it ran; the same command starts it again
 
 
 def worker_command() -> list[str]:
-    """The command of a worker, which takes its runs from stdin and ends itself when its parent is gone."""
-    return [sys.executable, "-m", "hqsweep.worker", "--parent", str(os.getpid())]
+    """The command of a worker, which takes its runs from stdin and ends itself when its parent is gone; -P: it imports
+    nothing from the working directory."""
+    return [sys.executable, "-P", "-m", "hqsweep.worker", "--parent", str(os.getpid())]
 
 
 class WorkerProcess:
-    """`worker_command()` in a session of its own, so that a terminal's Ctrl-C reaches the parent alone. `environment`
-    is added to ours; what the process says before its first run is appended to `log`."""
+    """`worker_command()` with `arguments` in a session of its own, so that a terminal's Ctrl-C reaches the parent
+    alone. `environment` is added to ours; what the process says before its first run is appended to `log`."""
 
-    def __init__(self, environment: Mapping[str, str], log: BinaryIO) -> None:
+    def __init__(self, environment: Mapping[str, str], log: BinaryIO, arguments: Sequence[str] = ()) -> None:
         self.channel, theirs = socket.socketpair()
         self.answers = True
         """Whether something may still come through the channel."""
         with theirs:
             self._process = subprocess.Popen(
-                worker_command(), env={**os.environ, **environment}, start_new_session=True,
+                [*worker_command(), *arguments], env={**os.environ, **environment}, start_new_session=True,
                 stdin=theirs, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.pid = self._process.pid
@@ -105,6 +106,8 @@ class Slot:
     for the next run: starting Python and torch takes longer than a short run."""
 
     environment: Mapping[str, str]
+    arguments: Sequence[str] = ()
+    """Those of its workers."""
     idle: WorkerProcess | None = None
 
     def worker_for(self, run: RunDir, log: BinaryIO) -> WorkerProcess:
@@ -113,7 +116,7 @@ class Slot:
         if worker is None or not worker.take(run):
             if worker is not None:
                 worker.end()
-            worker = WorkerProcess(self.environment, log)
+            worker = WorkerProcess(self.environment, log, self.arguments)
             worker.take(run)  # one that is dead already is found so
         return worker
 

@@ -8,7 +8,7 @@ import pytest
 from hqsweep.errors import UserError
 from hqsweep.quant import HybridQuantizer, IdentityQuantizer
 from hqsweep.recipe import CustomRecipe, QuantizerRole, Recipe, parse_recipe
-from hqsweep.recipe.custom import find_factory
+from hqsweep.recipe.factories import find_factory
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.roles import TENSOR_TYPES, module_roles
 
@@ -100,16 +100,17 @@ def test_unknown_roles_are_our_own_error():
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    (tmp_path / "my_factories.py").write_text("def mine(role):\n    return 'nvfp4|mxfp8'\n")
+    code = "import os\ndef mine(role):\n    return 'nvfp4|mxfp8'\nother = mine\n"
+    (tmp_path / "my_factories.py").write_text(code)
     (tmp_path / "my_broken.py").write_text("1 / 0\n")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     yield "my_factories"
     for name in ("my_factories", "my_broken"):
         sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("key", ["qfactory", "_target_"])
-def test_a_factory_in_the_working_directory_is_found_and_its_config_reads_back(key, module):
+def test_a_factory_is_found_by_its_name_and_its_config_reads_back(key, module):
     recipe = parse_recipe({"name": "mine", key: f"{module}.mine", "gemm": "strict"})
     assert str(recipe.quantizer(FC)) == "nvfp4|mxfp8"
     assert recipe.to_config() == {"qfactory": "my_factories.mine", "fp8_dpa": False, "gemm": "strict"}
@@ -121,12 +122,15 @@ def test_a_factory_in_the_working_directory_is_found_and_its_config_reads_back(k
     [
         ("my_factories.mime", "my_factories has no function 'mime' .did you mean 'mine'"),
         ("my_factorys.mine", "w: 'my_factorys.mine' cannot be imported"),
-        ("mine", "w: 'mine' cannot be imported"),
+        ("mine", "w: 'mine' is no package.module.function"),
+        ("my_factories.mine()", "w: 'my_factories.mine()' is no package.module.function"),
+        ("my_factories.other", "w: 'my_factories.other' is my_factories.mine; give that"),
+        ("my_factories.os.path.join", "w: 'my_factories.os.path.join' cannot be imported"),
         ("my_broken.mine", "w: importing 'my_broken' raised ZeroDivisionError"),
     ],
 )
 def test_wrong_paths(path, message, module):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message.replace("()", r"\(\)")):
         find_factory(path, "w")
 
 

@@ -40,8 +40,8 @@ def make_runs(root, device="cpu", arms=ARMS, track="none"):
     return RunStore(root).create(sweep="warm", conf="warm", overrides=[], runs=points)
 
 
-def finish(runs):
-    statuses = run_local(runs, display=PlainDisplay(Console()), limits=Limits(threads=1))
+def finish(runs, *imports):
+    statuses = run_local(runs, display=PlainDisplay(Console()), limits=Limits(threads=1, imports=imports))
     assert [status["state"] for status in statuses] == ["finished"] * len(runs), [run.log.read_text() for run in runs]
     return [status["pid"] for status in statuses]
 
@@ -83,11 +83,9 @@ def test_each_run_of_a_worker_has_its_own_run_of_wandb(tmp_path, monkeypatch):
         assert losses == [row["value"] for row in run.rows("metrics") if row["metric"] == "train_loss"]
 
 
-def test_a_users_factory_is_the_last_run_of_its_process(tmp_path, monkeypatch):
+def test_a_users_factory_is_the_last_run_of_its_process(tmp_path):
     (tmp_path / "own_factory.py").write_text('def make(role):\n    return "mxfp8"\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)
     own = {"recipe": {"qfactory": "own_factory.make"}}
     runs = make_runs(tmp_path / "runs", arms={"first": ARMS["sr"], "own": own, "last": ARMS["delayed"]})
-    first, with_own, last = finish(runs)
+    first, with_own, last = finish(runs, "--import=own_factory.make", f"--import-from={tmp_path}")
     assert first == with_own != last

@@ -1,0 +1,119 @@
+"""Python factories of recipes: names until somebody who may import them does.
+
+A config that names a module may come from anybody, so what reads a config takes the name as text. Code is imported
+for `hqsweep run` alone, and for a call in Python: see Importer and find_factory.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hqsweep.errors import UserError, nearest
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+
+
+class FindFactory(Protocol):
+    """What parse_recipe asks for the factory at "package.module.function"; `where` starts an error, `recipe` is the
+    recipe's name, "" where it has none."""
+
+    def __call__(self, path: str, where: str, recipe: str = "") -> Callable[..., Any]: ...
+
+
+@dataclass(frozen=True)
+class FactoryName:
+    """A factory that was not imported; it cannot be called."""
+
+    path: str
+
+    def __call__(self, role: Any) -> Any:
+        raise UserError(f"{self.path} is a Python factory, which is not imported here, so nobody can say what it gives")
+
+    def __str__(self) -> str:
+        return f"a Python factory, {self.path}"
+
+
+def factory_name(path: str, where: str, recipe: str = "") -> FactoryName:
+    """The factory as its name. Raises UserError for what is no name of a function in a module."""
+    if not _PATH.fullmatch(path):
+        raise UserError(f"{where}: {path!r} is no package.module.function")
+    return FactoryName(path)
+
+
+def find_factory(path: str, where: str, recipe: str = "") -> Callable[..., Any]:
+    """The function at "package.module.function", which imports its module, as any import finds it.
+
+    Raises:
+        UserError: there is no such module, importing it failed, or it has no such function.
+    """
+    factory_name(path, where)
+    return _find(path, where)
+
+
+def _find(path: str, where: str, places: str = "") -> Callable[..., Any]:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"{where}: '{path}' cannot be imported ({error}); it takes package.module.function{places}"
+        ) from None
+    except Exception as error:
+        raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        raise UserError(f"{where}: {module_name} has no function '{name}'{nearest(name, known)}")
+    home = f"{getattr(factory, '__module__', None)}.{getattr(factory, '__qualname__', name)}"
+    if home != path:
+        raise UserError(f"{where}: '{path}' is {home}; give that, so that the factory has one name")
+    return factory
+
+
+@dataclass
+class Importer:
+    """FindFactory of a command that may import: find_factory, but it says what it imports, and finds modules that are
+    not installed in `folders` as well; never in the working directory, where anything may lie."""
+
+    say: Callable[[str], None]
+    """Is given a line before a module is imported."""
+    folders: Sequence[str] = ()
+    allowed: Collection[str] | None = None
+    """Paths of the factories that may be imported; None for all."""
+    refusal: str = ""
+    """Ends the error for all others."""
+    imported: list[str] = field(default_factory=list)
+
+    def __call__(self, path: str, where: str, recipe: str = "") -> Callable[..., Any]:
+        """Raises UserError as find_factory does, and for what is not allowed."""
+        factory_name(path, where)
+        if self.allowed is not None and path not in self.allowed:
+            raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
+        if path not in self.imported:
+            self.say(f"importing {path.rpartition('.')[0]} for recipe {recipe or path}")
+        with _searched(self.folders):
+            factory = _find(path, where, f", from {' or '.join(['the installed packages', *self.folders])}")
+        if path not in self.imported:
+            self.imported.append(path)
+        return factory
+
+    @property
+    def arguments(self) -> list[str]:
+        """Words by which a worker (python -m hqsweep.worker) may import the same, and nothing else."""
+        folders = [f"--import-from={folder}" for folder in self.folders] if self.imported else []
+        return [*(f"--import={path}" for path in self.imported), *folders]
+
+
+@contextmanager
+def _searched(folders: Sequence[str]) -> Iterator[None]:
+    """Modules are looked for in these folders too, after all other places."""
+    before = list(sys.path)
+    sys.path += [folder for folder in folders if folder not in before]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
