@@ -16,6 +16,7 @@ from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import dry_run as cli_dry_run
 from hqsweep.cli import gate as cli_gate
 from hqsweep.cli import growth as cli_growth
+from hqsweep.cli import house as cli_house
 from hqsweep.cli import plan as cli_plan
 from hqsweep.cli import probe as cli_probe
 from hqsweep.cli import recipe as cli_recipe
@@ -139,12 +140,16 @@ def run(
 
 
 @app.command()
-def ls(runs_dir: RunsDir = Path("runs"), as_json: AsJson = False) -> None:
+def ls(
+    tag: Annotated[str | None, typer.Option(help="Only sweeps that have this tag, or runs that do.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
     """List the sweeps."""
     from hqsweep.report.listing import list_sweeps
     from hqsweep.sweep.store import RunStore
 
-    page, document = list_sweeps(RunStore(runs_dir))
+    page, document = list_sweeps(RunStore(runs_dir), tag)
     print_result(as_json, document, page)
 
 
@@ -195,6 +200,7 @@ app.command()(cli_plan.plan)
 app.command()(cli_gate.gate)
 app.command()(cli_probe.probe)
 app.add_typer(cli_status.app)
+app.add_typer(cli_house.app)
 app.add_typer(cli_gate.app, name="baseline")
 app.add_typer(cli_recipe.app, name="recipe")
 

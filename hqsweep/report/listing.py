@@ -1,21 +1,27 @@
 """`hqsweep ls`: what to print, and the same facts as plain dicts for --json."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from hqsweep.errors import Damaged, UserError, nearest
 from hqsweep.report.text import TextTable, to_rich
+from hqsweep.sweep import notes
 from hqsweep.sweep.store import RunStore
 
 STATES = ("finished", "running", "pending", "interrupted", "failed")
 
 
-def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
+def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
     """(table, dicts): per sweep its conf, when it was made, arms, runs (of a fork study trunks, which are no arm, and
-    forks), and how many of them are in each state; newest last."""
+    forks), how many of them are in each state, and its notes; newest last. tag: only sweeps that have it, or runs that
+    do. UserError where none has it."""
     sweeps = [_sweep(store, name) for name in store.sweeps()]
+    if tag is not None:
+        sweeps = _tagged(sweeps, tag)
     if not sweeps:
         return Text(f"no sweep in {store.root}; `hqsweep run conf=quickstart` makes one"), []
     rows = tuple(
@@ -26,11 +32,34 @@ def list_sweeps(store: RunStore) -> tuple[RenderableType, list[dict[str, Any]]]:
             str(len(sweep["arms"])),
             _counted(sweep),
             ", ".join(f"{sweep['states'][state]} {state}" for state in STATES if state in sweep["states"]),
+            *_said(sweep["notes"], tag),
         )
         for sweep in sweeps
     )
-    header = ("sweep", "conf", "created (UTC)", "arms", "runs", "states")
-    return to_rich(TextTable(header=header, rows=rows, numeric=frozenset({3, 4})), f"sweeps in {store.root}"), sweeps
+    header = ("sweep", "conf", "created (UTC)", "arms", "runs", "states", "tags", "note")
+    table = TextTable(header=header, rows=rows, numeric=frozenset({3, 4}))
+    for name in ("tags", "note"):
+        table = table if table.column(name) - {""} else table.without(name)
+    return to_rich(table, f"sweeps in {store.root}"), sweeps
+
+
+def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
+    """Those of which something has the tag."""
+    known = {each for sweep in sweeps for said in sweep["notes"].values() for each in said["tags"]}
+    if tag not in known:
+        there = f"there are {', '.join(sorted(known))}" if known else "`hqsweep tag SWEEP +NAME` adds one"
+        raise UserError(f"--tag: nothing has the tag '{tag}'{nearest(tag, known)}; {there}")
+    return [sweep for sweep in sweeps if any(tag in said["tags"] for said in sweep["notes"].values())]
+
+
+def _said(said: dict[str, dict[str, Any]], asked: str | None) -> tuple[str, str]:
+    """Tags and note of a sweep; runs that have the tag that was asked for stand under the note."""
+    own = said.get("", {"tags": [], "note": ""})
+    on_runs = {run: each for run, each in said.items() if run and each["tags"]}
+    counts = Counter(tag for each in on_runs.values() for tag in each["tags"])
+    tags = [*own["tags"], *(f"{tag} (of {count} run{'s' * (count > 1)})" for tag, count in counts.items())]
+    runs = [f"{run}: {each['note']}".rstrip(": ") for run, each in on_runs.items() if asked in each["tags"]]
+    return ", ".join(tags), "\n".join(line for line in (own["note"], *runs) if line)
 
 
 def _counted(sweep: dict[str, Any]) -> str:
@@ -55,4 +84,14 @@ def _sweep(store: RunStore, name: str) -> dict[str, Any]:
         "trunks": trunks,
         "forks": len(sections) - trunks,
         "states": dict(states),
+        "notes": _notes(store.root / name),
     }
+
+
+def _notes(folder: Path) -> dict[str, dict[str, Any]]:
+    """Name of a run ("" for the sweep) -> {"note", "tags"}; of a damaged file what is wrong with it, as the note."""
+    try:
+        said = notes.read(folder)
+    except Damaged as fault:
+        said = {"": notes.Note(note=str(fault))}
+    return {name: {"note": each.note, "tags": list(each.tags)} for name, each in said.items() if each != notes.Note()}

@@ -15,6 +15,7 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.report.gemm_plans import plan_lines
 from hqsweep.report.job_tables import job_tables
 from hqsweep.report.text import TextTable, number, sparkline, text, to_rich
+from hqsweep.sweep import notes
 from hqsweep.sweep.run_dir import RunDir
 
 WORST = 5
@@ -37,7 +38,10 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         "loss": curve,
         "worst_sqnr": worst,
     }
+    said = notes.of_run(run)
+    page["note"], page["tags"] = said.note, list(said.tags)
     parts: list[RenderableType] = [Text(f"{run.sweep}/{run.name}", style="bold"), Text(_status_line(status))]
+    parts += [Text(line) for line in (notes.line(said),) if line]
     parts += [Text(line) for line in (*_place_lines(run.fork()), *recipe_lines(config.get("recipe")))]
     parts += [Text(f"warning: {line}", style="yellow") for line in manifest.get("warnings", [])]
     if curve["values"]:
