@@ -172,5 +172,5 @@ def misfit(name: str, data: bytes, mark: Mark) -> str | None:
         return None
     rows = data.count(b"\n")
     if rows < mark["rows"]:
-        return f"{name} has {rows} rows, {mark['rows']} were written before it"
+        return f"{name} has {rows} row{'s' * (rows != 1)}, {mark['rows']} were written before it"
     return f"the first {mark['rows']} rows of {name} are not those that were written before it"
