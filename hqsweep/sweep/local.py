@@ -290,7 +290,7 @@ class _Pool:
         self.active.remove(active)
         self.slots.append(active.attempt.slot)
         task = active.task
-        if active.attempt.exit_code == EXIT_BUSY:
+        if active.attempt.exit_code == EXIT_BUSY and task.run.seen()["state"] != "missing":
             self.queue.append(task)
             return
         status = active.attempt.settle()

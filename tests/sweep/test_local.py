@@ -279,6 +279,13 @@ def test_a_folder_that_is_deleted_while_its_run_goes_on_costs_that_run_alone(mak
     assert [status["state"] for status in run_local(again[1:], display=Lines())] == ["finished"] * 2
 
 
+def test_a_worker_that_finds_its_folder_deleted_is_no_busy_one(make_runs):
+    (run,) = make_runs("gone")
+    display = Lines()
+    run_local([run], display=display)
+    assert display.reasons[run.name].startswith("its folder was deleted while it ran")
+
+
 def test_a_folder_that_is_deleted_before_its_run_starts_is_named(make_runs):
     runs = make_runs("quick", "quick")
     shutil.rmtree(runs[0].path)
