@@ -101,8 +101,8 @@ def compare(root: Path, quick: bool) -> rows.Row:
     lists = {"recipe": ",".join(recipes), "train.lr": ",".join(rates), "seed": f"range({seeds})", "train.steps": steps}
     runs = created(root, "many", [f"{key}={values}" for key, values in lists.items()])
     for run in runs:
-        finish(run, steps)
         log(run, steps)
+        finish(run, steps)
     row = timed(["compare", "many", "--baseline", "bf16"], root)
     size = (root / "reports/many/report.html").stat().st_size / 1e6
     return {"runs": len(runs), "steps": steps} | row | {"megabytes": round(size, 2), "budget_mb": BUDGET_MB}

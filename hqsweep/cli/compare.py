@@ -30,17 +30,22 @@ def compare(
     track: Annotated[
         bool, typer.Option("--track", help="Show the verdicts beside the runs in W&B or TensorBoard, too.")
     ] = False,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Exit 0 though runs are missing or not finished; damaged ones stay 3.")
+    ] = False,
     junit_file: Junit = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Say which recipes are worse, better or equivalent, and write a report.
 
-    A table here; HTML, Markdown, CSV and Parquet in the report folder.
+    A table here; HTML, Markdown, CSV and Parquet in the report folder. Exit code 3 where runs are missing, damaged or
+    not finished: they are named and left out.
     """
     from hqsweep.report import junit
     from hqsweep.report.check import checked, verdict_rows
     from hqsweep.report.compare import compare, document, write
+    from hqsweep.report.left_out import exit_code
     from hqsweep.report.tables import rich_table
     from hqsweep.study import noise
     from hqsweep.sweep.store import RunStore
@@ -60,4 +65,4 @@ def compare(
             "--track: neither W&B nor TensorBoard has taken the report; the sweep's track.kind says which should"
         )
     print_result(as_json, result, rich_table(comparison), *lines)
-    raise typer.Exit(0 if good else EXIT_MISMATCH)
+    raise typer.Exit(exit_code(comparison.left_out, partial) if good else EXIT_MISMATCH)

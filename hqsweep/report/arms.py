@@ -18,6 +18,7 @@ from hqsweep.report.curves import interval, intervals
 from hqsweep.report.families import LOSSES, Family
 from hqsweep.report.frames import FORK, REPLICATE, Frames, config_leaves
 from hqsweep.report.gemm_plans import computed_by
+from hqsweep.report.left_out import LeftOut
 from hqsweep.report.verdict import FEWEST_TRUNKS, sentence, state_text
 from hqsweep.verdicts.estimate import Estimate
 
@@ -54,6 +55,7 @@ class Comparison:
     finals       one row per run: the columns of curves.measures, and gap (of the loss that decides), overhead_pct, both
                  against the baseline's run of the same replicate (NaN without one)
     trunks       the trunks' own rows, of forks
+    left_out     runs without a result, and those that cannot be believed
     """
 
     frames: Frames
@@ -69,6 +71,7 @@ class Comparison:
     points: pd.DataFrame
     trunks: Frames
     notes: tuple[str, ...] = field(default=())
+    left_out: tuple[LeftOut, ...] = field(default=())
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:

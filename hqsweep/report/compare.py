@@ -21,6 +21,8 @@ from hqsweep.report.csv_files import write_csv
 from hqsweep.report.curves import loss_slope, measures, overheads
 from hqsweep.report.families import DECIDES, LOSSES, Family, Rule, judge
 from hqsweep.report.frames import FORK, Frames, load
+from hqsweep.report.left_out import note, without_result
+from hqsweep.report.left_out import rows as rows_of
 from hqsweep.report.markdown_page import report_markdown
 from hqsweep.report.notes import study_notes
 from hqsweep.report.studies import Study, study_of
@@ -41,7 +43,8 @@ def compare(
     margin    the largest gap that counts as none, in % of the baseline's loss: 0.25 or "0.25%". None: what the sweep
               states
 
-    A sweep that says seeds.until=decided is judged as one that was looked at after every replicate. Raises UserError
+    A sweep that says seeds.until=decided is judged as one that was looked at after every replicate. Runs that are
+    missing, damaged or not finished are named in left_out, and no number is taken from them. Raises UserError
     for no convergence run, whole runs beside forks, an unknown baseline, window <= 0, a margin of 0 or over 100 %, and
     sweeps that state different ones.
     """
@@ -59,6 +62,7 @@ def compare(
     finals["overhead_pct"] = np.nan if design == FORK else overheads(frames, finals, partners(finals, baseline_of))
     rule = Rule(design=design, margin=study.margin, maximum=study.maximum)
     nulls = null_arms(frames.runs, baseline_of)
+    left_out = (*frames.left_out, *without_result(trunks.runs), *without_result(frames.runs))
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
     families = {name: judge(rows, name, nulls.get(name), rule) for name, rows in groups}
     return Comparison(
@@ -67,7 +71,7 @@ def compare(
         arms=_arms(frames, trunks, finals, families, study),
         estimates={arm: each for family in families.values() for arm, each in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
-        notes=study_notes(list(families.values()), frames, finals, study),
+        notes=(*note(left_out), *study_notes(list(families.values()), frames, finals, study)), left_out=left_out,
     )  # fmt: skip
 
 
@@ -138,6 +142,7 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "margin": comparison.margin_pct,
         "design": comparison.design,
         "notes": list(comparison.notes),
+        "left_out": rows_of(comparison.left_out),
     }
 
 

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
+from hqsweep.report.left_out import LeftOut, damaged, known, stranger
+from hqsweep.sweep.documents import REPAIRED
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import TABLES
@@ -43,6 +45,8 @@ class Frames:
     metrics: pd.DataFrame
     stats: pd.DataFrame
     parity: tuple[Mapping[str, Any], ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    """Runs that were to be read and are missing, damaged or no runs of their sweep, so that nothing of them is here."""
 
     def of_job(self, job: str) -> "Frames":
         """Only the runs of this job, and the parity rows of every run; raises UserError when there is none."""
@@ -71,6 +75,7 @@ class Frames:
             metrics=self.metrics[self.metrics["run"].isin(keep)],
             stats=self.stats[self.stats["run"].isin(keep)],
             parity=self.parity,
+            left_out=self.left_out,
         )
 
 
@@ -87,16 +92,24 @@ def flatten(tree: dict, prefix: str) -> dict[str, object]:
 
 
 def load(run_dirs: Iterable[RunDir]) -> Frames:
-    """Read runs (in this order) into frames; of runs with one id, which differ in nothing, a finished one is kept.
+    """Read runs (in this order) into frames; of runs with one id, which differ in nothing, a finished one is kept. What
+    cannot be believed is left out.
 
-    Raises UserError when there is none.
+    Raises UserError when there is none, Damaged when none is left.
     """
-    read = {}
-    for run in run_dirs:
-        row, *tables = _read(run)
+    read, faults = {}, []
+    runs, foreign = known(run_dirs)
+    for run in runs:
+        try:
+            row, *tables = _read(run)
+        except Damaged as fault:
+            faults.append((run, fault))
+            continue
         key = row["run_id"] or row["run"]
         if key not in read or read[key][0]["state"] != "finished":
             read[key] = row, *tables
+    if not read and faults:
+        raise faults[0][1]
     if not read:
         raise UserError("runs: no run to read; give the names of runs or sweeps, as `hqsweep ls` lists them")
     runs = unique_arms(pd.DataFrame([row for row, *_ in read.values()]))
@@ -113,15 +126,27 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
     broken = metrics[~metrics["metric"].eq("grad_norm") & ~np.isfinite(metrics["value"])]
     runs["diverged"] = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
     parity = tuple(row for _, _, _, rows in read.values() for row in rows)
-    return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity)
+    left_out = (*(damaged(*each) for each in faults), *map(stranger, foreign))
+    return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity, left_out=left_out)
 
 
 def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
-    """One row of `runs`, and the run's rows of metrics, stats and parity."""
-    config, manifest, status = run.config(), run.manifest(), run.status()
+    """One row of `runs`, and the run's rows of metrics, stats and parity. Raises Damaged."""
+    status = run.status()
+    try:
+        row = _row(run, run.config(), run.manifest(), status)
+    except Damaged:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise Damaged(run.config_path, "is not the config of a run", REPAIRED) from None
+    return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
+
+
+def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, Any]:
+    """One row of `runs`."""
     progress = status["progress"] or {}
     recipe = (config.get("recipe") or {}).get("name", config["job"])
-    row = {
+    row: dict[str, Any] = {
         "run": f"{run.sweep}/{run.name}",
         "sweep": run.sweep,
         "arm": manifest.get("arm", recipe),
@@ -140,8 +165,7 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
     }
     plans = {"gemm_plan": manifest.get("gemm_plan", {}), "recipe_schedule": manifest.get("recipe_schedule", [])}
     leaves = manifest | {key: json.dumps(plan) for key, plan in plans.items()}  # one cell, not one for every GEMM
-    row |= flatten(config, "config") | flatten(leaves, "manifest")
-    return row, *(run.rows(table) for table in ("metrics", "stats", "parity"))
+    return row | flatten(config, "config") | flatten(leaves, "manifest")
 
 
 def _place(config: dict, manifest: dict, name: str) -> dict[str, Any]:

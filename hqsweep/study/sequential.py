@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from hqsweep.config.job import Config
 from hqsweep.config.study import StudyConfig
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
 from hqsweep.report.arms import Comparison
 from hqsweep.report.compare import compare
 from hqsweep.sweep.names import id_in, run_id
@@ -103,7 +103,9 @@ def grow(
     a verdict on forks needs, for a trunk that is given, a grid of one arm, and an engine that does not wait for its
     runs.
     """
-    maximum, seeds = _checked(plan), _first_seeds(plan, replan)
+    maximum = _checked(plan)
+    RunStore(Path(plan.first.runs_dir)).mend(plan.first.sweep, say)
+    seeds = _first_seeds(plan, replan)
     if len(seeds) > maximum:
         raise UserError(
             f"seeds.max: {maximum}, but {len(seeds)} replicates are given or there already (seeds"
@@ -158,7 +160,7 @@ def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
     """The plan's seeds, those of its runs that the sweep has begun, and as many more as the first look needs."""
     store, sweep = RunStore(Path(plan.first.runs_dir)), plan.first.sweep
     begun = {run.name: run for run in store.runs(sweep) if run.written_status()["state"] != "pending"}
-    candidates = {run.config()["seed"] for run in begun.values()}
+    candidates = {seed for run in begun.values() if (seed := _seed(run)) is not None}
     seeds = {point.config["seed"] for point in plan.points}
     ids = set(map(id_in, begun))
     if candidates - seeds:
@@ -168,6 +170,14 @@ def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
     while len(seeds) < least:
         seeds.add(max(seeds) + 1)
     return sorted(seeds)
+
+
+def _seed(run: RunDir) -> int | None:
+    """None where the run's config is damaged, so that it says nothing."""
+    try:
+        return run.config()["seed"]
+    except Damaged:
+        return None
 
 
 def _without(batch: P, gone: set[str], plan: P) -> P:

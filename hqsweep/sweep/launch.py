@@ -138,11 +138,12 @@ def check(plan: SweepPlan) -> None:
 def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
     """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
     folders in grid order."""
-    check(plan)
     first = plan.first
-    engine = first.engine
-    store, study = RunStore(Path(first.runs_dir)), plan.study.model_dump(mode="json")
-    runs = store.create(sweep=first.sweep, conf=plan.conf, overrides=plan.words, runs=plan.points, study=study)
+    engine, store, study = first.engine, RunStore(Path(first.runs_dir)), plan.study.model_dump(mode="json")
+    store.mend(first.sweep, display.say)
+    check(plan)
+    listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
+    runs = store.create(**listed, runs=plan.points, say=display.say)
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"imports": plan.imports}
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, **limits)

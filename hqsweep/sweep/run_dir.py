@@ -111,8 +111,12 @@ class RunDir:
         return None if outside else RunDir(self.sweep_path / fork.trunk)
 
     def read(self, path: Path) -> bytes | None:
-        """One of the run's files, None where it is not there. Raises Damaged."""
-        return read_bytes(path)
+        """One of the run's files, None where it is not there. Raises Damaged, of a run that has ended for what is not
+        as it was then too."""
+        data, name = read_bytes(path), path.relative_to(self.path).as_posix()
+        if seal.covers(name) and path != self.status_path and (files := self.sealed()) is not None:
+            seal.check(self.path, files, name, data)
+        return data
 
     def config(self) -> dict[str, Any]:
         """The resolved config. Raises Missing where there is none, Damaged where it is none of a run."""
@@ -171,8 +175,12 @@ class RunDir:
         return PENDING | (self._json(self.status_path, STATUS, ("state",)) or {})
 
     def status(self) -> dict[str, Any]:
-        """written_status, but a run whose worker died on this machine without a word is interrupted, not running."""
+        """written_status, but a run whose worker died on this machine without a word is interrupted, not running.
+
+        Raises Damaged where a run has ended and is not what it was then, as far as sizes and small files tell."""
         status = self.written_status()
+        if (files := self.sealed()) is not None:
+            seal.survey(self.path, files)
         here = status["host"] in (None, socket.gethostname())
         if status["state"] != "running" or not here or self.is_locked():
             return status
@@ -218,6 +226,26 @@ class RunDir:
     def is_locked(self) -> bool:
         """Whether a live process holds the folder."""
         return is_locked(self.lock_path)
+
+    def sealed(self) -> seal.Files | None:
+        """What stood in the files of a run that has ended; None of one that goes on, and of one that failed and whose
+        seal is gone. Raises Damaged for a finished run without a seal, and for a status that is not the sealed one."""
+        status, data = self.written_status(), read_bytes(self.status_path)
+        if data is not None and status["state"] not in seal.SEALED:
+            return None
+        files = seal.state(self.path)
+        if files is not None:
+            seal.check(self.path, files, self.status_path.name, data)
+        elif status["state"] == "finished":
+            earlier = f"`hqsweep verify --seal {self.path}` keeps a run of an earlier version as it is"
+            raise Damaged(self.path / seal.FILE, "is gone", f"{seal.REPEAT}; {earlier}")
+        return files
+
+    def check(self) -> None:
+        """Raises Damaged where a run that has ended is not what it was then; all is read but what it captured."""
+        files = self.sealed()
+        for fault in seal.faults(self.path, files, deep=False) if files is not None else ():
+            raise fault
 
     def reset(self) -> None:
         """Delete what the run has put out, of links only themselves, so that it is pending again, which its status says

@@ -34,6 +34,11 @@ Files = Mapping[str, Mapping[str, Any]]
 """Name -> {"bytes": size, "sha256": hex} of each file under a seal; names of those in captured/ begin so."""
 
 
+def covers(name: str) -> bool:
+    """Whether it is the name of a file that a seal speaks of; those in captured/ begin so."""
+    return name in SMALL or ("/" not in name and name.endswith(ROWS)) or _is_captured(name)
+
+
 def write(folder: Path, status: bytes) -> None:
     """Seal the run in `folder` as it stands, but for status.json, which is to hold `status`."""
     files = {name: _hashed(folder / name) for name in _present(folder)}
@@ -54,9 +59,7 @@ def state(folder: Path) -> Files | None:
     try:
         document = json.loads(path.read_bytes())
         if document["version"] > VERSION:
-            raise Damaged(
-                path, f"is of version {document['version']}", f"this hqsweep reads {VERSION}; take a newer one"
-            )
+            raise Damaged(path, f"is of version {document['version']}", "a newer hqsweep wrote it; take that one")
         if document["checksum"] != checksum({key: value for key, value in document.items() if key != "checksum"}):
             raise Damaged(path, "contradicts its own checksum, so it was changed", REPEAT)
     except FileNotFoundError:
@@ -89,13 +92,14 @@ def survey(folder: Path, files: Files) -> None:
             _check_size(folder, files, name, path.stat().st_size if path.is_file() else None)
 
 
-def faults(folder: Path, files: Files) -> Iterator[Damaged]:
-    """Everything that is wrong with any file, all of them read."""
+def faults(folder: Path, files: Files, deep: bool = True) -> Iterator[Damaged]:
+    """What is wrong with each file, all of them read; without `deep` those in captured/, which are large, are not."""
     for name in sorted({*files, *_present(folder)}):
         path = folder / name
         try:
             _check_size(folder, files, name, path.stat().st_size if path.is_file() else None)
-            if path.is_file() and _hashed(path)["sha256"] != files[name]["sha256"]:
+            read = path.is_file() and (deep or not _is_captured(name))
+            if read and _hashed(path)["sha256"] != files[name]["sha256"]:
                 raise _changed(folder, name)
         except Damaged as fault:
             yield fault
@@ -122,11 +126,13 @@ def _changed(folder: Path, name: str) -> Damaged:
 def _present(folder: Path) -> list[str]:
     """Names of the files that a seal covers."""
     names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-    covered = [name for name in names if name in SMALL or name.endswith(ROWS)]
     if (folder / CAPTURED).is_dir():
-        inside = [entry.name for entry in os.scandir(folder / CAPTURED) if entry.is_file()]
-        covered += [f"{CAPTURED}/{name}" for name in inside if name.endswith(".safetensors")]
-    return sorted(covered)
+        names += [f"{CAPTURED}/{entry.name}" for entry in os.scandir(folder / CAPTURED) if entry.is_file()]
+    return sorted(name for name in names if covers(name))
+
+
+def _is_captured(name: str) -> bool:
+    return name.startswith(f"{CAPTURED}/") and name.endswith(".safetensors")
 
 
 def _hashed(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ command finds the same folders again, and a changed learning rate is another run
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from hqsweep.errors import UserError, nearest
-from hqsweep.sweep import seal
-from hqsweep.sweep.files import read_json, write_json, write_text
+from hqsweep.errors import Damaged, UserError, nearest
+from hqsweep.sweep import seal, sweep_file
+from hqsweep.sweep.files import write_text
 from hqsweep.sweep.locks import RunBusy, locked
 from hqsweep.sweep.names import fork_of, id_in, run_id, run_name
 from hqsweep.sweep.run_dir import PENDING, RunDir
@@ -55,40 +55,58 @@ class RunStore:
         overrides: Sequence[str],
         runs: Iterable[PlannedRun],
         study: Mapping[str, Any] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> list[RunDir]:
         """Folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a call
         with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None keeps
-        what is there. Raises UserError for a sweep name that is no plain folder name, and for a folder in which nothing
-        can be written."""
+        what is there. A run that ended and is damaged is pending again, and a list of runs that is damaged is made from
+        the folders that are there; `say` is told both. Raises UserError for a sweep name that is no plain folder name,
+        for a folder in which nothing can be written, and for a sweep of an earlier version, which had no checksum."""
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
         try:
             (self.root / sweep).mkdir(parents=True, exist_ok=True)
             with self.lock(sweep):
                 listed = {"conf": conf, "overrides": list(overrides), "study": study}
-                return self._create(self.root / sweep, listed, list(runs))
+                return self._create(self.root / sweep, listed, list(runs), say)
         except OSError as error:
             raise UserError(
                 f"runs_dir: nothing can be written in {self.root / sweep} ({error.strerror}); make room or give the"
                 " right to write there, or choose another folder with runs_dir=FOLDER"
             ) from None
 
+    def mend(self, sweep: str, say: Callable[[str], None]) -> None:
+        """Make a sweep's list of runs that is damaged from the folders that are there, and tell `say`. Raises UserError
+        as create() does."""
+        folder = self.root / sweep
+        if not folder.is_dir():
+            return
+        with self.lock(sweep):
+            facts = _known(folder, say)
+            if facts["runs"] and "created" not in facts:
+                now = datetime.now(UTC).isoformat()
+                blank = {"name": sweep, "conf": "", "overrides": [], "created": now, "study": {}}
+                sweep_file.write(folder, blank | facts)
+
     def lock(self, sweep: str) -> AbstractContextManager[None]:
         """Hold the sweep's list of runs, for a moment. Raises RunBusy after LOCK_WAIT_S."""
         return locked(self.root / sweep / ".lock", LOCK_WAIT_S)
 
-    def _create(self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun]) -> list[RunDir]:
+    def _create(
+        self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun], say: Callable[[str], None]
+    ) -> list[RunDir]:
         """listed: what sweep.json is to say beside the runs."""
+        old = {"created": datetime.now(UTC).isoformat()} | _known(folder, say)
         names = self.names(folder.name, points)
         named = dict(zip(names, points, strict=True))
+        for name in named:
+            _take_back_if_damaged(RunDir(folder / name), say)
         arms = _arms([RunDir(folder / name) for name in names], points)
         forks = [(RunDir(folder / name), fork) for name, p in named.items() if (fork := fork_of(p.config))]
         trunks = {run.name for run, fork in forks if fork.is_trunk}
         needed = {fork.state_file(run.path) for run, fork in forks if not fork.is_trunk and not run.has_finished()}
         run_dirs = [_create_run(RunDir(folder / name), p, arms[p.arm], needed) for name, p in named.items()]
-        new = {"runs": [], "arms": [], "created": datetime.now(UTC).isoformat()}
-        old = read_json(folder / "sweep.json", new)
-        write_json(folder / "sweep.json", {
+        sweep_file.write(folder, {
             "name": folder.name, **listed,
             "runs": list(dict.fromkeys([*old["runs"], *named])),
             "arms": list(dict.fromkeys([*old["arms"], *(arms[p.arm] for n, p in named.items() if n not in trunks)])),
@@ -101,27 +119,37 @@ class RunStore:
         """Names of the sweeps, the last created one last."""
         if not self.root.is_dir():
             return []
-        folders = [entry.name for entry in os.scandir(self.root) if (Path(entry) / "sweep.json").is_file()]
-        created = {name: self.facts(name)["created"] for name in folders}
-        return sorted(created, key=lambda name: (created[name], name))
+        folders = [entry.name for entry in os.scandir(self.root) if (Path(entry) / sweep_file.FILE).is_file()]
+        return sorted(folders, key=lambda name: (self._created(name), name))
+
+    def _created(self, sweep: str) -> str:
+        try:
+            return self.facts(sweep)["created"]
+        except Damaged:
+            return "unknown"  # after all years
 
     def facts(self, sweep: str) -> dict[str, Any]:
-        """sweep.json; study is {} where the sweep is older than that. Raises UserError where it is not what create()
-        wrote."""
-        return {"study": {}} | _sweep_facts(self.root / sweep)
+        """sweep.json; study is {} where the sweep is older than that. Raises Damaged where it is not what create()
+        wrote, and where it is gone."""
+        facts = sweep_file.read(self.root / sweep)
+        if facts is None:
+            raise Damaged(self.root / sweep / sweep_file.FILE, "is gone", sweep_file.REWRITE)
+        return facts
 
     def names(self, sweep: str, points: Iterable[PlannedRun]) -> list[str]:
-        """Names of these runs: of the folders that are there for them, by their ids, whatever their arms were called
+        """Names of these runs: of those that the sweep has or had, by their ids, whatever their arms were called
         then."""
         folder = self.root / sweep
         entries = os.scandir(folder) if folder.is_dir() else ()
         there = {id_in(entry.name): entry.name for entry in entries if entry.is_dir()}
+        with suppress(Damaged):
+            there |= {id_in(run.name): run.name for run in self.runs(sweep)}
         new = [run_name(point.config, point.arm) for point in points]
         return [name if (folder / name).is_dir() else there.get(id_in(name), name) for name in new]
 
     def runs(self, sweep: str) -> list[RunDir]:
-        """The sweep's runs in grid order; [] for an unknown sweep."""
-        return _runs_in(self.root / sweep)
+        """The sweep's runs in grid order, those too of which nothing is there; [] for an unknown sweep."""
+        return runs_in(self.root / sweep)
 
     def resolve(self, words: Sequence[str]) -> list[RunDir]:
         """The runs that a user means, each once, in the order asked for.
@@ -137,8 +165,10 @@ class RunStore:
         for folder in (Path(word), self.root / word):
             if (folder / "config.yaml").is_file():
                 return [RunDir(folder)]
-            if runs := _runs_in(folder):
+            if runs := runs_in(folder):
                 return runs
+            if folder.is_dir() and sweep_file.read(folder) is None and sweep_file.present(folder):
+                raise Damaged(folder / sweep_file.FILE, "is gone", sweep_file.REWRITE)
         sweeps = self.sweeps()
         named = [run for sweep in sweeps for run in self.runs(sweep)]
         for start in (f"{word}-", word):
@@ -158,6 +188,30 @@ def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str
             with suppress(UserError):  # what is damaged is named by who reads it for a number
                 arms[point.arm] = run.manifest().get("arm", point.arm) if run.has_finished() else point.arm
     return arms
+
+
+def _known(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """What sweep.json says, or sweep_file.rebuilt() where it says nothing that can be believed."""
+    try:
+        facts = sweep_file.read(folder)
+    except sweep_file.Unsealed:
+        raise
+    except Damaged as fault:
+        say(f"{fault.file} {fault.fault}; it is made again from the folders that are there")
+        facts = None
+    return sweep_file.rebuilt(folder) if facts is None else facts
+
+
+def _take_back_if_damaged(run: RunDir, say: Callable[[str], None]) -> None:
+    """Make a run pending that has ended and is not what it was then."""
+    if not run.path.is_dir():
+        return
+    with suppress(RunBusy), run.lock():
+        try:
+            run.check()
+        except Damaged as fault:
+            say(f"{run.name}: {Path(fault.file).name} {fault.fault}; the run is repeated")
+            run.reset()
 
 
 def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Path] = ()) -> RunDir:
@@ -201,18 +255,13 @@ def _with_points_of(run: RunDir, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sweep_facts(sweep_path: Path) -> dict[str, Any]:
-    path = sweep_path / "sweep.json"
-    facts = read_json(path)
-    if not isinstance(facts, dict) or not {"name", "conf", "overrides", "runs", "arms", "created"} <= facts.keys():
-        raise UserError(f"{path}: not the list of a sweep's runs; delete it, and the sweep's command writes it again")
-    return facts
+def runs_in(sweep_path: Path) -> list[RunDir]:
+    """Runs of a sweep's folder by sweep.json, in its order; [] where there is none."""
+    facts = sweep_file.read(sweep_path)
+    return [] if facts is None else [RunDir(sweep_path / name) for name in facts["runs"]]
 
 
-def _runs_in(sweep_path: Path) -> list[RunDir]:
-    """Runs of a sweep's folder: those of sweep.json in its order, then any others by name."""
-    if not (sweep_path / "sweep.json").is_file():
-        return []
-    present = {entry.name for entry in os.scandir(sweep_path) if (Path(entry) / "config.yaml").is_file()}
-    ordered = [name for name in _sweep_facts(sweep_path)["runs"] if name in present]
-    return [RunDir(sweep_path / name) for name in [*ordered, *sorted(present - set(ordered))]]
+def foreign(sweep_path: Path) -> list[RunDir]:
+    """Folders in a sweep's folder that look like runs and are not in its list, by name."""
+    listed = {run.name for run in runs_in(sweep_path)}
+    return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - listed)] if listed else []

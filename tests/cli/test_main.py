@@ -247,8 +247,8 @@ def test_status_cancel_and_sync_of_a_sweep(folder: Path, monkeypatch: pytest.Mon
     runs = RunStore(folder / "runs").create(
         sweep="tiny", conf="c", overrides=[], runs=launch.plan([*TINY, "recipe=bf16,mxfp8"]).points
     )
-    runs[0].write_status(state="finished", exit_code=0)
     runs[0].jsonl("metrics").write_text('{"step": 1, "metric": "lr", "value": 0.5}\n')
+    runs[0].write_status(state="finished", exit_code=0)
     rows = json.loads(hqsweep("status", "tiny", "--json").stdout)
     assert [(row["run"], row["state"], row["job"]) for row in rows] == [
         (runs[0].name, "finished", None), (runs[1].name, "pending", None)
@@ -280,8 +280,8 @@ def test_warnings_of_runs_are_told_once_at_the_end(folder: Path, monkeypatch: py
     def start(plan: launch.SweepPlan, display: object, *, force: bool) -> list[RunDir]:
         runs = RunStore(folder / "runs").create(sweep="tiny", conf="tiny", overrides=[], runs=plan.points)
         for run in runs:
-            run.write_status(state="finished")
             run.update_manifest(warnings=["training reads its data twice"] if run.name.startswith("mxfp8") else [])
+            run.write_status(state="finished")
         return runs
 
     monkeypatch.setattr(launch, "start", start)

@@ -4,6 +4,7 @@ import pytest
 
 from hqsweep.config.study import StudyConfig, parse_margin, parse_study
 from hqsweep.errors import UserError
+from hqsweep.sweep import sweep_file
 from hqsweep.sweep.compose import STUDY_KEYS, expand
 from hqsweep.sweep.launch import plan
 from hqsweep.sweep.store import RunStore
@@ -76,7 +77,5 @@ def test_sweep_json_keeps_them_and_an_older_one_has_none(tmp_path) -> None:
     store.create(sweep="s", conf="c", overrides=[], runs=[], study=study)
     store.create(sweep="s", conf="c", overrides=[], runs=[])
     assert store.facts("s")["study"] == study and study["margin"] == 1
-    (tmp_path / "s" / "sweep.json").write_text(
-        '{"name": "s", "conf": "c", "overrides": [], "runs": [], "arms": [], "created": ""}'
-    )
+    sweep_file.write(tmp_path / "s", {key: value for key, value in store.facts("s").items() if key != "study"})
     assert store.facts("s")["study"] == {}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hqsweep.sweep import seal, sweep_file
 from hqsweep.sweep.run_dir import RunDir
 
 STEPS, EVAL_EVERY, VOCAB_ENTROPY = 200, 20, 3.1
@@ -206,10 +207,21 @@ def write_run(sweep: Path, run: FakeRun) -> Path:
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "status.json").write_text(json.dumps(status))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metric_rows(run)))
     (folder / "stats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in stats_rows(run)))
+    RunDir(folder).write_status(**status)  # which seals a run that has ended
     return folder
+
+
+def seal_again(run: RunDir) -> None:
+    """What stands in its folder now is what the run has put out."""
+    run.write_status(state=run.written_status()["state"])
+
+
+def take_back(run: RunDir) -> None:
+    """The run was never started."""
+    for name in ("metrics.jsonl", "stats.jsonl", "status.json", seal.FILE):
+        (run.path / name).unlink(missing_ok=True)
 
 
 def write_sweep(folder: Path, runs: Sequence[FakeRun]) -> list[Path]:
@@ -224,7 +236,7 @@ def write_sweep(folder: Path, runs: Sequence[FakeRun]) -> list[Path]:
         "arms": list(dict.fromkeys(run.arm for run in runs)),
         "created": "2026-01-01T00:00:00",
     }
-    (folder / "sweep.json").write_text(json.dumps(document))
+    sweep_file.write(folder, document)
     return paths
 
 
@@ -264,5 +276,11 @@ def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
 @pytest.fixture
 def fake() -> SimpleNamespace:
     """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...)."""
-    made = {"Run": FakeRun, "three_arms": three_arms, "fork_study": fork_study}
+    made = {
+        "seal_again": seal_again,
+        "take_back": take_back,
+        "Run": FakeRun,
+        "three_arms": three_arms,
+        "fork_study": fork_study,
+    }
     return SimpleNamespace(**made, entropy=VOCAB_ENTROPY, steps=STEPS)

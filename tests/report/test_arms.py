@@ -146,7 +146,9 @@ def test_only_seeds_that_finished_in_every_arm_enter(make_sweep, fake):
     arms = arms_of(comparison)
     assert arms.loc[["mxfp8", "nvfp4"], "n"].tolist() == [3, 3]
     assert arms.at["mxfp8", "gap_pct"] == pytest.approx(100 * 0.004 / 3 / 2)
-    assert comparison.notes[0] == "Seed 3 did not finish in every arm and enters no gap."
+    assert comparison.notes[1] == "Seed 3 did not finish in every arm and enters no gap."
+    (lost,) = comparison.left_out
+    assert (lost.state, lost.fault) == ("failed", "killed") and lost.line in comparison.notes[0]
     said = "1 of 4 runs without a result: seed 3 failed (killed). worse than 'bf16' by "
     assert arms.at["nvfp4", "sentence"].startswith(said)
 
@@ -264,6 +266,7 @@ def test_a_null_arm_has_noise_and_no_other_difference(make_sweep, fake):
             config["model"]["init_noise"] = 0.01
             config["train"]["lr"] = 9.0
             run.config_path.write_text(json.dumps(config))
+            fake.seal_again(run)
     arms = arms_of(compare(runs))
     assert arms["null"].to_dict() == {"bf16": False, "null": True, "loud": False}
     assert not arms_of(compare(runs, "loud"))["null"].any()

@@ -77,6 +77,7 @@ def draw_of(make_sweep, fake, stored, name, shift, **changes):
     for run in dirs:
         facts = run.manifest()
         run.update_manifest(run_id=ids[facts["arm"], facts["seed"]])
+        fake.seal_again(run)
     return dirs
 
 

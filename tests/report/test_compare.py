@@ -46,8 +46,7 @@ def test_every_figure_has_its_rows_as_csv(make_sweep, fake, tmp_path):
 def test_a_sweep_that_has_only_begun_still_makes_a_report(make_sweep, fake, tmp_path):
     runs = make_sweep([fake.Run(state="running", steps=7), fake.Run(arm="nvfp4"), fake.Run(arm="mxfp8")])
     for run in runs[1:]:
-        for name in ("metrics.jsonl", "stats.jsonl", "status.json"):
-            (run.path / name).unlink()
+        fake.take_back(run)
     assert set(compare(runs[1:], "nvfp4").arms["state"]) == {"1 pending"}
     comparison = compare(runs, "bf16")
     assert comparison.arms["verdict"].tolist() == ["baseline", "unfinished", "unfinished"]

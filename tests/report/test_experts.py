@@ -165,6 +165,7 @@ def test_a_training_run_reaches_the_figures_and_the_pages(make_sweep, fake, tmp_
         sink = trained(recipe, folder.path)
         for table, rows in (("metrics", sink.metrics), ("stats", sink.tables["stats"])):
             folder.jsonl(table).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fake.seal_again(folder)
     compared = compare(folders, "bf16")
     rows, loads = error_rows(compared), load_rows(compared)
     assert set(rows["arm"]) == {"nvfp4"} and set(rows["module"]) == {"layers.0.mlp.fc1", "layers.0.mlp.fc2"}

@@ -28,6 +28,7 @@ def test_a_torn_tail_and_nan_are_read_and_nan_means_diverged(make_sweep, fake):
     )
     with good.jsonl("metrics").open("a") as file:
         file.write('{"step": 201, "metric": "train_')
+    fake.seal_again(good)
     frames = load([good, bad])
     assert frames.runs.set_index("arm")["diverged"].to_dict() == {"a": False, "b": True}
     tail = frames.metrics[(frames.metrics["arm"] == "b") & (frames.metrics["metric"] == "train_loss")]["value"]
@@ -36,8 +37,7 @@ def test_a_torn_tail_and_nan_are_read_and_nan_means_diverged(make_sweep, fake):
 
 def test_a_run_that_never_started_is_there(make_sweep, fake):
     (run,) = make_sweep([fake.Run()])
-    for name in ("status.json", "metrics.jsonl", "stats.jsonl"):
-        (run.path / name).unlink()
+    fake.take_back(run)
     frames = load([run])
     assert frames.runs["state"].tolist() == ["pending"] and frames.metrics.empty and frames.stats.empty
 
@@ -47,6 +47,7 @@ def test_the_same_run_in_two_sweeps_counts_once_and_the_finished_one_wins(make_s
     (second,) = make_sweep([fake.Run()], "two")
     run_id = first.manifest()["run_id"]
     second.update_manifest(run_id=run_id)
+    fake.seal_again(second)
     assert load([first, second]).runs["state"].tolist() == ["finished"]
     assert load([second, first]).runs["state"].tolist() == ["finished"]
 
@@ -58,6 +59,7 @@ def test_arms_that_differ_only_in_config_get_the_difference_in_their_label(make_
         config = run.config()
         config["train"]["lr"] = 0.002
         run.config_path.write_text(json.dumps(config))
+        fake.seal_again(run)
     arms = load([*old, *new]).runs.groupby("arm")["seed"].apply(list).to_dict()
     assert arms == {f"{arm} train.lr={lr}": [0, 1] for arm in ("bf16", "nvfp4") for lr in ("0.001", "0.002")}
 
@@ -80,6 +82,7 @@ def test_nothing_to_read_is_one_sentence(tmp_path):
 def test_another_job_is_named(make_sweep, fake):
     (run,) = make_sweep([fake.Run()])
     run.config_path.write_text(json.dumps({"job": "parity", "seed": 0}))
+    fake.seal_again(run)
     with pytest.raises(UserError, match=r"no convergence run among them \(came: 1 parity\)"):
         load([run]).of_job("convergence")
 
@@ -110,6 +113,7 @@ def test_where_a_fork_leaves_its_trunk_makes_no_other_arm(make_sweep, fake):
         config = run.config()
         config["fork"]["decay"] = 40
         run.config_path.write_text(json.dumps(config))
+        fake.seal_again(run)
     assert {"bf16 fork.decay=20", "mxfp8 fork.decay=40"} <= set(load([*runs, *again]).runs["arm"])
 
 

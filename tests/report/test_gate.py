@@ -173,6 +173,7 @@ def test_a_sweep_may_equal_any_stored_draw(make_sweep, fake, stored):
         dirs = make_sweep(runs, name)
         for run in dirs:
             run.update_manifest(run_id=ids[run.manifest()["arm"], run.manifest()["seed"]])
+            fake.seal_again(run)
         return dirs
 
     assert update(elsewhere("second", 0.4, 1), stored, add=True).draws == 2
@@ -221,6 +222,7 @@ def on_another_machine(make_sweep, fake, path, gaps, base):
         facts = run.manifest()
         key = (facts["arm"], facts["seed"], facts.get("point", 0))
         run.update_manifest(run_id=ids.get(key, facts["run_id"]))
+        fake.seal_again(run)
     return dirs
 
 

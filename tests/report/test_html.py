@@ -240,6 +240,7 @@ def test_the_parity_matrix_is_there_when_a_parity_run_is_among_the_runs(make_swe
     wrong = row | {"subject": "<b>", "status": "FAIL", "mismatches": 3, "total": 9, "first_index": "[0, 1]"}
     rows = [row, wrong, row | {"check": "routing", "subject": "mxfp8|nvfp4"}]
     parity.jsonl("parity").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    fake.seal_again(parity)
     comparison = compare([*runs, parity], "bf16")
     text = Tags(rendered(comparison)).text
     assert "Parity matrix (2 passed, 1 failed, 0 skipped)" in text and "FAIL 1/1 at [0, 1]" in text

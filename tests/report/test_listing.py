@@ -6,6 +6,7 @@ from rich.console import Console
 
 from hqsweep.report.listing import list_sweeps
 from hqsweep.report.run_page import show_run
+from hqsweep.sweep import sweep_file
 from hqsweep.sweep.store import RunStore
 
 
@@ -27,9 +28,9 @@ def test_list_counts_states(make_sweep, fake, tmp_path):
 
 def test_trunks_are_no_arm_and_are_counted_apart_from_forks(make_sweep, fake, tmp_path):
     runs = make_sweep(fake.fork_study({"mxfp8": 0.001}, trunks=2), "forked")
-    path = tmp_path / "runs" / "forked" / "sweep.json"
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"arms": ["bf16", "mxfp8"], "study": {"fork": {"at": [40, 80]}}}))
+    path = tmp_path / "runs" / "forked"
+    document = sweep_file.read(path)
+    sweep_file.write(path, document | {"arms": ["bf16", "mxfp8"], "study": {"fork": {"at": [40, 80]}}})
     make_sweep([fake.Run()], "whole")
     table, sweeps = list_sweeps(RunStore(tmp_path / "runs"))
     counts = {sweep["sweep"]: (sweep["runs"], sweep["trunks"], sweep["forks"]) for sweep in sweeps}

@@ -1,21 +1,20 @@
 """What a sweep states about its comparison is what counts, unless something is given."""
 
-import json
-
 import pytest
 
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import UserError
 from hqsweep.report.compare import compare
 from hqsweep.report.studies import study_of
+from hqsweep.sweep import sweep_file
 
 
 def stating(make_sweep, runs, name="sweep", **study):
     """A sweep whose sweep.json has these keys of StudyConfig."""
     run_dirs = make_sweep(runs, name)
-    path = run_dirs[0].sweep_path / "sweep.json"
+    path = run_dirs[0].sweep_path
     keys = StudyConfig.model_validate(study).model_dump(mode="json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"study": keys}))
+    sweep_file.write(path, sweep_file.read(path) | {"study": keys})
     return run_dirs
 
 

@@ -149,6 +149,7 @@ def test_a_trunk_that_is_given_cannot_grow(laboratory):
     trunk.checkpoint.mkdir()
     (trunk.checkpoint / "step_40.pt").write_bytes(b"state")
     trunk.update_manifest(data_hash=None)
+    trunk.write_status(state="finished")
     words = ("recipe=bf16,mxfp8", "seeds.until=decided", f"fork.trunk={trunk.path}", "fork.at=40", "sweep=mine")
     with pytest.raises(UserError, match=r"seeds.until: decided adds trunks, but fork.trunk names the only one"):
         laboratory.grow(*words)

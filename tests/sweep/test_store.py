@@ -41,8 +41,8 @@ def test_create_writes_config_manifest_status_and_sweep(store, planned):
 
 def test_create_twice_changes_nothing_and_adds_only_what_is_new(store, planned):
     first = store.create(sweep="fakes", conf="c", overrides=[], runs=[planned(seed=0)])
-    first[0].write_status(state="finished")
     first[0].update_manifest(device="cpu")
+    first[0].write_status(state="finished")
     before = {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()}
     assert store.create(sweep="fakes", conf="c", overrides=[], runs=[planned(seed=0)]) == first
     assert {path: path.read_bytes() for path in store.root.rglob("*") if path.is_file()} == before

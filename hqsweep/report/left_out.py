@@ -1,0 +1,102 @@
+"""Runs that a comparison cannot use: which, what is wrong with which file, and what to do about it.
+
+state is "missing", "damaged", "foreign" (a folder that its sweep does not list), or that of a run without a result. A
+run whose loss diverged is no such run: that is its result.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from hqsweep.errors import EXIT_FAILED, Damaged, Missing
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import foreign, runs_in
+
+GO_ON = "the sweep's `hqsweep run` command goes on with it"
+SHOWN = 5
+"""Runs that are named one by one in a text; --json has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """One of them; `run` is SWEEP/NAME, `file` a path."""
+
+    run: str
+    state: str
+    file: str
+    fault: str
+    remedy: str
+
+    @property
+    def line(self) -> str:
+        """As in: ci/mxfp8-s0-1f2e3d4c5b is damaged: metrics.jsonl is gone; the sweep's command repeats the run."""
+        name = Path(self.file).name
+        what = self.fault if name in ("", Path(self.run).name) else f"{name} {self.fault}"
+        return f"{self.run} is {self.state}: {what}; {self.remedy}"
+
+
+def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
+    """(runs, folders among them that their sweep does not list): where all runs of a sweep are given, all folders in it
+    that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a sweep.json."""
+    runs = list(runs)
+    paths = {run.path for run in runs}
+    strangers = []
+    for sweep_path in dict.fromkeys(run.sweep_path for run in runs):
+        whole = paths.issuperset(run.path for run in runs_in(sweep_path))
+        strangers += [run for run in foreign(sweep_path) if whole or run.path in paths]
+    return [run for run in runs if run not in strangers], strangers
+
+
+def damaged(run: RunDir, fault: Damaged) -> LeftOut:
+    """A run of which a file is not what it was."""
+    state = "missing" if isinstance(fault, Missing) else "damaged"
+    return LeftOut(run=_name(run), state=state, file=fault.file, fault=fault.fault, remedy=fault.remedy)
+
+
+def stranger(run: RunDir) -> LeftOut:
+    """A folder that is no run of the sweep that it lies in."""
+    remedy = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
+    return LeftOut(run=_name(run), state="foreign", file=str(run.path), fault="it is not in sweep.json", remedy=remedy)
+
+
+def without_result(runs: pd.DataFrame) -> list[LeftOut]:
+    """Those of Frames.runs that have not finished, and have not diverged either."""
+    open_ends = runs[(runs["state"] != "finished") & ~runs["diverged"]]
+    return [
+        LeftOut(
+            run=run.run, state=run.state, file=f"{run.path}/status.json", remedy=GO_ON,
+            fault=str(run.reason) if isinstance(run.reason, str) else _progress(run),
+        )
+        for run in open_ends.itertuples()
+    ]  # fmt: skip
+
+
+def exit_code(left_out: Sequence[LeftOut], partial: bool) -> int:
+    """EXIT_FAILED where one of them was expected; with `partial` a damaged one alone counts."""
+    counted = [each for each in left_out if each.state == "damaged" or not partial]
+    return EXIT_FAILED if counted else 0
+
+
+def note(left_out: Sequence[LeftOut]) -> list[str]:
+    """A sentence for the report; none where nothing is left out."""
+    if not left_out:
+        return []
+    more = f"; and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
+    runs = f"{len(left_out)} run{'s' * (len(left_out) > 1)}"
+    return [f"Left out, {runs}: {'; '.join(each.line for each in left_out[:SHOWN])}{more}."]
+
+
+def rows(left_out: Iterable[LeftOut]) -> list[Mapping[str, Any]]:
+    """For --json."""
+    return [vars(each) for each in left_out]
+
+
+def _progress(run: Any) -> str:
+    return "not started" if pd.isna(run.step) else f"at step {run.step:.0f} of {run.steps:.0f}"
+
+
+def _name(run: RunDir) -> str:
+    return f"{run.sweep}/{run.name}"
