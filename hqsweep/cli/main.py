@@ -145,12 +145,16 @@ def ls(
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the sweeps."""
+    """List the sweeps.
+
+    Exit code 3 where something of them is damaged, missing or foreign.
+    """
     from hqsweep.report.listing import list_sweeps
     from hqsweep.sweep.store import RunStore
 
     page, document = list_sweeps(RunStore(runs_dir), tag)
     print_result(as_json, document, page)
+    raise typer.Exit(EXIT_FAILED if any(sweep["faults"] for sweep in document) else 0)
 
 
 @app.command()

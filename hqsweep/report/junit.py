@@ -38,7 +38,7 @@ def run_rows(run_dirs: Iterable[RunDir]) -> list[dict[str, Any]]:
     """A row per run for write(): PASS when it finished, else FAIL with its state and reason."""
     rows = []
     for run in run_dirs:
-        status = run.status()
+        status = run.seen()
         note = status["state"] + (f": {status['reason']}" if status["reason"] else "")
         verdict = "PASS" if status["state"] == "finished" else "FAIL"
         rows.append({"check": "run", "case": run.name, "status": verdict, "note": note, "seconds": status["seconds"]})

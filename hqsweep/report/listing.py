@@ -4,21 +4,23 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hqsweep.errors import Damaged, UserError, nearest
+from hqsweep.report.left_out import stranger
 from hqsweep.report.text import TextTable, to_rich
 from hqsweep.sweep import notes
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.run_dir import UNUSABLE, RunDir, unusable
+from hqsweep.sweep.store import RunStore, foreign
 
-STATES = ("finished", "running", "pending", "interrupted", "failed")
+STATES = ("finished", "running", "pending", "interrupted", "failed", "damaged", "missing", "foreign")
 
 
 def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
     """(table, dicts): per sweep its conf, when it was made, arms, runs (of a fork study trunks, which are no arm, and
-    forks), how many of them are in each state, and its notes; newest last. tag: only sweeps that have it, or runs that
-    do. UserError where none has it."""
+    forks), how many of them are in each state, its notes, and the faults of what is damaged, missing or foreign; newest
+    last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
     sweeps = [_sweep(store, name) for name in store.sweeps()]
     if tag is not None:
         sweeps = _tagged(sweeps, tag)
@@ -40,7 +42,8 @@ def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType
     table = TextTable(header=header, rows=rows, numeric=frozenset({3, 4}))
     for name in ("tags", "note"):
         table = table if table.column(name) - {""} else table.without(name)
-    return to_rich(table, f"sweeps in {store.root}"), sweeps
+    shown = to_rich(table, f"sweeps in {store.root}")
+    return Group(shown, *(Text(fault) for sweep in sweeps for fault in sweep["faults"])), sweeps
 
 
 def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
@@ -69,9 +72,19 @@ def _counted(sweep: dict[str, Any]) -> str:
 
 
 def _sweep(store: RunStore, name: str) -> dict[str, Any]:
-    document, runs = store.facts(name), store.runs(name)
-    states = Counter(run.status()["state"] for run in runs)
-    sections = [run.fork() for run in runs] if document["study"].get("fork") else []
+    try:
+        document, runs = store.facts(name), store.runs(name)
+    except Damaged as fault:
+        return {
+            "sweep": name, "conf": "", "created": "", "overrides": [], "arms": [], "study": {}, "runs": 0, "trunks": 0,
+            "forks": 0, "states": {"damaged": 1}, "notes": _notes(store.root / name), "faults": [str(fault)],
+        }  # fmt: skip
+    seen = [_seen(run) for run in runs]
+    lost = [stranger(run) for run in foreign(store.root / name)]
+    states = Counter([*(status["state"] for status in seen), *(each.state for each in lost)])
+    faults = [status["reason"] for status in seen if status["state"] in UNUSABLE]
+    good = [run for run, status in zip(runs, seen, strict=True) if status["state"] not in UNUSABLE]
+    sections = [run.fork() for run in good] if document["study"].get("fork") else []
     trunks = sum(section is not None and section.is_trunk for section in sections)
     return {
         "sweep": name,
@@ -85,7 +98,19 @@ def _sweep(store: RunStore, name: str) -> dict[str, Any]:
         "forks": len(sections) - trunks,
         "states": dict(states),
         "notes": _notes(store.root / name),
+        "faults": [*faults, *(each.line for each in lost)],
     }
+
+
+def _seen(run: RunDir) -> dict[str, Any]:
+    """RunDir.seen(), with a look at the config of a run that has not ended, which no seal covers."""
+    status = run.seen()
+    if status["state"] not in (*UNUSABLE, "finished"):
+        try:
+            run.fork()
+        except Damaged as fault:
+            return unusable(fault)
+    return status
 
 
 def _notes(folder: Path) -> dict[str, dict[str, Any]]:

@@ -159,7 +159,7 @@ def _checked(plan: Plan) -> int:
 def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
     """The plan's seeds, those of its runs that the sweep has begun, and as many more as the first look needs."""
     store, sweep = RunStore(Path(plan.first.runs_dir)), plan.first.sweep
-    begun = {run.name: run for run in store.runs(sweep) if run.written_status()["state"] != "pending"}
+    begun = {run.name: run for run in store.runs(sweep) if run.seen()["state"] not in ("pending", "missing")}
     candidates = {seed for run in begun.values() if (seed := _seed(run)) is not None}
     seeds = {point.config["seed"] for point in plan.points}
     ids = set(map(id_in, begun))
@@ -189,7 +189,7 @@ def _without(batch: P, gone: set[str], plan: P) -> P:
 
 def _failed(run: RunDir) -> bool:
     """Whether the run has no end, and not because its loss diverged, which is a result."""
-    status = run.status()
+    status = run.seen()
     return status["state"] != "finished" and not str(status["reason"]).startswith("loss is ")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from hqsweep.errors import EXIT_FAILED, Damaged
 from hqsweep.sweep.locks import RunBusy, holder_pid
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.run_dir import CANCELLED, RunDir, unusable
+from hqsweep.sweep.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
 from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.task import end_without
@@ -30,7 +30,6 @@ REPORTED = (0, EXIT_FAILED)
 """Exit codes of jobs whose run has written how it ended."""
 ENDS = ("finished", "failed")
 """States in which no job changes anything."""
-UNUSABLE = ("damaged", "missing")
 
 
 def job_ids(runs: Sequence[RunDir]) -> dict[RunDir, str]:

@@ -14,14 +14,14 @@ import torch
 from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.convergence import check_native
 from hqsweep.recipe.factories import FindFactory, Importer, factory_name
 from hqsweep.sweep.compose import expand, factory_folders, known_confs
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
-from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.run_dir import RunDir, unusable
 from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunStore
@@ -168,16 +168,20 @@ def _check_device(config: Config) -> None:
 def result(run: RunDir) -> dict[str, Any]:
     """One run in short: run, arm, seed, point (None but for a fork), state, val_loss (nats, last one or None),
     tokens_per_s, seconds, reason, path, warnings (of what was damaged, too), and for a parity or calibrate run how many
-    rows PASS, FAIL and SKIP."""
-    status, manifest = run.status(), run.manifest()
-    losses = [row["value"] for row in run.rows("metrics") if row["metric"] == "val_loss"]
+    rows PASS, FAIL and SKIP. Of a run that is damaged or gone nothing but that is known."""
+    try:
+        status, manifest = run.status(), run.manifest()
+        rows = {table: run.rows(table) for table in ("metrics", *CHECKED_TABLES)}
+    except Damaged as fault:
+        status, manifest, rows = unusable(fault), {}, {table: [] for table in ("metrics", *CHECKED_TABLES)}
+    losses = [row["value"] for row in rows["metrics"] if row["metric"] == "val_loss"]
     return {
-        "run": run.name, "arm": manifest["arm"], "seed": manifest["seed"], "point": manifest.get("point"),
+        "run": run.name, "arm": manifest.get("arm"), "seed": manifest.get("seed"), "point": manifest.get("point"),
         "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
         "warnings": [*manifest.get("warnings", []), *manifest.get("repairs", [])],
-        **{table: dict(Counter(row["status"] for row in run.rows(table))) for table in CHECKED_TABLES},
+        **{table: dict(Counter(row["status"] for row in rows[table])) for table in CHECKED_TABLES},
     }  # fmt: skip
 
 

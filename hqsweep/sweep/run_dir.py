@@ -30,6 +30,8 @@ PENDING: dict[str, Any] = {
 work is done, from 0 to 1."""
 
 MADE = "the sweep's `hqsweep run` command makes it again"
+UNUSABLE = ("damaged", "missing")
+"""States of runs of which nothing is believed."""
 CANCELLED = "cancelled"
 """Reason of a run that `hqsweep cancel` took back."""
 

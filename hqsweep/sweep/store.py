@@ -151,6 +151,12 @@ class RunStore:
         """The sweep's runs in grid order, those too of which nothing is there; [] for an unknown sweep."""
         return runs_in(self.root / sweep)
 
+    def _whole_runs(self, sweep: str) -> list[RunDir]:
+        """Runs, none of a sweep whose list is damaged."""
+        with suppress(Damaged):
+            return self.runs(sweep)
+        return []
+
     def resolve(self, words: Sequence[str]) -> list[RunDir]:
         """The runs that a user means, each once, in the order asked for.
 
@@ -170,7 +176,7 @@ class RunStore:
             if folder.is_dir() and sweep_file.read(folder) is None and sweep_file.present(folder):
                 raise Damaged(folder / sweep_file.FILE, "is gone", sweep_file.REWRITE)
         sweeps = self.sweeps()
-        named = [run for sweep in sweeps for run in self.runs(sweep)]
+        named = [run for sweep in sweeps for run in self._whole_runs(sweep)]
         for start in (f"{word}-", word):
             if runs := [run for run in named if run.name.startswith(start)]:
                 return runs
@@ -248,7 +254,9 @@ def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Pat
 
 def _with_points_of(run: RunDir, config: dict[str, Any]) -> dict[str, Any]:
     """The config of a trunk with the points that it was made for before."""
-    before = run.fork() if run.config_path.exists() else None
+    before = None
+    with suppress(Damaged):  # which is written anew
+        before = run.fork()
     points = sorted({*config["fork"]["at"], *(before.at if before else ())})
     return config | {
         "fork": config["fork"] | {"at": points}, "train": config["train"] | {"steps": max(points)},

@@ -28,6 +28,7 @@ def test_show_has_status_curve_worst_layers_manifest_and_config(make_sweep, fake
 def test_show_has_the_warnings_of_the_run(make_sweep, fake):
     (run,) = make_sweep([fake.Run()])
     run.update_manifest(warnings=["training reads its 9 tokens 2.00 times"])
+    fake.seal_again(run)
     page, document = show_run(run)
     assert shown(page).count("warning: training reads its 9 tokens 2.00 times") == 1
     assert document["manifest"]["warnings"] == ["training reads its 9 tokens 2.00 times"]
@@ -37,8 +38,7 @@ def test_show_a_failed_and_a_pending_run(make_sweep, fake):
     failed, pending = make_sweep(
         [fake.Run(state="failed", reason="loss is nan at step 9", nan_from=9, steps=9), fake.Run(seed=1)]
     )
-    for name in ("metrics.jsonl", "stats.jsonl", "status.json"):
-        (pending.path / name).unlink()
+    fake.take_back(pending)
     page, document = show_run(failed)
     assert "failed: loss is nan at step 9" in shown(page) and "train_loss" in shown(page) and "!" in shown(page)
     page, document = show_run(pending)

@@ -9,7 +9,7 @@ import time
 import fake_worker
 import pytest
 
-from hqsweep.sweep import follow, process
+from hqsweep.sweep import follow, process, seal
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.run_dir import CANCELLED
 from hqsweep.sweep.task import end_without
@@ -162,6 +162,7 @@ def test_a_fork_study_goes_on_after_a_kill_of_its_trunk(make_forks, store, victi
     parent.communicate(timeout=20)
     wait_for(lambda: not trunk.is_locked())
     assert second.status()["state"] == ("failed" if victim == "worker" else "pending")
+    seal.remove(trunk.path)  # of a failed one
     trunk.config_path.write_text(trunk.config_path.read_text().replace("trunk-sleeps", "trunk"))
     assert start_parent(store).wait(timeout=20) == 0
     assert states(runs) == ["finished"] * 3 and [starts(run) for run in runs] == [2, 1, 1]
