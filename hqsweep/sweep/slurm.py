@@ -49,7 +49,7 @@ def run_slurm(
     if find_spec("submitit") is None:
         raise UserError("engine.kind: 'slurm' needs submitit; pip install 'hqsweep[slurm]', or set engine=local")
     store, sweep = RunStore(runs[0].sweep_path.parent), runs[0].sweep
-    with store.lock(sweep):
+    with store.lock(sweep, display.say):
         live = _live(runs)
         todo = _prepare(runs, live, force)
         shared = {"threads": threads or 1, **options}

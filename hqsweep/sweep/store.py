@@ -9,8 +9,8 @@ command finds the same folders again, and a changed learning rate is another run
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,12 +21,13 @@ import yaml
 from hqsweep.errors import Damaged, UserError, nearest
 from hqsweep.sweep import seal, sweep_file
 from hqsweep.sweep.files import write_text
-from hqsweep.sweep.locks import RunBusy, locked
+from hqsweep.sweep.locks import RunBusy, holder, locked
 from hqsweep.sweep.names import fork_of, id_in, run_id, run_name
+from hqsweep.sweep.repair import repair
 from hqsweep.sweep.run_dir import PENDING, RunDir
 from hqsweep.train.record import discard, fault_of, is_point
 
-LOCK_WAIT_S = 10.0
+LOCK_WAIT_S = 60.0
 """Seconds to wait for who changes the sweep's list of runs."""
 
 
@@ -59,14 +60,15 @@ class RunStore:
     ) -> list[RunDir]:
         """Folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a call
         with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None keeps
-        what is there. A run that ended and is damaged is pending again, and a list of runs that is damaged is made from
-        the folders that are there; `say` is told both. Raises UserError for a sweep name that is no plain folder name,
-        for a folder in which nothing can be written, and for a sweep of an earlier version, which had no checksum."""
+        what is there. A run that ended and is damaged is pending again, one that was cut is mended (repair()), and a
+        list of runs that is damaged is made from the folders that are there; `say` is told all. Raises UserError for a
+        sweep name that is no plain folder name, for a folder in which nothing can be written, and for a sweep of an
+        earlier version, which had no checksum."""
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
         try:
             (self.root / sweep).mkdir(parents=True, exist_ok=True)
-            with self.lock(sweep):
+            with self.lock(sweep, say):
                 listed = {"conf": conf, "overrides": list(overrides), "study": study}
                 return self._create(self.root / sweep, listed, list(runs), say)
         except OSError as error:
@@ -81,16 +83,24 @@ class RunStore:
         folder = self.root / sweep
         if not folder.is_dir():
             return
-        with self.lock(sweep):
+        with self.lock(sweep, say):
             facts = _known(folder, say)
             if facts["runs"] and "created" not in facts:
                 now = datetime.now(UTC).isoformat()
                 blank = {"name": sweep, "conf": "", "overrides": [], "created": now, "study": {}}
                 sweep_file.write(folder, blank | facts)
 
-    def lock(self, sweep: str) -> AbstractContextManager[None]:
-        """Hold the sweep's list of runs, for a moment. Raises RunBusy after LOCK_WAIT_S."""
-        return locked(self.root / sweep / ".lock", LOCK_WAIT_S)
+    @contextmanager
+    def lock(self, sweep: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+        """Hold the sweep's list of runs, for a moment. `say` is told who else does, if it takes long. Raises UserError
+        where that process is stopped, or holds it for LOCK_WAIT_S."""
+        path = self.root / sweep / ".lock"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(path, LOCK_WAIT_S, say))
+            except RunBusy:
+                raise UserError(f"sweep '{sweep}': nothing can be added to its list of runs: {holder(path)}") from None
+            yield
 
     def _create(
         self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun], say: Callable[[str], None]
@@ -100,6 +110,7 @@ class RunStore:
         names = self.names(folder.name, points)
         named = dict(zip(names, points, strict=True))
         for name in named:
+            repair(RunDir(folder / name), say)
             _take_back_if_damaged(RunDir(folder / name), say)
         arms = _arms([RunDir(folder / name) for name in names], points)
         forks = [(RunDir(folder / name), fork) for name, p in named.items() if (fork := fork_of(p.config))]

@@ -32,9 +32,9 @@ def store(tmp_path: Path) -> RunStore:
 def make_runs(store: RunStore) -> Callable[..., list[RunDir]]:
     """make_runs("quick", "segv", ...) -> run folders of the sweep "fakes", seed 0, 1, ..."""
 
-    def make(*does: str) -> list[RunDir]:
+    def make(*does: str, **how: object) -> list[RunDir]:
         runs = [plan(do, seed) for seed, do in enumerate(does)]
-        return store.create(sweep="fakes", conf="fakes", overrides=[], runs=runs)
+        return store.create(sweep="fakes", conf="fakes", overrides=[], runs=runs, **how)
 
     return make
 

@@ -32,8 +32,7 @@ def cut(make_runs):
 def mended(make_runs, run) -> list[str]:
     """What is said when the same command makes the sweep's folders again; they are fit to be used then."""
     said = []
-    repair(run, said.append)
-    (again,) = make_runs("quick")
+    (again,) = make_runs("quick", say=said.append)
     assert again == run and all(line.startswith(f"{run.name}: ") for line in said)
     assert run.status()["state"] in ("pending", "interrupted")
     assert run.config()["job"] == run.manifest()["job"] == "convergence"

@@ -1,4 +1,6 @@
 import multiprocessing
+import os
+import signal
 import socket
 import time
 
@@ -6,6 +8,7 @@ import pytest
 import yaml
 
 from hqsweep.errors import UserError
+from hqsweep.sweep import locks
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.names import NOT_IN_ID, run_id, run_name
 from hqsweep.sweep.run_dir import RunDir
@@ -161,3 +164,21 @@ def test_reset_keeps_what_was_planned_and_nothing_else(make_runs):
     run.write_status(state="failed", reason="x", attempt=2)
     run.reset()
     assert {path: path.read_bytes() for path in run.path.iterdir()} == planned
+
+
+def test_a_stopped_process_that_holds_the_list_of_runs_is_named(store, planned, make_runs, monkeypatch):
+    make_runs("quick")
+    monkeypatch.setattr(locks, "NAMED_S", 0.1)
+    context = multiprocessing.get_context("fork")
+    ready, release = context.Event(), context.Event()
+    holder = context.Process(target=hold, args=(store.root / "fakes", ready, release))
+    holder.start()
+    assert ready.wait(10)
+    os.kill(holder.pid, signal.SIGSTOP)
+    said = []
+    with pytest.raises(UserError, match=rf"'fakes': nothing can be added .*`kill -CONT {holder.pid}` lets it go on"):
+        make_runs("quick", say=said.append)
+    assert f"process {holder.pid} " in said[0]
+    holder.kill()
+    holder.join()
+    make_runs("quick", say=pytest.fail)
