@@ -26,7 +26,8 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.linear import RECIPES
 from benchmarks.timing import Call, Cuda
-from hqsweep.config.model import ModelConfig, linear_shapes
+from hqsweep.config.gemms import linear_shapes
+from hqsweep.config.model import ModelConfig
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT

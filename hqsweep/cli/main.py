@@ -100,16 +100,20 @@ def run(
     from rich.console import Console
 
     from hqsweep.config.jobs import CHECKED_TABLES
-    from hqsweep.recipe.factories import Importer
     from hqsweep.report import junit
     from hqsweep.report.job_tables import job_tables
-    from hqsweep.sweep import launch
     from hqsweep.sweep.progress import open_display
+    from hqsweep.sweep.words import read
 
-    importer = Importer(partial(typer.echo, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
-    planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=None if dry_run else importer)
     with waiting("checking every run of the sweep"):
-        plan = planned(words)
+        given = read(words, config_dir=config_dir, workers=workers)
+        from hqsweep.recipe.factories import Importer  # only now: a mistyped key is found before torch is imported
+        from hqsweep.sweep import launch
+
+        importer = Importer(partial(typer.echo, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
+        importer = None if dry_run else importer
+        plan = launch.plan_of(given, importer)
+    planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
     if dry_run:
         cli_dry_run.show(plan, force=force, as_json=as_json)
         return

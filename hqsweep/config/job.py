@@ -9,45 +9,26 @@ canonical form, so that equal runs have equal dicts.
 import pkgutil
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from hqsweep.config.checks import CalibrateSection, ParitySection
-from hqsweep.config.data import DataConfig
-from hqsweep.config.engine import EngineConfig, TrackConfig
 from hqsweep.config.errors import sentence
-from hqsweep.config.fork import ForkConfig
+from hqsweep.config.gemms import gemm_modules
 from hqsweep.config.jobs import JOBS
-from hqsweep.config.model import ModelConfig, gemm_modules
+from hqsweep.config.keys import Job, Training
 from hqsweep.config.recipe import RecipeConfig
-from hqsweep.config.train import StatsConfig, TrainConfig
-from hqsweep.config.types import Name, Section
+from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.recipe.factories import FindFactory, factory_name
 from hqsweep.recipe.validate import DeviceFault, GemmModule, check_held_weights, validate
 
 
-class Job(Section):
-    """The keys that all jobs have."""
-
-    sweep: Name
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    runs_dir: str = "runs"
-    track: TrackConfig = TrackConfig()
-    engine: EngineConfig = EngineConfig()
-
-
-class ConvergenceConfig(Job):
+class ConvergenceConfig(Training):
     """Train one model under one recipe."""
 
-    job: Literal["convergence"]
     recipe: RecipeConfig
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    stats: StatsConfig = StatsConfig()
-    fork: ForkConfig | None = None
 
     @property
     def start(self) -> int:

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationInfo, model_validator
 
-from hqsweep.config.types import Name, Section
+from hqsweep.config.keys import RecipeKeys
 from hqsweep.errors import UserError
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.custom import CustomRecipe
@@ -13,24 +13,11 @@ from hqsweep.recipe.factories import factory_name
 from hqsweep.recipe.schedule import parse_recipe, recipe_config
 
 
-class RecipeConfig(Section):
+class RecipeConfig(RecipeKeys):
     """A recipe in canonical text form; whatever parse_recipe takes is accepted.
 
     Either qfactory and fp8_dpa are given or the sections from linear to overrides; the others are None.
     """
-
-    name: Name
-    linear: dict[str, str] | None = None
-    grouped_linear: dict[str, str] | None = None
-    dpa: dict[str, str] | None = None
-    head: dict[str, str] | None = None
-    embedding: str | None = None
-    norm: str | None = None
-    overrides: list[dict[str, Any]] | None = None
-    qfactory: str | None = None
-    fp8_dpa: bool | None = None
-    gemm: str
-    schedule: list[dict[str, Any]]
 
     _recipe: AnyRecipe = PrivateAttr()
 

@@ -29,8 +29,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hqsweep.config.gemms import grouped_shapes, linear_shapes
 from hqsweep.config.job import ConvergenceConfig, parse
-from hqsweep.config.model import grouped_shapes, linear_shapes
 from hqsweep.errors import Damaged
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import FORK

@@ -6,6 +6,7 @@ A plan exists only when every point of the grid is valid, so nothing starts that
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.convergence import check_native
-from hqsweep.recipe.factories import FindFactory, Importer, factory_name
-from hqsweep.sweep.compose import expand, factory_folders, known_confs
+from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
 from hqsweep.sweep.progress import Display
@@ -26,6 +26,7 @@ from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.trunks import check_twins, linked
+from hqsweep.sweep.words import Words, each, read
 from hqsweep.train import data
 from hqsweep.train.loop import pick_device
 
@@ -92,35 +93,22 @@ def plan(
     Raises:
         UserError: whatever is wrong in any point of the grid.
     """
-    conf, overrides = split_conf(words, config_dir)
-    if workers is not None:
-        overrides = [*overrides, f"engine.workers={workers}"]
-    grid = expand(conf, overrides, config_dir)
+    return plan_of(read(words, config_dir=config_dir, workers=workers), importer)
+
+
+def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
+    """The plan of words that were read; as plan(). Raises UserError for what a recipe cannot mean."""
+    grid = words.grid
     if importer is not None:
-        importer.folders = factory_folders(conf, overrides, config_dir)
-    configs = _parse_all(grid.points, importer or factory_name)
+        importer.folders = words.folders
+    configs = each(grid.points, partial(parse, find=importer or factory_name))
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
     if grid.study.fork is not None:
         typed, configs = zip(*linked(grid.points, configs, grid.study.fork), strict=True)
     check_twins(typed)
-    fields = {"conf": conf, "words": tuple(overrides), "study": grid.study, "baseline_why": grid.baseline_why}
+    fields = {"conf": words.conf, "words": words.overrides, "study": grid.study, "baseline_why": grid.baseline_why}
     fields["imports"] = tuple(importer.arguments) if importer is not None else ()
     return SweepPlan(points=tuple(typed), configs=tuple(configs), **fields)
-
-
-def split_conf(words: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
-    """(NAME, overrides) of words among which there must be one conf=NAME."""
-    confs = [word.removeprefix("conf=") for word in words if word.startswith("conf=")]
-    rest = [word for word in words if not word.startswith("conf=")]
-    known = known_confs(config_dir)
-    if not confs:
-        meant = next((word for word in rest if word in known), "")
-        hint = f" (did you mean 'conf={meant}'?)" if meant else ""
-        raise UserError(f"conf=NAME is missing{hint}; known are {', '.join(known)}, or give conf=PATH.yaml")
-    if len(confs) > 1 or "," in confs[0] or not confs[0]:
-        words = " ".join(f"conf={conf}" for conf in confs)
-        raise UserError(f"{words}: a sweep has one conf; give one name, and sweep keys within it")
-    return confs[0], rest
 
 
 def check(plan: SweepPlan) -> None:
@@ -183,18 +171,3 @@ def result(run: RunDir) -> dict[str, Any]:
         "warnings": [*manifest.get("warnings", []), *manifest.get("repairs", [])],
         **{table: dict(Counter(row["status"] for row in rows[table])) for table in CHECKED_TABLES},
     }  # fmt: skip
-
-
-def _parse_all(points: Sequence[GridPoint], find: FindFactory) -> list[Config]:
-    """Typed configs. If only some points fail, the message names the first of these."""
-    configs, faults = [], {}
-    for point in points:
-        try:
-            configs.append(parse(point.config, find))
-        except UserError as error:
-            faults.setdefault(str(error), point.changed)
-    if not faults:
-        return configs
-    message, changed = next(iter(faults.items()))
-    where = f" (in the run with {' '.join(changed)})" if changed and configs else ""
-    raise UserError(message + where)

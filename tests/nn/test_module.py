@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hqsweep.config.model import ModelConfig, linear_shapes
+from hqsweep.config.gemms import linear_shapes
+from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, autocast, quantization, quantized_model_init, set_recipe

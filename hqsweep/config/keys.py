@@ -1,0 +1,69 @@
+"""The keys of a run and their plain values, without what its recipe means.
+
+For that torch has to be imported, which takes longer than all else here: who mistypes a key is told without it. What
+the recipe means, and what depends on it, is checked in job.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from hqsweep.config.data import DataConfig
+from hqsweep.config.engine import EngineConfig, TrackConfig
+from hqsweep.config.errors import sentence
+from hqsweep.config.fork import ForkConfig
+from hqsweep.config.model import ModelConfig
+from hqsweep.config.train import StatsConfig, TrainConfig
+from hqsweep.config.types import Name, Section
+from hqsweep.errors import UserError
+
+
+class Job(Section):
+    """The keys that all jobs have."""
+
+    sweep: Name
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    runs_dir: str = "runs"
+    track: TrackConfig = TrackConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+class RecipeKeys(Section):
+    """The keys of a recipe in canonical form: either qfactory and fp8_dpa are given or the sections from linear to
+    overrides; the others are None."""
+
+    name: Name
+    linear: dict[str, str] | None = None
+    grouped_linear: dict[str, str] | None = None
+    dpa: dict[str, str] | None = None
+    head: dict[str, str] | None = None
+    embedding: str | None = None
+    norm: str | None = None
+    overrides: list[dict[str, Any]] | None = None
+    qfactory: str | None = None
+    fp8_dpa: bool | None = None
+    gemm: str
+    schedule: list[dict[str, Any]]
+
+
+class Training(Job):
+    """The keys of a training, whose recipe is whatever came."""
+
+    job: Literal["convergence"]
+    recipe: RecipeKeys | Any
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    stats: StatsConfig = StatsConfig()
+    fork: ForkConfig | None = None
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """UserError with all that is wrong with the config of a training but for its recipe, in one line."""
+    if config.get("job") != "convergence":
+        return
+    try:
+        Training.model_validate(dict(config))
+    except ValidationError as error:
+        raise UserError(sentence(error, Training)) from None
