@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqsweep.config.model import ModelConfig, gemm_modules
+from hqsweep.config.gemms import gemm_modules
+from hqsweep.config.model import ModelConfig
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.jobs.probe import tensor_files
