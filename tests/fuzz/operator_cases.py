@@ -102,12 +102,18 @@ class Call:
         """Offsets and sizes, or neither."""
         if self.rng.random() < 0.5:
             return None, None
-        edges = sorted(16 * self.rng.randint(0, rows // 16) for _ in range(self.rng.randint(0, 4)))
-        sizes = [end - start for start, end in pairwise((0, *edges, rows))]
+        sizes = self.split(rows, self.rng.randint(1, 5), 16)
         offsets = self.tensor(torch.tensor([0, *accumulate(sizes)]))
         if offsets.dtype == torch.int64 and offsets.dim() == 1 and shown(offsets):
             offsets = torch.tensor(self.maybe(offsets.tolist(), self.shifted), dtype=torch.int64)
-        return offsets, self.maybe(sizes if self.rng.random() < 0.6 else None, lambda _: self.shifted(sizes))
+            other = [0, *accumulate(self.split(rows, len(sizes), 1))]
+            offsets = self.maybe(offsets, lambda _: torch.tensor(other), 0.15)
+        return offsets, self.maybe(sizes, self.shifted) if self.rng.random() < 0.6 else None
+
+    def split(self, rows: int, count: int, unit: int) -> list[int]:
+        """So many sizes that add up to the rows, multiples of the unit."""
+        edges = sorted(unit * self.rng.randint(0, rows // unit) for _ in range(count - 1))
+        return [end - start for start, end in pairwise((0, *edges, rows))]
 
     def shifted(self, numbers: list[int]) -> list[int]:
         """One of the numbers is another."""
@@ -164,11 +170,11 @@ class Call:
         from hqsweep.formats import parse
 
         (rows, cols), text = self.sides(), self.rng.choice(FORMATS)
-        offsets, _ = self.members(rows)
+        offsets, sizes = self.members(rows)
         columnwise = offsets is not None and self.rng.random() < 0.5
         buffers = list(parse(text).empty(rows, cols, "cpu").values())
         if offsets is not None:
-            buffers = self.packed(text, rows, cols, columnwise, offsets)
+            buffers = self.packed(text, (rows, cols), columnwise, offsets, sizes)
         for buffer in buffers:
             if buffer.dtype == torch.uint8:
                 buffer.random_()
@@ -178,13 +184,15 @@ class Call:
         sizes, exact = (self.number(rows), self.number(cols)), self.rng.random() < 0.5
         return [buffers, format, *sizes, exact, dtype, offsets, self.maybe(columnwise, lambda c: not c)]
 
-    def packed(self, text: str, rows: int, cols: int, columnwise: bool, offsets: Tensor) -> list[Tensor]:
-        """Room for members of any sizes."""
+    def packed(
+        self, text: str, shape: tuple[int, int], columnwise: bool, offsets: Tensor, sizes: list[int] | None
+    ) -> list[Tensor]:
+        """Buffers of members of these sizes, or room for any."""
         from hqsweep.ops.outputs import Matrices, Wanted, allocations
 
-        wanted = Wanted(text, columnwise, False, False)
-        shapes = allocations(Matrices(rows, cols, count_of(offsets)), wanted, False)
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
+        wanted, exact = Wanted(text, columnwise, False, False), sizes is not None and min(sizes) >= 0
+        shapes = allocations(Matrices(*shape, count_of(offsets), tuple(sizes) if exact else None), wanted, False)
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes if shape[0] < 2**30]
 
     def changed(self, buffers: list[Tensor]) -> list[Tensor]:
         """One less, one more, none, or in another order."""
