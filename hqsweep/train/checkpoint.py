@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -151,5 +150,8 @@ def read_state(path: Path, device: torch.device, sha256: str | None = None) -> d
         file.seek(0)
         try:
             return torch.load(file, map_location=device, weights_only=True)
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise NotAsWritten(path, f"it is no checkpoint ({str(error).splitlines()[0]})") from None
+        except OSError:
+            raise
+        except Exception as error:  # what a file of others makes torch.load raise can be anything
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise NotAsWritten(path, f"it is no checkpoint ({why})") from None
