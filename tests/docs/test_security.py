@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from tests.test_features import test_a_named_test_exists as assert_exists
 
 TEXT = (Path(__file__).parents[2] / "docs/security.md").read_text()
