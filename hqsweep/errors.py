@@ -42,3 +42,11 @@ def nearest(word: object, known: Iterable[str]) -> str:
     """ " (did you mean 'x'?)" for the closest known word, or "" when none is close. A YAML's key may be no text."""
     match = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Text that a terminal or another program shows as it is: what is no printable character, and not in `keep`, as
+    Python's escape of it, `\\x1b`, `\\n` or `\\u202e`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

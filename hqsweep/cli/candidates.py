@@ -4,6 +4,7 @@ Config keys are read from the packaged YAML files, which have all of them (a tes
 Every function takes the beginning of a word and returns whole words; one that ends in "=" or "." goes on.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +17,7 @@ from hqsweep.sweep.store import RunStore
 
 PACKAGED = files("hqsweep") / "conf"
 OWN = Path("conf")
+_PLAIN = re.compile(r"[\w./@:=+,-]*")
 
 
 def run_word(beginning: str, config_dir: Path | None = None) -> list[str]:
@@ -87,4 +89,5 @@ def _folders(config_dir: Path | None) -> list[Path]:
 
 
 def _starting(beginning: str, words: Sequence[str]) -> list[str]:
-    return [word for word in words if word.startswith(beginning)]
+    """Words that begin so, and that a shell takes as they are: a name of a file or a key of a YAML may be anything."""
+    return [word for word in words if word.startswith(beginning) and _PLAIN.fullmatch(word)]

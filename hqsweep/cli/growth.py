@@ -6,9 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from hqsweep.cli.output import Shown
+from hqsweep.cli.output import Shown, say
 
 
 def grow(
@@ -16,21 +14,20 @@ def grow(
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Shown]]:
     """Grow the study of a plan, printing a line a look: (its runs, facts for --json, what to show at the end). `replan`
     makes a plan of words."""
-    from rich.console import Console
-
     from hqsweep.report.compare import document
     from hqsweep.report.tables import rich_table
     from hqsweep.study import noise
     from hqsweep.study.sequential import grow, with_seeds
     from hqsweep.sweep import launch
+    from hqsweep.sweep.console import SafeConsole
     from hqsweep.sweep.progress import open_display
 
-    display = open_display(Console(stderr=True))
+    display = open_display(SafeConsole(stderr=True))
     growth = grow(
         plan,
         lambda seeds: replan(with_seeds(words, seeds)),
         lambda batch, again: launch.start(batch, display, force=again),
-        say=partial(typer.echo, err=to_stderr),
+        say=partial(say, err=to_stderr),
         force=force,
     )
     fields = {"looks": [asdict(look) for look in growth.looks]}

@@ -29,6 +29,7 @@ from hqsweep.cli.output import (
     RunsDir,
     print_result,
     rows_table,
+    say,
     waiting,
 )
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
@@ -97,11 +98,10 @@ def run(
     'recipe.linear.input=nvfp4|mxfp8' sets one tensor's row and column formats. seeds.until=decided adds seeds until
     every arm has a verdict.
     """
-    from rich.console import Console
-
     from hqsweep.config.jobs import CHECKED_TABLES
     from hqsweep.report import junit
     from hqsweep.report.job_tables import job_tables
+    from hqsweep.sweep.console import SafeConsole
     from hqsweep.sweep.progress import open_display
     from hqsweep.sweep.words import read
 
@@ -110,7 +110,7 @@ def run(
         from hqsweep.recipe.factories import Importer  # only now: a mistyped key is found before torch is imported
         from hqsweep.sweep import launch
 
-        importer = Importer(partial(typer.echo, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
+        importer = Importer(partial(say, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
         importer = None if dry_run else importer
         plan = launch.plan_of(given, importer)
     planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
@@ -119,12 +119,12 @@ def run(
         return
     launch.check(plan)
     if plan.baseline_line:
-        typer.echo(plan.baseline_line, err=True)
+        say(plan.baseline_line, err=True)
     study, shown = None, []
     if plan.study.seeds.until == "decided":
         runs, study, shown = cli_growth.grow(plan, words, planned, force=force, to_stderr=as_json)
     else:
-        runs = launch.start(plan, open_display(Console(stderr=True)), force=force)
+        runs = launch.start(plan, open_display(SafeConsole(stderr=True)), force=force)
     results = [launch.result(run) for run in runs]
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)
@@ -219,7 +219,7 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
     from collections import Counter
 
     for warning, count in Counter(line for result in results for line in result["warnings"]).items():
-        typer.echo(f"warning: {warning} ({count} of {len(results)} runs)", err=as_json)
+        say(f"warning: {warning} ({count} of {len(results)} runs)", err=as_json)
     failed = [result for result in results if result["state"] != "finished"]
     arms = [result["arm"] for result in results]
     if failed:
@@ -228,7 +228,7 @@ def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
         line = f"next: hqsweep compare {sweep}"
     else:
         line = f"next: hqsweep show {results[0]['run']}"
-    typer.echo(line, err=as_json)
+    say(line, err=as_json)
 
 
 def _after_failures(failed: list[dict[str, Any]], count: int) -> str:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.errors import EXIT_USAGE, UserError
+from hqsweep.errors import EXIT_USAGE, UserError, visible
 
 Shown = Any
 """What rich prints: text or a RenderableType, which would have to be imported for its name."""
@@ -47,8 +47,13 @@ class OneSentence(TyperGroup):
         return code
 
 
+def say(line: str, *, err: bool = False) -> None:
+    """Print a line to a person. Its text may come from a file of somebody else."""
+    typer.echo(visible(line, keep="\n"), err=err)
+
+
 def _refuse(message: str) -> int:
-    typer.echo(f"hqsweep: {' '.join(message.split())}", err=True)
+    say(f"hqsweep: {' '.join(message.split())}", err=True)
     return EXIT_USAGE
 
 
@@ -58,10 +63,11 @@ def waiting(for_what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
     from rich.text import Text
 
-    with Console(stderr=True).status(Text(for_what)):
+    from hqsweep.sweep.console import SafeConsole
+
+    with SafeConsole(stderr=True).status(Text(for_what)):
         yield
 
 
@@ -73,11 +79,11 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
         plain = json.loads(json.dumps(document, default=str), parse_constant=lambda name: None)
         typer.echo(json.dumps(plain, indent=2))
         return
-    from rich.console import Console
+    from hqsweep.sweep.console import SafeConsole
 
-    console = Console()
+    console = SafeConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no edge to break lines at
-        console = Console(width=FILE_WIDTH)
+        console = SafeConsole(width=FILE_WIDTH)
     for each in shown:
         console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
 

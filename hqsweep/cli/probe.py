@@ -73,15 +73,15 @@ def probe(
 
 def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of jobs.probe for all matrices and quantizers; on stderr what it will take, and how far it is."""
-    from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
     from hqsweep.jobs.probe.job import expected_seconds, probe
+    from hqsweep.sweep.console import SafeConsole
     from hqsweep.sweep.progress import duration
 
     rows: list[dict[str, Any]] = []
     total = sum(matrix.rows * matrix.cols for matrix in matrices)
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     seconds = expected_seconds(matrices, quantizers)
     what = f"{len(matrices)} tensors of {total / 1e6:.1f} M elements in {len(quantizers)} formats"
     console.print(f"probe: {what}, about {duration(seconds)}", highlight=False)

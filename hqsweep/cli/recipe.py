@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, OneSentence, Shown, print_result
+from hqsweep.cli.output import AsJson, OneSentence, Shown, print_result, say
 
 app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="List, show, compare and export recipes.")
 
@@ -124,7 +124,7 @@ def export(
         out.write_text(text + "\n")
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}; give a file in a folder that exists") from None
-    typer.echo(f"wrote {out}", err=True)
+    say(f"wrote {out}", err=True)
 
 
 def _load(name: str, config_dir: Path | None) -> Any:

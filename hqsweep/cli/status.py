@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table
+from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, rows_table, say
 from hqsweep.errors import EXIT_FAILED, Damaged
 
 STATUS_COLUMNS = {
@@ -27,15 +27,14 @@ def status(
 
     Exit code 3 when one of them has failed, was interrupted, or is damaged or gone.
     """
-    from rich.console import Console
-
     from hqsweep.sweep import follow as observer
+    from hqsweep.sweep.console import SafeConsole
     from hqsweep.sweep.progress import open_display
     from hqsweep.sweep.store import RunStore
 
     selected = RunStore(runs_dir).resolve(runs)
     if follow:
-        observer.follow(selected, open_display(Console(stderr=True)))
+        observer.follow(selected, open_display(SafeConsole(stderr=True)))
     rows = observer.status_rows(selected)
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
@@ -92,6 +91,6 @@ def sync(
 def _end(bad: list[str]) -> None:
     """Name the runs that cannot be used; then exit code 3."""
     for sentence in bad:
-        typer.echo(f"hqsweep: {sentence}", err=True)
+        say(f"hqsweep: {sentence}", err=True)
     if bad:
         raise typer.Exit(EXIT_FAILED)

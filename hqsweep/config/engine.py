@@ -1,13 +1,16 @@
 """The sections that cannot change a number: how runs are executed, and who mirrors them."""
 
+import re
 import shlex
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from hqsweep.config.types import Count, Index, Positive, Section
 from hqsweep.errors import UserError
+
+_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=|$)")
 
 
 def check_installed(kind: str) -> None:
@@ -38,7 +41,8 @@ class TrackConfig(Section):
 
 class SlurmConfig(Section):
     """What sbatch is asked for, for each run; None leaves it to the partition. `options` are further words of sbatch's
-    command line. A job is told `signal_s` seconds before its time is over, and goes back to the queue."""
+    command line. Each stands on a line of a script of the shell, and so may hold no line break or other control
+    character. A job is told `signal_s` seconds before its time is over, and goes back to the queue."""
 
     partition: str | None = None
     gres: str | None = None
@@ -57,10 +61,21 @@ class SlurmConfig(Section):
             )
         return self
 
+    @field_validator("partition", "gres", "options")
+    @classmethod
+    def _on_one_line(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is not None and not text.isprintable():
+            raise UserError(f"engine.slurm.{info.field_name}: {text!r} has a control character; leave it out")
+        return text
+
     @field_validator("options")
     @classmethod
     def _long(cls, options: str | None) -> str | None:
-        short = next((word for word in shlex.split(options or "") if not word.startswith("--")), None)
+        try:
+            words = shlex.split(options or "")
+        except ValueError as error:
+            raise UserError(f"engine.slurm.options: {options!r} has no words of a shell ({error})") from None
+        short = next((word for word in words if not _OPTION.match(word)), None)
         if short is not None:
             raise UserError(
                 f"engine.slurm.options: '{short}' is no --NAME or --NAME=VALUE; write '--account=lab --requeue'"

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from hqsweep.errors import visible
 from hqsweep.jobs.probe.recipe import foreign_modules
 from hqsweep.jobs.probe.suggest import Suggestion
 from hqsweep.report import html
@@ -60,13 +61,13 @@ def how_to_use(suggestion: Suggestion, file: Path | None) -> str:
         return f"for the GPT of hqsweep run: recipe={given}"
     return (
         f"for a model with modules of hqsweep.nn named as in the file ({foreign[0]}): set_recipe(model,"
-        f" parse_recipe(yaml.safe_load(open('{given}')))); hqsweep run trains a GPT of other names and refuses it"
+        f" parse_recipe(yaml.safe_load(open({str(given)!r})))); hqsweep run trains a GPT of other names and refuses it"
     )
 
 
 def recipe_text(recipe: Mapping[str, Any], *comments: str) -> str:
     """YAML that recipe=PATH takes."""
-    lines = "".join(f"# {comment}\n" for comment in comments)
+    lines = "".join(f"# {visible(' '.join(comment.split()))}\n" for comment in comments)
     return f"{lines}{yaml.safe_dump(dict(recipe), sort_keys=False, width=120)}"
 
 

@@ -11,6 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from hqsweep.errors import visible
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -71,11 +73,11 @@ def markdown(table: TextTable) -> str:
 
 
 def markdown_text(cell: str) -> str:
-    """Text that Markdown shows as it is."""
-    cell = cell.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    for mark in "\\|`*_[]":
+    """Text that Markdown shows as it is, GitHub's formulas and strikethrough included."""
+    cell = visible(" ".join(cell.split())).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for mark in "\\|`*_[]~$":
         cell = cell.replace(mark, "\\" + mark)
-    return " ".join(cell.split())
+    return cell
 
 
 def legal(xml: str) -> str:

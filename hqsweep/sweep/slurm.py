@@ -129,6 +129,10 @@ def _submit_array(
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     paths = [[run.path.resolve() for run in task] for task in tasks]
+    if not str(paths[0][0]).isprintable():  # it stands in the script of sbatch, which a line break would end
+        raise UserError(
+            f"runs_dir: {str(paths[0][0].parent)!r} has a control character, which no script of Slurm can hold"
+        )
     limit_s = slurm["time_min"] * 60.0 - slurm["signal_s"] if slurm["time_min"] else None
     said = io.StringIO()  # submitit repeats there what sbatch says
     try:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hqsweep.errors import EXIT_FAILED
+from hqsweep.sweep.console import SafeConsole
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.progress import PlainDisplay
 from hqsweep.sweep.run_dir import RunDir
@@ -34,7 +33,7 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
     before = _achieved(runs)
     todo = [run for run in runs if run.seen()["state"] != "failed"] or runs
     try:
-        run_local(todo, display=PlainDisplay(Console()), limits=Limits(workers=1, **options))
+        run_local(todo, display=PlainDisplay(SafeConsole()), limits=Limits(workers=1, **options))
     except SystemExit:
         job = find_jobs([os.environ["SLURM_JOB_ID"]]).get(os.environ["SLURM_JOB_ID"])
         if job is None or job.state != "RUNNING":  # cancelled, or Slurm itself puts it back

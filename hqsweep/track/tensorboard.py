@@ -14,6 +14,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from hqsweep.errors import visible
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless
 from hqsweep.track.tracker import Tracker, curves
@@ -55,7 +56,7 @@ class TensorBoardTracker(HarmlessTracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         writer = self._open()
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
+            writer.add_scalar(visible(name), value, step)
 
     @harmless
     def sampled(self, step: int, rows: list[dict[str, Any]]) -> None:
@@ -104,7 +105,13 @@ def leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int
 def markdown_table(rows: list[dict[str, Any]]) -> str:
     """Rows with equal columns as Markdown: the first TEXT_ROWS, and how many more there are."""
     cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows[:TEXT_ROWS])]
-    lines = ["| " + " | ".join("" if c is None else str(c).replace("|", "\\|") for c in line) + " |" for line in cells]
+    lines = ["| " + " | ".join(map(_cell, line)) + " |" for line in cells]
     if len(rows) > TEXT_ROWS:
         lines += ["", f"and {len(rows) - TEXT_ROWS} more rows, which are in the run's folder"]
     return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    """A value that ends no cell, no row, and begins no HTML."""
+    text = visible(" ".join(str("" if value is None else value).split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from hqsweep.errors import visible
 from hqsweep.track.harmless import one_line
 from hqsweep.track.tables import VERDICT_COLUMNS
 from hqsweep.track.tensorboard import markdown_table
@@ -27,7 +28,7 @@ def log_report(sweep_path: Path, report: Path, arms: Sequence[Mapping[str, Any]]
             writer.add_text("forest", f"```text\n{forest_text(arms)}\n```")
             for arm in arms:
                 if arm["gap"] is not None:
-                    writer.add_scalar(f"gap_pct/{arm['arm']}", arm["gap"], 0)
+                    writer.add_scalar(f"gap_pct/{visible(arm['arm'])}", arm["gap"], 0)
     except Exception as error:
         print(f"tensorboard: report: {one_line(error)}; it is in {report}", flush=True)
         return False
@@ -48,15 +49,16 @@ def forest_text(arms: Sequence[Mapping[str, Any]]) -> str:
     def at(value: float) -> int:
         return round((value - low) / (high - low) * (WIDTH - 1))
 
-    name_width = max(len(arm["arm"]) for arm in drawn)
+    names = [visible(arm["arm"]).replace("`", "'") for arm in drawn]  # it stands in a block of code
+    name_width = max(map(len, names))
     lines = [f"{'':{name_width}}  {f'{low:+.3g} %':<{WIDTH // 2}}{f'{high:+.3g} %':>{WIDTH - WIDTH // 2}}"]
-    for arm in drawn:
+    for arm, name in zip(drawn, names, strict=True):
         line = [" "] * WIDTH
         first, last = map(at, _interval(arm))
         line[first : last + 1] = "-" * (last + 1 - first)
         for value, mark in ((-arm["margin"], ":"), (arm["margin"], ":"), (0, "|"), (arm["gap"], "o")):
             line[at(value)] = mark
-        lines.append(f"{arm['arm']:{name_width}}  {''.join(line)}  {arm['verdict']}")
+        lines.append(f"{name:{name_width}}  {''.join(line)}  {arm['verdict']}")
     return "\n".join(lines)
 
 

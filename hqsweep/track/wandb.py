@@ -6,6 +6,7 @@ reach the disk every second, where W&B's own default loses up to 15 s of a kille
 
 import netrc
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import wandb
 
+from hqsweep.errors import visible
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.harmless import HarmlessTracker, harmless, one_line
 from hqsweep.track.tables import VERDICT_COLUMNS
@@ -24,6 +26,10 @@ FAST = {
     "x_transaction_log_flush_interval": 1.0,
 }  # fmt: skip
 """Settings that make `init` about six times faster (the manifest has what they leave out) and flush every second."""
+
+
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._+-]")
+"""What a run's id may not hold, for it stands in addresses; our own names have none of it."""
 
 
 def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:
@@ -58,14 +64,14 @@ def logged_in(environment: Mapping[str, str]) -> bool:
 def open_run(run: RunDir, config: Mapping[str, Any]) -> Tracker:
     """The mirror of a run: group = sweep, job type = job, name = arm and seed, and the same id when it is resumed."""
     manifest = run.manifest()
-    name = f"{manifest['arm']} s{manifest['seed']}"
+    name = visible(f"{manifest['arm']} s{manifest['seed']}")
     return _open(
         run.path,
         config["track"],
-        group=run.sweep,
+        group=visible(run.sweep),
         job_type=manifest["job"],
         name=name,
-        id=f"{run.sweep}-{run.name}"[-64:],
+        id=_NOT_IN_ID.sub("_", f"{run.sweep}-{run.name}")[-64:],
         config=dict(config),
         resume="allow",
     )
@@ -78,7 +84,8 @@ def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: S
     `track` is the section of that name of a run's config. Returns whether all is kept, on the server or, offline, in
     the sweep's folder.
     """
-    tracker = _open(sweep_path, track, group=sweep_path.name, job_type="report", name=f"report {report.name}")
+    group, name = visible(sweep_path.name), visible(f"report {report.name}")
+    tracker = _open(sweep_path, track, group=group, job_type="report", name=name)
     if not isinstance(tracker, WandbTracker):
         return False
     logged = [tracker.verdicts(arms), tracker.picture("forest", report / "figures" / "forest.svg")]
@@ -143,8 +150,9 @@ class WandbTracker(HarmlessTracker):
         table = wandb.Table(columns=list(VERDICT_COLUMNS), allow_mixed_types=True)
         for arm in arms:
             table.add_data(*(arm[column] for column in VERDICT_COLUMNS))
-            self._run.summary[f"verdict/{arm['arm']}"] = arm["verdict"]
-            self._run.summary[f"gap_pct/{arm['arm']}"] = arm["gap"]
+            name = visible(arm["arm"])
+            self._run.summary[f"verdict/{name}"] = arm["verdict"]
+            self._run.summary[f"gap_pct/{name}"] = arm["gap"]
         self._run.log({"verdicts": table})
 
     @harmless

@@ -1,15 +1,19 @@
 """What others wrote is data: no command imports a module that a recipe, a config or a run names but `run`, which says
 so, and that never from the working directory."""
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
+from hqsweep.config.job import parse
+from hqsweep.sweep.store import RunStore
 
 TINY = [
     "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2", "train.steps=2",
@@ -99,3 +103,39 @@ def test_a_factory_comes_from_the_folder_of_the_file_that_was_named(folder: Path
     lost = hqsweep("run", "conf=own", "recipe._target_=foreign.other_factory.make", *TINY)
     assert lost.returncode == 2 and "cannot be imported" in lost.stderr and str(folder / "conf") in lost.stderr
     assert not (folder / "planted").exists()
+
+
+NASTY = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202eb"
+
+
+@pytest.fixture
+def nasty(folder: Path) -> str:
+    """The path of a sweep of somebody else, whose files hold escape sequences wherever text may be."""
+    config = {"job": "convergence", "sweep": "foreign", "recipe": {"name": "r", "linear": "mxfp8"}}
+    config = parse(config).model_dump(mode="json")
+    config["recipe"]["name"] = config["data"]["path"] = NASTY
+    point = SimpleNamespace(config=config, arm=NASTY, overrides=[NASTY])
+    (run,) = RunStore(folder / "runs").create(sweep="foreign", conf=NASTY, overrides=[NASTY], runs=[point])
+    run.update_manifest(warnings=[NASTY], repairs=[NASTY], **{NASTY: NASTY})
+    run.write_status(state="failed", reason=NASTY)
+    row = {"step": 1, "metric": NASTY, "value": 1.0}
+    run.jsonl("metrics").write_text(json.dumps(row) + "\n")
+    return str(run.path)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_no_escape_sequence_of_a_run_reaches_the_terminal(nasty: str, terminal: bool, monkeypatch: pytest.MonkeyPatch):
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+    runs = Path(nasty).parent
+    for words in (
+        ["ls"], ["status", "foreign"], ["show", nasty], ["show", nasty, "--all"], ["compare", "foreign"],
+        ["status", str(runs)], ["gate", "foreign", "--baseline", NASTY], ["cancel", "foreign"], ["show", NASTY],
+        ["recipe", "show", NASTY], ["run", f"conf={NASTY}"], ["run", "conf=own", f"{NASTY}=1"], [NASTY], ["ls", NASTY],
+    ):  # fmt: skip
+        done = inside(*words)
+        out = done.stdout + done.stderr
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        assert "\x1b]" not in out and "\x1b[2J" not in out and not set("\x07\x9b\u202e") & set(out), (words, out)
+        assert words[0] in ("ls", "cancel") or "owned" in out, (words, out)

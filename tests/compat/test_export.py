@@ -64,6 +64,16 @@ def test_options_overrides_and_attention_are_exported(sections):
     assert run(to_transformer_engine(recipe, "mine", LAYERS))["recipe"].resolve(ROLES) == recipe.resolve(ROLES)
 
 
+@pytest.mark.parametrize(
+    "name", ['"""\nPLANTED = 1\n"""', "'''\nPLANTED = 1", "a\\", '\\"""\nPLANTED = 1', "é\u202e\x00"]
+)
+def test_a_name_is_text_in_the_module_and_runs_no_code(name):
+    text = to_transformer_engine(parse_recipe({"linear": "mxfp8"}), name)
+    module = run(text)
+    assert "PLANTED" not in module and module["__doc__"].startswith("Recipe '") and "\0" not in text
+    assert name in module["__doc__"] and module["recipe"].resolve(ROLES)
+
+
 def test_a_schedule_is_exported_as_one_factory_for_each_stage():
     changes = [{"at": 0.5, "dgrad": "bf16"}, {"at": 900, "fprop": "bf16"}]
     recipe = parse_recipe({"linear": "mxfp8", "schedule": changes})

@@ -210,6 +210,12 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"engine": {"kind": "slurm", "runs_per_gpu": 2}}, "engine.runs_per_gpu: is for engine=local"),
         ({"engine": {"kind": "slurm", "fail_fast": True}}, "engine.fail_fast: is for engine=local"),
         ({"engine": {"kind": "slurm", "slurm": {"time_min": 1}}}, "engine.slurm.signal_s: 60 s before the end"),
+        ({"engine": {"kind": "slurm", "slurm": {"partition": "gpu\ntouch x"}}},
+         r"engine.slurm.partition: 'gpu\\ntouch x' has a control character; leave it out"),
+        ({"engine": {"kind": "slurm", "slurm": {"gres": "gpu:1\r\n\ntouch x"}}}, "engine.slurm.gres: .* control char"),
+        ({"engine": {"kind": "slurm", "slurm": {"options": "--a=b\ntouch x"}}}, "engine.slurm.options: .* control ch"),
+        ({"engine": {"kind": "slurm", "slurm": {"options": "'--a b=1'"}}}, "engine.slurm.options: '--a b=1' is no --"),
+        ({"engine": {"kind": "slurm", "slurm": {"options": "--a='b"}}}, "engine.slurm.options: .* no words of a shell"),
         ({"engine": {"kind": "slurm", "slurm": {"options": "-A lab"}}}, "engine.slurm.options: '-A' is no --NAME"),
     ],
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import math
 
-from hqsweep.report.text import TextTable, markdown, number, sparkline, text
+from hqsweep.report.text import TextTable, markdown, markdown_text, number, sparkline, text
 
 
 def test_numbers_and_what_is_missing():
@@ -20,6 +20,14 @@ def test_numbers_and_what_is_missing():
 def test_markdown_of_a_small_table():
     table = TextTable(header=("a", "b|c"), rows=(("x\ny", "1"),), numeric=frozenset({1}))
     assert markdown(table) == "| a | b\\|c |\n| --- | ---: |\n| x y | 1 |\n"
+
+
+def test_markdown_shows_what_others_wrote_as_text():
+    cell = "<b> | [a](x) ![i](y) `c` *d* ~~e~~ $f$ &amp; \\| \x1b[2J\u202e"
+    assert markdown_text(cell) == (
+        "&lt;b&gt; \\| \\[a\\](x) !\\[i\\](y) \\`c\\` \\*d\\* \\~\\~e\\~\\~ \\$f\\$ &amp;amp; \\\\\\|"
+        " \\\\x1b\\[2J\\\\u202e"
+    )
 
 
 def test_sparkline_spans_low_to_high_and_marks_what_is_not_finite():

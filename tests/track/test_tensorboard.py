@@ -176,3 +176,8 @@ def test_leaves_and_long_tables():
     assert dict(leaves({"a": {"b": [1, None]}, "c": None, "d": True})) == {"a.b": "[1, null]", "d": "true"}
     table = markdown_table([{"n": n} for n in range(TEXT_ROWS + 3)])
     assert table.count("\n|") == TEXT_ROWS + 1 and table.endswith("\n\nand 3 more rows, which are in the run's folder")
+
+
+def test_cells_of_others_end_no_row_and_begin_no_html():
+    table = markdown_table([{"arm": "a|b\n\n# c <img src=x>\x1b[2J &lt;"}])
+    assert table.split("\n")[2:] == ["| a\\|b # c &lt;img src=x>\\x1b[2J &amp;lt; |"]

@@ -28,7 +28,9 @@ ARMS = [
 def run(tmp_path):
     run = RunDir(tmp_path / "runs" / "grid" / "a")
     run.path.mkdir(parents=True)
-    (run.path / "config.yaml").write_text(yaml.safe_dump({"track": {"kind": "tensorboard"}}))
+    (run.path / "config.yaml").write_text(
+        yaml.safe_dump({"job": "parity", "seed": 0, "track": {"kind": "tensorboard"}})
+    )
     return run
 
 
@@ -69,7 +71,12 @@ def test_what_cannot_be_written_is_one_line(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["none", "tensorboard"])
 def test_nothing_is_kept_where_nothing_tracks(run, tmp_path, kind, monkeypatch):
-    (run.path / "config.yaml").write_text(yaml.safe_dump({"track": {"kind": kind}}))
+    (run.path / "config.yaml").write_text(yaml.safe_dump({"job": "parity", "seed": 0, "track": {"kind": kind}}))
     monkeypatch.setattr("hqsweep.track.mirror.find_spec", lambda name: None)
     assert not mirror_report([run], tmp_path / "report", ARMS)
     assert not (run.sweep_path / "tensorboard").exists()
+
+
+def test_a_name_of_others_is_text_in_the_forest():
+    line = forest_text([arm("a```\n# b\x1b[2J", "worse", 1.0, 0.5, 1.5)]).split("\n")[1]
+    assert line.startswith("a'''\\n# b\\x1b[2J  ")

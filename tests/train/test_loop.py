@@ -12,6 +12,7 @@ from hqsweep.nn.linear_call import LinearCall
 from hqsweep.ops import fingerprint
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
+from hqsweep.recipe.factories import find_factory
 from hqsweep.sweep.compose import load_recipe
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
@@ -169,7 +170,7 @@ def factory(role):
 def test_a_factory_trains_as_the_sections_that_say_the_same():
     curves = []
     for recipe in ({"linear": "mxfp8"}, {"qfactory": f"{__name__}.factory"}):
-        cfg = parse(config().model_dump(mode="json") | {"recipe": {"name": "r", **recipe}})
+        cfg = parse(config().model_dump(mode="json") | {"recipe": {"name": "r", **recipe}}, find_factory)
         curves.append([done.metrics.get("train_loss") for done in trainer(cfg).steps()])
     assert curves[0] == curves[1] and curves[0][-1] is not None
 
