@@ -15,6 +15,7 @@ from hqsweep.sweep import seal
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.slots import slots
 from hqsweep.sweep.store import RunStore
+from hqsweep.train.record import checkpoints, record_path
 
 Kind = tuple[str, ...]
 """Job or design of a run, and, for what is known more closely, its arm."""
@@ -66,8 +67,7 @@ def _state(run: RunDir, force: bool) -> tuple[str, int]:
         return "finished", 0
     if force or state in ("missing", "damaged"):
         return "to do" if state == "missing" else "to do again", 0
-    checkpoints = [path.stem.removeprefix("step_") for path in run.checkpoint.glob("step_*.pt")]
-    last = max((int(step) for step in checkpoints if step.isdecimal()), default=0)
+    last = max((step for step, path in checkpoints(run.checkpoint).items() if record_path(path).exists()), default=0)
     if state == "running":
         return "running", last
     return (f"to do from step {last}" if last else "to do"), last

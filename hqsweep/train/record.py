@@ -77,7 +77,7 @@ def read_record(path: Path) -> Record:
         record = Record(**json.loads(target.read_bytes()))
     except FileNotFoundError:
         raise NotAsWritten(path, f"its record {target.name} is not there") from None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         record = None
     if record is None or not _is_well_formed(record):
         raise NotAsWritten(path, f"its record {target.name} is not one")
@@ -148,7 +148,7 @@ def discard(path: Path) -> None:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint, in order of steps."""
-    found = {path: re.fullmatch(r"step_(\d+)\.pt", path.name) for path in folder.glob("step_*.pt")}
+    found = {path: re.fullmatch(r"step_([1-9][0-9]*)\.pt", path.name) for path in folder.glob("step_*.pt")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
 

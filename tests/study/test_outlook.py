@@ -43,6 +43,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(laboratory) -> None:
     run.checkpoint.mkdir()
     for step in (20, 40):
         (run.checkpoint / f"step_{step}.pt").touch()
+        (run.checkpoint / f"step_{step}.json").touch()
     found = ahead(laboratory)
     assert states(found) == ["finished", "finished", "to do from step 40", "finished"]
     assert found.to_do == 1 and found.minutes == pytest.approx(1.0)

@@ -15,6 +15,7 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.rows import RowSink
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import NullTracker
+from hqsweep.train.record import mark_of
 
 
 @pytest.fixture
@@ -114,6 +115,52 @@ def test_rewind_drops_later_rows_and_appending_goes_on(run, sink):
     assert run.rows("parity") == []
     sink.rewind({})
     assert [run.jsonl(table).exists() for table in ("metrics", "stats", "parity")] == [False] * 3
+
+
+def test_a_mark_is_that_of_the_file_and_the_file_is_on_the_disk(run, sink, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    for step in range(3):
+        sink.metric(step, {"train_loss": math.nan, "lr": 1e-3 / 3})
+        sink.rows("stats", [stats_row(step)])
+    marks = sink.mark()
+    assert synced == [str(run.jsonl("metrics")), str(run.jsonl("stats")), str(run.path)]
+    assert marks == {table: mark_of(run.jsonl(table).read_bytes()) for table in ("metrics", "stats")}
+    assert marks["metrics"]["rows"] == 6 and marks["stats"]["rows"] == 3
+    again = RowSink(run, NullTracker())
+    assert again.mark() == marks and again.fits(marks) is None
+    again.metric(3, {"lr": 0.0})
+    assert again.mark()["metrics"] == mark_of(run.jsonl("metrics").read_bytes()) and again.mark(2) == marks
+    again.rewind({"stats": marks["stats"]}, 2)
+    assert again.mark() == {"stats": marks["stats"]} and not run.jsonl("metrics").exists()
+
+
+def test_rows_that_are_not_those_of_the_mark_are_named(run, sink):
+    sink.metric(1, {"train_loss": 1.0})
+    sink.metric(2, {"train_loss": 2.0})
+    marks, path = sink.mark(), run.jsonl("metrics")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"2.0", b"2.5"))
+    assert sink.fits(marks) == "the first 2 rows of metrics.jsonl are not those that were written before it"
+    path.write_bytes(data[:-3])
+    assert sink.fits(marks) == "metrics.jsonl has 1 row, 2 were written before it"
+    path.unlink()
+    assert sink.fits(marks) == "metrics.jsonl has 0 rows, 2 were written before it"
+    assert sink.fits({"odd": marks["metrics"]}) == "a table 'odd' was written before it"
+
+
+def test_a_table_without_rows_has_no_copy_of_earlier_ones(run, sink):
+    run.parquet("stats").write_bytes(b"old")
+    sink.write_parquet()
+    assert not run.parquet("stats").exists()
+
+
+def test_what_was_repaired_is_said_and_kept(run, sink, capsys):
+    run.update_manifest(run_id="x", sweep="s", arm="a", seed=0, job="convergence", overrides=[])
+    sink.repaired("this")
+    sink.repaired("that")
+    assert run.manifest()["repairs"] == ["this", "that"]
+    assert capsys.readouterr().out == "warning: this\nwarning: that\n"
 
 
 def test_a_failed_rewind_leaves_the_rows_as_they_were(run, sink, monkeypatch):
