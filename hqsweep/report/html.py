@@ -30,8 +30,8 @@ from hqsweep.report.text import legal
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
 LIGHT_BYTES = 290_000
 """A light page is smaller; pictures for which there is no room are linked to."""
-LIGHT_ROWS = 60
-"""Rows of a table on a light page."""
+LIGHT_ROWS, LIGHT_ARMS = 60, 30
+"""Rows of a table on a light page, and arms of which it draws the throughput."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,8 @@ def render(comparison: Comparison, drawn: Panels) -> str:
 
 
 def render_light(comparison: Comparison, drawn: Panels) -> str:
-    """The page without scripts, smaller than LIGHT_BYTES; its long tables end early, and say where the rest is."""
+    """The page without scripts, smaller than 300 kB up to eighty arms; its long tables end early, and say where
+    the rest is."""
     section = {id(panel): name for name, group in drawn.groups().items() for panel in group}
     pictures = {key: Markup("") for key in section}
     room = LIGHT_BYTES - len(_page(comparison, drawn, lambda panel: pictures[id(panel)], light=True).encode())
@@ -192,7 +193,7 @@ def _template(name: str, **names: Any) -> Template:
     templates = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters |= {"div": div, "breakable": breakable}
-    pages.globals |= {"light_rows": LIGHT_ROWS, **names}
+    pages.globals |= {"light_rows": LIGHT_ROWS, "light_arms": LIGHT_ARMS, **names}
     return pages.get_template(name)
 
 
