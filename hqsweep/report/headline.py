@@ -34,6 +34,8 @@ def headline(comparison: Comparison) -> str:
         parts.append("the null arm is not shown equivalent, so that the machinery is in doubt")
     elif len(null) and null["within_margin"].all():
         parts.append("the null arm is equivalent, as it must be")
+    if count := len(comparison.left_out):
+        parts.append(f"{count} run{'s are' if count > 1 else ' is'} left out")
     return ("; ".join(parts) or f"No arm stands beside {comparison.baseline}") + "."
 
 

@@ -141,6 +141,7 @@ def _page(comparison: Comparison, drawn: Panels, draw: Callable[[Panel], Markup]
         fork_points=tables.points_table(comparison),
         diff=tables.arm_by_key(comparison),
         arms_table=arms_table,
+        left_out=tables.left_out_table(comparison),
         unfinished=tables.unfinished_table(comparison),
         training=tables.training_table(comparison),
         panels=drawn,

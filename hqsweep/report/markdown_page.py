@@ -34,6 +34,7 @@ def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> st
         *(f"- **{markdown_text(row.arm)}**: {markdown_text(row.sentence)}\n" for row in arms),
         "\n",
         *(f"{markdown_text(note)}\n\n" for note in comparison.notes),
+        *_section("Runs left out", tables.left_out_table(comparison)),
         *_section("Runs without a result", tables.unfinished_table(comparison)),
         "## Result\n\n",
         markdown(tables.arms_table(comparison)),

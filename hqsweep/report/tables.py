@@ -1,6 +1,7 @@
 """The report's tables: rich for the terminal, and the same cells for the pages."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -154,6 +155,13 @@ def _percent_cells(row: Any, loss: str) -> tuple[str, str]:
     gap, low, high = (getattr(row, f"{loss}_{cell}_pct") for cell in ("gap", "low", "high"))
     places = f"+.{digits((high - low) / 2)}f"
     return number(gap, places), _span(low, high, places)
+
+
+def left_out_table(comparison: Comparison) -> TextTable:
+    """Runs that cannot be believed (damaged, missing, or none of their sweep's), with the file and what to do."""
+    untold = [each for each in comparison.left_out if each.state in ("damaged", "missing", "foreign")]
+    rows = tuple((each.run, each.state, Path(each.file).name, each.fault, each.remedy) for each in untold)
+    return TextTable(header=("run", "state", "file", "what is wrong", "what to do"), rows=rows)
 
 
 def unfinished_table(comparison: Comparison) -> TextTable:

@@ -1,10 +1,12 @@
 """The tables' cells, and that a name from a config cannot break out of its cell."""
 
+from html import unescape
+
 import pandas as pd
 import pytest
 from rich.console import Console
 
-from hqsweep.report import tables
+from hqsweep.report import html, tables
 from hqsweep.report.compare import compare
 from hqsweep.report.markdown_page import report_markdown
 
@@ -87,3 +89,16 @@ def test_runs_without_a_result_are_listed_with_the_reason(comparison):
     assert [row[:4] for row in tables.unfinished_table(comparison).rows] == [
         (NASTY, "0", "failed (boom | <b>)", "80 of 200")
     ]
+
+
+def test_damaged_runs_are_listed_on_every_page_with_the_file_and_what_to_do(make_sweep, fake):
+    runs = make_sweep([*fake.three_arms(), fake.Run(arm="open", state="running", steps=20)])
+    runs[4].jsonl("metrics").write_text("")
+    comparison = compare(runs, "bf16")
+    ((run, state, file, fault, remedy),) = tables.left_out_table(comparison).rows
+    assert (run, state, file) == (f"sweep/{runs[4].name}", "damaged", "metrics.jsonl") and fault and "hqsweep" in remedy
+    drawn = html.panels(comparison)
+    for page in (html.render_light(comparison, drawn).replace("<wbr>", ""), report_markdown(comparison)):
+        text = unescape(page).replace("\\", "")
+        assert "Runs left out" in text and remedy in text and "; 2 runs are left out." in text
+    assert [row[0] for row in tables.unfinished_table(comparison).rows] == ["open"]
