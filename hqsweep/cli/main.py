@@ -17,6 +17,7 @@ from hqsweep.cli import dry_run as cli_dry_run
 from hqsweep.cli import gate as cli_gate
 from hqsweep.cli import growth as cli_growth
 from hqsweep.cli import house as cli_house
+from hqsweep.cli import longer as cli_longer
 from hqsweep.cli import plan as cli_plan
 from hqsweep.cli import probe as cli_probe
 from hqsweep.cli import recipe as cli_recipe
@@ -85,6 +86,9 @@ def run(
     config_dir: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Your configs; ./conf is searched in any case.")
     ] = None,
+    more_steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="As a sweep of N steps more, from the runs that are there.")
+    ] = None,
     junit_file: Junit = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time (engine.workers).")] = None,
     no_import: Annotated[
@@ -114,6 +118,8 @@ def run(
         importer = None if dry_run else importer
         plan = launch.plan_of(given, importer)
     planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
+    if more_steps is not None:
+        plan = cli_longer.longer(plan, words, planned, more_steps, dry_run=dry_run)
     if dry_run:
         cli_dry_run.show(plan, force=force, as_json=as_json)
         return

@@ -4,7 +4,7 @@ A plan exists only when every point of the grid is valid, so nothing starts that
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -123,15 +123,20 @@ def check(plan: SweepPlan) -> None:
     check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)
 
 
+def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:
+    """The folders of the plan's runs, in grid order, made where they are not there; `say` is told what is mended."""
+    first, study = plan.first, plan.study.model_dump(mode="json")
+    listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
+    return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)
+
+
 def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[RunDir]:
     """Make the folders, bring every run to an end (or only submit it, if the engine is to detach), and return the
     folders in grid order."""
-    first = plan.first
-    engine, store, study = first.engine, RunStore(Path(first.runs_dir)), plan.study.model_dump(mode="json")
-    store.mend(first.sweep, display.say)
+    store = RunStore(Path(plan.first.runs_dir))
+    store.mend(plan.first.sweep, display.say)
     check(plan)
-    listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
-    runs = store.create(**listed, runs=plan.points, say=display.say)
+    runs, engine = folders(plan, display.say), plan.first.engine
     limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"imports": plan.imports}
     if engine.kind == "slurm":
         run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, **limits)
