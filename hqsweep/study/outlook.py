@@ -11,7 +11,6 @@ from hqsweep.config.job import Config
 from hqsweep.errors import Damaged, UserError
 from hqsweep.study.forecast import pace, registry
 from hqsweep.study.sequential import Plan
-from hqsweep.sweep import seal
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.slots import slots
 from hqsweep.sweep.store import RunStore
@@ -58,12 +57,6 @@ def _state(run: RunDir, force: bool) -> tuple[str, int]:
     status = run.seen()
     state = status["state"]
     if state == "finished" and not force:
-        try:
-            files = seal.state(run.path)
-            if files is not None:
-                seal.survey(run.path, files)
-        except Damaged:
-            return "damaged, to do again", 0
         return "finished", 0
     if force or state in ("missing", "damaged"):
         return "to do" if state == "missing" else "to do again", 0
@@ -86,9 +79,9 @@ def _steps(config: Config) -> int:
 def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
     """Kind -> seconds a step took in the finished runs of the sweep."""
     found: defaultdict[Kind, list[float]] = defaultdict(list)
-    for run in store.runs(sweep):
+    for run in _listed(store, sweep):
         try:
-            status, manifest = run.seen(), run.manifest()
+            status, manifest = run.status(), run.manifest()
         except Damaged:
             continue
         if status["state"] != "finished":
@@ -99,6 +92,13 @@ def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
         for each in ((kind, manifest["arm"]), (kind,)):
             found[each].append(status["seconds"] / max(steps, 1))
     return {kind: sum(each) / len(each) for kind, each in found.items()}
+
+
+def _listed(store: RunStore, sweep: str) -> list[RunDir]:
+    try:
+        return store.runs(sweep)
+    except Damaged:  # a list that the next run makes again
+        return []
 
 
 def _all_minutes(

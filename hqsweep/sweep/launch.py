@@ -25,6 +25,7 @@ from hqsweep.sweep.run_dir import RunDir, unusable
 from hqsweep.sweep.slurm import run_slurm
 from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.sweep_file import Unsealed
 from hqsweep.sweep.trunks import check_twins, linked
 from hqsweep.sweep.words import Words, each, read
 from hqsweep.train import data
@@ -120,7 +121,12 @@ def check(plan: SweepPlan) -> None:
         trainings = [config for config in plan.configs if isinstance(config, ConvergenceConfig)]
         for source, context in dict.fromkeys((config.data, config.train.context) for config in trainings):
             data.check_length(source, context)
-    check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)
+    try:
+        check_stated(RunStore(Path(plan.first.runs_dir)), plan.first.sweep, plan.study)
+    except Unsealed:
+        raise
+    except Damaged:  # a list of runs that start() makes again
+        pass
 
 
 def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:

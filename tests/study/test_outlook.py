@@ -54,7 +54,7 @@ def test_what_is_damaged_or_forced_is_done_again(laboratory) -> None:
     first.jsonl("metrics").write_text("")
     second.status_path.write_text("[]")
     found = ahead(laboratory)
-    assert states(found)[:2] == ["damaged, to do again", "to do again"] and found.to_do == 2
+    assert states(found)[:2] == ["to do again", "to do again"] and found.to_do == 2
     assert states(ahead(laboratory, *WORDS, force=True)) == ["to do again"] * 4
 
 
@@ -80,3 +80,11 @@ def test_a_job_without_steps_is_one_piece_of_work(laboratory) -> None:
     plan = launch.plan(["conf=parity", f"runs_dir={laboratory.folder}"])
     found = outlook(plan, plan.rows())
     assert states(found) == ["to do"] and found.minutes is None
+
+
+def test_a_damaged_list_of_runs_stops_no_dry_run(laboratory) -> None:
+    laboratory.start(laboratory.plan(*WORDS), False)
+    (laboratory.folder / "runs/convergence/sweep.json").write_text("[]")
+    plan = laboratory.plan(*WORDS)
+    launch.check(plan)
+    assert states(outlook(plan, plan.rows())) == ["finished"] * 4
