@@ -137,4 +137,5 @@ def test_one_validation_says_nothing_of_when_a_loss_was_reached(make_sweep, fake
     for run in runs:
         rows = [row for row in run.rows("metrics") if row["metric"] != "val_loss" or row["step"] == fake.steps]
         run.jsonl("metrics").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fake.seal_again(run)
     assert compare(runs, "bf16").finals["overhead_pct"].isna().all()

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from hqsweep.report.compare import compare
+from tests.report.conftest import seal_again
 
 
 def notes(make_sweep, runs, name):
@@ -41,6 +42,7 @@ def changed(runs, name, change):
         tree = yaml.safe_load(path.read_text())
         change(tree)
         path.write_text(json.dumps(tree))
+        seal_again(run)
     return runs
 
 
