@@ -4,7 +4,9 @@ The arithmetic is torch's own (torch.optim.adamw, by its foreach or fused kernel
 torch.optim.AdamW to the byte.
 """
 
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class FusedAdam(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; UserError for quantized parameters without masters."""
-        super().add_param_group(param_group)
+        _uncompiled(super().add_param_group)(param_group)
         quantized = [p for p in self.param_groups[-1]["params"] if isinstance(p, HybridQuantizedTensor)]
         if quantized and not self.master_weights:
             raise UserError(
@@ -124,12 +126,16 @@ class FusedAdam(torch.optim.AdamW):
             p = p.dequantize(torch.float32) if preserved is None else preserved.to(p.device)
         return p.detach().to(torch.float32, copy=True)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch has it."""
+        return _uncompiled(super().state_dict)()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but masters and moments stay FP32: torch would round them to the parameters' dtype.
 
         Masters that the state lacks, as one of torch.optim.AdamW does, are made at the next step.
         """
-        super().load_state_dict(state_dict)
+        _uncompiled(super().load_state_dict)(state_dict)
         names = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for name, p in zip(names, params, strict=True):
@@ -141,10 +147,17 @@ class FusedAdam(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every grad, and zero every main_grad in place."""
-        super().zero_grad(set_to_none)
+        _uncompiled(super().zero_grad)(set_to_none)
         held = [p.main_grad for group in self.param_groups for p in group["params"] if hasattr(p, "main_grad")]
         if held:
             torch._foreach_zero_(held)
+
+
+def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of torch's optimizer, without its decorator in a process that does not compile: to keep torch.compile
+    out of the method, the decorator imports that first, which takes about as long as importing torch."""
+    plain = getattr(method, "__wrapped__", None)
+    return method if plain is None or "torch._dynamo" in sys.modules else partial(plain, method.__self__)
 
 
 def _is_own_master(p: Tensor) -> bool:

@@ -1,5 +1,8 @@
 """FusedAdam: masters follow torch.optim.AdamW to the byte, parameters are their rounded or quantized form."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import FEW
@@ -233,3 +236,20 @@ def test_gpu_masters_are_adamw(text, kernels):
         again = HybridQuantizedTensor.quantize(q.detach(), p.quantizer)
         for name, buffer in again.buffers.items():
             assert torch.equal(p.buffers[name], buffer), name
+
+
+def test_a_process_that_does_not_compile_never_imports_the_compiler():
+    """torch's own optimizer does, which takes about as long as importing torch."""
+    code = (
+        "import sys, torch\n"
+        "from hqsweep.optim import FusedAdam\n"
+        "w = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))\n"
+        "optimizer = FusedAdam([w])\n"
+        "w.sum().backward()\n"
+        "optimizer.step()\n"
+        "optimizer.zero_grad()\n"
+        "optimizer.load_state_dict(optimizer.state_dict())\n"
+        "assert w.grad is None and optimizer.state[w]['step'] == 1\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
