@@ -22,7 +22,7 @@ Kind = Any
 the words allowed; a tuple of kinds; None for null."""
 
 TEXT, COUNT, NUMBER = (str, None), (int, None), (float, None)
-PROGRESS = {"step": int, "steps": int, "loss": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER}
+PROGRESS = {"step": int, "steps": int, "part": NUMBER, "loss": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER}
 STATUS: dict[str, Kind] = {
     "state": frozenset(STATES), "reason": TEXT, "exit_code": COUNT, "pid": COUNT, "host": TEXT, "attempt": int,
     "started": NUMBER, "ended": NUMBER, "seconds": float, "progress": (PROGRESS, None), "phase": TEXT,
@@ -35,9 +35,10 @@ MANIFEST: dict[str, Kind] = {
 }  # fmt: skip
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """What the manifest of every run says from the beginning."""
+TRACK = dict.fromkeys(("kind", "mode", "project", "entity"), TEXT) | {"init_timeout_s": NUMBER}
 CONFIG: dict[str, Kind] = {
-    "job": str, "seed": int, "recipe": (dict, None), "fork": (dict, None), "model": (dict, None), "data": (dict, None),
-    "train": (dict, None), "stats": (dict, None), "track": (dict, None), "engine": (dict, None),
+    "job": str, "seed": int, "recipe": ({"name": TEXT}, None), "fork": (dict, None), "model": (dict, None),
+    "data": (dict, None), "train": (dict, None), "stats": (dict, None), "track": (TRACK, None), "engine": (dict, None),
 }  # fmt: skip
 JOB = {"id": str}
 

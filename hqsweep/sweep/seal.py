@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import Damaged
-from hqsweep.sweep.files import write_json
+from hqsweep.sweep.files import read_bytes, write_json
 
 FILE = "seal.json"
 VERSION = 1
@@ -57,16 +57,17 @@ def state(folder: Path) -> Files | None:
     written, and for that of another run."""
     path = folder / FILE
     try:
-        document = json.loads(path.read_bytes())
+        data = read_bytes(path)
+        if data is None:
+            return None
+        document = json.loads(data)
         if document["version"] > VERSION:
             raise Damaged(path, f"is of version {document['version']}", "a newer hqsweep wrote it; take that one")
         if document["checksum"] != checksum({key: value for key, value in document.items() if key != "checksum"}):
             raise Damaged(path, "contradicts its own checksum, so it was changed", REPEAT)
-    except FileNotFoundError:
-        return None
     except Damaged:
         raise
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise Damaged(path, "is not the seal that was written there", REPEAT) from None
     if document["run"] != folder.name:
         raise Damaged(path, f"is the seal of the run {document['run']}", REPEAT)
@@ -86,7 +87,7 @@ def survey(folder: Path, files: Files) -> None:
     no reading of rows."""
     for name in sorted({*files, *_present(folder)}):
         if name in SMALL:
-            check(folder, files, name, _read(folder / name))
+            check(folder, files, name, read_bytes(folder / name))
         else:
             path = folder / name
             _check_size(folder, files, name, path.stat().st_size if path.is_file() else None)
@@ -139,10 +140,3 @@ def _hashed(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None

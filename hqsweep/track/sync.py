@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from hqsweep.config.engine import check_installed
+from hqsweep.config.engine import TrackConfig, check_installed
 from hqsweep.errors import UserError
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.run_dir import RunDir
@@ -23,8 +23,8 @@ def sync(run: RunDir, mode: str) -> list[Path]:
     mode: offline, online or auto, as track.mode. Raises UserError for a run at work, and for a missing package.
     """
     config = run.config()
+    config["track"] = TrackConfig().model_dump() | (config.get("track") or {}) | {"mode": mode}
     kind = "tensorboard" if config["track"]["kind"] == "tensorboard" else "wandb"
-    config["track"] = config["track"] | {"mode": mode}
     check_installed(kind)
     try:
         with run.lock():
