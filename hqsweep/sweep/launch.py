@@ -179,6 +179,6 @@ def result(run: RunDir) -> dict[str, Any]:
         "state": status["state"],
         "val_loss": losses[-1] if losses else None, "tokens_per_s": (status["progress"] or {}).get("tokens_per_s"),
         "seconds": status["seconds"], "reason": status["reason"], "path": str(run.path),
-        "warnings": [*manifest.get("warnings", []), *manifest.get("repairs", [])],
+        "warnings": [*manifest.get("warnings", []), *(f"{run.name}: {line}" for line in manifest.get("repairs", []))],
         **{table: dict(Counter(row["status"] for row in rows[table])) for table in CHECKED_TABLES},
     }  # fmt: skip

@@ -241,7 +241,8 @@ def assert_made_good(run: RunDir, made: SimpleNamespace, fault: str | None, way:
     assert (run.path / "captured" / "step_3.safetensors").read_bytes() == made.captured
     assert list(checkpoints(run.checkpoint)) == [6, 8]
     repairs = run.manifest().get("repairs", [])
-    assert result(run)["warnings"] == [*run.manifest().get("warnings", []), *repairs]
+    named = [f"{run.name}: {line}" for line in repairs]
+    assert result(run)["warnings"] == [*run.manifest().get("warnings", []), *named]
     if fault is None:
         assert repairs == []
     else:
