@@ -73,6 +73,7 @@ def probe(
 
 def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of jobs.probe for all matrices and quantizers; on stderr what it will take, and how far it is."""
+    from rich.markup import escape
     from rich.progress import Progress, TimeElapsedColumn
 
     from hqsweep.jobs.probe.job import expected_seconds, probe
@@ -88,7 +89,7 @@ def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[s
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as bar:
         task, share = bar.add_task("probe", total=total), 2 * len(quantizers)
         for matrix in matrices:
-            bar.update(task, description=matrix.name)
+            bar.update(task, description=escape(matrix.name), refresh=True)
             for row in probe(matrix, quantizers):
                 rows.append(row)
                 bar.advance(task, matrix.rows * matrix.cols / share)

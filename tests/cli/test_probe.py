@@ -42,6 +42,17 @@ def test_table_files_and_a_recipe_that_run_takes(folder):
     assert run["arm"] == "mine" and len(run["config"]["recipe"]["overrides"]) in (2, 3)
 
 
+def test_names_of_a_file_are_text_while_it_runs_and_after(folder, monkeypatch):
+    """Markup of rich, and an escape sequence, in the name of a tensor; on a terminal, where the bar shows it."""
+    save_file({"a[/b]\x1b[2J.weight": torch.ones(64, 64), "c.weight": torch.ones(64, 64)}, folder / "odd.safetensors")
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    result = hqsweep("odd.safetensors", "--formats", "mxfp8", "--bits", "9")
+    assert result.exit_code == 0, result.output
+    assert "a[/b]\\x1b[2J" in result.stdout and "a[/b]\\x1b[2J" in result.stderr
+    assert "\x1b[2J" not in result.stdout + result.stderr
+
+
 def test_json_has_rows_recipe_and_promise(folder):
     facts = json.loads(hqsweep("model.safetensors", "--formats", "mxfp8", "--bits", "9", "--json").stdout)
     assert (len(facts["rows"]), facts["recipe"]["linear"], facts["recipe"]["overrides"]) == (8, "mxfp8", [])
