@@ -8,6 +8,7 @@ the files that they link to, under figures/: the rows of each figure as CSV, and
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hqsweep.report.look import DASH_ARRAYS, Panel, styles
 from hqsweep.report.speed import Speed, speed_of
 from hqsweep.report.text import legal
 
+PAGE = "report.html.j2"
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
 LIGHT_BYTES = 290_000
 """A light page is smaller; pictures for which there is no room are linked to."""
@@ -59,9 +61,14 @@ class Panels:
         """Those of plotly."""
         return [panel for group in self.groups().values() for panel in group]
 
+    @cached_property
+    def drawings(self) -> dict[str, list[svg.Drawing]]:
+        """The same as SVG."""
+        return {name: [svg.drawing(panel) for panel in group] for name, group in self.groups().items()}
+
     def pictures(self) -> dict[str, str]:
         """The name of a file -> its SVG: the forest plot, the throughput, and one file for each section."""
-        drawn = {name: svg.sheet(group) for name, group in self.groups().items()}
+        drawn = {name: svg.sheet(group) for name, group in self.drawings.items()}
         if self.forest:
             drawn["forest"] = forest_svg(self.forest)
         if self.speed:
@@ -105,31 +112,31 @@ def panels(comparison: Comparison) -> Panels:
 
 def render(comparison: Comparison, drawn: Panels) -> str:
     """The interactive page, about 5 MB, nearly all of it plotly.js."""
-    return _page(comparison, drawn, lambda panel: div(panel.figure), light=False)
+    return fill(PAGE, draw=lambda panel: div(panel.figure), **_facts(comparison, drawn))
 
 
 def render_light(comparison: Comparison, drawn: Panels) -> str:
     """The page without scripts, smaller than 300 kB up to eighty arms; its long tables end early, and say where
     the rest is."""
-    section = {id(panel): name for name, group in drawn.groups().items() for panel in group}
-    pictures = {key: Markup("") for key in section}
-    room = LIGHT_BYTES - len(_page(comparison, drawn, lambda panel: pictures[id(panel)], light=True).encode())
-    for panel in drawn.every():
-        picture = svg.picture(panel)
-        if len(picture.encode()) > room:
-            said = '<p class="note">Too large for this page: <a href="figures/{}.svg">this figure as a file</a>.</p>'
-            picture = Markup(said).format(section[id(panel)])
-        pictures[id(panel)] = picture
-        room -= len(picture.encode())
-    return _page(comparison, drawn, lambda panel: pictures[id(panel)], light=True)
+    facts, pictures = _facts(comparison, drawn), {id(panel): Markup("") for panel in drawn.every()}
+    room = LIGHT_BYTES - len(fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **facts).encode())
+    for section, drawings in drawn.drawings.items():
+        for drawing in drawings:
+            picture = svg.picture(drawing)
+            if len(picture.encode()) > room:
+                said = (
+                    '<p class="note">Too large for this page: <a href="figures/{}.svg">this figure as a file</a>.</p>'
+                )
+                picture = Markup(said).format(section)
+            pictures[id(drawing.panel)] = picture
+            room -= len(picture.encode())
+    return fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **facts)
 
 
-def _page(comparison: Comparison, drawn: Panels, draw: Callable[[Panel], Markup], *, light: bool) -> str:
+def _facts(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
+    """What the template names."""
     frames, arms_table = comparison.frames, tables.arms_table(comparison).without("tokens/s")
-    return fill(
-        "report.html.j2",
-        draw=draw,
-        light=light,
+    return dict(
         title=tables.title(comparison),
         headline=headline(comparison),
         baseline=comparison.baseline,

@@ -8,6 +8,7 @@ every text is escaped.
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import unescape
 from typing import Any
 
@@ -34,34 +35,41 @@ SHEET = (
 )
 
 
-def picture(panel: Panel) -> Markup:
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A figure as SVG: what stands in its frame, WIDTH by `height` pixels."""
+
+    panel: Panel
+    inner: Markup
+    height: int
+
+
+def picture(drawing: Drawing) -> Markup:
     """One figure, as wide as its place on a page, with its words for who cannot see it."""
-    inner, height = _drawing(panel)
     frame = '<svg class="picture" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    return Markup(frame).format(WIDTH, height, panel.says, inner)
+    return Markup(frame).format(WIDTH, drawing.height, drawing.panel.says, drawing.inner)
 
 
-def sheet(panels: Sequence[Panel]) -> str:
-    """A file with all `panels` under their headings, two in a row, and below them which line is which arm."""
-    drawings, columns = [_drawing(panel) for panel in panels], min(COLUMNS, len(panels))
+def sheet(drawings: Sequence[Drawing]) -> str:
+    """A file with all of them under their headings, two in a row, and below them which line is which arm."""
+    columns = min(COLUMNS, len(drawings))
     width, top, parts = columns * WIDTH, 0, []
-    for first in range(0, len(panels), columns):
-        row = range(first, min(first + columns, len(panels)))
-        for column, place in enumerate(row):
-            inner, height = drawings[place]
-            heading = _shortened(panels[place].heading, int((WIDTH - 20) / HEADING))
+    for first in range(0, len(drawings), columns):
+        row = drawings[first : first + columns]
+        for column, drawing in enumerate(row):
+            heading = _shortened(drawing.panel.heading, int((WIDTH - 20) / HEADING))
             title = Markup('<text x="{}" y="{}" font-size="13" font-weight="600">{}</text>\n')
             parts.append(title.format(column * WIDTH + 8, top + 18, heading))
-            parts.append(Markup(PLACED).format(column * WIDTH, top + 24, WIDTH, height, inner))
-        top += 34 + max(drawings[place][1] for place in row)
-    key, rows = _key(panels, width)
+            parts.append(Markup(PLACED).format(column * WIDTH, top + 24, WIDTH, drawing.height, drawing.inner))
+        top += 34 + max(drawing.height for drawing in row)
+    key, rows = _key([drawing.panel for drawing in drawings], width)
     parts.append(Markup(PLACED).format(0, top, width, 20 * rows, key))
-    says = " ".join(panel.says for panel in panels)
+    says = " ".join(drawing.panel.says for drawing in drawings)
     return str(Markup(SHEET).format(width, top + 20 * rows + 6, says, Markup("").join(parts)))
 
 
-def _drawing(panel: Panel) -> tuple[Markup, int]:
-    """What stands in the frame of a figure, and its height."""
+def drawing(panel: Panel) -> Drawing:
+    """The figure of a panel. Raises ValueError for what a picture does not have."""
     layout = panel.figure.layout.to_plotly_json()
     traces = [trace.to_plotly_json() for trace in panel.figure.data]
     height = round(SHRINK * layout["height"])
@@ -81,7 +89,7 @@ def _drawing(panel: Panel) -> tuple[Markup, int]:
         Markup(clip).format(left, top, right - left, bottom - top, marks),
         *_annotations(layout, x, top),
     ]
-    return Markup("").join(inner), height
+    return Drawing(panel=panel, inner=Markup("").join(inner), height=height)
 
 
 def _name(name: str) -> str:

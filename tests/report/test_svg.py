@@ -31,7 +31,7 @@ def paths(picture) -> list[dict]:
 
 
 def test_a_line_a_band_a_margin_and_a_rule_stand_where_their_values_are():
-    drawn = svg.picture(lines())
+    drawn = svg.picture(svg.drawing(lines()))
     curve = next(each for each in paths(drawn) if each.get("stroke") == "#0072B2" and "stroke-dasharray" in each)
     places = [tuple(map(float, point.split())) for point in re.split("[ML]", curve["d"]) if point]
     height = round(svg.SHRINK * 340)
@@ -49,7 +49,7 @@ def test_lines_break_where_a_value_is_missing_and_long_ones_are_thinned():
     fig = figure("loss", y={"range": [0, 1]}, x={"range": [0, 1000]})
     fig.add_scatter(x=[1, 2, 3, 4], y=[0.1, None, 0.3, 0.4], mode="lines", line=STYLE)
     fig.add_scatter(x=list(range(1000)), y=[0.5] * 1000, mode="lines", line=STYLE)
-    broken, long = (each["d"] for each in paths(svg.picture(panel_of(fig))) if each.get("fill") == "none")
+    broken, long = (each["d"] for each in paths(svg.picture(svg.drawing(panel_of(fig)))) if each.get("fill") == "none")
     assert broken.count("M") == 2 and long.count("L") == svg.MOST_POINTS - 1
 
 
@@ -60,7 +60,7 @@ def test_cells_have_their_shade_and_their_text():
         text=[["0", "10"], ["", "10"]], texttemplate="%{text}", colorscale="Viridis",
     )  # fmt: skip
     fig.update_yaxes(autorange="reversed")
-    root = ElementTree.fromstring(svg.picture(panel_of(fig)))
+    root = ElementTree.fromstring(svg.picture(svg.drawing(panel_of(fig))))
     fills = {e.attrib["fill"]: e.attrib["d"].count("M") for e in root.iter() if "d" in e.attrib and "fill" in e.attrib}
     assert fills == {"#440154": 1, "#fde725": 2}
     words = [element.text for element in root.iter() if element.tag.endswith("text")]
@@ -68,12 +68,12 @@ def test_cells_have_their_shade_and_their_text():
 
 
 def test_a_sheet_holds_all_panels_and_says_once_which_line_is_which_arm():
-    root = ElementTree.fromstring(svg.sheet([lines(), lines(), lines()]))
+    root = ElementTree.fromstring(svg.sheet([svg.drawing(lines())] * 3))
     words = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert words.count("Loss") == 3 and words.count("a <b>") == 1
     assert root.attrib["aria-label"].count("Loss <of> all & more") == 3
     assert int(root.attrib["width"]) == svg.COLUMNS * svg.WIDTH
-    assert ElementTree.fromstring(svg.sheet([lines()])).attrib["width"] == str(svg.WIDTH)
+    assert ElementTree.fromstring(svg.sheet([svg.drawing(lines())])).attrib["width"] == str(svg.WIDTH)
 
 
 def test_long_names_keep_their_ends_and_leave_half_of_the_width():
@@ -81,7 +81,11 @@ def test_long_names_keep_their_ends_and_leave_half_of_the_width():
     fig.add_scatter(
         x=[0.5], y=["l" * 80 + ".end"], mode="markers", marker={"color": "#000000", "symbol": "cross", "size": 9}
     )
-    words = [element.text for element in ElementTree.fromstring(svg.picture(panel_of(fig))).iter() if element.text]
+    words = [
+        element.text
+        for element in ElementTree.fromstring(svg.picture(svg.drawing(panel_of(fig)))).iter()
+        if element.text
+    ]
     assert words[0].startswith("…") and words[0].endswith(".end") and len(words[0]) < 30
 
 
@@ -92,4 +96,4 @@ def test_what_it_does_not_know_raises(change):
     fig = figure("y", y={"range": [0, 1]}, x={"range": [0, 1]})
     change(fig)
     with pytest.raises(ValueError, match="a picture has"):
-        svg.picture(panel_of(fig))
+        svg.picture(svg.drawing(panel_of(fig)))
