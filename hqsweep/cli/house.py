@@ -1,12 +1,14 @@
 """Commands that keep house: hqsweep note, hqsweep tag, hqsweep rm."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, RunsDir, print_result
+from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result
+from hqsweep.errors import UserError
 
 Target = Annotated[
     str,
@@ -62,3 +64,35 @@ def _print(as_json: bool, asked: list[Any]) -> None:
     document = {name: {"note": each.note, "tags": list(each.tags)} for name, each in said.items()}
     lines = [f"{name}: {notes.line(each) or 'no note, no tag'}" for name, each in said.items()]
     print_result(as_json, document, *lines)
+
+
+@app.command()
+def rm(
+    runs: Runs,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Delete runs, or whole sweeps: never one that runs or waits, nor a trunk without its forks."""
+    from hqsweep.sweep.removal import delete, removals
+    from hqsweep.sweep.store import RunStore
+
+    found = removals(RunStore(runs_dir), runs)
+    names = {str(each.folder): [run.name for run in each.runs] for each in found}
+    for each in found:
+        of = f"the sweep {each.folder.name}" if each.whole else f"{each.folder.name}, which has more"
+        count = f"{len(each.runs)} run{'s' * (len(each.runs) != 1)}"
+        typer.echo(f"{count} of {of}: {_some(names[str(each.folder)])}", err=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UserError("rm: nothing was deleted; --yes deletes these without asking")
+        typer.confirm("delete for good?", abort=True, err=True)
+    for each in found:
+        delete(each)
+    left = [str(each.folder) for each in found if each.whole and each.folder.is_dir()]
+    print_result(as_json, names, "deleted", *(f"{folder} stays, with files that are not of hqsweep" for folder in left))
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

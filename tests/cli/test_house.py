@@ -1,6 +1,7 @@
 """Keeping house: notes and tags of sweeps and runs, and what rm deletes and leaves."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,67 @@ def test_damaged_notes_are_named_and_hide_nothing_else(text: str, folder: Path) 
     assert hqsweep("show", run.name).exit_code == 0
     result = hqsweep("tag", "first", "+good")
     assert result.exit_code == 2 and "notes.json" in result.stderr and "Traceback" not in result.stderr
+
+
+def names(sweep: str) -> list[str]:
+    """What the sweep's list has."""
+    return [run.name for run in STORE.runs(sweep)]
+
+
+def test_rm_deletes_a_run_its_place_in_the_list_and_its_notes(folder: Path) -> None:
+    runs = made("first")
+    hqsweep("tag", "first", "+good")
+    hqsweep("note", runs[0].name, "odd")
+    assert hqsweep("rm", runs[0].name).exit_code == 2 and runs[0].path.is_dir()  # nobody there who could be asked
+    result = hqsweep("rm", runs[0].name, "mxfp8", "--yes")
+    assert result.exit_code == 0 and "3 runs of first, which has more" in result.stderr
+    assert names("first") == [runs[1].name] and [run.path.is_dir() for run in runs] == [False, True, False, False]
+    facts = STORE.facts("first")
+    assert facts["arms"] == ["bf16"] and json.loads((folder / "runs/first/notes.json").read_text()) == {
+        "note": "", "tags": ["good"], "runs": {},
+    }  # fmt: skip
+    assert [run.name for run in made("first")] == [run.name for run in runs]  # and the same command makes them again
+
+
+def test_rm_of_a_whole_sweep_leaves_what_is_not_hqsweeps(folder: Path) -> None:
+    made("first"), made("second")
+    hqsweep("note", "first", "old")
+    (folder / "runs/second/mine.txt").touch()
+    assert hqsweep("rm", "first", "second", "--yes").exit_code == 0
+    assert not (folder / "runs/first").exists() and STORE.sweeps() == []
+    assert [path.name for path in (folder / "runs/second").iterdir()] == ["mine.txt"]
+
+
+def test_rm_unlists_a_run_whose_folder_is_gone_and_follows_no_link(folder: Path) -> None:
+    first, second, *_ = made("first")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere/kept").touch()
+    shutil.rmtree(first.path)
+    shutil.rmtree(second.path)
+    second.path.symlink_to(folder / "elsewhere")
+    assert hqsweep("rm", "bf16", "--yes").exit_code == 0
+    assert not second.path.is_symlink() and (folder / "elsewhere/kept").exists() and len(names("first")) == 2
+
+
+def test_rm_refuses_what_works_waits_or_is_needed(folder: Path) -> None:
+    runs = made("first")
+    trunk, fork, *_ = made("forked", "recipe=bf16", "seed=0", "fork.at=10,20")
+    with runs[0].lock():
+        assert "is at work; `hqsweep cancel" in hqsweep("rm", "first", "--yes").stderr
+    runs[1].job_path.write_text('{"id": "12_3"}')
+    assert "waits for Slurm as job 12_3" in hqsweep("rm", runs[1].name, "--yes").stderr
+    assert f"{trunk.name} is the trunk of {fork.name}" in hqsweep("rm", trunk.name, "--yes").stderr
+    alone = folder / "alone"
+    shutil.copytree(runs[2].path, alone)
+    assert "is no sweep's folder" in hqsweep("rm", str(alone), "--yes").stderr
+    assert all(run.path.is_dir() for run in (*runs, trunk, fork)) and len(names("first")) == 4
+    assert hqsweep("rm", trunk.name, fork.name, names("forked")[2], "--yes").exit_code == 0
+    assert not (folder / "runs/forked").exists()
+
+
+def test_rm_keeps_a_run_whose_checkpoint_other_forks_start_from() -> None:
+    (run,) = made("first", "recipe=bf16")
+    study = {"fork": {"at": [10], "trunk": str(run.checkpoint / "step_10.pt")}}
+    STORE.create(sweep="forked", conf="c", overrides=[], runs=launch.plan(["conf=convergence"]).points, study=study)
+    assert "forks of 'forked' that are not done start from" in hqsweep("rm", "first", "--yes").stderr
+    assert run.path.is_dir() and hqsweep("rm", "first", "forked", "--yes").exit_code == 0 and STORE.sweeps() == []
