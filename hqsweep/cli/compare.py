@@ -59,7 +59,11 @@ def compare(
         junit.write(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")
     result = document(comparison) | {"report": str(page), "check": line or None}
-    lines = [f"report: {page}", *([line] if line else [])]
+    lines = [
+        f"baseline: {comparison.baseline} ({comparison.baseline_why})",
+        f"report: {page}",
+        *([line] if line else []),
+    ]
     if track and not mirror_report(selected, page.parent, result["arms"]):
         lines.append(
             "--track: neither W&B nor TensorBoard has taken the report; the sweep's track.kind says which should"

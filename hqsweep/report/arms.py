@@ -36,6 +36,7 @@ class Comparison:
     estimates    arm -> the estimate that decides, in % of the baseline's loss; the baseline, and arms without a
                  verdict of their own, have none
     points       families.Family.points of all arms
+    baseline_why why the baseline is that arm, in words
     notes        sentences about the study as a whole: what entered, what it covers, what it does not see
     arms         one row per arm, the baseline first: arm, baseline, null (whether it is the null arm of its baseline),
                  design, runs, state, verdict (one of verdicts.estimate.VERDICTS; baseline; or, of an arm that is no
@@ -72,6 +73,7 @@ class Comparison:
     trunks: Frames
     notes: tuple[str, ...] = field(default=())
     left_out: tuple[LeftOut, ...] = field(default=())
+    baseline_why: str = ""
 
 
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:

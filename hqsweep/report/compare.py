@@ -54,7 +54,8 @@ def compare(
     runs = list(run_dirs)
     frames, trunks = load(runs).of_job("convergence").of_design()
     study = study_of(runs, baseline, margin)
-    baseline = study.baseline or _usual_baseline(frames.runs)
+    why = "as asked for" if baseline else "the sweep's; --baseline ARM takes another"
+    baseline, why = (study.baseline, why) if study.baseline else _usual_baseline(frames.runs)
     baseline_of = baselines(frames.runs, baseline)
     design = frames.runs["design"].iloc[0]
     finals = measures(frames, window)
@@ -66,8 +67,8 @@ def compare(
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
     families = {name: judge(rows, name, nulls.get(name), rule) for name, rows in groups}
     return Comparison(
-        frames=frames, baseline=baseline, baseline_of=baseline_of, window=window, finals=finals, design=design,
-        margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
+        frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
+        design=design, margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
         arms=_arms(frames, trunks, finals, families, study),
         estimates={arm: each for family in families.values() for arm, each in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
@@ -75,9 +76,11 @@ def compare(
     )  # fmt: skip
 
 
-def _usual_baseline(runs: pd.DataFrame) -> str:
-    known = {*runs["arm"], *runs["recipe"]}
-    return "bf16" if "bf16" in known else runs["recipe"].iloc[0]
+def _usual_baseline(runs: pd.DataFrame) -> tuple[str, str]:
+    """Where no sweep states one: the name of an arm or recipe, and why it is that."""
+    if "bf16" in {*runs["arm"], *runs["recipe"]}:
+        return "bf16", "it is not quantized"
+    return runs["recipe"].iloc[0], "the first recipe; --baseline ARM takes another"
 
 
 def _arms(
@@ -141,6 +144,8 @@ def document(comparison: Comparison) -> dict[str, Any]:
         "unit": UNIT,
         "margin": comparison.margin_pct,
         "design": comparison.design,
+        "baseline": comparison.baseline,
+        "baseline_why": comparison.baseline_why,
         "notes": list(comparison.notes),
         "left_out": rows_of(comparison.left_out),
     }

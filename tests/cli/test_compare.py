@@ -53,6 +53,8 @@ def test_json_has_a_verdict_of_four_for_every_arm(folder):
     assert arms["broken"]["apart"] == "diverged" and arms["broken"]["gap"] is None and nvfp4["apart"] is None
     assert [row["arm"] for row in page["baselines"]] == ["bf16"] and page["design"] == "fork"
     assert any("A fork does not see damage" in note for note in page["notes"])
+    assert (page["baseline"], page["baseline_why"]) == ("bf16", "it is not quantized")
+    assert "baseline: mxfp8 (as asked for)" in compare("study", "--baseline", "mxfp8").stdout
 
 
 def test_the_terminal_says_the_verdict_and_its_size(folder):
