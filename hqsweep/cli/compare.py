@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hqsweep.cli.output import AsJson, Junit, Runs, RunsDir, print_result
+from hqsweep.cli.output import AsJson, Junit, Runs, RunsDir, print_result, waiting
 from hqsweep.errors import EXIT_MISMATCH
 
 
@@ -42,19 +42,20 @@ def compare(
     A table here; HTML, Markdown, CSV and Parquet in the report folder. Exit code 3 where runs are missing, damaged or
     not finished: they are named and left out.
     """
-    from hqsweep.report import junit
-    from hqsweep.report.check import checked, verdict_rows
-    from hqsweep.report.compare import compare, document, write
-    from hqsweep.report.left_out import exit_code
-    from hqsweep.report.tables import rich_table
-    from hqsweep.study import noise
-    from hqsweep.sweep.store import RunStore
-    from hqsweep.track.mirror import mirror_report
+    with waiting("reading the runs and writing the report"):
+        from hqsweep.report import junit
+        from hqsweep.report.check import checked, verdict_rows
+        from hqsweep.report.compare import compare, document, write
+        from hqsweep.report.left_out import exit_code
+        from hqsweep.report.tables import rich_table
+        from hqsweep.study import noise
+        from hqsweep.sweep.store import RunStore
+        from hqsweep.track.mirror import mirror_report
 
-    selected = RunStore(runs_dir).resolve(runs)
-    comparison = compare(selected, baseline, window, margin)
-    noise.record(comparison, selected[0].sweep_path.parent)
-    page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
+        selected = RunStore(runs_dir).resolve(runs)
+        comparison = compare(selected, baseline, window, margin)
+        noise.record(comparison, selected[0].sweep_path.parent)
+        page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
     if junit_file:
         junit.write(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")

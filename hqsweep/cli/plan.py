@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, print_result
+from hqsweep.cli.output import AsJson, print_result, waiting
 
 
 def plan(
@@ -32,12 +32,14 @@ def plan(
     from dataclasses import asdict
 
     from hqsweep.config.study import parse_percent
-    from hqsweep.study.forecast import DESIGNS, forecasts, registry
-    from hqsweep.sweep import launch
 
     gap = parse_percent(resolve, "--resolve")
-    planned = launch.plan(words, config_dir=config_dir)
-    designs = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
+    with waiting("checking every run of the sweep"):
+        from hqsweep.study.forecast import DESIGNS, forecasts, registry
+        from hqsweep.sweep import launch
+
+        planned = launch.plan(words, config_dir=config_dir)
+        designs = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
     missing = sorted(set(DESIGNS.values()) - {each.design for each in designs})
     document = {"resolve_pct": gap, "designs": [asdict(each) for each in designs], "cheaper": designs[0].design}
     lines = [f"{each.design}: {each.basis}" for each in designs]

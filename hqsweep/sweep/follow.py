@@ -14,7 +14,7 @@ from typing import Any
 
 from hqsweep.errors import EXIT_FAILED, Damaged
 from hqsweep.sweep.locks import RunBusy, holder_pid
-from hqsweep.sweep.progress import Display
+from hqsweep.sweep.progress import Display, how_far
 from hqsweep.sweep.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
 from hqsweep.sweep.store import RunStore
@@ -126,17 +126,26 @@ def _reason_of_end(name: str, job: Job | None) -> str:
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Per run: run, state, step ("30/200" or None), loss (nats), tokens_per_s, seconds, job (Slurm's id), reason."""
+    """Per run: run, state, step ("30/200", what it is at before its first step, or None), loss (nats), tokens_per_s,
+    seconds, job (Slurm's id), reason."""
     rows, jobs = [], job_ids(runs)
     for run, status in zip(runs, observe(runs), strict=True):
         progress = status["progress"] or {}
         rows.append({
             "run": run.name, "state": status["state"],
-            "step": f"{progress['step']}/{progress['steps']}" if progress else None,
+            "step": _step(status),
             "loss": progress.get("loss"), "tokens_per_s": progress.get("tokens_per_s"), "seconds": status["seconds"],
             "job": jobs.get(run), "reason": status["reason"],
         })  # fmt: skip
     return rows
+
+
+def _step(status: Mapping[str, Any]) -> str | None:
+    """How far a run is, and while it makes no steps what it is at."""
+    progress = status["progress"]
+    if status["state"] == "running" and status["phase"]:
+        return how_far(status)
+    return f"{progress['step']}/{progress['steps']}" if progress else None
 
 
 def follow(runs: Sequence[RunDir], display: Display) -> None:

@@ -233,3 +233,11 @@ def test_a_damaged_name_of_a_job_is_named(run):
     run.job_path.write_text('{"id": 5}')
     (row,) = follow.status_rows([run])
     assert row["state"] == "damaged" and "job.json: has 5 under 'id', where text belongs" in row["reason"]
+
+
+def test_what_a_run_is_at_stands_where_its_steps_will(run):
+    with run.lock():
+        run.write_status(state="running", phase="loading data")
+        assert follow.status_rows([run])[0]["step"] == "loading data"
+        run.write_status(phase=None, progress={"step": 3, "steps": 9, "loss": 1.0, "tokens_per_s": None, "eta_s": None})
+        assert follow.status_rows([run])[0]["step"] == "3/9"
