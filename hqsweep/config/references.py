@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hqsweep.errors import UserError
+from hqsweep.errors import UserError, visible
 
 MAX_NODES = 20_000
 """Keys and values of a config with all that its aliases and references stand for."""
@@ -23,8 +23,8 @@ def check_references(text: str, where: str) -> None:
     for start in (match.start() for match in re.finditer(r"\$\{", text)):
         if not _PLAIN.match(text, start):
             raise UserError(
-                f"{where}: '{text[start : start + 60]}' is no reference to a key such as ${{train.lr}}; resolvers, as"
-                " of the environment, are not followed; write the value itself"
+                f"{where}: '{visible(text[start : start + 60])}' is no reference to a key such as ${{train.lr}};"
+                " resolvers, as of the environment, are not followed; write the value itself"
             )
 
 

@@ -9,13 +9,14 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hqsweep.config.references import MAX_NODES, check_references
-from hqsweep.errors import UserError
+from hqsweep.errors import UserError, visible
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
@@ -29,9 +30,9 @@ def load_yaml(path: Path) -> Any:
 
 
 def check_file(path: Path) -> None:
-    """UserError, which names the file, for what is no file, or whose YAML is beyond the bounds of parse_yaml. OSError
-    where it cannot be read."""
-    _named(path, _checked)
+    """UserError, which names the file, for what is no file, or whose YAML is beyond the bounds of parse_yaml to the
+    parser of PyYAML, which is OmegaConf's (libyaml takes other texts). OSError where it cannot be read."""
+    _named(path, partial(_checked, loader=yaml.SafeLoader))
 
 
 def parse_yaml(data: bytes) -> Any:
@@ -57,7 +58,7 @@ def _named(path: Path, read: Callable[[bytes], Any]) -> Any:
         raise UserError(f"{path}: {error}; correct the YAML") from None
 
 
-def _checked(data: bytes) -> str:
+def _checked(data: bytes, loader: type = LOADER) -> str:
     """The text, if it is within bounds."""
     if len(data) > MAX_BYTES:
         raise UserError(f"is larger than {MAX_BYTES >> 10} KiB, which no config is")
@@ -67,7 +68,7 @@ def _checked(data: bytes) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"is not UTF-8 (byte {error.start})") from None
     with _explained():
-        for event in yaml.parse(text, Loader=LOADER):
+        for event in yaml.parse(text, Loader=loader):
             watch.see(event)
     return text
 
@@ -139,7 +140,7 @@ class _Watch:
             self._refuse(event, f"it has more than {MAX_NODES} nodes with its aliases written out")
         if is_key and text is not None:
             if text in parent.keys:
-                self._refuse(event, f"key '{text}' is given twice")
+                self._refuse(event, f"key '{visible(text)}' is given twice")
             parent.keys.add(text)
 
     def _refuse(self, event: yaml.Event, fault: str) -> None:

@@ -30,10 +30,10 @@ class CheckedSource(FileConfigSource):
 
 
 def check_sources(loader: ConfigLoaderImpl) -> ConfigLoaderImpl:
-    """The loader, with a CheckedSource for each of its folders."""
+    """The loader, with a CheckedSource for each folder of the user."""
     repository = loader.repository
     repository.sources = [
-        CheckedSource(source.provider, source.path) if source.scheme() == "file" else source
+        CheckedSource(source.provider, source.path) if source.provider == "user" else source
         for source in repository.sources
     ]
     return loader
