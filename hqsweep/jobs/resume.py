@@ -54,6 +54,7 @@ def captured_file(config: ConvergenceConfig, workspace: Path) -> Path:
 def save_captured(operands: Mapping[str, Tensor], path: Path, run: str) -> None:
     """The operands of a step, which `hqsweep probe` reads, and their record; whole or not there."""
     path.parent.mkdir(exist_ok=True)
+    discard(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
     try:
         save_file(operands, temporary)

@@ -218,13 +218,15 @@ def test_a_checkpoint_of_another_step_is_not_taken(run, made):
     assert_made_good(run, made, SIX + r"its record step_6\.json is that of step_4\.pt", FOUR)
 
 
-@pytest.mark.parametrize("damage", [flip, None], ids=["flipped", "deleted"])
+@pytest.mark.parametrize("damage", ["flipped", "deleted", "a folder"])
 def test_damaged_operands_are_captured_again(run, made, damage):
     path = run.path / "captured" / "step_3.safetensors"
-    if damage is None:
-        path.unlink()
-    else:
-        path.write_bytes(damage(path.read_bytes()))
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "flipped":
+        path.write_bytes(flip(data))
+    if damage == "a folder":
+        path.mkdir()
     fault = r"of the operands that were written before it, captured/step_3\.safetensors: "
     assert_made_good(run, made, SIX + fault, START)
 
