@@ -35,7 +35,8 @@ def test_the_tutorial_from_start_to_end(tmp_path: Path, monkeypatch: pytest.Monk
             Path(named[1]).parent.mkdir(parents=True, exist_ok=True)
             Path(named[1]).write_text(text)
         for line in re.findall(r"^hqsweep (.*)$", text, re.MULTILINE):
-            ran += call([found for word in shlex.split(line) for found in sorted(glob(word)) or [word]], how)
+            words = shlex.split(line, comments=True)
+            ran += call([found for word in words for found in sorted(glob(word)) or [word]], how)
     assert ran >= 20
     assert (tmp_path / "reports/first/report.html").is_file() and "def qfactory" in (tmp_path / "mine.py").read_text()
 
