@@ -190,9 +190,12 @@ class Call:
         """Buffers of members of these sizes, or room for any."""
         from hqsweep.ops.outputs import Matrices, Wanted, allocations
 
-        wanted, exact = Wanted(text, columnwise, False, False), sizes is not None and min(sizes) >= 0
+        wanted, exact = (
+            Wanted(text, columnwise, False, False),
+            sizes is not None and 0 <= min(sizes) <= max(sizes) < 1000,
+        )
         shapes = allocations(Matrices(*shape, count_of(offsets), tuple(sizes) if exact else None), wanted, False)
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes if shape[0] < 2**30]
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes]
 
     def changed(self, buffers: list[Tensor]) -> list[Tensor]:
         """One less, one more, none, or in another order."""
