@@ -235,7 +235,8 @@ def test_a_damaged_name_of_a_job_is_named(run):
     assert row["state"] == "damaged" and "job.json: has 5 under 'id', where text belongs" in row["reason"]
 
 
-def test_what_a_run_is_at_stands_where_its_steps_will(run):
+def test_what_a_run_is_at_stands_where_its_steps_will(make_runs):
+    (run,) = make_runs("quick")
     with run.lock():
         run.write_status(state="running", phase="loading data")
         assert follow.status_rows([run])[0]["step"] == "loading data"
