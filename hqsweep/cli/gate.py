@@ -31,8 +31,8 @@ def gate(
     """Judge runs against a stored baseline.
 
     Equal config and machine: every arm must be bitwise equal. Otherwise the change of its gap is judged: worse,
-    better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed or missing runs, 4
-    no usable baseline, or too few replicates to decide.
+    better, equivalent within the margin, or undecided. Exit code: 0 good, 1 a regression, 3 failed, missing or
+    damaged runs, 4 no usable baseline, or too few replicates to decide.
     """
     from hqsweep.report import junit
     from hqsweep.report.gate import gate
@@ -46,7 +46,7 @@ def gate(
     if summary:
         append(summary, gate_markdown(verdicts))
     document = {"outcome": verdicts.outcome, "unit": UNIT} | asdict(verdicts)
-    print_result(as_json, document, verdicts.table(), *([verdicts.problem] if verdicts.problem else []))
+    print_result(as_json, document, verdicts.table(), *verdicts.notes())
     raise typer.Exit(verdicts.exit_code)
 
 

@@ -22,6 +22,7 @@ from hqsweep.cli import plan as cli_plan
 from hqsweep.cli import probe as cli_probe
 from hqsweep.cli import recipe as cli_recipe
 from hqsweep.cli import status as cli_status
+from hqsweep.cli import verify as cli_verify
 from hqsweep.cli.output import (
     RESULT_COLUMNS,
     AsJson,
@@ -213,6 +214,7 @@ app.command()(cli_compare.compare)
 app.command()(cli_plan.plan)
 app.command()(cli_gate.gate)
 app.command()(cli_probe.probe)
+app.command()(cli_verify.verify)
 app.add_typer(cli_status.app)
 app.add_typer(cli_house.app)
 app.add_typer(cli_gate.app, name="baseline")

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.errors import EXIT_USAGE, UserError, visible
+from hqsweep.errors import EXIT_FAILED, EXIT_USAGE, Damaged, UserError, visible
 
 Shown = Any
 """What rich prints: text or a RenderableType, which would have to be imported for its name."""
@@ -31,11 +31,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 class OneSentence(TyperGroup):
-    """Wrong input ends in one line on stderr and exit code 2."""
+    """Wrong input ends in one line on stderr and exit code 2, a damaged file of a run in one with exit code 3."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         try:
             code = super().main(*args, standalone_mode=False, **extra)
+        except Damaged as error:
+            code = _refuse(str(error), EXIT_FAILED)
         except UserError as error:
             code = _refuse(str(error))
         except OSError as error:  # a file or folder that was named is missing, not writable, no folder, or full
@@ -52,9 +54,9 @@ def say(line: str, *, err: bool = False) -> None:
     typer.echo(visible(line, keep="\n"), err=err)
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = EXIT_USAGE) -> int:
     say(f"hqsweep: {' '.join(message.split())}", err=True)
-    return EXIT_USAGE
+    return code
 
 
 @contextmanager

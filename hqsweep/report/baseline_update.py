@@ -23,6 +23,7 @@ from hqsweep.report.baseline import (
 )
 from hqsweep.report.baseline_changes import difference, equal, recipe_changes
 from hqsweep.report.frames import load
+from hqsweep.report.left_out import note
 from hqsweep.report.text import TextTable, number, to_rich
 from hqsweep.sweep.files import write_json
 from hqsweep.sweep.run_dir import RunDir
@@ -58,8 +59,8 @@ class Update:
 
 def update(run_dirs: Iterable[RunDir], path: Path, add: bool = False) -> Update:
     """Store these runs as the baseline, all of it, and say what was there; with `add`, store them as one more draw
-    beside those that are there. Nothing is written when a run has no final loss, or when the draw to be added has no
-    curve that is new. Without `add` a file that is no baseline counts as an empty one.
+    beside those that are there. Nothing is written when a run is missing, is damaged or has no final loss, or
+    when the draw to be added has no curve that is new. Without `add` a file that is no baseline counts as an empty one.
 
     Raises UserError for no convergence run, whole runs beside forks, and, with `add`, for no usable baseline, or runs
     that it has not, or has with another config: a draw is the same training again.
@@ -68,6 +69,9 @@ def update(run_dirs: Iterable[RunDir], path: Path, add: bool = False) -> Update:
     now, runs, recipes = measure(frames), frames.runs, recipes_of(frames.runs)
     old = _stored(path, add)
     rows = tuple(_change(key, now, old, recipes) for key in dict.fromkeys([*now, *old.keys]))
+    if frames.left_out:
+        lost = f"{path} was not written: {note(frames.left_out)[0]}"
+        return Update(path=path, rows=rows, draws=len(old.draws), note=lost, refused=True)
     if len(now) < len(runs):
         holes = f"{path} was not written: {len(runs) - len(now)} of {len(runs)} runs have no final loss"
         return Update(path=path, rows=rows, draws=len(old.draws), note=holes, refused=True)

@@ -14,7 +14,8 @@
    The baseline arm of a fork study can only be worse, or pass: its loss is that of its trunks, which are whole runs,
    and no few trunks resolve a whole run to the margin; what it did not exclude stands in the note.
 3. A change of an arm's recipe under its name is named, tensor by tensor, and then judged by rule 2, as what it is.
-4. A run that the baseline has and that now diverges is a regression; one that failed or is absent is exit code 3.
+4. A run that the baseline has and that now diverges is a regression; one that failed or is absent is exit code 3, and
+   so is any run of the sweep that is missing or damaged.
 
 False alarms by rule 2, where nothing changed: at most 2.5 % of sweeps for all arms together, and 2.5 % for the two
 controls (the baseline arm and the null arm) together.
@@ -58,8 +59,9 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
         problem = f"{baseline_file}: no arm in common with these runs (its arms: {', '.join(stored.arms)})"
     arms = dict.fromkeys([*frames.runs["arm"], *stored.arms])
     return Verdicts(
-        arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=study.margin, problem=problem
-    )
+        arms=tuple(map(held.verdict, arms)), replicates=held.replicates, margin=study.margin, problem=problem,
+        left_out=tuple(frames.left_out),
+    )  # fmt: skip
 
 
 def _refuse_leftovers(frames: Frames, stored: Baseline) -> None:

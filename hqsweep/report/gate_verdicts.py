@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, EXIT_UNDECIDED
+from hqsweep.report.left_out import LeftOut, note
 from hqsweep.report.text import TextTable, number, text, to_rich
 
 STYLE = {"pass": "green", "new": "yellow", "undecided": "yellow"}
@@ -52,12 +53,13 @@ class Verdict:
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
     """All arms; `replicates` is what n counts (seeds, trunks), `margin` is in %, `problem` says why there is no usable
-    baseline."""
+    baseline, `left_out` has the runs that are missing, damaged or no runs of the sweep."""
 
     arms: tuple[Verdict, ...] = field(default=())
     replicates: str
     margin: float
     problem: str | None = None
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -67,7 +69,7 @@ class Verdicts:
             return "no baseline"
         if "regression" in outcomes:
             return "regression"
-        if outcomes & {"failed", "missing"}:
+        if self.left_out or outcomes & {"failed", "missing"}:
             return "failed"
         return "undecided" if "undecided" in outcomes else "pass"
 
@@ -83,6 +85,7 @@ class Verdicts:
             for arm in self.arms
         ]
         cases += [("baseline", "FAIL", self.problem)] if self.problem else []
+        cases += [(each.run, "FAIL", each.line) for each in self.left_out]
         return [{"check": "gate", "case": case, "status": status, "note": note} for case, status, note in cases]
 
     def cells(self) -> TextTable:
@@ -105,3 +108,7 @@ class Verdicts:
         """The arms for a terminal."""
         styles = [STYLE.get(arm.outcome, "red") for arm in self.arms]
         return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:g} %", styles)
+
+    def notes(self) -> list[str]:
+        """What is to be said below the table, and in a job summary."""
+        return [*([self.problem] if self.problem else []), *note(self.left_out)]

@@ -13,7 +13,7 @@ import pandas as pd
 
 from hqsweep.errors import EXIT_FAILED, Damaged, Missing
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import foreign, runs_in
+from hqsweep.sweep.store import MOVE, foreign, runs_in
 
 GO_ON = "the sweep's `hqsweep run` command goes on with it"
 SHOWN = 5
@@ -58,8 +58,7 @@ def damaged(run: RunDir, fault: Damaged) -> LeftOut:
 
 def stranger(run: RunDir) -> LeftOut:
     """A folder that is no run of the sweep that it lies in."""
-    remedy = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
-    return LeftOut(run=_name(run), state="foreign", file=str(run.path), fault="it is not in sweep.json", remedy=remedy)
+    return LeftOut(run=_name(run), state="foreign", file=str(run.path), fault="it is not in sweep.json", remedy=MOVE)
 
 
 def without_result(runs: pd.DataFrame) -> list[LeftOut]:

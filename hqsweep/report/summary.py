@@ -9,11 +9,11 @@ MARKS = {"pass": "✅", "undecided": "⚠️"}
 
 
 def gate_markdown(verdicts: Verdicts) -> str:
-    """A heading with the verdict, the problem if there is one, and the table of the arms."""
+    """A heading with the verdict, the problem and the runs that are left out, if any, and the table of the arms."""
     mark = MARKS.get(verdicts.outcome, "❌")
     heading = f"### hqsweep gate: {mark} {verdicts.outcome}, margin {verdicts.margin:g} %\n\n"
-    problem = f"{markdown_text(verdicts.problem)}\n\n" if verdicts.problem else ""
-    return heading + problem + markdown(verdicts.cells()) + "\n"
+    notes = "".join(f"{markdown_text(line)}\n\n" for line in verdicts.notes())
+    return heading + notes + markdown(verdicts.cells()) + "\n"
 
 
 def append(path: Path, text: str) -> None:

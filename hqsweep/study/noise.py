@@ -55,8 +55,8 @@ def record(comparison: Comparison, runs_dir: Path) -> Path | None:
         return None
     try:
         with locked(path.with_name(f".{FILE}.lock"), LOCK_WAIT_S):
-            others = [row for row in read_rows(path) if _key(row) not in keys]
-            write_bytes(path, encode_rows([*others, *rows]))
+            written = [row for row in read_rows(path) if isinstance(row, dict) and row.keys() >= set(KEY)]
+            write_bytes(path, encode_rows([*(row for row in written if _key(row) not in keys), *rows]))
     except (OSError, RunBusy, Damaged):
         return None
     return path

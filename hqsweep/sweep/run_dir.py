@@ -19,6 +19,7 @@ from hqsweep.sweep.files import encode_json, parse_json, parse_rows, read_bytes,
 from hqsweep.sweep.locks import is_locked, locked
 from hqsweep.sweep.names import fork_of
 from hqsweep.track.tables import TABLES
+from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
 
 PENDING: dict[str, Any] = {
     "state": "pending", "reason": None, "exit_code": None, "pid": None, "host": None, "attempt": 0,
@@ -153,11 +154,22 @@ class RunDir:
         self.update_manifest(repairs=[*self._known_facts().get("repairs", []), sentence])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """Rows of `table` as written so far, a torn last line dropped. Raises Damaged for what is no row of it."""
+        """Rows of `table` as written so far, a torn last line dropped. Raises Damaged for what is no row of it, and
+        where the rows of a run that nobody works on do not begin as they did at its newest checkpoint."""
         path = self.jsonl(table)
-        rows = parse_rows(path, self.read(path) or b"")
+        data = self.read(path) or b""
+        if self.checkpoint.is_dir() and self.sealed() is None and not self.is_locked():
+            self._check_mark(table, data)
+        rows = parse_rows(path, data)
         check_rows(path, rows, TABLES[table])
         return rows
+
+    def _check_mark(self, table: str, data: bytes) -> None:
+        with suppress(NotAsWritten):  # the run goes on from an earlier one then
+            newest = next(reversed(checkpoints(self.checkpoint).values()), None)
+            mark = read_record(newest).rows.get(table) if newest else None
+            if mark and (fault := misfit("it", data, mark)):
+                raise Damaged(self.jsonl(table), fault.removeprefix("it "), REPAIRED)
 
     def job(self) -> str | None:
         """The id of the scheduler's job that has the run, None where there is none. Raises Damaged."""

@@ -27,6 +27,8 @@ from hqsweep.sweep.repair import repair
 from hqsweep.sweep.run_dir import PENDING, RunDir
 from hqsweep.train.record import discard, fault_of, is_point
 
+MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
+"""What to do with a folder that is not in the list of its sweep."""
 LOCK_WAIT_S = 60.0
 """Seconds to wait for who changes the sweep's list of runs."""
 
@@ -89,6 +91,16 @@ class RunStore:
                 now = datetime.now(UTC).isoformat()
                 blank = {"name": sweep, "conf": "", "overrides": [], "created": now, "study": {}}
                 sweep_file.write(folder, blank | facts)
+
+    def keep(self, sweep: str) -> bool:
+        """Put the list of a sweep of an earlier version under a checksum as it is; whether it had none."""
+        with self.lock(sweep):
+            try:
+                sweep_file.read(self.root / sweep)
+            except sweep_file.Unsealed as fault:
+                sweep_file.write(self.root / sweep, fault.facts)
+                return True
+            return False
 
     @contextmanager
     def lock(self, sweep: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:

@@ -34,15 +34,19 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise Damaged(path, "is not the list of a sweep's runs", REWRITE)
     facts = {key: value for key, value in document.items() if key != "checksum"}
     if "checksum" not in document:
-        keep = f"`hqsweep verify --seal {folder}` keeps the sweep as it is"
-        raise Unsealed(path, "has no checksum, so an earlier version wrote it", keep)
+        raise Unsealed(path, facts)
     if document["checksum"] != checksum(facts):
         raise Damaged(path, "contradicts its own checksum, so it was changed", REWRITE)
     return {"study": {}} | facts
 
 
 class Unsealed(Damaged):
-    """A sweep.json of an earlier version, which had no checksum."""
+    """A sweep.json of an earlier version, which had no checksum, and what it says."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        keep = f"`hqsweep verify --seal {path.parent}` keeps the sweep as it is"
+        super().__init__(path, "has no checksum, so an earlier version wrote it", keep)
+        self.facts = facts
 
 
 def write(folder: Path, facts: Mapping[str, Any]) -> None:

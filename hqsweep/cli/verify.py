@@ -1,0 +1,84 @@
+"""`hqsweep verify`: are the files of sweeps what the runs have written?"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hqsweep.cli import completion as cli_completion
+from hqsweep.cli.output import AsJson, RunsDir, print_result
+from hqsweep.errors import EXIT_FAILED, UserError
+
+
+def verify(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SWEEPS...]", help="Sweeps, runs or folders; default: all.",
+            autocompletion=cli_completion.run_or_sweep,
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also a stored baseline, every entry by its hash.")
+    ] = None,
+    keep: Annotated[
+        bool,
+        typer.Option("--seal", help="Seal what an earlier version finished without a seal, as it is: taken on trust."),
+    ] = False,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Read all files of sweeps, and name each that is not what was written.
+
+    Seals, ids, rows, Parquet copies, checkpoints and the trunks of forks. Exit code 3 where something is wrong.
+    """
+    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.verify import verify
+
+    store = RunStore(runs_dir)
+    sweeps, runs = _meant(store, words or store.sweeps())
+    found = _with_a_bar(lambda done: verify(sweeps, runs, keep=keep, done=done))
+    faults = [{"file": fault.file, "fault": fault.fault, "remedy": fault.remedy} for fault in found.faults]
+    if baseline is not None:
+        faults += _baseline_faults(baseline)
+    document = {"runs": found.runs, "faults": faults, "sealed": list(map(str, found.sealed))}
+    lines = [f"sealed as it is, which proves nothing of the time before: {path}" for path in found.sealed]
+    lines += [f"{each['file']}: {each['fault']}; {each['remedy']}".removesuffix("; ") for each in faults]
+    number = f"{found.runs} run{'s' * (found.runs != 1)}"
+    lines += [f"{number}: {len(faults)} fault{'s' * (len(faults) != 1)}" if faults else f"{number}: all as written"]
+    print_result(as_json, document, *lines)
+    raise typer.Exit(EXIT_FAILED if faults else 0)
+
+
+def _meant(store: Any, words: list[str]) -> tuple[list[Path], list[Any]]:
+    """(folders of sweeps, runs apart) that are meant by words of RunStore.resolve."""
+    sweeps, runs = [], []
+    for word in words:
+        folders = [folder for folder in (Path(word), store.root / word) if (folder / "sweep.json").is_file()]
+        if folders:
+            sweeps.append(folders[0])
+        else:
+            runs += store.resolve([word])
+    return sweeps, runs
+
+
+def _with_a_bar(work: Any) -> Any:
+    """The work, with a bar on stderr that counts runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("runs", total=None)
+        return work(lambda number, total: bar.update(task, completed=number, total=total))
+
+
+def _baseline_faults(path: Path) -> list[dict[str, str]]:
+    from hqsweep.report.baseline import read_baseline
+
+    try:
+        read_baseline(path)
+    except UserError as error:
+        fault = str(error).removeprefix(f"{path}: ")
+        return [{"file": str(path), "fault": fault, "remedy": ""}]
+    return []
