@@ -25,20 +25,21 @@ def status(
 ) -> None:
     """Show the present state of runs, on Slurm too.
 
-    Exit code 3 when one of them has failed, was interrupted, or is damaged or gone.
+    Exit code 3 when one of them has failed, was interrupted, is damaged or gone, or is no run of its sweep.
     """
     from hqsweep.sweep import follow as observer
     from hqsweep.sweep.console import SafeConsole
     from hqsweep.sweep.progress import open_display
-    from hqsweep.sweep.store import RunStore
+    from hqsweep.sweep.store import RunStore, known
 
     selected = RunStore(runs_dir).resolve(runs)
     if follow:
         observer.follow(selected, open_display(SafeConsole(stderr=True)))
-    rows = observer.status_rows(selected)
+    listed, strangers = known(selected)
+    rows = [*observer.status_rows(listed), *map(observer.stranger_row, strangers)]
     heading = f"{sum(row['state'] == 'finished' for row in rows)} of {len(rows)} runs finished"
     print_result(as_json, rows, rows_table(heading, rows, STATUS_COLUMNS))
-    bad = ("failed", "interrupted", *observer.UNUSABLE)
+    bad = ("failed", "interrupted", "foreign", *observer.UNUSABLE)
     raise typer.Exit(EXIT_FAILED if any(row["state"] in bad for row in rows) else 0)
 
 

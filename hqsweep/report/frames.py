@@ -22,10 +22,11 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.errors import Damaged, UserError
-from hqsweep.report.left_out import LeftOut, damaged, known, stranger
+from hqsweep.report.left_out import LeftOut, damaged, stranger
 from hqsweep.sweep.documents import REPAIRED
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import known
 from hqsweep.track.tables import TABLES
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"

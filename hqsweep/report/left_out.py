@@ -13,7 +13,7 @@ import pandas as pd
 
 from hqsweep.errors import EXIT_FAILED, Damaged, Missing
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import MOVE, foreign, runs_in
+from hqsweep.sweep.store import MOVE
 
 GO_ON = "the sweep's `hqsweep run` command goes on with it"
 SHOWN = 5
@@ -38,21 +38,10 @@ class LeftOut:
         return f"{self.run} is {self.state}: {what}; {self.remedy}"
 
 
-def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
-    """(runs, folders among them that their sweep does not list): where all runs of a sweep are given, all folders in it
-    that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a sweep.json."""
-    runs = list(runs)
-    paths = {run.path for run in runs}
-    strangers = []
-    for sweep_path in dict.fromkeys(run.sweep_path for run in runs):
-        whole = paths.issuperset(run.path for run in runs_in(sweep_path))
-        strangers += [run for run in foreign(sweep_path) if whole or run.path in paths]
-    return [run for run in runs if run not in strangers], strangers
-
-
 def damaged(run: RunDir, fault: Damaged) -> LeftOut:
     """A run of which a file is not what it was."""
-    state = "missing" if isinstance(fault, Missing) else "damaged"
+    gone = isinstance(fault, Missing) or not run.config_path.is_file()
+    state = "missing" if gone else "damaged"
     return LeftOut(run=_name(run), state=state, file=fault.file, fault=fault.fault, remedy=fault.remedy)
 
 

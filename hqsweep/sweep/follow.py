@@ -17,7 +17,7 @@ from hqsweep.sweep.locks import RunBusy, holder_pid
 from hqsweep.sweep.progress import Display, how_far
 from hqsweep.sweep.run_dir import CANCELLED, UNUSABLE, RunDir, unusable
 from hqsweep.sweep.scheduler import Job, Unreachable, cancel_jobs, find_jobs
-from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.store import MOVE, RunStore
 from hqsweep.sweep.task import end_without
 
 ASK_S = 3.0
@@ -146,6 +146,12 @@ def _step(status: Mapping[str, Any]) -> str | None:
     if status["state"] == "running" and status["phase"]:
         return how_far(status)
     return f"{progress['step']}/{progress['steps']}" if progress else None
+
+
+def stranger_row(run: RunDir) -> dict[str, Any]:
+    """status_rows() of a folder that its sweep does not list, and so is no run of it."""
+    empty = dict.fromkeys(("step", "loss", "tokens_per_s", "job"))
+    return {"run": run.name, "state": "foreign", **empty, "seconds": 0.0, "reason": f"not in sweep.json; {MOVE}"}
 
 
 def follow(runs: Sequence[RunDir], display: Display) -> None:

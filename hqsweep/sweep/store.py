@@ -296,3 +296,15 @@ def foreign(sweep_path: Path) -> list[RunDir]:
     """Folders in a sweep's folder that look like runs and are not in its list, by name."""
     listed = {run.name for run in runs_in(sweep_path)}
     return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - listed)] if listed else []
+
+
+def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
+    """(runs, folders among them that their sweep does not list): where all runs of a sweep are given, all folders in it
+    that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a sweep.json."""
+    runs = list(runs)
+    paths = {run.path for run in runs}
+    strangers = []
+    for sweep_path in dict.fromkeys(run.sweep_path for run in runs):
+        whole = paths.issuperset(run.path for run in runs_in(sweep_path))
+        strangers += [run for run in foreign(sweep_path) if whole or run.path in paths]
+    return [run for run in runs if run not in strangers], strangers

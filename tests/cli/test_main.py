@@ -42,7 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "conf/stamp.yaml": "defaults: [convergence, _self_]\nseed: !!timestamp 1\n",
         "conf/map.yaml": "defaults: {}\n",
         "conf/recipe/twin.yaml": "name: bf16\nlinear: mxfp8\n",
-        "alien/sweep.json": "[1, 2]",
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,6 @@ WRONG = [
     ("run conf=map", ["conf=map", "defaults must be a list"]),
     ("run conf=convergence train.steps=range(1,4,0)", ["train.steps=range(1,4,0)", "zero"]),
     ("run conf=convergence train.steps=glob(*)", ["train.steps=glob(*)", "no value"]),
-    ("compare alien", ["alien/sweep.json", "not the list of a sweep's runs"]),
     ("compare nothing --runs-dir " + "x" * 300, ["File name too long"]),
     ("run conf=bare", ["job: missing", "convergence, parity, calibrate"]),
     ("run conf=quickstart --dryrun", ["--dryrun", "--dry-run"]),
