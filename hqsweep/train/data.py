@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,9 +24,8 @@ from hqsweep.train.markov import MarkovSource
 HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
 CHUNK = 1 << 20
-LARGE = ("stdlib", "site")
-"""Sources that have megabytes on every machine."""
 PLENTY = 64
+"""Windows that a split has by an estimate which is good enough."""
 BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other users of the same seed
 
 
@@ -128,11 +128,11 @@ def loaded(config: DataConfig) -> Dataset:
 
 
 def check_length(config: DataConfig, context: int) -> None:
-    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read. What is large
-    enough by its description is not read for it."""
+    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read. Files that are
+    plenty by their sizes are not read for it."""
     if config.source == "markov":
         sizes = {"train": config.markov.length, "val": round(config.markov.length * config.val_fraction)}
-    elif config.source in LARGE and _expected(config) > PLENTY * context:
+    elif _expected(config) > PLENTY * context:
         return
     else:
         dataset = loaded(config)
@@ -150,8 +150,15 @@ def _check_window(split: str, tokens: int, context: int) -> None:
 
 
 def _expected(config: DataConfig) -> float:
-    """Tokens of the smaller split, of data of many files."""
-    return (config.max_bytes or math.inf) * min(config.val_fraction, 1 - config.val_fraction)
+    """Tokens of the smaller split, by the sizes of files."""
+    share = min(config.val_fraction, 1 - config.val_fraction)
+    total = math.inf  # of packages and of the standard library there are megabytes on every machine
+    if config.path is not None:
+        path = Path(config.path)
+        files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+        total = sum(each.stat().st_size for each in files)
+    tokens = min(total, config.max_bytes or math.inf) * share
+    return tokens / np.dtype("<u2").itemsize if config.source == "tokens" else tokens
 
 
 def unigram_entropy(tokens: np.ndarray) -> float:

@@ -142,6 +142,8 @@ def test_rm_refuses_what_works_waits_or_is_needed(folder: Path) -> None:
     trunk, fork, *_ = made("forked", "recipe=bf16", "seed=0", "fork.at=10,20")
     with runs[0].lock():
         assert "is at work; `hqsweep cancel" in hqsweep("rm", "first", "--yes").stderr
+    runs[0].write_status(state="running", host="elsewhere")
+    assert "is at work; `hqsweep cancel" in hqsweep("rm", runs[0].name, "--yes").stderr
     runs[1].job_path.write_text('{"id": "12_3"}')
     assert "waits for Slurm as job 12_3" in hqsweep("rm", runs[1].name, "--yes").stderr
     assert f"{trunk.name} is the trunk of {fork.name}" in hqsweep("rm", trunk.name, "--yes").stderr

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hqsweep.config.data import DataConfig
 from hqsweep.errors import UserError
 from hqsweep.train import data
 from hqsweep.train.data import Dataset, load, unigram_entropy
@@ -285,3 +286,15 @@ def test_unigram_entropy():
 def test_unknown_source():
     with pytest.raises(UserError, match=r"data.source: 'txt' is not known \(did you mean 'text'\?\); choose stdlib"):
         load(config("txt"))
+
+
+@pytest.mark.parametrize("source", ["text", "tokens"])
+def test_files_that_are_plenty_are_not_read_for_the_check_of_their_length(source, tmp_path, monkeypatch):
+    (tmp_path / "data.bin").write_bytes(b"ab" * 50_000)
+    files = DataConfig(source=source, path=str(tmp_path / "data.bin"))
+    data.check_length(files, 4_000)
+    monkeypatch.setattr(data, "loaded", None)
+    data.check_length(files, 64)
+    data.check_length(DataConfig(), 64)
+    with pytest.raises(TypeError):  # it is read where that is close
+        data.check_length(files, 4_000)
