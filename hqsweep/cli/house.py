@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hqsweep.cli import completion as cli_completion
-from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result
+from hqsweep.cli.output import AsJson, Runs, RunsDir, print_result, say
 from hqsweep.errors import UserError
 
 Target = Annotated[
@@ -82,7 +82,7 @@ def rm(
     for each in found:
         of = f"the sweep {each.folder.name}" if each.whole else f"{each.folder.name}, which has more"
         count = f"{len(each.runs)} run{'s' * (len(each.runs) != 1)}"
-        typer.echo(f"{count} of {of}: {_some(names[str(each.folder)])}", err=True)
+        say(f"{count} of {of}: {_some(names[str(each.folder)])}", err=True)
     if not yes:
         if not sys.stdin.isatty():
             raise UserError("rm: nothing was deleted; --yes deletes these without asking")

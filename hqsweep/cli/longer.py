@@ -4,9 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from hqsweep.cli.output import waiting
+from hqsweep.cli.output import say, waiting
 from hqsweep.errors import UserError
 
 
@@ -24,7 +22,7 @@ def longer(plan: Any, words: list[str], planned: Callable[[list[str]], Any], mor
     with waiting("looking for checkpoints to go on from"):
         starts = more_steps.starts(runs, plan.configs, after.configs)
     steps = " and ".join(map(str, sorted({start.step for start in starts})))
-    typer.echo(f"{after.first.sweep}: {launch.counted(len(starts), 'run')} from step {steps} of '{sweep}' on", err=True)
+    say(f"{after.first.sweep}: {launch.counted(len(starts), 'run')} from step {steps} of '{sweep}' on", err=True)
     if not dry_run:
         launch.check(after)
         for start, run in zip(starts, launch.folders(after), strict=True):

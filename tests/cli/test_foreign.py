@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner, Result
 
+from hqsweep import cli
 from hqsweep.cli.main import app
 from hqsweep.config.job import parse
 from hqsweep.sweep.store import RunStore
@@ -139,3 +140,11 @@ def test_no_escape_sequence_of_a_run_reaches_the_terminal(nasty: str, terminal: 
         assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
         assert "\x1b]" not in out and "\x1b[2J" not in out and not set("\x07\x9b\u202e") & set(out), (words, out)
         assert words[0] in ("ls", "cancel") or "owned" in out, (words, out)
+
+
+def test_commands_print_by_what_shows_escape_sequences_as_text():
+    """SafeConsole and say(): typer.echo is for text of our own, and for JSON and Python, which have escapes."""
+    allowed = {"completion.py": 1, "main.py": 2, "output.py": 2, "recipe.py": 1}
+    sources = {path.name: path.read_text() for path in Path(cli.__file__).parent.glob("*.py")}
+    assert {name: count for name, text in sources.items() if (count := text.count("typer.echo("))} == allowed
+    assert not [name for name, text in sources.items() if "rich.console import Console" in text]
