@@ -268,10 +268,11 @@ def test_a_folder_that_is_deleted_while_its_run_goes_on_costs_that_run_alone(mak
         wait_for(lambda: runs[0].seen()["state"] == "running")
         shutil.rmtree(runs[0].path)
 
-    display = Lines()
+    display, began = Lines(), time.monotonic()
     deleting = in_a_thread(delete)
     statuses = run_local(runs, display=display, limits=Limits(workers=2))
     deleting.join()
+    assert time.monotonic() - began < 30  # the run itself would take a minute
     assert [status["state"] for status in statuses] == ["missing", "finished", "finished"]
     assert display.reasons[runs[0].name] == "its folder was deleted while it ran; the same command starts it again"
     assert not runs[0].path.exists()
@@ -320,8 +321,10 @@ def test_a_stopped_worker_of_a_killed_parent_is_named_and_its_run_goes_on_withou
     display = Lines()
 
     def end():
-        wait_for(lambda: any(f"process {pid} " in line for line in display.lines))
-        os.kill(pid, signal.SIGKILL)
+        try:
+            wait_for(lambda: any(f"process {pid} " in line for line in display.lines))
+        finally:
+            os.kill(pid, signal.SIGKILL)
 
     ending = in_a_thread(end)
     (status,) = run_local([run], display=display)
@@ -340,13 +343,15 @@ def test_an_own_worker_that_somebody_stops_is_named(make_runs, monkeypatch):
     def stop():
         wait_for(lambda: run.seen()["state"] == "running")
         os.kill(run.seen()["pid"], signal.SIGSTOP)
-        wait_for(lambda: any("is stopped" in line for line in display.lines))
-        os.kill(run.seen()["pid"], signal.SIGCONT)
+        try:
+            wait_for(lambda: any("is stopped" in line for line in display.lines))
+        finally:
+            os.kill(run.seen()["pid"], signal.SIGCONT)
 
     stopping = in_a_thread(stop)
     (status,) = run_local([run], display=display)
     stopping.join()
-    assert status["state"] == "finished"
+    assert status["state"] == "finished" and any("is stopped; `kill -CONT" in line for line in display.lines)
 
 
 def test_a_kill_for_memory_is_told_from_other_kills(make_runs, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -39,9 +40,10 @@ def test_who_waits_is_told_and_gives_up_on_a_stopped_holder(held, monkeypatch):
     path, process = held
     monkeypatch.setattr(locks, "NAMED_S", 0.1)
     process.send_signal(signal.SIGSTOP)
-    said = []
+    said, began = [], time.monotonic()
     with pytest.raises(RunBusy), locked(path, wait_s=30.0, say=said.append):
         pass
+    assert time.monotonic() - began < 10
     assert len(said) == 1 and f"process {process.pid} " in said[0]
 
 
