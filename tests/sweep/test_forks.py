@@ -106,7 +106,8 @@ def test_a_trunk_of_an_earlier_run_is_taken_by_its_hash(tmp_path: Path) -> None:
     ):
         planned(tmp_path / "b", *words)
     keep_state(trunk, 20, "20")
-    moved = trunk.path.rename(tmp_path / "moved")
+    (tmp_path / "moved").mkdir()
+    moved = trunk.path.rename(tmp_path / "moved" / trunk.name)
     assert create(planned(tmp_path / "b", f"fork.trunk={moved}", "fork.at=20"))["mxfp8 20"] == fork
     keep_state(RunDir(moved), 20, "21")
     assert create(planned(tmp_path / "b", f"fork.trunk={moved}", "fork.at=20"))["mxfp8 20"] != fork
@@ -134,9 +135,9 @@ def test_a_trunk_of_something_else_is_refused(words: list[str], says: str, tmp_p
 
 def test_a_trunk_without_a_config_or_on_other_data_is_refused(tmp_path: Path) -> None:
     trunk = create(planned(tmp_path, "fork.at=10"))["trunk"]
+    trunk.update_manifest(data_hash="0" * 64)
     finish(trunk)
     words = [f"fork.trunk={trunk.checkpoint / 'step_10.pt'}"]
-    trunk.update_manifest(data_hash="0" * 64)
     with pytest.raises(UserError, match="was trained on other data"):
         planned(tmp_path, *words)
     trunk.config_path.unlink()
