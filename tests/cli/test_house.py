@@ -94,7 +94,7 @@ def test_damaged_notes_are_named_and_hide_nothing_else(text: str, folder: Path) 
     assert "notes.json" in hqsweep("ls").stdout and [sweep["runs"] for sweep in sweeps()] == [1]
     assert hqsweep("show", run.name).exit_code == 0
     result = hqsweep("tag", "first", "+good")
-    assert result.exit_code == 2 and "notes.json" in result.stderr and "Traceback" not in result.stderr
+    assert result.exit_code == 3 and "notes.json" in result.stderr and "Traceback" not in result.stderr
 
 
 def names(sweep: str) -> list[str]:
