@@ -64,11 +64,12 @@ def _meant(store: Any, words: list[str]) -> tuple[list[Path], list[Any]]:
 
 def _with_a_bar(work: Any) -> Any:
     """The work, with a bar on stderr that counts runs."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from hqsweep.sweep.console import SafeConsole
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("runs", total=None)
         return work(lambda number, total: bar.update(task, completed=number, total=total))
 

@@ -79,7 +79,7 @@ def test_run_imports_what_the_own_configs_name_and_nothing_from_the_working_dire
     shutil.copytree(folder / "runs", folder / "copied")
     (mine,) = (folder / "copied/mine").glob("mine-*")
     for words in (
-        ["compare", "mine"], ["show", f"runs/mine/{mine.name}"], ["status", "mine"], ["ls"],
+        ["compare", "mine"], ["show", f"runs/mine/{mine.name}"], ["status", "mine"], ["ls"], ["verify", "mine"],
         ["gate", "mine", "--baseline", "none.json"], ["show", str(mine)],
     ):  # fmt: skip
         done = inside(*words)
