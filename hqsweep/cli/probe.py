@@ -44,6 +44,7 @@ def probe(
     if out and out.suffix != ".yaml":
         raise UserError(f"--out {out}: a recipe's file must end in .yaml, or recipe=PATH does not take it")
     quantizers = parse_quantizers(formats.split(","))
+    _check_captured(path)
     matrices, skipped = find_matrices(path)
     rows = _rows(matrices, quantizers)
     document: dict[str, Any] = {"rows": rows, "skipped": dict(skipped), "recipe": None}
@@ -69,6 +70,19 @@ def probe(
     lines += [f"wrote {file}" for file in (out, csv, html) if file]
     lines += [use] if use else []
     print_result(as_json, document, table, *lines, *([text.rstrip()] if text else []))
+
+
+def _check_captured(path: Path) -> None:
+    """Raises Damaged where `path` is a run that has ended, or in one, and what it captured is not what it was then."""
+    from hqsweep.sweep import seal
+    from hqsweep.sweep.run_dir import RunDir
+
+    whole = path.resolve()
+    for folder in (whole, *whole.parents[:2]):
+        files = RunDir(folder).sealed() if (folder / seal.FILE).is_file() else None
+        for fault in seal.faults(folder, files) if files is not None else ():
+            if Path(fault.file).parent.name == seal.CAPTURED:
+                raise fault
 
 
 def _rows(matrices: Sequence[Any], quantizers: Mapping[str, Any]) -> list[dict[str, Any]]:

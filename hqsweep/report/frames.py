@@ -23,7 +23,7 @@ import pandas as pd
 
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.left_out import LeftOut, damaged, stranger
-from hqsweep.sweep.documents import REPAIRED
+from hqsweep.sweep.documents import REPAIRED, TRAINED, check_document
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import known
@@ -146,6 +146,8 @@ def _read(run: RunDir) -> tuple[dict, list[dict], list[dict], list[dict]]:
 def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, Any]:
     """One row of `runs`."""
     progress = status["progress"] or {}
+    if config["job"] == "convergence":
+        check_document(run.config_path, config["train"], TRAINED, TRAINED)
     recipe = (config.get("recipe") or {}).get("name", config["job"])
     row: dict[str, Any] = {
         "run": f"{run.sweep}/{run.name}",

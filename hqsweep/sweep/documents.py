@@ -36,10 +36,17 @@ MANIFEST: dict[str, Kind] = {
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """What the manifest of every run says from the beginning."""
 TRACK = dict.fromkeys(("kind", "mode", "project", "entity"), TEXT) | {"init_timeout_s": NUMBER}
-CONFIG: dict[str, Kind] = {
-    "job": str, "seed": int, "recipe": ({"name": TEXT}, None), "fork": (dict, None), "model": (dict, None),
-    "data": (dict, None), "train": (dict, None), "stats": (dict, None), "track": (TRACK, None), "engine": (dict, None),
+SECTION = (dict.fromkeys(("input", "weight", "grad_output", "qkv", "s", "do", "dp"), TEXT), None)
+RECIPE = dict.fromkeys(("linear", "grouped_linear", "dpa", "head"), SECTION) | {
+    "name": TEXT, "qfactory": TEXT, "gemm": TEXT, "overrides": ([dict], None), "schedule": ([dict], None),
 }  # fmt: skip
+CONFIG: dict[str, Kind] = {
+    "job": str, "seed": int, "recipe": (RECIPE, None), "fork": ({"noise": NUMBER}, None), "data": (dict, None),
+    "model": ({"init_noise": NUMBER}, None), "train": (dict, None), "stats": ({"every": COUNT}, None),
+    "track": (TRACK, None), "engine": (dict, None),
+}  # fmt: skip
+TRAINED: dict[str, Kind] = dict.fromkeys(("steps", "batch", "context"), int)
+"""Of the section train: what losses are counted over."""
 JOB = {"id": str}
 
 

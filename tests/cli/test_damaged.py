@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 from hqsweep.cli.main import app
@@ -178,3 +180,35 @@ def test_runs_of_an_earlier_version_are_sealed_as_they_are_when_asked(runs):
     assert hqsweep("verify", "t").exit_code == 3
     sealed = json.loads(hqsweep("verify", "t", "--seal", "--json").stdout)["sealed"]
     assert str(Path("runs/t/sweep.json")) in sealed
+
+
+def test_a_probe_takes_only_operands_that_the_run_captured(runs: list[RunDir]) -> None:
+    folder = runs[0].path / seal.CAPTURED
+    folder.mkdir()
+    save_file({"layers.0.input": torch.ones(64, 64)}, folder / "step_3.safetensors")
+    runs[0].write_status(state="finished")
+    assert hqsweep("probe", str(folder), "--json").exit_code == 0
+    save_file({"layers.0.input": torch.zeros(64, 64)}, folder / "step_3.safetensors")
+    for path in (folder / "step_3.safetensors", folder):
+        refused = hqsweep("probe", str(path), "--json")
+        assert refused.exit_code == 3 and "step_3.safetensors: is not what it was" in refused.stderr, refused.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("batch: ", "bitch: ", "has no key 'batch'"),
+        ("seed: 0\n", "seed: 0\nstats: {every: x}\n", "under 'stats.every', where an integer or null belongs"),
+        ("init_noise: ", "init_noise: x", "under 'model.init_noise', where a number or null belongs"),
+    ],
+)
+def test_the_config_of_a_foreign_run_lacks_nothing_that_is_read(
+    runs: list[RunDir], old: str, new: str, fault: str
+) -> None:
+    text = runs[0].config_path.read_text()
+    assert old in text
+    runs[0].config_path.write_text(text.replace(old, new, 1))
+    runs[0].write_status(state="finished")  # by a program that seals what it wrote
+    result = hqsweep("compare", "t", "--json")
+    assert result.exit_code == 3 and fault in result.stdout, result.output
+    assert hqsweep("show", str(runs[0].path)).exit_code in (0, 3)

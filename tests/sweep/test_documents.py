@@ -57,6 +57,19 @@ def test_no_mapping_and_a_key_that_lacks_are_named():
 
 
 @pytest.mark.parametrize(
+    ("recipe", "fault"),
+    [
+        ({"linear": "mxfp8"}, "has 'mxfp8' under 'recipe.linear', where a mapping"),
+        ({"linear": {"input": 3}}, "has 3 under 'recipe.linear.input', where text or null belongs"),
+        ({"schedule": ["x"]}, "has 'x' under 'recipe.schedule.0', where a mapping"),
+    ],
+)
+def test_a_recipe_that_was_not_written_here_is_named(recipe, fault):
+    with pytest.raises(Damaged, match=fault):
+        check_document(PATH, {"job": "convergence", "seed": 0, "recipe": {"name": "x"} | recipe}, CONFIG)
+
+
+@pytest.mark.parametrize(
     ("row", "fault"),
     [
         ([], "is a list of 0, no row"),
