@@ -3,6 +3,8 @@
 import os
 
 import extension_file
+import os
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from hqsweep.jobs.convergence import make_deterministic
 
 if "HQSWEEP_EXTENSION" in os.environ:
     extension_file.use(os.environ["HQSWEEP_EXTENSION"])
+
+os.environ.pop("COLUMNS", None)  # of pytest-xdist's workers; a command's output has the width of its tables
 
 
 def pytest_collection_modifyitems(items):

@@ -13,8 +13,8 @@ PUBLISHED = ROOT / "reports/benchmarks/scale.jsonl"
 def test_runs_that_were_only_written_are_compared_like_trained_ones(tmp_path):
     runs = scale.created(tmp_path, "some", ["recipe=bf16,nvfp4", "seed=range(2)", "train.steps=40"])
     for run in runs:
-        scale.finish(run, 40)
         scale.log(run, 40)
+        scale.finish(run, 40)
     arms = compare(runs, "bf16").arms.set_index("arm")
     assert list(arms["state"]) == ["2 finished"] * 2 and arms.at["nvfp4", "n"] == 2
     assert 2 < arms.at["nvfp4", "final_loss"] < 3.5 and arms.at["bf16", "gemm"] == scale.PLAN

@@ -60,7 +60,7 @@ WRONG = [
     ("run conf=quickstart,stdlib", ["conf=quickstart,stdlib", "one conf"]),
     ("run conf=", ["conf=", "one conf"]),
     ("run conf=conf/tron.yaml", ["conf=conf/tron.yaml", "did you mean 'torn.yaml'?"]),
-    ("run conf=torn", ["torn.yaml line 2", "correct the YAML"]),
+    ("run conf=torn", ["torn.yaml: line 2", "correct the YAML"]),
     ("run conf=lost", ["nvpf4", "recipe"]),
     ("run conf=loop", ["train.lr", "train.lrr"]),
     ("run conf=open", ["seed", "no value yet", "seed=VALUE"]),
