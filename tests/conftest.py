@@ -3,8 +3,6 @@
 import os
 
 import extension_file
-import os
-
 import pytest
 import torch
 
