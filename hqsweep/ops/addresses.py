@@ -36,11 +36,15 @@ def check_offsets(x: Tensor, offsets: Tensor) -> int:
     return members
 
 
+def integers(offsets: Tensor) -> list[int]:
+    """The entries of checked offsets on the CPU, at their address: no method of a tensor is called that could wait."""
+    return list((c_int64 * offsets.numel()).from_address(offsets.data_ptr()))
+
+
 def check_sizes(offsets: Tensor, sizes: Sequence[int]) -> None:
     """ValueError unless members have these sizes, for which outputs are allocated. offsets: checked, on the CPU."""
-    there = list((c_int64 * offsets.numel()).from_address(offsets.data_ptr()))
-    if there != [0, *accumulate(sizes)]:
-        raise ValueError(f"offsets are {there} for members of {list(sizes)} rows")
+    if integers(offsets) != [0, *accumulate(sizes)]:
+        raise ValueError(f"offsets are {integers(offsets)} for members of {list(sizes)} rows")
 
 
 def check_keys(x: Tensor, keys: Tensor | None, members: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty
+from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty, integers
 from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, kernel_of
 from hqsweep.ops.library import extension, operator, where
 from hqsweep.ops.outputs import Matrices, Wanted, allocations, amax_count, direction, finder, outputs_of, packed_entries
@@ -191,7 +191,7 @@ def _least_entries(
 def _entries(spec: KernelSpec, rows: int, cols: int, columnwise: bool, offsets: Tensor) -> list[int]:
     """The entries of each packed buffer up to the end of the last member, or of the last before a wrong offset.
     offsets: on the CPU."""
-    ends = [min(end, rows) for end in offsets.tolist()]
+    ends = [min(end, rows) for end in integers(offsets)]
     matrices = Matrices(rows, cols, len(ends) - 1, tuple(max(end - start, 0) for start, end in pairwise(ends)))
     return [packed_entries(matrices, columnwise, down, across) for _, down, across, _ in spec.buffers]
 

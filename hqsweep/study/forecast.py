@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
 from hqsweep.report.frames import FORK, WHOLE
 from hqsweep.study.noise import FILE, parameters
 from hqsweep.study.sequential import Plan
 from hqsweep.sweep.compose import PACKAGED
+from hqsweep.sweep.documents import check_document
 from hqsweep.sweep.files import read_rows
 from hqsweep.sweep.point import is_trunk
 from hqsweep.train.loop import pick_device
@@ -18,6 +19,13 @@ from hqsweep.verdicts import plan as power
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}
 """Design of a comparison -> its name in hqsweep.verdicts.plan."""
+COUNTS = ("params", "tokens", "run_tokens", "arms_run", "seconds")
+ROW: dict[str, Any] = dict.fromkeys((*COUNTS, "trunk_tokens", "sd_pct"), float) | {
+    "model": dict, "data": dict, "design": str, "device": str, "arms": dict,
+}  # fmt: skip
+"""What a forecast reads of a row of the registry."""
+ARM: dict[str, Any] = {"null": bool, "sd_pct": float}
+"""What it reads of each of its arms."""
 SAME = 1.05
 """Numbers of tokens that are this close count as one."""
 
@@ -49,14 +57,27 @@ class Forecast:
 def registry(runs_dir: Path) -> list[dict[str, Any]]:
     """Rows of study.noise: those measured here, then those that come with the package.
 
-    UserError where there are none.
+    UserError where there are none, Damaged for a row that no comparison has written.
     """
-    rows = [*read_rows(runs_dir / FILE), *read_rows(Path(str(PACKAGED)) / FILE)]
+    rows = [*_written(runs_dir / FILE), *read_rows(Path(str(PACKAGED)) / FILE)]
     if not rows:
         raise UserError(
             f"no study has measured its noise yet ({runs_dir / FILE} is not there); `hqsweep run conf=fork`, then"
             " `hqsweep compare fork`, measures that of forks, and any sweep of two seeds that of whole runs"
         )
+    return rows
+
+
+def _written(path: Path) -> list[dict[str, Any]]:
+    """The rows of a registry. Raises Damaged for one that lacks what a forecast reads, or has another kind of it."""
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        at, remedy = f"{path}: line {number}", "delete that line; hqsweep compare measures it again"
+        check_document(Path(at), row, ROW, ROW, remedy)
+        for arm in row["arms"].values() or [None]:
+            check_document(Path(at), arm, ARM, ARM, remedy)
+        if min(row[name] for name in COUNTS) <= 0:
+            raise Damaged(at, f"has a number of {', '.join(COUNTS)} that is not above 0", remedy)
     return rows
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
 from hqsweep.study import forecast
 from hqsweep.study.forecast import forecasts, registry
 from hqsweep.study.noise import parameters
@@ -134,3 +134,19 @@ def test_a_fork_study_is_planned_from_its_own_points(laboratory, row):
     assert by_forks.basis.endswith("the same model and data")
     assert by_forks.minutes / by_forks.replicates == pytest.approx((80 + 4 * 2 * 20) / 60)
     assert from_scratch.minutes / from_scratch.replicates == pytest.approx(4 * 80 / 60), "as long as trunk and fork"
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"params": None}, "has None under 'params', where a number belongs"),
+        ({"tokens": 0}, "has a number of .* that is not above 0"),
+        ({"arms": {"nvfp4": {"sd_pct": 0.1}}}, "has no key 'null'"),
+        ({"arms": {}}, "holds None where a mapping"),
+        ({"model": []}, "has a list of 0 under 'model'"),
+    ],
+)
+def test_a_row_that_no_comparison_wrote_is_named_with_its_line(tmp_path, row, changes, fault):
+    (tmp_path / "noise.jsonl").write_bytes(encode_rows([row(), row(**changes)]))
+    with pytest.raises(Damaged, match=f"noise.jsonl: line 2: {fault}.*; delete that line"):
+        registry(tmp_path)
