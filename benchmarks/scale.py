@@ -91,7 +91,8 @@ def errors(steps: int, noise: np.random.Generator) -> list[dict[str, Any]]:
                 db = 20 + noise.normal()
                 slot = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": "nvfp4"}
                 sizes = {"rel_l2": 10 ** (-db / 20), "cosine": 1 - 10 ** (-db / 10) / 2, "amax": 3.0}
-                stats.append(slot | {"sqnr_db": db} | sizes | {"underflow_pct": abs(noise.normal())})
+                lost = {"underflow_pct": abs(noise.normal()), "saturation_pct": 0.0, "scale_min": 1.0, "scale_max": 1.0}
+                stats.append(slot | {"sqnr_db": db} | sizes | lost)
     return stats
 
 

@@ -14,7 +14,9 @@ from hqsweep.track.tracker import SAMPLED, NullTracker, curves
 @pytest.fixture
 def run(tmp_path):
     def make(kind):
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"track": {"kind": kind}}))
+        (tmp_path / "config.yaml").write_text(
+            yaml.safe_dump({"job": "convergence", "seed": 0, "track": {"kind": kind}})
+        )
         return RunDir(tmp_path)
 
     return make
