@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from hqsweep.config.study import parse_margin
-from hqsweep.errors import UserError
+from hqsweep.errors import Damaged, UserError
 from hqsweep.report import html
 from hqsweep.report.arms import Comparison, arm_row, baselines, null_arms, paired, partners
 from hqsweep.report.cost import replicate_minutes
@@ -56,7 +56,13 @@ def compare(
     study = study_of(runs, baseline, margin)
     why = "as asked for" if baseline else "the sweep's; --baseline ARM takes another"
     baseline, why = (study.baseline, why) if study.baseline else _usual_baseline(frames.runs)
-    baseline_of = baselines(frames.runs, baseline)
+    try:
+        baseline_of = baselines(frames.runs, baseline)
+    except UserError as error:
+        if not frames.left_out:
+            raise
+        first = frames.left_out[0]  # which may have been the baseline's
+        raise Damaged(first.file, f"{first.fault}, and without it: {error}", first.remedy) from None
     design = frames.runs["design"].iloc[0]
     finals = measures(frames, window)
     finals["gap"] = paired(finals, LOSSES[DECIDES[design]], baseline_of)

@@ -50,9 +50,13 @@ class Unsealed(Damaged):
 
 
 def write(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Replace sweep.json. The caller holds the sweep's lock."""
+    """Replace sweep.json; a folder in its place is called sweep.json.aside from then on. The caller holds the sweep's
+    lock."""
+    path = folder / FILE
+    if path.is_dir() and not path.is_symlink():
+        path.rename(next(aside for n in range(1000) if not (aside := folder / f"{FILE}.aside{n or ''}").exists()))
     facts = {key: value for key, value in facts.items() if key != "checksum"}
-    write_json(folder / FILE, facts | {"checksum": checksum(facts)})
+    write_json(path, facts | {"checksum": checksum(facts)})
 
 
 def rebuilt(folder: Path) -> dict[str, Any]:

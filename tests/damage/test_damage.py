@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,12 @@ def fault_of(name: str, damage: Damage, sweep: Path, oracle: Oracle) -> str | No
 def changed(sweep: Path, damage: Damage, origin: Origin) -> bool:
     """Whether the damage made another file of it: to edit a line may give the same one."""
     there, before = sweep / damage.path, origin.root / "runs" / sweep.name / damage.path
-    return there.is_symlink() or content(there) != before.read_bytes()
+    if there.is_symlink() or not there.is_file():
+        return True
+    if there.suffix == ".json":
+        with suppress(ValueError):
+            return json.loads(there.read_bytes()) != json.loads(before.read_bytes())
+    return there.read_bytes() != before.read_bytes()
 
 
 def content(path: Path) -> bytes | None:

@@ -70,7 +70,7 @@ def act(run: RunDir, do: str) -> None:
         time.sleep(60)
     if do == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3}.get(do, 0.02))
+    time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3, "slow": 1.0}.get(do, 0.02))
 
 
 def train_trunk(run: RunDir, do: str) -> None:
