@@ -7,6 +7,7 @@
 
 import re
 import shlex
+import subprocess
 from glob import glob
 from pathlib import Path
 
@@ -59,3 +60,10 @@ def test_links_lead_somewhere() -> None:
     for page in DOCS.glob("*.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_commands_of_the_docs_are_words_to_a_shell() -> None:
+    for page in [DOCS.parent / "README.md", *DOCS.glob("*.md")]:
+        for line in re.findall(r"^(?:    |)hqsweep .*$", page.read_text(), re.MULTILINE):
+            parsed = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True)
+            assert parsed.returncode == 0, f"{page.name}: {line}: {parsed.stderr}"
