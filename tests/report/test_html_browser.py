@@ -31,6 +31,18 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
+def observe(harness: Path, profile: Path) -> dict:
+    """What the harness saw on a page that says nothing on the console. Hints of scrolling are drawn with a frame, which a
+    busy machine may owe when the harness looks: it looks up to three times."""
+    for _ in range(3):
+        dom, console = browse(harness, profile)
+        assert console == []  # drawn without an error, and without asking for the network
+        observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+        if all(tables["hinted"] == len(tables["wide"]) for tables in observed["tables"]):
+            break
+    return observed
+
+
 @pytest.fixture
 def page(make_sweep, fake, tmp_path):
     nasty = ("</script><script>injected = 1; console.error('in')</script>", '<img src=x onerror="injected = 1">')
@@ -41,9 +53,7 @@ def page(make_sweep, fake, tmp_path):
 
 def test_report_in_a_browser(page, tmp_path):
     """One start for all, as a start takes seconds."""
-    dom, console = browse(Path(shutil.copy(HARNESS, page.parent)), tmp_path / "profile")
-    assert console == []  # drawn without an error, and without asking for the network
-    observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+    observed = observe(Path(shutil.copy(HARNESS, page.parent)), tmp_path / "profile")
     assert observed["injected"] == 0
     desk, phone, keyboard = observed["desk"], observed["phone"], observed["keyboard"]
     assert desk["plots"] == 2 + 2 + 4 + 3 + 2  # gaps, losses, SQNR, underflow, gradients
@@ -73,9 +83,7 @@ def test_report_in_a_browser(page, tmp_path):
 def test_the_light_page_in_a_browser_fits_both_widths_without_a_script(page, tmp_path):
     harness = page.with_name("light.html")
     harness.write_text(HARNESS.read_text().replace('src="report.html"', 'src="report_light.html"'))
-    dom, console = browse(harness, tmp_path / "profile")
-    assert console == []
-    observed = json.loads(html.unescape(re.search(r'<pre id="facts">(.+?)</pre>', dom)[1]))
+    observed = observe(harness, tmp_path / "profile")
     for name in ("desk", "phone"):
         assert observed[name]["scroll"] <= observed[name]["inner"] and observed[name]["pictures"] == 2 + 2 + 4 + 3 + 2
         assert observed[name]["widest_picture"] <= observed[name]["inner"]
