@@ -32,8 +32,8 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
 
 
 def observe(harness: Path, profile: Path) -> dict:
-    """What the harness saw on a page that says nothing on the console. Hints of scrolling are drawn with a frame, which a
-    busy machine may owe when the harness looks: it looks up to three times."""
+    """What the harness saw on a page that says nothing on the console. Hints of scrolling are drawn with a frame, which
+    a busy machine may owe when the harness looks: it looks up to three times."""
     for _ in range(3):
         dom, console = browse(harness, profile)
         assert console == []  # drawn without an error, and without asking for the network
