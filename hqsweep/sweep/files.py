@@ -114,3 +114,10 @@ def drop_torn_tail(path: Path) -> None:
         data = path.read_bytes()
         if not data.endswith(b"\n"):
             os.truncate(path, data.rfind(b"\n") + 1)
+
+
+def put_aside(path: Path) -> Path:
+    """Give what stands at `path` another name beside it, which is returned: nothing of a user's is deleted for being in
+    the way."""
+    aside = next(each for n in range(1, 1000) if not (each := path.with_name(f"{path.name}.aside{n}")).exists())
+    return path.rename(aside)

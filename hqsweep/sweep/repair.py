@@ -12,6 +12,7 @@ from typing import Any
 
 from hqsweep.errors import Damaged
 from hqsweep.sweep import seal
+from hqsweep.sweep.files import put_aside
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.run_dir import RunDir, remove
 from hqsweep.track.tables import TABLES
@@ -53,9 +54,7 @@ def _clear(path: Path) -> str | None:
         return f"its folder was a link to {target}, which stays as it is; the run starts again in a folder of its own"
     if path.is_dir():
         return None
-    aside = next(each for n in range(1, 1000) if not (each := path.with_name(f"{path.name}.aside{n}")).exists())
-    path.rename(aside)
-    return f"a file stood in the place of its folder, and is called {aside.name} now; the run starts again"
+    return f"a file stood in the place of its folder, and is called {put_aside(path).name} now; the run starts again"
 
 
 def _misplaced(run: RunDir) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hqsweep.errors import Damaged
-from hqsweep.sweep.files import read_json, write_json
+from hqsweep.sweep.files import put_aside, read_json, write_json
 from hqsweep.sweep.names import run_id
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.seal import checksum
@@ -50,11 +50,10 @@ class Unsealed(Damaged):
 
 
 def write(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Replace sweep.json; a folder in its place is called sweep.json.aside from then on. The caller holds the sweep's
-    lock."""
+    """Replace sweep.json; a folder in its place is put aside. The caller holds the sweep's lock."""
     path = folder / FILE
     if path.is_dir() and not path.is_symlink():
-        path.rename(next(aside for n in range(1000) if not (aside := folder / f"{FILE}.aside{n or ''}").exists()))
+        put_aside(path)
     facts = {key: value for key, value in facts.items() if key != "checksum"}
     write_json(path, facts | {"checksum": checksum(facts)})
 

@@ -212,3 +212,18 @@ def test_the_config_of_a_foreign_run_lacks_nothing_that_is_read(
     result = hqsweep("compare", "t", "--json")
     assert result.exit_code == 3 and fault in result.stdout, result.output
     assert hqsweep("show", str(runs[0].path)).exit_code in (0, 3)
+
+
+def test_a_damaged_baseline_is_named_and_not_only_that_no_arm_has_its_name(runs: list[RunDir]) -> None:
+    for run in runs[:3]:
+        cut(run)
+    result = hqsweep("compare", "t", "--baseline", "bf16", "--json")
+    assert result.exit_code == 3 and "bf16-s0" in result.stderr and "metrics.jsonl" in result.stderr, result.output
+    assert "no arm is called 'bf16'" in result.stderr
+
+
+def test_a_folder_in_the_place_of_the_list_of_runs_is_put_aside(tmp_path: Path) -> None:
+    (tmp_path / sweep_file.FILE / "mine").mkdir(parents=True)
+    facts = dict.fromkeys(sweep_file.TEXTS, "x") | {name: [] for name in sweep_file.LISTS}
+    sweep_file.write(tmp_path, facts)
+    assert sweep_file.read(tmp_path) == {"study": {}} | facts and (tmp_path / "sweep.json.aside1/mine").is_dir()
