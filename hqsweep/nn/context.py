@@ -8,11 +8,13 @@ from weakref import ref
 
 import torch
 import torch.compiler.config
+from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.scoped import Entered, Scoped
+from hqsweep.ops.library import has_kernels
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
@@ -31,6 +33,8 @@ class Context:
     """Whether linears keep the operands of their weights for later calls."""
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
+    kernels: bool = True
+    """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
 
     owners: dict[Hashable, ref] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Which module draws the random bits of a slot."""
@@ -74,6 +78,12 @@ def autocast_recipe() -> AnyRecipe | None:
     return _RECIPE.get()
 
 
+def use_kernels(x: Tensor) -> bool:
+    """Whether elementwise work on x runs on hqsweep's CUDA kernels: on a GPU, in a build that has them, and where the
+    innermost quantization() has kernels=True. Otherwise torch's operators compute it, which are the reference."""
+    return x.is_cuda and _CONTEXT.get().kernels and has_kernels("cuda")
+
+
 def quantization(
     *,
     seed: int = 0,
@@ -82,6 +92,7 @@ def quantization(
     microbatch: int = 0,
     cache_weights: bool = False,
     amax_group: Any = None,
+    kernels: bool = True,
 ) -> Entered[Context]:
     """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
     delayed scaling all that is trained under one step belongs to it, whatever the microbatch.
@@ -91,8 +102,11 @@ def quantization(
     forward for backward, too, from one read; it costs 2 bytes an element and direction.
     amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
     Where ranks hold different experts, a group of those that hold the same ones.
+    kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, whose sums are in
+    another order than those of torch's operators, which take their place with False.
     """
     options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
+    options["kernels"] = kernels
     return _CONTEXT.entered(Context(seed=seed, step=step, **options))
 
 
