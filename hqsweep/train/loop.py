@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.config.job import ConvergenceConfig
@@ -151,9 +150,7 @@ class Trainer:
         """The cross entropy, and how the experts were used."""
         train = self.config.train
         count = torch.is_grad_enabled() and not (self.saved.nbytes or train.offload or train.recompute != "none")
-        with self.saved.counting() if count else self.saving():
-            logits, balance = self.model.balanced(inputs)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
+        return self.model.loss(inputs, targets, self.saved.counting if count else self.saving)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -5,7 +5,8 @@ The residual stream and norms are FP32; linears read and write train.dtype. Atte
 precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,22 @@ class GPT(nn.Module):
 
     def balanced(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """forward, and how the experts were used."""
+        h, balance = self.hidden(tokens)
+        return self.head(h).float(), balance
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, saving: Callable[[], AbstractContextManager] = nullcontext
+    ) -> tuple[Tensor, Balance]:
+        """The mean cross entropy of the tokens' logits with targets [B, T], float32 [], and how the experts were used.
+
+        saving: the context that the model itself runs in, without its loss.
+        """
+        with saving():
+            logits, balance = self.balanced(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
+
+    def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
+        """What the head reads [B, T, D], and how the experts were used."""
         x, losses, counts = self.embedding(tokens), [], []
         for layer in self.layers:
             x = recomputed(layer, x) if self.recompute == "layer" else layer(x, self.recompute == "attention")
@@ -113,7 +130,7 @@ class GPT(nn.Module):
                 losses.append(balance)
                 counts.append(routed)
         loss = torch.stack(losses).mean() if losses else x.new_zeros(())
-        return self.head(self.norm(x)).float(), Balance(loss=loss, tokens=counts)
+        return self.norm(x), Balance(loss=loss, tokens=counts)
 
     def linears(self) -> Iterator[Linear]:
         """All linears but grouped ones in order, the head last."""
