@@ -7,9 +7,10 @@ from hqsweep.nn.linear import Linear
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.nn.residual import AddsBranch
 
 
-class LayerNormLinear(Linear):
+class LayerNormLinear(AddsBranch, Linear):
     """y [..., N] = norm(x [..., K]) @ weight [N, K].T (+ bias [N]); the roles are those of a linear.
 
     The norm is named `name`.norm; see Norm, and Linear for the rest.
@@ -32,4 +33,8 @@ class LayerNormLinear(Linear):
         self.norm = Norm(in_features, name=f"{name}.norm", recipe=recipe, **norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
+        return self._added(x, None)[1]
+
+    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, h = self.norm.added(x, branch, self.dtype)
+        return total, super().forward(h)

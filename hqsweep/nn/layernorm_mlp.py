@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.options import LayerNormLinearOptions, MLPOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.nn.residual import AddsBranch
 from hqsweep.recipe.roles import QuantizerRole
 
 
@@ -28,7 +29,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {"gelu": (gelu,
 """Name -> function, and how many times its output's width its input has."""
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(AddsBranch):
     """x [..., D] -> fc2(activation(fc1(norm(x)))) [..., D]; `ffn` is the width of fc2's input.
 
     The activation is computed in float32. The linears are named `name`.fc1 and `name`.fc2.
@@ -59,4 +60,8 @@ class LayerNormMLP(nn.Module):
         return self.fc1.get_quantizer_roles(fwd=fwd) + self.fc2.get_quantizer_roles(fwd=fwd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x).float()))
+        return self._added(x, None)[1]
+
+    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, z = self.fc1.added(x, branch)
+        return total, self.fc2(self.activation(z.float()))

@@ -11,6 +11,7 @@ from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.nn.residual import AddsBranch, add_branch, is_observed
 from hqsweep.nn.router import Router
 from hqsweep.ops.splits import Splits
 
@@ -30,7 +31,7 @@ class SharedExpert(nn.Module):
         return self.fc2(swiglu(self.fc1(x).float()))
 
 
-class LayerNormMoE(nn.Module):
+class LayerNormMoE(AddsBranch):
     """x [..., D] -> float32 [..., D], the balance and the tokens of its Routing: h = norm(x); the sum over the top_k
     experts of h, each times its weight, of fc2(swiglu(fc1(h))); with shared_expert, a SwiGLU of all tokens is added.
 
@@ -63,7 +64,11 @@ class LayerNormMoE(nn.Module):
         self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
 
     def forward(self, x: Tensor) -> Routed:
-        h = self.norm(x).flatten(0, -2)
+        return self._added(x, None)[1:]
+
+    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        total, h = self.norm.added(x, branch)
+        h = h.flatten(0, -2)
         routing = self.router(h)
         if probe := current().probe:
             probe.experts(self.name, routing.tokens.tolist())
@@ -73,7 +78,7 @@ class LayerNormMoE(nn.Module):
         y = routing.combine(self.fc2(hidden, splits))
         if self.shared is not None:
             y = y + self.shared(h).float()
-        return y.view(x.shape), routing.balance, routing.tokens
+        return total, y.view(x.shape), routing.balance, routing.tokens
 
 
 class MoELayer(nn.Module):
@@ -97,6 +102,21 @@ class MoELayer(nn.Module):
         self.mlp = LayerNormMoE(dim, ffn, name=f"{name}.mlp", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Routed:
-        x = x + self.attn(x, checkpoint_core_attention).to(x.dtype)
-        y, balance, tokens = self.mlp(x)
-        return x + y.to(x.dtype), balance, tokens
+        x, branch, balance, tokens = self._residual(x, None, checkpoint_core_attention)
+        return add_branch(x, branch), balance, tokens
+
+    def residual(
+        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The same of the stream x + branch, its last sum left to whoever reads it: (x, branch) again, then what mlp
+        says of its routing."""
+        if is_observed(self):
+            x, *routed = self(add_branch(x, branch), checkpoint_core_attention)
+            return x, None, *routed
+        return self._residual(x, branch, checkpoint_core_attention)
+
+    def _residual(
+        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+        return self.mlp.added(x, branch)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
@@ -12,10 +12,11 @@ from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.options import AttentionOptions, LayerNormLinearOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.recompute import recomputed
+from hqsweep.nn.residual import AddsBranch
 from hqsweep.recipe.roles import QuantizerRole
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(AddsBranch):
     """Self-attention x [B, T, D] -> [B, T, D] over H heads of width E = D / H.
 
     Its modules are named `name`.qkv, `name`.dpa and `name`.proj. A section, or its text, as recipe is for the linears;
@@ -45,10 +46,15 @@ class MultiheadAttention(nn.Module):
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
         """checkpoint_core_attention: compute what lies between the two linears again in backward."""
+        return self._added(x, None, checkpoint_core_attention)[1]
+
+    def _added(
+        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
+    ) -> tuple[Tensor, Tensor]:
         if self.quantize_boundaries:
             self._wire_boundaries()
-        qkv = self.qkv(x)
-        return self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
+        total, qkv = self.qkv.added(x, branch)
+        return total, self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
 
     def _core(self, qkv: Tensor) -> Tensor:
         """[B, T, 3 D] -> [B, T, D]."""

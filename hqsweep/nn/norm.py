@@ -6,12 +6,14 @@ from torch import Tensor, nn
 
 from hqsweep.nn.options import EPSILON
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.residual import AddsBranch, add_branch
 from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.ops.kernels import in_dtype
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 
-class Norm(QuantizedWeight):
+class Norm(AddsBranch, QuantizedWeight):
     """x [..., D] -> float32 [..., D], normalized over the last axis, times the gain [D] (LayerNorm: plus a bias [D]).
 
     RMSNorm: x / sqrt(mean(x^2) + epsilon) (Zhang and Sennrich, arXiv 1910.07467). LayerNorm: (x - mean(x)) /
@@ -36,6 +38,15 @@ class Norm(QuantizedWeight):
         if self.bias is None:
             return F.rms_norm(x, shape, weight, self.epsilon)
         return F.layer_norm(x, shape, weight, self.bias, self.epsilon)
+
+    def added(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it."""
+        total, h = super().added(x, branch)
+        return total, in_dtype(h, dtype)
+
+    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = add_branch(x, branch)
+        return total, self.forward(total)
 
     def reset_parameters(self) -> None:
         """Gain one, bias zero."""

@@ -7,6 +7,7 @@ from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.options import TransformerOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.nn.residual import add_branch, is_observed
 
 
 class TransformerLayer(nn.Module):
@@ -32,5 +33,18 @@ class TransformerLayer(nn.Module):
         self.mlp = LayerNormMLP(dim, ffn, name=f"{name}.mlp", **shared)
 
     def forward(self, x: Tensor, checkpoint_core_attention: bool = False) -> Tensor:
-        x = x + self.attn(x, checkpoint_core_attention).to(x.dtype)
-        return x + self.mlp(x).to(x.dtype)
+        return add_branch(*self._residual(x, None, checkpoint_core_attention))
+
+    def residual(
+        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same of the stream x + branch, its last sum left to whoever reads it: (x, branch) again."""
+        if is_observed(self):
+            return self(add_branch(x, branch), checkpoint_core_attention), None
+        return self._residual(x, branch, checkpoint_core_attention)
+
+    def _residual(
+        self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        x, branch = self.attn.added(x, branch, checkpoint_core_attention)
+        return self.mlp.added(x, branch)

@@ -121,16 +121,19 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
-        """What the head reads [B, T, D], and how the experts were used."""
-        x, losses, counts = self.embedding(tokens), [], []
+        """The head's input [B, T, D] in the head's dtype, and how the experts were used."""
+        x, branch, losses, counts = self.embedding(tokens), None, [], []
         for layer in self.layers:
-            x = recomputed(layer, x) if self.recompute == "layer" else layer(x, self.recompute == "attention")
-            if isinstance(layer, MoELayer):
-                x, balance, routed = x
-                losses.append(balance)
-                counts.append(routed)
+            if self.recompute == "layer":  # each layer keeps its input alone: one sum, no branch beside it
+                out = recomputed(layer, x)
+                x, *routed = out if isinstance(out, tuple) else (out,)
+            else:
+                x, branch, *routed = layer.residual(x, branch, self.recompute == "attention")
+            if routed:
+                losses.append(routed[0])
+                counts.append(routed[1])
         loss = torch.stack(losses).mean() if losses else x.new_zeros(())
-        return self.norm(x), Balance(loss=loss, tokens=counts)
+        return self.norm.added(x, branch, self.head.dtype)[1], Balance(loss=loss, tokens=counts)
 
     def linears(self) -> Iterator[Linear]:
         """All linears but grouped ones in order, the head last."""

@@ -1,0 +1,37 @@
+"""The residual stream between modules: the sum of a branch is left to the norm that reads it next, in one pass.
+
+Modules hand on (x, branch), where x + branch is the stream and branch, or None, the output of the module before.
+"""
+
+from typing import Any
+
+import torch.nn.modules.module as torch_module
+from torch import Tensor, nn
+
+from hqsweep.ops.kernels import in_dtype
+
+
+def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
+    """x + branch in x's dtype, to which the branch is rounded; x itself without one."""
+    return x if branch is None else x + in_dtype(branch, x.dtype)
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether a call of the module is more than the forward of its class: it has hooks, as FSDP2 sets them, is compiled
+    by module.compile(), or has been given another forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    wrapped = module._compiled_call_impl is not None or "forward" in module.__dict__
+    return wrapped or any(hooks) or torch_module._has_any_global_hook()
+
+
+class AddsBranch(nn.Module):
+    """A module that begins with a norm; a subclass has _added(x, branch, *options) -> (x + branch, output, ...)."""
+
+    def added(self, x: Tensor, branch: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+        """(x + branch, self(x + branch, *options)) with the sum as add_branch gives it, in one pass with the norm; the
+        results of a module that has several stand one by one. An observed module is called as it is."""
+        if not is_observed(self):
+            return self._added(x, branch, *options)
+        total = add_branch(x, branch)
+        output = self(total, *options)
+        return (total, *output) if isinstance(output, tuple) else (total, output)
