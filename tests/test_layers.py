@@ -17,7 +17,8 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs"), ("verdicts",), ("formats",), ("ops",), ("quant",), ("recipe",),
+    ("errors", "memo", "track.tables", "config.jobs"), ("verdicts", "config.format_text"), ("formats",), ("ops",),
+    ("quant",), ("recipe",),
     ("config", "gemm"), ("nn",), ("optim",), ("compat",), ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
     ("study",), ("worker", "doctor"), ("cli",), ("__main__",),
 ]  # fmt: skip

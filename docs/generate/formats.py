@@ -88,7 +88,7 @@ def _options(cls: type[Format], name: str) -> list[tuple[str, ...]]:
         changed = cls.OPTIONS[option]
         sets = ", ".join(f"{field}={value}" for field, value in changed.items())
         rows.append((f"+{option}", sets, _changed_buffers(name, option), " ".join(said.get(f, "") for f in changed)))
-    rows += [(f"+{o}N", f"{f}=N (default {defaults[f]})", "", said.get(f, "")) for o, f in cls.NUMBERED.items()]
+    rows += [(f"+{o}N", f"{f}=N (default {defaults[f]})", "", said.get(f, "")) for o, (f, _) in cls.NUMBERED.items()]
     return rows
 
 

@@ -14,6 +14,7 @@ from hqsweep.config.engine import EngineConfig, TrackConfig
 from hqsweep.config.errors import sentence
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.model import ModelConfig
+from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.train import StatsConfig, TrainConfig
 from hqsweep.config.types import Name, Section
 from hqsweep.errors import UserError
@@ -60,9 +61,10 @@ class Training(Job):
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """UserError with all that is wrong with the config of a training but for its recipe, in one line."""
+    """UserError with all that is wrong with the config of a training but for what its recipe means, in one line."""
     if config.get("job") != "convergence":
         return
+    check_texts("recipe", config.get("recipe"))
     try:
         Training.model_validate(dict(config))
     except ValidationError as error:

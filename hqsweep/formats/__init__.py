@@ -1,12 +1,13 @@
 """Number formats: elements, scales, blocks and rounding, each in a pure-torch reference that is exact to the bit."""
 
+from hqsweep.config.format_text import options, words_of
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format
 from hqsweep.formats.fp8 import Fp8Block, Fp8Current, Fp8Delayed, Fp8PerTensor
 from hqsweep.formats.identity import Identity
 from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
 from hqsweep.formats.nvfp4_tensor import NVFP4Tensor
-from hqsweep.formats.parse import FORMATS, bases, options, parse, spellings, words_of
+from hqsweep.formats.parse import FORMATS, bases, parse, spellings
 from hqsweep.formats.random import RngKey, RngKeys
 
 __all__ = [

@@ -59,8 +59,8 @@ class Format:
     OPTIONS: ClassVar[Mapping[str, Mapping[str, object]]] = {}
     """Option of the string -> the fields it sets. One that sets only defaults, as +pow2 of fp8_block, says what is
     meant and is left out of the canonical text."""
-    NUMBERED: ClassVar[Mapping[str, str]] = {}
-    """Option that a number follows, such as "eps" in "eps16.0" -> the field that takes the number."""
+    NUMBERED: ClassVar[Mapping[str, tuple[str, type]]] = {}
+    """Option that a number follows, such as "eps" in "eps16.0" -> the field that takes the number, and its type."""
 
     high_precision: ClassVar[bool] = False
     """Whether the matrix is held as values, without codes and scales."""
@@ -117,7 +117,7 @@ class Format:
         for option, values in self.OPTIONS.items():
             if all(getattr(self, f) == v != default[f] for f, v in values.items()):
                 words.append(option)
-        numbers = {option: f for option, f in self.NUMBERED.items() if getattr(self, f) != default[f]}
+        numbers = {option: f for option, (f, _) in self.NUMBERED.items() if getattr(self, f) != default[f]}
         words += [f"{option}{getattr(self, f)!r}" for option, f in numbers.items()]
         return "+".join(words)
 

@@ -9,11 +9,11 @@ at d0067d0da6cb).
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hqsweep.config.format_text import NUMBERED, OPTIONS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, divide, expand_tiles, tile_amax
 from hqsweep.formats.elements import ELEMENTS, Element
@@ -103,8 +103,8 @@ class Fp8Current(Fp8PerTensor):
     """The scale is that of the tensor's own amax."""
 
     name = "fp8_current"
-    OPTIONS: ClassVar = {"e5m2": {"element_name": "e5m2"}, "pow2": {"pow2": True}}
-    NUMBERED: ClassVar = {"eps": "amax_epsilon"}
+    OPTIONS = OPTIONS["fp8_current"]
+    NUMBERED = NUMBERED["fp8_current"]
 
     pow2: bool = False
     """The scale is truncated to a power of two."""
@@ -123,13 +123,8 @@ class Fp8Block(_ScaledFp8):
 
     name = "fp8_block"
     scaling = "block"
-    OPTIONS: ClassVar = {
-        "e5m2": {"element_name": "e5m2"},
-        "2d": {"two_d": True},
-        "pow2": {"pow2": True},
-        "fp32_scale": {"pow2": False},
-    }
-    NUMBERED: ClassVar = {"eps": "amax_epsilon"}
+    OPTIONS = OPTIONS["fp8_block"]
+    NUMBERED = NUMBERED["fp8_block"]
 
     pow2: bool = True
     """Scales are truncated to powers of two."""
@@ -165,12 +160,8 @@ class Fp8Delayed(Fp8PerTensor):
 
     name = "fp8_delayed"
     delayed = True
-    OPTIONS: ClassVar = {
-        "e5m2": {"element_name": "e5m2"},
-        "most_recent": {"most_recent": True},
-        "local_amax": {"local_amax": True},
-    }
-    NUMBERED: ClassVar = {"history": "history"}
+    OPTIONS = OPTIONS["fp8_delayed"]
+    NUMBERED = NUMBERED["fp8_delayed"]
 
     most_recent: bool = False
     """The amax of the last step instead of the largest of the history."""

@@ -11,11 +11,11 @@ Exponents below the range become 0. An infinite amax gives 0xFE by default and c
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hqsweep.config.format_text import OPTIONS
 from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format, expand_tiles, tile_amax
 from hqsweep.formats.elements import (
     ELEMENTS,
@@ -39,12 +39,7 @@ class MX(Format):
     exact_scale_range (for E4M3: block amax from about 2^-116 to 2^127); outside it rounds to bfloat16.
     """
 
-    OPTIONS: ClassVar = {
-        "e5m2": {"element_name": "e5m2"},
-        "2d": {"two_d": True},
-        "floor": {"scale_rounding": "floor"},
-        "even": {"scale_rounding": "even"},
-    }
+    OPTIONS = OPTIONS["mx"]
 
     scaling = "mx"
 

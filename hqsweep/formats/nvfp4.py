@@ -8,11 +8,11 @@ Arithmetic and its order are TransformerEngine's (common/cast/nvfp4/* at d0067d0
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hqsweep.config.format_text import OPTIONS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import (
     WHOLE,
@@ -44,17 +44,7 @@ class NVFP4(Format):
     scaling = "nvfp4"
     amax_name = "g"
     element_name = "e2m1"
-    OPTIONS: ClassVar = {
-        "2d": {"two_d": True},
-        "rht": {"rht": True},
-        "nosign": {"rht_signed": False},
-        "sr": {"sr": True},
-        "row_scaled": {"row_scaled": True},
-        "4over6": {"four_over_six": True},
-        "mse": {"error_mode": "mse"},
-        "fast_error": {"fast_error": True},
-        "max448": {"e4m3_max": 448},
-    }
+    OPTIONS = OPTIONS["nvfp4"]
 
     two_d: bool = False
     """Scales over 16x16 tiles: the transpose of the codes is the code of the transpose."""

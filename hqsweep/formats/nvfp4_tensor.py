@@ -8,11 +8,11 @@ the transform (+rht) those of nvfp4. No library has the format: it shows what th
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hqsweep.config.format_text import OPTIONS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, tile_amax
 from hqsweep.formats.elements import E2M1, Element, pack_nibbles, unpack_nibbles
@@ -35,12 +35,7 @@ class NVFP4Tensor(Format):
     element_name = "e2m1"
     tile = (WHOLE, WHOLE)
     column_multiple = 16
-    OPTIONS: ClassVar = {
-        "rht": {"rht": True},
-        "nosign": {"rht_signed": False},
-        "sr": {"sr": True},
-        "pow2": {"pow2": True},
-    }
+    OPTIONS = OPTIONS["nvfp4_tensor"]
 
     rht: bool = False
     """Random Hadamard transform along the contracted axis first; only meaningful columnwise, on both wgrad operands."""

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from hqsweep.config.format_text import SOURCES
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
 from hqsweep.memo import memo
@@ -17,7 +18,7 @@ from hqsweep.ops.splits import Splits
 Output = Literal["codes", "exact"]
 Source = Literal["original", "rowwise_dequantized"]
 Backend = Literal["auto", "reference", "kernel"]
-OUTPUTS, SOURCES = ("codes", "exact"), ("original", "rowwise_dequantized")
+OUTPUTS = ("codes", "exact")
 BACKENDS = ("auto", "reference", "kernel")
 
 

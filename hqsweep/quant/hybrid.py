@@ -12,18 +12,19 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hqsweep.errors import UserError, nearest
+from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, quantizer_texts
+from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import Result
 from hqsweep.ops.quantize import Quantized, quantize
-from hqsweep.ops.request import NO_TARGET, SOURCES, Output, Target
+from hqsweep.ops.request import NO_TARGET, Output, Target
 from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import gather
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, Operand
 
-FIELDS = ("rowwise", "columnwise", "columnwise_source")
+FIELDS = QUANTIZER_FIELDS
 DIRECTIONS = ("rowwise", "columnwise")
 Direction = Literal["rowwise", "columnwise"]
 
@@ -38,9 +39,7 @@ class HybridQuantizer:
     columnwise_source: str = "original"
 
     def __post_init__(self) -> None:
-        if self.columnwise_source not in SOURCES:
-            hint = nearest(self.columnwise_source, SOURCES)
-            raise UserError(f"columnwise_source is '{self.columnwise_source}'{hint}; allowed: {', '.join(SOURCES)}")
+        check_source(self.columnwise_source)
         if self.rowwise.rht:
             raise UserError(f"rowwise format {self.rowwise}: +rht acts on columnwise operands only; drop it here")
         if self.columnwise.row_scaled:
@@ -64,28 +63,11 @@ class HybridQuantizer:
         """From "ROW|COL@SOURCE", or {rowwise, columnwise, columnwise_source} with the last one optional."""
         if isinstance(value, HybridQuantizer):
             return value
-        if isinstance(value, Mapping):
-            return cls._from_mapping(value)
-        if not isinstance(value, str):
-            raise UserError(f"quantizer {value!r}: expected text such as 'mxfp8' or 'nvfp4|mxfp8', or a mapping")
-        formats, _, source = value.partition("@")
-        row, bar, column = formats.partition("|")
-        if bar:
-            return cls(parse(row), parse(column), source or "original")
+        row, column, source = quantizer_texts(value)
+        if column is not None:
+            return cls(parse(row), parse(column), source)
         both = parse(row)
-        return cls(both.rowwise_form, both, source or "original")
-
-    @classmethod
-    def _from_mapping(cls, value: Mapping[str, str]) -> "HybridQuantizer":
-        unknown = [key for key in value if key not in FIELDS]
-        missing = [key for key in FIELDS[:2] if key not in value]
-        if unknown or missing:
-            wrong = (
-                f"unknown key '{unknown[0]}'{nearest(unknown[0], FIELDS)}" if unknown else f"'{missing[0]}' is missing"
-            )
-            raise UserError(f"quantizer {dict(value)}: {wrong}; it takes rowwise, columnwise and columnwise_source")
-        source = value.get("columnwise_source", "original")
-        return cls(parse(str(value["rowwise"])), parse(str(value["columnwise"])), str(source))
+        return cls(both.rowwise_form, both, source)
 
     def __str__(self) -> str:
         formats = f"{self.rowwise}|{self.columnwise}"

@@ -29,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.references import check_expansion, check_references
 from hqsweep.config.study import StudyConfig, parse_study
 from hqsweep.errors import UserError, nearest
@@ -250,6 +251,7 @@ class Composer:
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
                 if not self._is_group(override) and not _is_file(override) and override not in factories:
+                    check_texts(override.key_or_group, override.value())
                     _open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:

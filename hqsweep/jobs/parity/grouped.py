@@ -23,6 +23,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, bases, parse
 from hqsweep.formats.inputs import draw
@@ -31,7 +32,6 @@ from hqsweep.gemm.plan import GroupGemm, gemm_plan
 from hqsweep.jobs.parity.compare_bytes import Check, Rows, named_pairs, row
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, LayerNormMoE, Linear, MoEOptions, quantization
 from hqsweep.nn.router import Routing
-from hqsweep.ops.request import SOURCES
 from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import output_error
 from hqsweep.quant.hybrid import DIRECTIONS

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.config.checks import PARITY_CHECKS
+from hqsweep.config.format_text import SOURCES
 from hqsweep.config.job import ParityConfig
 from hqsweep.formats import Format, RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -33,7 +34,6 @@ from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.kernels import supports
-from hqsweep.ops.request import SOURCES
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
 from hqsweep.train.loop import pick_device
