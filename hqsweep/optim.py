@@ -76,6 +76,23 @@ class FusedAdam(torch.optim.AdamW):
                 self._update(group, grads)
         return loss
 
+    def set_lr(self, lr: float) -> None:
+        """Give every group this learning rate, which CUDA graphs that hold a step read, too."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    @torch.no_grad()
+    def clip_and_step(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """A step of the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
+        them; returns their norm, float32 [].
+
+        parameters: in whose order the norms of the gradients are summed, by default that of the groups.
+        """
+        own = (p for group in self.param_groups for p in group["params"])
+        norm = torch.nn.utils.clip_grad_norm_(own if parameters is None else parameters, max_norm)
+        self.step()
+        return norm
+
     def _update(self, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> None:
         states = [self._state(p, group) for p in grads]
         masters = [self.master_param(p) for p in grads]

@@ -77,11 +77,9 @@ class Trainer:
         probe = self._probe()
         fork = self.config.fork
         lr = train.lr * fork.rate(self.step) if fork else learning_rate(train, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.set_lr(lr)
         loss, balance = self._forward_backward(probe)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), train.clip)
-        self.optimizer.step()
+        norm = self.optimizer.clip_and_step(train.clip, self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.double()
         self.loss_count += 1
