@@ -14,6 +14,10 @@
 namespace py = pybind11;
 using namespace py::literals;
 
+namespace hq {
+void bind_activation(py::module_& m);
+}
+
 namespace {
 
 using namespace hq::arguments;
@@ -172,6 +176,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cpu(m);
 #if defined(HQ_HAVE_CUDA)
   bind_cuda(m);
+  hq::bind_activation(m);
 #endif
   bind_elements(m);
 }

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from hqsweep.nn.activation import activate
 from hqsweep.nn.context import current
 from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.layernorm_mlp import swiglu
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
@@ -28,7 +28,7 @@ class SharedExpert(nn.Module):
         self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", recipe=recipe, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(swiglu(self.fc1(x).float()))
+        return self.fc2(activate(self.fc1(x), "swiglu"))
 
 
 class LayerNormMoE(AddsBranch):
@@ -74,7 +74,7 @@ class LayerNormMoE(AddsBranch):
             probe.experts(self.name, routing.tokens.tolist())
         rows = routing.dispatch(h.to(self.fc1.dtype))
         splits = Splits.of(routing.tokens, len(rows))  # one for both, so that a device is waited for once at most
-        hidden = swiglu(self.fc1(rows, splits).float())
+        hidden = activate(self.fc1(rows, splits), "swiglu")
         y = routing.combine(self.fc2(hidden, splits))
         if self.shared is not None:
             y = y + self.shared(h).float()

@@ -15,7 +15,7 @@ def test_every_kernel_is_in_the_table():
         for name in re.findall(r"__global__ void (?:__launch_bounds__\([^;{]*?\)\s+)?(\w+)\(", text)
     }
     table = re.findall(r"^\| `(\w+)", README, re.MULTILINE)
-    assert len(kernels) == 12 and kernels <= set(table), kernels - set(table)
+    assert kernels and kernels <= set(table), kernels - set(table)
 
 
 def test_every_source_is_built_or_included():

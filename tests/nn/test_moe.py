@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization
-from hqsweep.nn.layernorm_mlp import swiglu
+from hqsweep.nn.activation import swiglu
 from hqsweep.nn.router import Router
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96

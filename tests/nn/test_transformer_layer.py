@@ -21,6 +21,7 @@ from hqsweep.nn import (
     autocast,
     set_recipe,
 )
+from hqsweep.nn.activation import ACTIVATIONS
 from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.norm import EPSILON
 from hqsweep.recipe import Recipe
@@ -199,7 +200,7 @@ def by_hand(module, name):
         return lambda x: alone(module.norm(x))
     if isinstance(module, LayerNormMLP):
         fc1, fc2 = by_hand(module.fc1, f"{name}.fc1"), single(module.fc2, f"{name}.fc2")
-        return lambda x: fc2(module.activation(fc1(x).float()))
+        return lambda x: fc2(ACTIVATIONS[module.activation](fc1(x).float()))
     if isinstance(module, MultiheadAttention):
         qkv, proj = by_hand(module.qkv, f"{name}.qkv"), single(module.proj, f"{name}.proj")
         return lambda x: proj(module._core(qkv(x)))

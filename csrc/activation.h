@@ -1,0 +1,29 @@
+// Activations of an MLP between its two linears: h = activation(z), and dz of dh.
+#pragma once
+#include <cstdint>
+
+namespace hq {
+
+enum class Activation { swiglu, gelu };
+
+// How many times h's width z has: gate and up side by side, or one.
+constexpr int inputs_of(Activation kind) { return kind == Activation::swiglu ? 2 : 1; }
+template <Activation kKind>
+constexpr int kInputs = inputs_of(kKind);
+
+// bf16 matrices without gaps, at multiples of 16 bytes: z [rows, inputs * width]; dh [rows, width], or null. width is a
+// multiple of 8.
+struct Activated {
+  Activation kind;
+  int64_t rows, width;
+  const void* z;
+  const void* dh;
+};
+
+#if defined(HQ_HAVE_CUDA)
+// out: h [rows, width], or with dh the gradient of z, in z's shape. amax: null, or float32 [1] that is raised to out's
+// largest magnitude, NaN aside. Raises std::runtime_error with CUDA's own message; work is only enqueued.
+void activation_cuda(const Activated& call, void* out, float* amax, uintptr_t stream);
+#endif
+
+}  // namespace hq

@@ -1,0 +1,43 @@
+// Bindings of the activations.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "activation.h"
+#include "arguments.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+#if defined(HQ_HAVE_CUDA)
+namespace hq {
+namespace {
+
+using namespace arguments;
+
+const Names<Activation> kActivations = {{"swiglu", Activation::swiglu}, {"gelu", Activation::gelu}};
+
+Activated make_activated(const std::string& kind, int64_t rows, int64_t width, uintptr_t z, uintptr_t dh) {
+  check_shape(rows, width);
+  HQ_REQUIRE(width % 8 == 0, "width is " + text(width) + ", must be a multiple of 8");
+  HQ_REQUIRE(z != 0 || rows * width == 0, "z is 0 but the matrix is not empty");
+  check_aligned(z | dh, 16, "the least of z and dh");
+  return {lookup(kActivations, "activation", kind), rows, width, pointer<void>(z), pointer<void>(dh)};
+}
+
+}  // namespace
+
+void bind_activation(py::module_& m) {
+  m.def("activation_cuda", [](const std::string& kind, int64_t rows, int64_t width, uintptr_t z, uintptr_t dh,
+                              uintptr_t out, uintptr_t amax, uintptr_t stream) {
+    const Activated call = make_activated(kind, rows, width, z, dh);
+    HQ_REQUIRE(out != 0 || rows * width == 0, "out is 0 but the matrix is not empty");
+    check_aligned(out, 16, "out");
+    check_aligned(amax, 4, "amax");
+    activation_cuda(call, pointer<void>(out), pointer<float>(amax), stream);
+  }, "kind"_a, "rows"_a, "width"_a, "z"_a, "dh"_a, "out"_a, "amax"_a = 0, "stream"_a = 0,
+     "h [rows, width] of z, or with dh the gradient of z; bf16 without gaps. amax is raised to the output's.");
+}
+
+}  // namespace hq
+#endif

@@ -1,0 +1,86 @@
+"""Activations of an MLP on CUDA as torch operators: hqsweep::activation and activation_backward.
+
+Float32 inside, each output rounded once to bfloat16 (formulas: csrc/cuda/activation.cuh); every element by itself, so
+that results depend on nothing else. The exponential is the GPU's instruction, whose relative error is below 2^-20;
+torch's operators are the reference.
+"""
+
+import torch
+from torch import Tensor
+
+from hqsweep.ops.addresses import described, empty
+from hqsweep.ops.library import extension, operator, where
+
+INPUTS = {"swiglu": 2, "gelu": 1}
+"""Activation -> how many times its output's width its input has."""
+
+
+def takes(z: Tensor, kind: str) -> bool:
+    """Whether the kernels compute `kind` of z [..., W]: bfloat16, of whole units of 8 elements for each input."""
+    return z.dtype is torch.bfloat16 and z.dim() > 0 and z.shape[-1] % (8 * INPUTS[kind]) == 0
+
+
+def _outputs(out: Tensor, amax: bool) -> list[Tensor]:
+    return [out, out.new_empty((1, 1), dtype=torch.float32)] if amax else [out]
+
+
+def _forward_fake(z, kind, amax=False):
+    return _outputs(z.new_empty((z.shape[0], z.shape[1] // INPUTS[kind])), amax)
+
+
+@operator(
+    "activation(Tensor z, str kind, bool amax=False) -> Tensor[]",
+    fake=_forward_fake,
+    devices=("CUDA",),
+)
+def activation(z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
+    """z bfloat16 [M, W] -> [h], or with amax [h, float32 [1, 1]]: the largest magnitude of h, NaN aside.
+
+    "swiglu": h = silu(g) * u [M, W / 2] with [g, u] = z. "gelu": its tanh approximation, [M, W].
+    ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, and for a W that is no
+    multiple of 8 (swiglu: 16).
+    """
+    _check(z, kind)
+    return _run(z, None, kind, z.shape[1] // INPUTS[kind], amax)
+
+
+def _backward_fake(dh, z, kind, amax=False):
+    return _outputs(torch.empty_like(z), amax)
+
+
+@operator(
+    "activation_backward(Tensor dh, Tensor z, str kind, bool amax=False) -> Tensor[]",
+    fake=_backward_fake,
+    devices=("CUDA",),
+)
+def activation_backward(dh: Tensor, z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
+    """The gradient dz bfloat16 [M, W] of z, from that of h; then its amax, if wanted. ValueError as activation()."""
+    _check(z, kind)
+    shape = (z.shape[0], z.shape[1] // INPUTS[kind])
+    if dh.dtype is not z.dtype or dh.shape != shape or dh.device != z.device or not _is_plain(dh):
+        raise ValueError(f"dh is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")
+    return _run(z, dh, kind, z.shape[1], amax)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def _check(z: Tensor, kind: str) -> None:
+    if kind not in INPUTS:
+        raise ValueError(f"activation is {kind!r}; allowed: {', '.join(INPUTS)}")
+    if z.dim() != 2 or not takes(z, kind) or not _is_plain(z):
+        raise ValueError(
+            f"z is {described(z)}; {kind} takes contiguous bfloat16 with two axes at a multiple of 16 bytes, and"
+            f" a width that is a multiple of {8 * INPUTS[kind]}"
+        )
+
+
+def _run(z: Tensor, dh: Tensor | None, kind: str, width: int, amax: bool) -> list[Tensor]:
+    """width: that of the output."""
+    rows = z.shape[0]
+    out = empty(z, (rows, width), (width or 1, 1), z.dtype)
+    found = torch.zeros((1, 1), dtype=torch.float32, device=z.device) if amax else None
+    addresses = (z.data_ptr(), 0 if dh is None else dh.data_ptr(), out.data_ptr(), found.data_ptr() if amax else 0)
+    extension().activation_cuda(kind, rows, z.shape[1] // INPUTS[kind], *addresses, *where(z))
+    return [out, found] if amax else [out]
