@@ -16,6 +16,7 @@ using namespace py::literals;
 
 namespace hq {
 void bind_activation(py::module_& m);
+void bind_product(py::module_& m);
 }
 
 namespace {
@@ -177,6 +178,7 @@ PYBIND11_MODULE(_C, m) {
 #if defined(HQ_HAVE_CUDA)
   bind_cuda(m);
   hq::bind_activation(m);
+  hq::bind_product(m);
 #endif
   bind_elements(m);
 }

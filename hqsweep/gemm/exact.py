@@ -16,6 +16,8 @@ from hqsweep.formats import ExactOperand
 from hqsweep.ops.kernels import DTYPES, in_dtype
 from hqsweep.ops.library import direct, has_kernels
 from hqsweep.ops.operators import scale_product
+from hqsweep.ops.product import add_product, product
+from hqsweep.ops.product import takes as product_takes
 from hqsweep.quant.operand import Operand
 
 
@@ -24,16 +26,39 @@ def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: tor
     may be e of them, [e, m, k] and [e, n, k] -> [e, m, n], that share each a factor for the whole tensor.
 
     Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
-    stores; with factors its float32 output is read once more, by the multiplication that rounds.
+    stores, and so it does on CUDA with factors for whole tensors (ops.product). With factors of rows its float32 output
+    is read once more, by the multiplication that rounds.
     """
     a = a.operand() if isinstance(a, Operand) else a
     b = b.operand() if isinstance(b, Operand) else b
     if a.factor is None and b.factor is None and a.divisor == b.divisor == 1.0:
         return matrix_product(a.matrix, b.matrix, out_dtype)
-    product = matrix_product(a.matrix, b.matrix, torch.float32)
-    if product.dim() == 3:
-        return epilogue(product.flatten(0, 1), a, b, out_dtype).view(product.shape)
-    return epilogue(product, a, b, out_dtype)
+    if _in_one_product(a, b, out_dtype):
+        return product(a.matrix, b.matrix, a.factor, b.factor, 1.0 / (a.divisor * b.divisor), out_dtype)
+    unscaled = matrix_product(a.matrix, b.matrix, torch.float32)
+    if unscaled.dim() == 3:
+        return epilogue(unscaled.flatten(0, 1), a, b, out_dtype).view(unscaled.shape)
+    return epilogue(unscaled, a, b, out_dtype)
+
+
+def add_mm_t(out: Tensor, a: Operand | ExactOperand, b: Operand | ExactOperand) -> None:
+    """out += mm_t(a, b) in float32, in place. out: float32 of the product's shape.
+
+    On CUDA the GEMM adds where it stores (ops.product), without a product of its own in memory: alpha * sum + out may
+    then be rounded once instead of twice.
+    """
+    a = a.operand() if isinstance(a, Operand) else a
+    b = b.operand() if isinstance(b, Operand) else b
+    if out.is_contiguous() and _in_one_product(a, b, torch.float32):
+        add_product(out, a.matrix, b.matrix, a.factor, b.factor, 1.0 / (a.divisor * b.divisor))
+    else:
+        out.add_(mm_t(a, b, out_dtype=torch.float32))
+
+
+def _in_one_product(a: ExactOperand, b: ExactOperand, out_dtype: torch.dtype) -> bool:
+    """Whether cuBLASLt takes the matrices, and both factors as one for the whole product."""
+    factors = [operand.factor for operand in (a, b) if operand.factor is not None]
+    return all(factor.numel() == 1 for factor in factors) and product_takes(a.matrix, b.matrix, out_dtype)
 
 
 def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

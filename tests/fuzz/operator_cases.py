@@ -20,8 +20,8 @@ import torch
 from binding_cases import BindingCall
 from torch import Tensor
 
-OPERATORS = ("quantize", "find_amax_", "dequantize", "split_offsets", "scale_product", "mm_rounded")
-ONLY_CUDA = ("scale_product", "mm_rounded")
+ONLY_CUDA = ("scale_product", "mm_rounded", "product", "add_product_")
+OPERATORS = ("quantize", "find_amax_", "dequantize", "split_offsets", *ONLY_CUDA)
 FORMATS = (
     "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d", "mxfp8", "mxfp8+2d", "mxfp6_e2m3",
     "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+sr", "nvfp4+rht+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+tensor",
@@ -213,6 +213,13 @@ class Call:
 
     def _mm_rounded(self) -> list[Any]:
         return [self.tensor(torch.ones(4, 8).bfloat16()), self.tensor(torch.ones(8, 4).bfloat16())]
+
+    def _product(self) -> list[Any]:
+        a, b = (self.tensor(torch.ones(rows, 8).bfloat16()) for rows in (4, 6))
+        return [a, b, self.tensor(torch.ones(1, 1)), None, 0.5, torch.float32]
+
+    def _add_product_(self) -> list[Any]:
+        return [self.tensor(torch.ones(4, 6)), *self._product()[:-1]]
 
 
 def emptied(x: Tensor) -> Tensor:
