@@ -13,11 +13,13 @@ from pathlib import Path
 
 from benchmarks.rows import ROOT, Row, markdown
 
-BENCHMARKS = ("quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity", "scale")
+BENCHMARKS = (
+    "step", "quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity", "scale",
+)  # fmt: skip
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
-    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts", "weights", "splits",
+    "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts", "weights", "splits", "size", "mode",
 )  # fmt: skip
 
 

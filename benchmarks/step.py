@@ -1,0 +1,271 @@
+"""A whole training step of hqsweep's Trainer (forward, loss, backward, clip, AdamW) beside the same GPT in plain torch.
+
+    python -m benchmarks.step [--size S M L moe] [--recipes bf16 mxfp8 ...] [--modes auto] [--only floors time kinds]
+
+floors  what each part takes at least: benchmarks/step_floors.py, at the speed of a copy and of a product in this run
+time    milliseconds of a step, host included, in turns of some steps with torch.compile of the plain GPT, medians;
+        share: of its tokens a second. Peak memory is the case's own: what it holds at rest and what a step takes
+kinds   the device's time by what kernels do, how many run, and how many launches the host asks for
+
+A recipe is a name of conf/recipe, with ":native" for gemm=native. A mode is a value of train.compile. --seconds: cases
+that have not begun by then become rows that say so.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks import rows
+from benchmarks.kernel_kinds import KINDS, by_kind, profile
+from benchmarks.plain_gpt import PlainGPT, plain_step
+from benchmarks.step_floors import Rates, Size, floor_rows
+from benchmarks.timing import Call, Cuda, cpu_medians
+from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.model import ModelConfig
+from hqsweep.config.train import TrainConfig
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.sweep.compose import load_recipe
+from hqsweep.train.loop import Trainer
+
+SECTIONS = ("floors", "time", "kinds")
+COLUMNS = (
+    "section", "size", "case", "recipe", "mode", "ms", "share", "compiled_ms", "ktokens_s", "tflops", "peak_gb",
+    "reserved_gb", "first_step_s", "launches", "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS),
+    "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs", "matmul_tflops", "fp8_tflops",
+)  # fmt: skip
+SIZES = {
+    "S": Size(model=ModelConfig(dim=384, layers=6, heads=6), batch=128, context=256, vocabulary=256, turn=20),
+    "M": Size(model=ModelConfig(dim=768, layers=12, heads=12), batch=32, context=1024, vocabulary=50304, turn=8),
+    "L": Size(model=ModelConfig(dim=2048, layers=8, heads=16), batch=8, context=2048, vocabulary=50304, turn=6),
+    "moe": Size(
+        model=ModelConfig(dim=512, layers=10, heads=8, experts=8), batch=64, context=512, vocabulary=256, turn=8
+    ),
+}
+RECIPES = (
+    "bf16", "mxfp8", "float8_block_scaling", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
+    "nvfp4", "current_scaling:native", "float8_block_scaling:native",
+)  # fmt: skip
+REFERENCES = ("compiled", "eager")
+MODES = ("auto", "graph", "off")
+WARM_STEPS = 8
+"""Steps before a case is timed: those that compile, that allocate, or that come before a graph is captured."""
+BATCHES = 4
+COPIED_BYTES = 2**30
+MATMUL = 8192
+ENDLESS = 10**6
+"""Steps of a training that no case reaches the end of."""
+
+
+class Data:
+    """Random tokens with the interface of a Dataset; a few batches in pinned memory, in turn."""
+
+    def __init__(self, size: Size, device: str) -> None:
+        self.vocab_size = size.vocabulary
+        generator = torch.Generator().manual_seed(1)
+        shape = (size.batch, size.context + 1)
+        whole = [torch.randint(size.vocabulary, shape, generator=generator) for _ in range(BATCHES)]
+        pairs = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in whole]
+        self.pairs = [tuple(t.pin_memory() for t in pair) for pair in pairs] if device == "cuda" else pairs
+        self.next = 0
+
+    def batch(self, split: str, seed: int, step: int, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        return self.pairs[step % len(self.pairs)]
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        self.next += 1
+        return self.pairs[self.next % len(self.pairs)]
+
+
+def training(size: Size, recipe: str, mode: str, device: str) -> ConvergenceConfig:
+    """The config of our Trainer."""
+    train = {"steps": ENDLESS, "batch": size.batch, "context": size.context, "device": device}
+    train |= {"log_every": ENDLESS, "eval_every": ENDLESS, "checkpoint_every": ENDLESS}
+    train |= {"compile": mode} if "compile" in TrainConfig.model_fields else {}
+    name, _, gemm = recipe.partition(":")
+    sections = dict(load_recipe(name)) | ({"gemm": gemm} if gemm else {})
+    return ConvergenceConfig.model_validate(
+        {"job": "convergence", "sweep": "step", "recipe": sections, "model": size.model, "train": train}
+        | {"data": {"source": "markov"}, "stats": {"every": 0}}
+    )
+
+
+def build_recipe(name: str) -> AnyRecipe:
+    return training(next(iter(SIZES.values())), name, MODES[0], "cpu").recipe.build()
+
+
+def ours(size: Size, data: Data, recipe: str, mode: str, device: str) -> Call:
+    """A step of our Trainer."""
+    config = training(size, recipe, mode, device)
+    steps = Trainer(config, data, config.recipe.build(), torch.device(device)).steps()
+    return lambda: next(steps)
+
+
+def plain(size: Size, data: Data, how: str, device: str) -> Call:
+    """A step of the same GPT in plain torch."""
+    torch.manual_seed(0)
+    model = PlainGPT(size.model, size.vocabulary, size.context).to(device)
+    return plain_step(model, data, TrainConfig(), compiled=how == "compiled")
+
+
+class Prepared:
+    """A case that has been built and warmed up, and what that took."""
+
+    def __init__(self, build: Callable[[], Call], device: str) -> None:
+        self.on_gpu = device == "cuda"
+        allocated, reserved = self._at_rest()
+        start = time.perf_counter()
+        self.step = build()
+        self.step()
+        self.wait()
+        self.facts: rows.Row = {"first_step_s": time.perf_counter() - start}
+        for _ in range(WARM_STEPS - 1):
+            self.step()
+        self.wait()
+        if self.on_gpu:
+            self.facts["peak_gb"] = (torch.cuda.max_memory_allocated() - allocated) * 1e-9
+            self.facts["reserved_gb"] = (torch.cuda.memory_reserved() - reserved) * 1e-9
+
+    def _at_rest(self) -> tuple[int, int]:
+        """Bytes that others have allocated and reserved."""
+        gc.collect()
+        if not self.on_gpu:
+            return 0, 0
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def turn(self, steps: int) -> float:
+        """Seconds a step."""
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.wait()
+        return (time.perf_counter() - start) / steps
+
+
+def alternated(cases: Sequence[Prepared], steps: int, turns: int) -> list[float]:
+    """Median seconds a step of each case, in turns."""
+    times = [[case.turn(steps) for case in cases] for _ in range(turns)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+class Bench:
+    """The cases of one size."""
+
+    def __init__(self, name: str, args: argparse.Namespace, writer: rows.Writer, deadline: float) -> None:
+        self.name, self.size, self.args, self.writer, self.deadline = name, SIZES[name], args, writer, deadline
+        self.data = Data(self.size, args.device)
+        self.compiled: Prepared | None = None
+
+    def run(self) -> None:
+        """Plain torch first, since what is ours is measured beside it."""
+        for how in self.args.references:
+            keep = how == "compiled"
+            self._case({"case": f"torch {how}"}, partial(plain, self.size, self.data, how, self.args.device), keep=keep)
+        for recipe in self.args.recipes:
+            for mode in self.args.modes:
+                build = partial(ours, self.size, self.data, recipe, mode, self.args.device)
+                self._case({"case": "hqsweep", "recipe": recipe, "mode": mode}, build)
+
+    def _case(self, named: rows.Row, build: Callable[[], Call], keep: bool = False) -> None:
+        """All sections of a case; one that fails is a row."""
+        named = {"size": self.name} | named
+        if time.perf_counter() > self.deadline:
+            self.writer.add({"section": "time"} | named | {"error": "not begun in --seconds"})
+            return
+        try:
+            prepared = Prepared(build, self.args.device)
+            if keep:
+                self.compiled = prepared
+            for section in self.args.only:
+                if measure := {"time": self._time, "kinds": self._kinds}.get(section):
+                    self.writer.add({"section": section} | named | measure(prepared))
+        except Exception as error:
+            traceback.print_exc()
+            text = " ".join(str(error).split())
+            self.writer.add({"section": "time"} | named | {"error": f"{type(error).__name__}: {text[:300]}"})
+
+    def _time(self, case: Prepared) -> rows.Row:
+        others = [self.compiled] if self.compiled and self.compiled is not case else []
+        seconds, *beside = alternated([case, *others], self.args.steps or self.size.turn, self.args.turns)
+        compiled = beside[0] if beside else seconds if case is self.compiled else None
+        row = {"ms": seconds * 1e3, "ktokens_s": self.size.tokens / seconds * 1e-3}
+        row |= {"tflops": self.size.flop() / seconds * 1e-12} | case.facts
+        return row | ({"compiled_ms": compiled * 1e3, "share": compiled / seconds} if compiled else {})
+
+    def _kinds(self, case: Prepared) -> rows.Row:
+        kernels, launches = profile(case.step)
+        return {"launches": launches} | by_kind(kernels)
+
+
+def measured_rates(device: str, repeats: int) -> Rates:
+    """Of a copy and of products; where the device has no FP8, its products count as bfloat16's."""
+    on_gpu = device == "cuda"
+    n, nbytes = (MATMUL, COPIED_BYTES) if on_gpu else (MATMUL // 16, COPIED_BYTES // 64)
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
+    target = torch.empty_like(source)
+    calls = {"copy": lambda: target.copy_(source), "matmul": lambda: a @ b.T}
+    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
+        c, d = (x.to(torch.float8_e4m3fn) for x in (a, b))
+        one = torch.ones((), device=device)
+        calls["fp8"] = lambda: torch._scaled_mm(c, d.T, one, one, out_dtype=torch.bfloat16)
+    times = Cuda(repeats).medians(calls) if on_gpu else cpu_medians(calls, seconds=0.1)
+    tflops = {name: 2 * n**3 / seconds * 1e-12 for name, seconds in times.items()}
+    copy_gbs = 2 * nbytes / times["copy"] * 1e-9
+    return Rates(copy_gbs=copy_gbs, matmul_tflops=tflops["matmul"], fp8_tflops=tflops.get("fp8", tflops["matmul"]))
+
+
+def floors(args: argparse.Namespace, writer: rows.Writer) -> None:
+    rates = measured_rates(args.device, args.turns * 3)
+    writer.add({"section": "floors", "size": "", "case": "rates"} | asdict(rates))
+    recipes = {name: build_recipe(name) for name in args.recipes}
+    for name in args.size:
+        for row in floor_rows(SIZES[name], rates, recipes):
+            writer.add({"section": "floors", "size": name} | row)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["S", "M"])
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["auto"])
+    parser.add_argument("--references", nargs="*", choices=REFERENCES, default=list(REFERENCES))
+    parser.add_argument("--turns", type=int, default=5, help="of each case beside the compiled plain GPT")
+    parser.add_argument("--steps", type=int, help="in a turn (default: of the size)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no case begins after so many")
+    rows.add_arguments(parser, SECTIONS)
+    args = parser.parse_args(arguments)
+    if args.device == "cpu":
+        args.only = [section for section in args.only if section != "kinds"]
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    deadline = time.perf_counter() + args.seconds
+    writer = rows.Writer("step", args.device, args)
+    if "floors" in args.only:
+        floors(args, writer)
+    if {"time", "kinds"} & set(args.only):
+        for name in args.size:
+            Bench(name, args, writer, deadline).run()
+    rows.finish(writer, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
