@@ -17,6 +17,7 @@ using namespace py::literals;
 namespace hq {
 void bind_activation(py::module_& m);
 void bind_product(py::module_& m);
+void bind_rope(py::module_& m);
 }
 
 namespace {
@@ -179,6 +180,7 @@ PYBIND11_MODULE(_C, m) {
   bind_cuda(m);
   hq::bind_activation(m);
   hq::bind_product(m);
+  hq::bind_rope(m);
 #endif
   bind_elements(m);
 }

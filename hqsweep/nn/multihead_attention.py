@@ -12,7 +12,8 @@ from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.options import AttentionOptions, LayerNormLinearOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.recompute import recomputed
-from hqsweep.nn.residual import AddsBranch
+from hqsweep.nn.residual import AddsBranch, is_observed
+from hqsweep.nn.rope import split_heads
 from hqsweep.recipe.roles import QuantizerRole
 
 
@@ -54,17 +55,17 @@ class MultiheadAttention(AddsBranch):
         if self.quantize_boundaries:
             self._wire_boundaries()
         total, qkv = self.qkv.added(x, branch)
-        return total, self.proj(recomputed(self._core, qkv) if checkpoint_core_attention else self._core(qkv))
+        if checkpoint_core_attention:
+            return total, self.proj(recomputed(self._core, qkv))
+        # Who observes the linear may keep its output, which is then not to be changed.
+        return total, self.proj(self._core(qkv, in_place=not is_observed(self.qkv)))
 
-    def _core(self, qkv: Tensor) -> Tensor:
-        """[B, T, 3 D] -> [B, T, D]."""
-        b, t, d = *qkv.shape[:2], qkv.shape[2] // 3
+    def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
+        """[B, T, 3 D] -> [B, T, D]. in_place: qkv is not read again."""
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
-        qk, v = qkv.view(b, t, 3 * self.heads, d // self.heads).split((2 * self.heads, self.heads), dim=2)
-        qk = qk if self.rope_base is None else rotate(qk, self.rope_base)
-        q, k = qk.transpose(1, 2).chunk(2, dim=1)
-        y = self.dpa(q, k, v.transpose(1, 2), is_causal=self.is_causal)
-        return y.transpose(1, 2).reshape(b, t, d)
+        q, k, v = split_heads(qkv, self.heads, self.rope_base, in_place=in_place)
+        y = self.dpa(q, k, v, is_causal=self.is_causal)
+        return y.transpose(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
 
     def _wire_boundaries(self) -> None:
         """Give each tensor between the modules the role of its reader, or None where that reads high precision."""
@@ -81,13 +82,3 @@ class MultiheadAttention(AddsBranch):
         quantizer = getattr(reader.quantizers, tensor) if low else None
         if getattr(writer.quantizers, slot) != quantizer:
             writer.quantizers = replace(writer.quantizers, **{slot: quantizer})
-
-
-def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding (Su et al., arXiv 2104.09864) of x [B, T, H, E]: pair (2i, 2i + 1) turns by t * base^(-2i/E)."""
-    t, width = x.shape[1], x.shape[-1]
-    frequency = base ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-    angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)

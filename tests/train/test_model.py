@@ -5,7 +5,7 @@ import torch
 
 from hqsweep.config.gemms import linear_shapes
 from hqsweep.config.model import ModelConfig, ffn_width
-from hqsweep.nn.multihead_attention import rotate
+from hqsweep.nn.rope import rotate
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
 
