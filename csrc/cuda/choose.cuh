@@ -90,6 +90,15 @@ inline bool find_flat_takes(const Source& x) {
   return dense && bytes % 16 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
+// find_transformed: columns of bf16 under the Hadamard transform, in units of 16 rows and 4 columns.
+inline bool find_transformed_takes(const QuantizeJob& job) {
+  const Source& x = job.source;
+  return job.has_column && !job.dequantized && job.column.spec.rht && !job.column.spec.row_scaled &&
+         x.dtype == Dtype::bf16 && x.col_stride == 1 && x.row_stride % 4 == 0 && x.row_stride >= x.cols &&
+         x.rows % kSegment == 0 && x.cols % 4 == 0 && x.rows > 0 && x.cols > 0 && x.rows < (int64_t{1} << 36) / x.cols &&
+         reinterpret_cast<uintptr_t>(x.data) % 8 == 0;
+}
+
 // find_members: rows that follow each other without gaps, each of whole units of 16 bytes.
 inline bool find_members_takes(const QuantizeJob& job) {
   const Source& x = job.source;
@@ -109,6 +118,13 @@ inline bool column_shares_amax(const QuantizeJob& job) {
   const Direction& row = job.row;
   return job.has_row && !job.dequantized && has_global_amax(row.spec) && amax_is_of_x(row.spec) &&
          amax_is_of_x(job.column.spec) && row.amax == row.found;
+}
+
+// X's own amax and that of its transformed columns are both to be found.
+inline bool finds_both_amaxes(const QuantizeJob& job) {
+  const Direction& row = job.row;
+  return job.has_row && !row.amax && has_global_amax(row.spec) && amax_is_of_x(row.spec) && !job.column.amax &&
+         find_transformed_takes(job);
 }
 
 // ---- the choice ----------------------------------------------------------------------------------------------------

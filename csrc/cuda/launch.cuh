@@ -4,6 +4,7 @@
 //   stream, matrices             where work is enqueued; 1, or the number of experts
 //   encode(job)                  enqueues the kernel that cuda/choose.cuh names
 //   find_dense(job, found)       enqueues a search of all X for `found`, if its kernel takes X; whether it did
+//   find_columns(job, own)       the same of the columns under the Hadamard transform, and of all X for `own`, or null
 //   stores_scale_inv(job)        whether encode stores the scales of current scaling
 #pragma once
 #include <cuda_runtime.h>
@@ -53,6 +54,7 @@ void find_amax(const QuantizeJob& job, bool column, const Launch& launch) {
   const Direction& to = column ? job.column : job.row;
   const bool from_row = column && job.dequantized;
   if (!from_row && amax_is_of_x(to.spec) && launch.find_dense(job, to.found)) return;
+  if (column && launch.find_columns(job, nullptr)) return;
   launch.encode(finding(job, column));
 }
 
@@ -93,8 +95,21 @@ inline void store_current_scales(const Direction& to, int64_t count, cudaStream_
   check(cudaGetLastError());
 }
 
+// Both directions' amaxes from one read of X, where its columns are transformed.
+template <class Launch>
+void prepare_both(QuantizeJob& job, const Launch& launch) {
+  if (launch.matrices != 1 || !finds_both_amaxes(job)) return;
+  for (Direction* to : {&job.row, &job.column}) {
+    check(cudaMemsetAsync(to->found, 0, sizeof(float), launch.stream));
+    to->amax = to->found;
+  }
+  launch.find_columns(job, job.row.found);
+  job.backwards = true;
+}
+
 template <class Launch>
 void quantize(QuantizeJob job, const Launch& launch) {
+  prepare_both(job, launch);
   prepare(job, false, launch);
   prepare(job, true, launch);
   launch.encode(job);

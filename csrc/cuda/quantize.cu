@@ -144,6 +144,18 @@ struct MatrixLaunch {
     return true;
   }
 
+  bool find_columns(const QuantizeJob& job, float* own) const {
+    const Source& x = job.source;
+    if (!find_transformed_takes(job)) return false;
+    const int64_t units = x.rows / kSegment * (x.cols / 4), blocks = ceil_div(units, kTransformThreads);
+    const unsigned grid = static_cast<unsigned>(blocks < 65536 ? blocks : 65536);
+    find_transformed<<<grid, kTransformThreads, 0, stream>>>(
+        static_cast<const uint2*>(x.data), static_cast<uint32_t>(units), static_cast<uint32_t>(x.cols / 4),
+        x.row_stride / 4, job.column.spec.rht_sign, own, job.column.found);
+    check(cudaGetLastError());
+    return true;
+  }
+
   bool stores_scale_inv(const QuantizeJob& job) const { return encoder_stores_scale_inv(job); }
 };
 

@@ -153,6 +153,8 @@ struct GroupLaunch {
     return true;
   }
 
+  bool find_columns(const QuantizeJob&, float*) const { return false; }
+
   bool stores_scale_inv(const QuantizeJob&) const { return false; }
 };
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from calls import find_amax
+from calls import find_amax, quantize
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKeys, parse
-from hqsweep.formats.inputs import draw
+from hqsweep.formats import RngKey, RngKeys, parse
+from hqsweep.formats.inputs import DISTRIBUTIONS, draw
 from hqsweep.ops.kernels import spec_named
 from hqsweep.ops.splits import Splits
 
@@ -104,3 +104,25 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="encode needs an RngKey"):
         find_amax(x, *formats, splits=Splits.of((16, 32), 48), **options)
     find_amax(x, delayed, splits=Splits.of((16, 32), 48))  # nothing asked for
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("shape", [(16, 4), (48, 36), (32, 70), (272, 384), (4096, 768)], ids=str)
+def test_a_gpu_finds_the_amax_of_transformed_columns(shape, distribution):
+    """Alone, and together with X's own in one read; of whole matrices and of columns of wider ones. As the CPU does."""
+    x = draw(distribution, *shape)
+    wide = torch.cat([x, x * 2], 1).cuda()
+    formats, keys = (parse("nvfp4"), parse("nvfp4+rht+sr")), {"columnwise_key": RngKey(seed=3, slot="t", step=5)}
+    if shape[1] % 16:
+        formats = (None, formats[1])
+    expected, host = torch.full((1,), 0.01), quantize(x, *formats, **keys)
+    find_amax(x, None, formats[1], out_columnwise=expected)
+    for on_gpu in (x.cuda(), wide[:, : shape[1]], x.t().contiguous().cuda().t()):
+        found = torch.full((1,), 0.01, device="cuda")
+        find_amax(on_gpu, None, formats[1], out_columnwise=found)
+        assert torch.equal(found.cpu(), expected)
+        made = quantize(on_gpu, *formats, **keys)
+        for direction in ("rowwise", "columnwise"):
+            ours, theirs = getattr(made, direction), getattr(host, direction)
+            assert theirs is None or all(torch.equal(ours[name].cpu(), theirs[name]) for name in theirs)
