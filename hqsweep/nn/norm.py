@@ -3,21 +3,56 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from hqsweep.nn.context import use_kernels
 from hqsweep.nn.options import EPSILON
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
-from hqsweep.nn.residual import AddsBranch, add_branch
+from hqsweep.nn.residual import add_branch, is_observed
 from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.ops import norm
 from hqsweep.ops.kernels import in_dtype
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 
-class Norm(AddsBranch, QuantizedWeight):
+class _NormFunction(torch.autograd.Function):
+    """x and branch [..., D], gain and bias [D] -> x + branch, and its norm in `dtype`. Saves the sum, which is the
+    residual stream, and one or two numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        h, statistics, *summed = norm.norm(x, branch, gain, bias, epsilon, dtype)
+        total = summed[0] if summed else x
+        ctx.save_for_backward(total, gain, statistics)
+        ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
+        ctx.set_materialize_grads(False)
+        return total, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The stream's gradient is added in the pass that makes the norm's; both are rounded to the stream's dtype."""
+        total, gain, statistics = ctx.saved_tensors
+        branch_dtype = ctx.branch_dtype
+        if dh is None:
+            dbranch = None if dtotal is None or branch_dtype is None else in_dtype(dtotal, branch_dtype)
+            return dtotal, dbranch, None, None, None, None
+        apart = branch_dtype if branch_dtype is not total.dtype else None
+        dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart)
+        dbranch = None if branch_dtype is None else rest[0] if rest else dx
+        return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None, None, None
+
+
+class Norm(QuantizedWeight):
     """x [..., D] -> float32 [..., D], normalized over the last axis, times the gain [D] (LayerNorm: plus a bias [D]).
 
     RMSNorm: x / sqrt(mean(x^2) + epsilon) (Zhang and Sennrich, arXiv 1910.07467). LayerNorm: (x - mean(x)) /
-    sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name).
+    sqrt(var(x) + epsilon) (Ba et al., arXiv 1607.06450). Role: QuantizerRole("norm", "weight", name). On CUDA, kernels
+    compute it whose sums are in another order than torch's, where quantization(kernels=True) and the width is a
+    multiple of 4 up to 6144.
     """
 
     module_type = "norm"
@@ -34,19 +69,26 @@ class Norm(AddsBranch, QuantizedWeight):
         self.bias = nn.Parameter(torch.zeros(dim)) if normalization == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x, shape, weight = x.float(), (x.shape[-1],), self.quantized_weight()
-        if self.bias is None:
-            return F.rms_norm(x, shape, weight, self.epsilon)
-        return F.layer_norm(x, shape, weight, self.bias, self.epsilon)
+        return self._normed(x, None, torch.float32)[1]
 
     def added(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it."""
-        total, h = super().added(x, branch)
-        return total, in_dtype(h, dtype)
+        """(x + branch, its norm rounded to `dtype`), with the sum as add_branch gives it, in one pass on CUDA."""
+        if is_observed(self):
+            total = add_branch(x, branch)
+            return total, in_dtype(self(total), dtype)
+        return self._normed(x, branch, dtype)
 
-    def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _normed(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        weight = self.quantized_weight()
+        if use_kernels(x) and norm.takes(x, branch, weight, dtype):
+            return _NormFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype)
         total = add_branch(x, branch)
-        return total, self.forward(total)
+        x, shape = total.float(), (total.shape[-1],)
+        if self.bias is None:
+            h = F.rms_norm(x, shape, weight, self.epsilon)
+        else:
+            h = F.layer_norm(x, shape, weight, self.bias, self.epsilon)
+        return total, in_dtype(h, dtype)
 
     def reset_parameters(self) -> None:
         """Gain one, bias zero."""

@@ -1,9 +1,11 @@
-"""Norm against torch in float64."""
+"""Norm against torch in float64, and on CUDA kernels against torch's operators."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from hqsweep.nn import norm as norm_module
+from hqsweep.nn.context import current, quantization
 from hqsweep.nn.norm import EPSILON, Norm
 from hqsweep.recipe import Recipe
 
@@ -33,3 +35,92 @@ def test_it_is_torchs_norm_in_float32(normalization):
 def test_an_unknown_normalization_is_refused():
     with pytest.raises(ValueError, match="n: normalization is 'BatchNorm'; allowed: RMSNorm, LayerNorm"):
         Norm(32, name="n", recipe=BF16, normalization="BatchNorm")
+
+
+def torchs(x, branch, gain, bias, epsilon, dtype):
+    """hqsweep::norm in torch, without statistics but as many of them."""
+    total = x if branch is None else x + branch.to(x.dtype)
+    statistics = torch.zeros(1 if bias is None else 2, 1)
+    return [_formula(total, gain, bias, epsilon).to(dtype), statistics, *([] if branch is None else [total])]
+
+
+def _formula(total, gain, bias, epsilon):
+    shape = total.shape[-1:]
+    total = total.float()
+    return F.rms_norm(total, shape, gain, epsilon) if bias is None else F.layer_norm(total, shape, gain, bias, epsilon)
+
+
+def torchs_backward(dh, total, dtotal, gain, statistics, branch_dtype):
+    with torch.enable_grad():
+        leaf, gain = total.detach().requires_grad_(), gain.detach().requires_grad_()
+        bias = torch.zeros_like(gain, requires_grad=True) if len(statistics) == 2 else None
+        leaves = [leaf, gain, *([] if bias is None else [bias])]
+        dx, *sums = torch.autograd.grad(_formula(leaf, gain, bias, EPSILON), leaves, dh.float())
+    dx = dx if dtotal is None else dx + dtotal
+    return [dx, torch.stack(sums), *([] if branch_dtype is None else [dx.to(branch_dtype)])]
+
+
+def gradients(norm, x, branch, *, use):
+    """What Norm.added gives, and gradients, of a loss that reads what `use` names of the sum and the output."""
+    x, branch = x.clone().requires_grad_(), None if branch is None else branch.clone().requires_grad_()
+    norm.zero_grad()
+    made = dict(zip(("total", "h"), norm.added(x, branch, torch.bfloat16), strict=True))
+    g = torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(x.shape, generator=g).to(x.device) for name in made}
+    sum((made[name].float() * weights[name]).sum() for name in use).backward()
+    return [*made.values(), x.grad, *([] if branch is None else [branch.grad]), *(p.grad for p in norm.parameters())]
+
+
+def assert_same_as_torchs(norm, x, branch, **tolerance):
+    for use in (("total", "h"), ("h",), ("total",)):
+        actual = gradients(norm, x, branch, use=use)
+        with quantization(kernels=False):
+            expected = gradients(norm, x, branch, use=use)
+        for a, b in zip(actual, expected, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, **tolerance)
+
+
+STREAMS = [(x, b) for x in (torch.float32, torch.bfloat16) for b in (torch.float32, torch.bfloat16, None)]
+streams = pytest.mark.parametrize("stream", STREAMS, ids=str)
+
+
+@streams
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_gradients_go_where_they_do_without_kernels(normalization, stream, monkeypatch):
+    """The kernels replaced by torch: of the stream, the branch, gain and bias, from both outputs or either."""
+    monkeypatch.setattr(norm_module, "use_kernels", lambda x: current().kernels)
+    monkeypatch.setattr(norm_module.norm, "norm", torchs)
+    monkeypatch.setattr(norm_module.norm, "norm_backward", torchs_backward)
+    norm = Norm(32, name="n", recipe=BF16, normalization=normalization)
+    x, branch = (None if dtype is None else torch.randn(2, 4, 32).to(dtype) for dtype in stream)
+    assert_same_as_torchs(norm, x, branch, rtol=2**-7, atol=1e-5)
+
+
+@pytest.mark.gpu
+@streams
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_kernels_are_near_torchs_operators(normalization, stream):
+    norm = Norm(768, name="n", recipe=BF16, normalization=normalization).cuda()
+    torch.nn.init.normal_(norm.weight)
+    x, branch = (None if dtype is None else torch.randn(2, 100, 768).to(dtype).cuda() for dtype in stream)
+    exact = stream[0] == torch.float32
+    assert_same_as_torchs(norm, x, branch, rtol=2**-7, atol=1e-4 if exact else 2**-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["width 6", "width 8192", "float16", "bfloat16 gain"])
+def test_what_the_kernels_do_not_take_is_torchs(case, monkeypatch):
+    width = int(case.split()[1]) if case.startswith("width") else 64
+    norm = Norm(width, name="n", recipe=BF16).cuda()
+    x = torch.randn(8, width, device="cuda").to(torch.float16 if case == "float16" else torch.float32)
+    if case == "bfloat16 gain":
+        norm = norm.bfloat16()
+    calls = []
+    monkeypatch.setattr(norm_module.norm, "norm", lambda *arguments: calls.append(arguments))
+    actual = norm.added(x, None, torch.bfloat16)
+    with quantization(kernels=False):
+        expected = norm.added(x, None, torch.bfloat16)
+    assert not calls and all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

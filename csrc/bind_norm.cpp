@@ -1,0 +1,66 @@
+// Python bindings of the norms: addresses and sizes checked and turned into calls.
+#include <pybind11/pybind11.h>
+
+#include "arguments.h"
+#include "norm.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace hq {
+namespace {
+
+using namespace arguments;
+
+// An array of units of 4 elements: fp32 or bf16, or 0 where there is none.
+NormArray array_of(uintptr_t address, int dtype, const char* name) {
+  HQ_REQUIRE(dtype == 0 || dtype == 1, std::string(name) + " has dtype " + text(dtype) + ", must be 0 (fp32) or 1 (bf16)");
+  const auto as = static_cast<Dtype>(dtype);
+  check_aligned(address, kNormUnit * bytes_of(as), name);
+  return {pointer<void>(address), as};
+}
+
+int check_norm(int64_t rows, int64_t cols) {
+  check_shape(rows, cols);
+  HQ_REQUIRE(cols > 0 && cols % kNormUnit == 0 && cols <= kNormMostCols,
+             "cols is " + text(cols) + ", must be a multiple of " + text(kNormUnit) + " up to " +
+                 text(kNormMostCols));
+  return static_cast<int>(cols);
+}
+
+}  // namespace
+
+void bind_norm(py::module_& m) {
+  m.def("norm_forward_cuda", [](uintptr_t x, int dtype, uintptr_t branch, int branch_dtype, uintptr_t gain,
+                                uintptr_t bias, float epsilon, int64_t rows, int64_t cols, uintptr_t sum, uintptr_t h,
+                                int h_dtype, uintptr_t statistics, uintptr_t stream) {
+    const int width = check_norm(rows, cols);
+    HQ_REQUIRE(rows == 0 || (x && gain && h && statistics && (sum || !branch)), "an array of the norm is at address 0");
+    check_aligned(gain | bias, 16, "gain or bias");
+    check_aligned(statistics, 4, "statistics");
+    norm_forward_cuda({array_of(x, dtype, "x"), array_of(branch, branch_dtype, "branch"), array_of(sum, dtype, "sum"),
+                           array_of(h, h_dtype, "h"), pointer<float>(gain), pointer<float>(bias),
+                           pointer<float>(statistics), epsilon, rows, width}, stream);
+  }, "x"_a, "dtype"_a, "branch"_a, "branch_dtype"_a, "gain"_a, "bias"_a, "epsilon"_a, "rows"_a, "cols"_a, "sum"_a, "h"_a,
+     "h_dtype"_a, "statistics"_a, "stream"_a = 0,
+     "x + branch and its norm, by rows; bias 0: RMSNorm. branch and sum may be 0.");
+  m.def("norm_backward_cuda", [](uintptr_t dh, int dh_dtype, uintptr_t sum, int dtype, uintptr_t dsum, uintptr_t gain,
+                                 uintptr_t statistics, int64_t rows, int64_t cols, uintptr_t dx, uintptr_t dbranch,
+                                 int branch_dtype, bool centred, uintptr_t partials, int blocks, uintptr_t dgain,
+                                 uintptr_t stream) {
+    const int width = check_norm(rows, cols);
+    HQ_REQUIRE(rows == 0 || (dh && sum && gain && statistics && dx), "an array of the norm's backward is at address 0");
+    HQ_REQUIRE(dgain && blocks >= 0 && (blocks == 0) == (rows == 0) && (partials || blocks == 0),
+               "blocks is " + text(blocks) + " for " + text(rows) + " rows, or dgain or partials are at address 0");
+    check_aligned(gain, 16, "gain");
+    check_aligned(statistics | partials | dgain, 4, "the least of statistics, partials and dgain");
+    norm_backward_cuda({array_of(dh, dh_dtype, "dh"), array_of(sum, dtype, "sum"), array_of(dsum, dtype, "dsum"),
+                            array_of(dx, dtype, "dx"), array_of(dbranch, branch_dtype, "dbranch"), pointer<float>(gain),
+                            pointer<float>(statistics), pointer<float>(partials), pointer<float>(dgain), rows, width,
+                            blocks, centred}, stream);
+  }, "dh"_a, "dh_dtype"_a, "sum"_a, "dtype"_a, "dsum"_a, "gain"_a, "statistics"_a, "rows"_a, "cols"_a, "dx"_a,
+     "dbranch"_a, "branch_dtype"_a, "centred"_a, "partials"_a, "blocks"_a, "dgain"_a, "stream"_a = 0,
+     "Gradients of norm_forward_cuda; dsum and dbranch may be 0. centred: LayerNorm.");
+}
+
+}  // namespace hq

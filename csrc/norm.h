@@ -1,0 +1,51 @@
+// RMSNorm and LayerNorm of the rows of x [rows, cols], with the addition of a branch before them in the same pass.
+// cols is a multiple of kNormUnit and at most kNormMostCols. Arrays are compact and row-major, aligned to a unit.
+//   sum  = x + branch, the branch rounded to x's dtype, the sum too
+//   rstd = 1 / sqrt(mean(sum^2) + epsilon); LayerNorm: 1 / sqrt(mean((sum - mean)^2) + epsilon), mean = mean(sum)
+//   h    = ((sum - mean) * rstd) * gain + bias, without mean and bias for RMSNorm; fp32, rounded once to h's dtype
+// Sums are fp32, in an order that depends on cols alone.
+#pragma once
+#include <cstdint>
+
+#include "quantize.h"
+
+namespace hq {
+
+constexpr int kNormUnit = 4;         // elements that a thread reads together
+constexpr int kNormMostCols = 6144;  // 256 threads of 6 units
+
+// fp32 or bf16; data is null where there is nothing.
+struct NormArray {
+  void* data;
+  Dtype dtype;
+};
+
+struct NormForward {
+  NormArray x, branch, sum, h;  // sum: of x's dtype, null without a branch
+  const float *gain, *bias;     // bias: null for RMSNorm
+  float* statistics;            // rstd [rows]; of LayerNorm mean [rows] after it
+  float epsilon;
+  int64_t rows;
+  int cols;
+};
+
+// d sum_i = rstd * (g_i - xhat_i * mean(g * xhat) [- mean(g)]), g = dh * gain, xhat = (sum - mean) * rstd, rounded to the
+// sum's dtype; dx = that + dsum, rounded to it again; dbranch = dx. d gain = the sum over rows of dh * xhat, d bias of dh:
+// each of `blocks` thread blocks takes every blocks-th group of rows in order and leaves one line of `partials`, and
+// these are added in an order that depends on `blocks` alone.
+struct NormBackward {
+  NormArray dh, sum, dsum, dx, dbranch;  // dsum and dbranch may be null
+  const float *gain, *statistics;
+  float* partials;  // [1 (LayerNorm: 2), blocks, cols]
+  float* dgain;     // [1 (LayerNorm: 2), cols]: d gain, then d bias
+  int64_t rows;
+  int cols, blocks;
+  bool centred;  // LayerNorm
+};
+
+#if defined(HQ_HAVE_CUDA)
+void norm_forward_cuda(const NormForward& call, uintptr_t stream);
+void norm_backward_cuda(const NormBackward& call, uintptr_t stream);
+#endif
+
+}  // namespace hq

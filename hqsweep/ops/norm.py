@@ -1,0 +1,145 @@
+"""The norms of csrc/norm.h as torch operators: hqsweep::norm and hqsweep::norm_backward, on CUDA alone.
+
+sum = x + branch; h = (sum - mean) * rstd * gain + bias, without mean and bias for RMSNorm. Sums over a row are float32,
+in an order of their own; h is rounded once. Rows are those of the last axis; inputs of any strides.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hqsweep.ops.addresses import described
+from hqsweep.ops.kernels import DTYPES
+from hqsweep.ops.library import extension, operator, where
+
+UNIT = 4
+MOST_COLS = 6144
+"""The width of a row is a multiple of UNIT up to this (csrc/norm.h)."""
+STREAMS = (torch.float32, torch.bfloat16)
+"""The dtypes of x, of a branch and of h."""
+BLOCKS_EACH = 2
+"""Thread blocks of the backward pass for each multiprocessor, which have room there together."""
+
+
+def takes(x: Tensor, branch: Tensor | None, gain: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the operators take these; h is wanted in dtype."""
+    fits = x.dim() > 0 and 0 < x.shape[-1] <= MOST_COLS and x.shape[-1] % UNIT == 0
+    types = x.dtype in STREAMS and dtype in STREAMS and gain.dtype == torch.float32
+    return fits and types and (branch is None or (branch.dtype in STREAMS and branch.shape == x.shape))
+
+
+def _check(name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...], dtypes: tuple) -> None:
+    """ValueError for what the kernels cannot read."""
+    if tensor is None:
+        return
+    if tensor.dtype not in dtypes or tensor.shape != shape or tensor.device != like.device:
+        allowed = " or ".join(map(str, dtypes))
+        raise ValueError(f"{name} is {described(tensor)}; it takes {allowed} {tuple(shape)} on {like.device}")
+
+
+def _check_rows(x: Tensor) -> None:
+    cols = x.shape[-1] if x.dim() else 0
+    if x.dtype not in STREAMS or not 0 < cols <= MOST_COLS or cols % UNIT or not x.is_cuda:
+        takes = f"float32 or bfloat16 on a GPU with rows of a multiple of {UNIT} elements up to {MOST_COLS}"
+        raise ValueError(f"x is {described(x)}; it takes {takes}")
+
+
+def _ready(tensor: Tensor) -> Tensor:
+    """Compact, at an address that whole units are read from."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def _address(tensor: Tensor | None) -> tuple[int, int]:
+    """Address and number of dtype; zeros for nothing."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
+
+
+def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _outputs(x: Tensor, branch: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    rows = x.numel() // x.shape[-1]
+    statistics = x.new_empty((1 if bias is None else 2, rows), dtype=torch.float32)
+    return [_compact(x, dtype), statistics, *([] if branch is None else [_compact(x, x.dtype)])]
+
+
+@operator(
+    "norm(Tensor x, Tensor? branch, Tensor gain, Tensor? bias, float epsilon, ScalarType dtype) -> Tensor[]",
+    fake=lambda x, branch, gain, bias, epsilon, dtype: _outputs(x, branch, bias, dtype),
+    devices=("CUDA",),
+)
+def norm(
+    x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> list[Tensor]:
+    """x [..., D] float32 or bfloat16, branch alike, gain and bias float32 [D] -> h [..., D] in dtype; float32 [1, rows]
+    rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype.
+
+    Raises:
+        ValueError: for other shapes, dtypes and devices, and for a D that is no multiple of 4 or above 6144.
+    """
+    _check_rows(x)
+    _check("branch", branch, x, x.shape, STREAMS)
+    for name, tensor in (("gain", gain), ("bias", bias)):
+        _check(name, tensor, x, x.shape[-1:], (torch.float32,))
+    if dtype not in STREAMS:
+        raise ValueError(f"dtype is {dtype}; a norm is rounded to float32 or bfloat16")
+    outputs = _outputs(x, branch, bias, dtype)
+    h, statistics, total = (*outputs, None)[:3]
+    x, gain = _ready(x), _ready(gain)
+    branch, bias = (None if each is None else _ready(each) for each in (branch, bias))
+    shape = (statistics.shape[1], x.shape[-1])
+    call = (*_address(x), *_address(branch), gain.data_ptr(), _address(bias)[0], epsilon, *shape)
+    extension().norm_forward_cuda(*call, _address(total)[0], *_address(h), statistics.data_ptr(), *where(x))
+    return outputs
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _gradients(total: Tensor, statistics: Tensor, branch_dtype: torch.dtype | None) -> list[Tensor]:
+    dgain = total.new_empty((statistics.shape[0], total.shape[-1]), dtype=torch.float32)
+    return [_compact(total, total.dtype), dgain, *([] if branch_dtype is None else [_compact(total, branch_dtype)])]
+
+
+@operator(
+    "norm_backward(Tensor dh, Tensor total, Tensor? dtotal, Tensor gain, Tensor statistics, ScalarType? branch_dtype)"
+    " -> Tensor[]",
+    fake=lambda dh, total, dtotal, gain, statistics, branch_dtype: _gradients(total, statistics, branch_dtype),
+    devices=("CUDA",),
+)
+def norm_backward(
+    dh: Tensor,
+    total: Tensor,
+    dtotal: Tensor | None,
+    gain: Tensor,
+    statistics: Tensor,
+    branch_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Gradients of `norm`, of the sum `total` and the statistics that it gave (x, without a branch), from those of h
+    and, or None, of the sum -> dx in total's dtype, float32 [1, D] of the gain, [2, D] of gain and bias where there are
+    two statistics, and dx again in branch_dtype unless that is None. Sums over rows have an order that depends on
+    the number of rows and of the GPU's multiprocessors. ValueError as `norm`.
+    """
+    _check_rows(total)
+    rows, cols = total.numel() // total.shape[-1], total.shape[-1]
+    _check("dh", dh, total, total.shape, STREAMS)
+    _check("dtotal", dtotal, total, total.shape, (total.dtype,))
+    _check("gain", gain, total, (cols,), (torch.float32,))
+    _check("statistics", statistics, total, (2 if len(statistics) == 2 else 1, rows), (torch.float32,))
+    if branch_dtype not in (None, *STREAMS):
+        raise ValueError(f"branch_dtype is {branch_dtype}; a gradient is rounded to float32 or bfloat16")
+    outputs = _gradients(total, statistics, branch_dtype)
+    dx, dgain, dbranch = (*outputs, None)[:3]
+    blocks = min(rows, BLOCKS_EACH * _multiprocessors(total.get_device()))
+    partials = dgain.new_empty((len(statistics), blocks, cols))
+    dh, total, gain, statistics = (_ready(each) for each in (dh, total, gain, statistics))
+    dtotal = None if dtotal is None else _ready(dtotal)
+    call = (*_address(dh), *_address(total), _address(dtotal)[0], gain.data_ptr(), statistics.data_ptr(), rows, cols)
+    to = (dx.data_ptr(), *_address(dbranch), len(statistics) == 2, partials.data_ptr(), blocks, dgain.data_ptr())
+    extension().norm_backward_cuda(*call, *to, *where(total))
+    return outputs
