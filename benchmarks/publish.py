@@ -20,7 +20,7 @@ CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
     "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts", "weights", "splits",
-    "size", "mode",
+    "size", "mode", "deterministic",
 )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ time    milliseconds of a step, host included, in turns of some steps with torch
         share: of its tokens a second. Peak memory is the case's own: what it holds at rest and what a step takes
 kinds   the device's time by what kernels do, how many run, and how many launches the host asks for
 
-A recipe is a name of conf/recipe, with ":native" for gemm=native. A mode is a value of train.compile. --seconds: cases
-that have not begun by then become rows that say so.
+A recipe is a name of conf/recipe, with ":native" for gemm=native. A mode is a value of train.compile. Our steps are
+what a run's are: with deterministic kernels only (jobs.convergence.make_deterministic); "off" beside it says what those
+cost. --seconds: cases that have not begun by then become rows that say so.
 """
 
 import argparse
@@ -16,9 +17,11 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -31,14 +34,15 @@ from benchmarks.timing import Call, Cuda, cpu_medians
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import TrainConfig
+from hqsweep.jobs.convergence import make_deterministic
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.sweep.compose import load_recipe
 from hqsweep.train.loop import Trainer
 
 SECTIONS = ("floors", "time", "kinds")
 COLUMNS = (
-    "section", "size", "case", "recipe", "mode", "ms", "share", "compiled_ms", "ktokens_s", "tflops", "peak_gb",
-    "reserved_gb", "first_step_s", "launches", "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS),
+    "section", "size", "case", "recipe", "mode", "deterministic", "ms", "share", "compiled_ms", "ktokens_s", "tflops",
+    "peak_gb", "reserved_gb", "first_step_s", "launches", "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS),
     "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs", "matmul_tflops", "fp8_tflops",
 )  # fmt: skip
 SIZES = {
@@ -118,17 +122,15 @@ def plain(size: Size, data: Data, how: str, device: str) -> Call:
 class Prepared:
     """A case that has been built and warmed up, and what that took."""
 
-    def __init__(self, build: Callable[[], Call], device: str) -> None:
-        self.on_gpu = device == "cuda"
+    def __init__(self, build: Callable[[], Call], device: str, *, is_deterministic: bool) -> None:
+        self.on_gpu, self.is_deterministic = device == "cuda", is_deterministic
         allocated, reserved = self._at_rest()
         start = time.perf_counter()
-        self.step = build()
-        self.step()
-        self.wait()
+        with deterministic(is_deterministic):
+            self.call = build()
+        self.turn(1)
         self.facts: rows.Row = {"first_step_s": time.perf_counter() - start}
-        for _ in range(WARM_STEPS - 1):
-            self.step()
-        self.wait()
+        self.turn(WARM_STEPS - 1)
         if self.on_gpu:
             self.facts["peak_gb"] = (torch.cuda.max_memory_allocated() - allocated) * 1e-9
             self.facts["reserved_gb"] = (torch.cuda.memory_reserved() - reserved) * 1e-9
@@ -142,22 +144,39 @@ class Prepared:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
-    def wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
+    def step(self) -> None:
+        with deterministic(self.is_deterministic):
+            self.call()
 
     def turn(self, steps: int) -> float:
         """Seconds a step."""
-        self.wait()
-        start = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        self.wait()
-        return (time.perf_counter() - start) / steps
+        wait = torch.cuda.synchronize if self.on_gpu else lambda: None
+        with deterministic(self.is_deterministic):
+            wait()
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.call()
+            wait()
+            return (time.perf_counter() - start) / steps
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """As runs are on a GPU, or as torch is by default."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    if enabled:
+        make_deterministic()
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch.use_deterministic_algorithms(False)
 
 
 def alternated(cases: Sequence[Prepared], steps: int, turns: int) -> list[float]:
-    """Median seconds a step of each case, in turns."""
+    """Median seconds a step of each case, in turns after a step that is not counted."""
+    for case in cases:
+        case.turn(1)
     times = [[case.turn(steps) for case in cases] for _ in range(turns)]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
@@ -176,18 +195,21 @@ class Bench:
             keep = how == "compiled"
             self._case({"case": f"torch {how}"}, partial(plain, self.size, self.data, how, self.args.device), keep=keep)
         for recipe in self.args.recipes:
-            for mode in self.args.modes:
+            for mode, kernels in product(self.args.modes, self.args.deterministic):
                 build = partial(ours, self.size, self.data, recipe, mode, self.args.device)
-                self._case({"case": "hqsweep", "recipe": recipe, "mode": mode}, build)
+                named = {"case": "hqsweep", "recipe": recipe, "mode": mode, "deterministic": kernels}
+                self._case(named, build, is_deterministic=kernels == "on")
 
-    def _case(self, named: rows.Row, build: Callable[[], Call], keep: bool = False) -> None:
+    def _case(
+        self, named: rows.Row, build: Callable[[], Call], *, keep: bool = False, is_deterministic: bool = False
+    ) -> None:
         """All sections of a case; one that fails is a row."""
         named = {"size": self.name} | named
         if time.perf_counter() > self.deadline:
             self.writer.add({"section": "time"} | named | {"error": "not begun in --seconds"})
             return
         try:
-            prepared = Prepared(build, self.args.device)
+            prepared = Prepared(build, self.args.device, is_deterministic=is_deterministic)
             if keep:
                 self.compiled = prepared
             for section in self.args.only:
@@ -244,6 +266,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", nargs="+", choices=list(SIZES), default=["S", "M"])
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["auto"])
+    parser.add_argument("--deterministic", nargs="+", choices=("on", "off"), default=["on"])
     parser.add_argument("--references", nargs="*", choices=REFERENCES, default=list(REFERENCES))
     parser.add_argument("--turns", type=int, default=5, help="of each case beside the compiled plain GPT")
     parser.add_argument("--steps", type=int, help="in a turn (default: of the size)")

@@ -67,6 +67,23 @@ def test_a_step_of_ours_is_one_update():
     assert [call().step for _ in range(3)] == [1, 2, 3]
 
 
+def test_our_steps_have_deterministic_kernels_and_those_of_torch_have_not(run, monkeypatch):
+    seen = []
+    plain, ours = step.plain, step.ours
+    asked = torch.are_deterministic_algorithms_enabled
+
+    def noting(build, *args):
+        call = build(*args)
+        return lambda: (seen.append((build.__name__, asked())), call())
+
+    monkeypatch.setattr(step, "plain", lambda *args: noting(plain, *args))
+    monkeypatch.setattr(step, "ours", lambda *args: noting(ours, *args))
+    words = ("--references", "compiled", "--recipes", "bf16", "--deterministic", "on", "off")
+    rows = run("--size", "S", "--only", "time", *words)
+    assert [row.get("deterministic") for row in rows] == [None, "on", "off"] and not asked()
+    assert dict.fromkeys(seen) == dict.fromkeys([("plain", False), ("ours", True), ("ours", False)])
+
+
 @pytest.mark.parametrize("name", step.RECIPES)
 def test_every_recipe_of_the_table_builds(name):
     assert (step.build_recipe(name).gemm == "native") == name.endswith(":native")
