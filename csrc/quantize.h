@@ -26,10 +26,12 @@ struct Spec {
   bool fast_error;              // nvfp4 4over6: error measured in the scaled domain
 };
 
-// Stream of stochastic rounding: Philox key, and the upper half of its counter.
+// Stream of stochastic rounding: Philox key, and the upper half of its counter: `step`, or, where `step_at` is not null,
+// what stands there when the loops run, so that one captured CUDA graph draws the bits of every step.
 struct Key {
   uint32_t key0, key1;
   uint64_t step;
+  const uint64_t* step_at;
 };
 
 // Element (r, c) of the matrix X is data[r * row_stride + c * col_stride].

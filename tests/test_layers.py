@@ -162,8 +162,10 @@ MANY_ARGUMENTS = {
 """Modules whose signatures are not ours to choose: operators, TransformerEngine's names, options of commands."""
 NINE_AT_MOST = {
     "optim.__init__", "sweep.local.run_local", "quant.grouped.quantize", "quant.group.quantize_group",
+    "nn.context.quantization",
 }  # fmt: skip
-"""Functions with one or two arguments too many: torch.optim's signature, the keys of engine=local, and groups."""
+"""Functions with one or two arguments too many: torch.optim's signature, the keys of engine=local, groups, and what a
+step says to modules."""
 FORMAT_FIELDS = {"sr", "rht", "rht_signed", "row_scaled", "tile", "two_d", "pow2", "stochastic", "delayed",
                  "exact_dtype", "divisor", "amax_name", "element_name"}  # fmt: skip
 FORMAT_TYPES = {"MX", "NVFP4", "Fp8Block", "Fp8Current", "Fp8Delayed", "Fp8PerTensor", "Identity"}

@@ -15,7 +15,8 @@ namespace {
 void draw_random(const Work& work, Tile& tile, int64_t row) {
   const Key& key = work.to.key;
   const uint64_t first = static_cast<uint64_t>(row * work.cols + tile.col0) / 16;
-  const uint32_t step0 = static_cast<uint32_t>(key.step), step1 = static_cast<uint32_t>(key.step >> 32);
+  const uint64_t step = key.step_at ? *key.step_at : key.step;
+  const uint32_t step0 = static_cast<uint32_t>(step), step1 = static_cast<uint32_t>(step >> 32);
   for (int b = 0; b < kBlocks; ++b) {
     const uint64_t block = first + static_cast<uint64_t>(b);
     uint32_t counter[4] = {static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), step0, step1};

@@ -220,7 +220,8 @@ __device__ __forceinline__ void choose_in_tiles(const Spec& spec, const Frame& f
 
 __device__ __forceinline__ void draw(const Key& key, uint64_t segment, uint32_t random[4]) {
   random[0] = static_cast<uint32_t>(segment), random[1] = static_cast<uint32_t>(segment >> 32);
-  random[2] = static_cast<uint32_t>(key.step), random[3] = static_cast<uint32_t>(key.step >> 32);
+  const uint64_t step = key.step_at ? __ldg(reinterpret_cast<const unsigned long long*>(key.step_at)) : key.step;
+  random[2] = static_cast<uint32_t>(step), random[3] = static_cast<uint32_t>(step >> 32);
   philox(key.key0, key.key1, random);
 }
 

@@ -18,7 +18,7 @@ namespace {
 
 __device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
   if (!to.keys) return to.key;
-  return {__ldg(to.keys + 2 * expert), __ldg(to.keys + 2 * expert + 1), to.key.step};
+  return {__ldg(to.keys + 2 * expert), __ldg(to.keys + 2 * expert + 1), to.key.step, to.key.step_at};
 }
 
 __device__ __forceinline__ FastTile fast_tile_of(const QuantizeGroupJob& launch, const Member& member, uint32_t c0) {

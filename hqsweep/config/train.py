@@ -7,6 +7,10 @@ from pydantic import Field, model_validator
 from hqsweep.config.types import Count, Device, Fraction, Index, Positive, Section
 from hqsweep.errors import UserError
 
+Compile = Literal["auto", "graph", "off"]
+"""How a step runs on a GPU: on hqsweep's kernels, and as a CUDA graph where it can be captured; as a graph or not at
+all; on torch's operators without a graph."""
+
 Recompute = Literal["none", "layer", "attention"]
 """What backward computes again instead of keeping it: nothing, every layer, or the core of attention."""
 
@@ -15,7 +19,8 @@ class TrainConfig(Section):
     """AdamW with warmup, a constant stretch and a linear decay; warmup and decay are fractions of the steps.
 
     recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
-    its batch in `microbatches` equal parts, whose gradients add up.
+    its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same bits; off is
+    the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph.
     """
 
     steps: Count = 200
@@ -34,6 +39,7 @@ class TrainConfig(Section):
     device: Device = "auto"
     recompute: Recompute = "none"
     offload: bool = False
+    compile: Compile = "auto"
     log_every: Count = 10
     eval_every: Count = 100
     eval_batches: Count = 8
@@ -48,7 +54,21 @@ class TrainConfig(Section):
             )
         if self.batch % self.microbatches:
             raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
+        self.check_compile(on_gpu=self.device != "cpu")
         return self
+
+    def check_compile(self, *, on_gpu: bool) -> None:
+        """UserError for a step that has to be a CUDA graph and cannot be one."""
+        if self.compile == "graph" and not on_gpu:
+            raise UserError(
+                "train.compile: graph is a CUDA graph, and this training is on the CPU; give auto, which is a graph"
+                " where there can be one"
+            )
+        if self.compile == "graph" and self.offload:
+            raise UserError(
+                "train.compile: graph does not go with train.offload, whose copies are on streams of their own; give"
+                " one of train.compile=auto and train.offload=false"
+            )
 
 
 class StatsConfig(Section):

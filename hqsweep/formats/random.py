@@ -7,7 +7,7 @@ and in any order of evaluation. Philox: Salmon et al., Parallel random numbers: 
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class RngKey:
     """Which tensor, for example "layers.3.attn.qkv/grad_output/columnwise"."""
     step: int
     """Counts quantizations of that slot: training step times microbatches; 64 bits."""
+    counter: Tensor | None = field(default=None, compare=False, repr=False)
+    """int64 [1] on the device of what is rounded: where the step is read when bits are drawn, in place of `step`. A
+    captured CUDA graph draws the bits of every step by it."""
 
     @property
     def words(self) -> tuple[int, int]:
@@ -50,12 +53,13 @@ class RngKeys(Sequence[RngKey]):
     seed: int
     slots: tuple[str, ...]
     step: int
+    counter: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def __getitem__(self, expert: int) -> RngKey:
-        return RngKey(seed=self.seed, slot=self.slots[expert], step=self.step)
+        return RngKey(seed=self.seed, slot=self.slots[expert], step=self.step, counter=self.counter)
 
     @property
     def words(self) -> tuple[int, tuple[int, ...]]:
@@ -98,11 +102,18 @@ def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
     return high, (a * constant) & _MASK
 
 
+def _signed(step: int) -> int:
+    """The 64 bits of a step as int64 has them."""
+    step &= 2**64 - 1
+    return step - 2**64 if step >= 2**63 else step
+
+
 def random_bytes(key: RngKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
     """uint8 [rows, cols]: the byte of every element of an operand of that shape under this key."""
     count = rows * cols
     block = torch.arange((count + 15) // 16, dtype=torch.int64, device=device)
-    step = [torch.full_like(block, word) for word in (key.step & _MASK, key.step >> 32 & _MASK)]
+    now = torch.full_like(block, _signed(key.step)) if key.counter is None else key.counter.expand_as(block)
+    step = (now & _MASK, now >> 32 & _MASK)
     words = torch.stack(philox(key.words, (block & _MASK, block >> 32, *step)), dim=-1)
     shifts = torch.arange(0, 32, 8, device=device)
     return (words[..., None] >> shifts & 0xFF).to(torch.uint8).flatten()[:count].view(rows, cols)

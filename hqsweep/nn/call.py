@@ -65,7 +65,8 @@ class Call:
         if self.splits is None:
             return self.context.key(slot_name(self.module_type, tensor, self.name, self.expert, part))
         slots = slot_names(self.module_type, tensor, self.name, self.splits.count, part)
-        return RngKeys(seed=self.context.seed, slots=slots, step=0 if self.context.step is None else self.context.step)
+        one = self.context.key("")
+        return RngKeys(seed=one.seed, slots=slots, step=one.step, counter=one.counter)
 
     @property
     def layer(self) -> str:

@@ -33,6 +33,8 @@ class Context:
     """Whether linears keep the operands of their weights for later calls."""
     amax_group: Any = None
     """The process group whose ranks share the amaxes of delayed scaling; None: all ranks."""
+    counter: Tensor | None = field(default=None, compare=False)
+    """int64 [1] on the device that holds the step, from which keys read it there; None: keys have `step`."""
     kernels: bool = True
     """Whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels where there are some."""
 
@@ -53,7 +55,8 @@ class Context:
             )
 
     def key(self, slot: str) -> RngKey:
-        return RngKey(seed=self.seed, slot=slot, step=0 if self.step is None else self.step)
+        step = 0 if self.step is None else self.step
+        return RngKey(seed=self.seed, slot=slot, step=step, counter=self.counter)
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
@@ -92,6 +95,7 @@ def quantization(
     microbatch: int = 0,
     cache_weights: bool = False,
     amax_group: Any = None,
+    counter: Tensor | None = None,
     kernels: bool = True,
 ) -> Entered[Context]:
     """Modules called inside draw their random bits from (seed, slot, step, microbatch) and report to `probe`. For
@@ -102,11 +106,17 @@ def quantization(
     forward for backward, too, from one read; it costs 2 bytes an element and direction.
     amax_group: the process group over which the amaxes of delayed scaling are the largest; by default all ranks.
     Where ranks hold different experts, a group of those that hold the same ones.
+    counter: int64 [1] on the device, from which random bits take the step, when they are drawn, in place of `step`. A
+    CUDA graph that is captured with it draws the bits of every step: write the step to it before each replay.
     kernels: whether norms, activations, rotary positions and the loss run on hqsweep's CUDA kernels, whose sums are in
     another order than those of torch's operators, which take their place with False.
     """
     options = {"probe": probe, "microbatch": microbatch, "cache_weights": cache_weights, "amax_group": amax_group}
-    options["kernels"] = kernels
+    options |= {"counter": counter, "kernels": kernels}
+    if counter is not None and (counter.dtype != torch.int64 or counter.numel() != 1):
+        raise UserError(
+            f"quantization: counter is {counter.dtype} {tuple(counter.shape)}; it takes int64 [1], which holds the step"
+        )
     return _CONTEXT.entered(Context(seed=seed, step=step, **options))
 
 

@@ -56,6 +56,16 @@ def check_keys(x: Tensor, keys: Tensor | None, members: int) -> None:
         raise ValueError(f"keys are {described(keys)}; they take int32 [{members}, 2], contiguous, on {x.device}")
 
 
+def step_address(x: Tensor, step: Tensor | None) -> int:
+    """Where the kernels read the step of a key; 0 for None. ValueError for what they cannot read."""
+    if step is None:
+        return 0
+    readable = step.dtype is torch.int64 and step.numel() == 1 and step.device == x.device
+    if not readable or step.data_ptr() == 0:
+        raise ValueError(f"step is {described(step)}; it takes int64 [1] on {x.device}")
+    return step.data_ptr()
+
+
 def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
     """int32 [members, 2]: the words of the members' Philox keys. Made once for equal words."""
     return _key_table(keys.words if isinstance(keys, RngKeys) else tuple(key.words for key in keys), device)

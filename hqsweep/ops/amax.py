@@ -107,8 +107,8 @@ def _one(request: Request, x: Tensor, rowwise: Search, columnwise: Search, backe
         amax_by_reference(request, x, rowwise.key, rowwise.amax, outs)
     elif rowwise.out is not None or columnwise.out is not None:
         key = key_words(request.row, rowwise.key) if request.dequantized else NO_KEY
-        texts = (request.row_text, request.column_text)
-        operators.find_amax(x, *texts, request.dequantized, key, rowwise.amax, *outs)
+        texts, step = (request.row_text, request.column_text), None if key is NO_KEY else rowwise.key.counter
+        operators.find_amax(x, *texts, request.dequantized, key, rowwise.amax, *outs, None, None, step)
 
 
 def _members(
@@ -117,9 +117,11 @@ def _members(
     keys, random = rowwise.key, request.dequantized and request.row.stochastic
     known = not random or (keys is not None and (isinstance(keys, RngKeys) or None not in keys))
     if known and use_kernel(request, x, backend) and kernel_takes(request, x, splits):
-        table, key = (key_table(keys, x.device), [0, 0, keys[0].step]) if random else (None, NO_KEY)
+        table, key, step = None, NO_KEY, None
+        if random:
+            table, key, step = key_table(keys, x.device), [0, 0, keys[0].step], keys[0].counter
         texts, amaxes = (request.row_text, request.column_text), (rowwise.amax, rowwise.out, columnwise.out)
-        operators.find_amax(x, *texts, request.dequantized, key, *amaxes, splits.offsets(x.device), table)
+        operators.find_amax(x, *texts, request.dequantized, key, *amaxes, splits.offsets(x.device), table, step)
         return
     source = "rowwise_dequantized" if request.dequantized else "original"
     for member, span in enumerate(splits.spans):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hqsweep.formats import Buffers, RngKeys
+from hqsweep.formats import Buffers, RngKey, RngKeys
 from hqsweep.ops.addresses import key_table
 from hqsweep.ops.kernels import NO_KEY, KernelSpec
 from hqsweep.ops.request import Request, Target, key_words
@@ -21,6 +21,8 @@ class Inputs(NamedTuple):
     column_amax: Tensor | None
     row_keys: Tensor | None = None
     column_keys: Tensor | None = None
+    step: Tensor | None = None
+    """Where the step of all keys is read from, in place of theirs."""
 
 
 NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
@@ -28,14 +30,23 @@ NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
 
 def matrix_inputs(request: Request, row: Target, column: Target) -> Inputs:
     """The inputs of one matrix."""
-    row_key = column_key = NO_KEY
+    row_key, column_key, step = NO_KEY, NO_KEY, None
     if request.stochastic:
         row_key, column_key = key_words(request.row, row.key), key_words(request.column, column.key)
+        step = _counter_of([key for key in (row.key, column.key) if key is not None])
     elif row.grid is None and column.grid is None:
         return NO_INPUTS
     row_amax = None if row.grid is None or request.row is None else row.grid[request.row.amax_name]
     column_amax = None if column.grid is None or request.column is None else column.grid[request.column.amax_name]
-    return Inputs(row_key, column_key, row_amax, column_amax)
+    return Inputs(row_key, column_key, row_amax, column_amax, step=step)
+
+
+def _counter_of(keys: Sequence[RngKey | RngKeys]) -> Tensor | None:
+    """The counter that all keys of a call have; ValueError for several."""
+    counter = keys[0].counter
+    if any(key.counter is not counter for key in keys):
+        raise ValueError("the keys of one call have several counters; give all the same one, or none")
+    return counter
 
 
 def of_member(target: Target, member: int) -> Target:
@@ -49,7 +60,7 @@ def member_inputs(request: Request, row: Target, column: Target, device: torch.d
     refuses."""
     if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
         return NO_INPUTS
-    step, tables, amaxes = None, [], []
+    step, counters, tables, amaxes = None, [], [], []
     for spec, target in ((request.row, row), (request.column, column)):
         try:
             amaxes.append(_amaxes(spec, target.grid))
@@ -65,9 +76,10 @@ def member_inputs(request: Request, row: Target, column: Target, device: torch.d
         if len(steps | ({step} - {None})) > 1:
             return None
         step = steps.pop()
+        counters += [keys] if isinstance(keys, RngKeys) else keys
         tables.append(key_table(keys, device))
     key = [0, 0, step or 0]
-    return Inputs(key, key, *amaxes, *tables)
+    return Inputs(key, key, *amaxes, *tables, _counter_of(counters) if counters else None)
 
 
 def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:

@@ -11,6 +11,9 @@ where the host gives `sizes`, room for any where it does not; what stands behind
 begin with 0, do not decrease, end within X and fit `sizes`. The CPU refuses others; on a GPU, which nobody waits for,
 they are the caller's promise: with others, outputs may be written past their ends.
 
+step: int64 [1] on X's device, from which all keys of a call take their step when the kernel runs; None: the steps are
+in the keys.
+
 What else the kernels would read or write through an address is checked here before they get it: dtypes, devices,
 shapes, gaps, numbers of entries, keys. ValueError names what is wrong. Who calls hqsweep._C itself answers for them.
 """
@@ -22,10 +25,21 @@ import torch
 from torch import Tensor
 
 from hqsweep.memo import memo
-from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty, integers
-from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, kernel_of
+from hqsweep.ops.addresses import check_keys, check_offsets, check_sizes, described, empty, integers, step_address
+from hqsweep.ops.kernels import DTYPES, KernelSpec, kernel_of
 from hqsweep.ops.library import extension, operator, where
-from hqsweep.ops.outputs import Matrices, Wanted, allocations, amax_count, direction, finder, outputs_of, packed_entries
+from hqsweep.ops.outputs import (
+    NO_STREAM,
+    Matrices,
+    Wanted,
+    allocations,
+    amax_count,
+    direction,
+    finder,
+    outputs_of,
+    packed_entries,
+    stream_of,
+)
 
 
 def _dtype_of(x: Tensor) -> int:
@@ -38,7 +52,7 @@ def _dtype_of(x: Tensor) -> int:
 
 def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax,
                    column_amax, statistics, offsets=None, sizes=None, row_keys=None, column_keys=None,
-                   by_rows=False):  # fmt: skip
+                   by_rows=False, step=None):  # fmt: skip
     matrices = Matrices(*x.shape, None if offsets is None else offsets.numel() - 1, sizes)
     shapes, on_gpu = [], x.device.type == "cuda"
     if rowwise:
@@ -54,11 +68,12 @@ def _quantize_fake(x, rowwise, columnwise, dequantized, row_exact, column_exact,
     "quantize(Tensor x, str rowwise, str columnwise, bool dequantized, bool rowwise_exact, bool columnwise_exact, "
     "SymInt[] rowwise_key, SymInt[] columnwise_key, Tensor? rowwise_amax, Tensor? columnwise_amax, bool statistics, "
     "Tensor? offsets=None, SymInt[]? sizes=None, Tensor? rowwise_keys=None, Tensor? columnwise_keys=None, "
-    "bool by_rows=False) -> Tensor[]",
+    "bool by_rows=False, Tensor? step=None) -> Tensor[]",
     fake=_quantize_fake,
 )
 def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_key, column_key, row_amax, column_amax,
-             statistics, offsets=None, sizes=None, row_keys=None, column_keys=None, by_rows=False):  # fmt: skip
+             statistics, offsets=None, sizes=None, row_keys=None, column_keys=None, by_rows=False,
+             step=None):  # fmt: skip
     """X -> the outputs of its rows, then of its columns (ops.outputs.allocations)."""
     dtype, on_gpu = _dtype_of(x), x.is_cuda
     rows, cols = x.shape
@@ -74,11 +89,12 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
         (columnwise, True, column_exact, column_amax is not None, statistics, by_rows) if columnwise else None,
         on_gpu,
     )
-    tensors, scratch, row, column = [], [], None, None
+    tensors, scratch, row, column, step_at = [], [], None, None, step_address(x, step)
     if rowwise:
-        row = direction(row_outputs, x, tensors, scratch, row_key, row_amax, row_keys)
+        row = direction(row_outputs, x, tensors, scratch, stream_of(row_key, row_keys, step_at), row_amax)
     if columnwise:
-        column = direction(column_outputs, x, tensors, scratch, column_key, column_amax, column_keys)
+        stream = stream_of(column_key, column_keys, step_at)
+        column = direction(column_outputs, x, tensors, scratch, stream, column_amax)
     call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().quantize_cuda if on_gpu else extension().quantize_cpu
     if offsets is None:
@@ -94,11 +110,12 @@ def quantize(x, rowwise, columnwise, dequantized, row_exact, column_exact, row_k
 
 @operator(
     "find_amax_(Tensor x, str rowwise, str columnwise, bool dequantized, SymInt[] rowwise_key, Tensor? rowwise_amax, "
-    "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None) -> ()",
+    "Tensor(a!)? rowwise_found, Tensor(b!)? columnwise_found, Tensor? offsets=None, Tensor? rowwise_keys=None, "
+    "Tensor? step=None) -> ()",
     fake=lambda *_, **__: None,
 )
 def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found, column_found, offsets=None,
-              row_keys=None):  # fmt: skip
+              row_keys=None, step=None):  # fmt: skip
     """found = max(found, global amaxes) in place, of the rows of X and of its columns."""
     dtype, row, column, members = _dtype_of(x), None, None, None
     rows, cols = x.shape
@@ -110,10 +127,11 @@ def find_amax(x, rowwise, columnwise, dequantized, row_key, row_amax, row_found,
     matrices = Matrices(rows, cols, members)
     if rowwise:
         spec = kernel_of(rowwise)
-        row = finder(spec, amax_count(spec, matrices, False), x, row_key, row_amax, row_found, row_keys)
+        stream = stream_of(row_key, row_keys, step_address(x, step))
+        row = finder(spec, amax_count(spec, matrices, False), x, stream, row_amax, row_found)
     if columnwise:
         spec = kernel_of(columnwise)
-        column = finder(spec, amax_count(spec, matrices, True), x, NO_KEY, None, column_found, None)
+        column = finder(spec, amax_count(spec, matrices, True), x, NO_STREAM, None, column_found)
     call = (x.data_ptr(), dtype, rows, cols, *x.stride(), row, column, dequantized)
     run = extension().find_amax_cuda if x.is_cuda else extension().find_amax_cpu
     run(*call, *where(x), *(() if offsets is None else (offsets.data_ptr(), members)))

@@ -8,7 +8,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.memo import memo
 from hqsweep.ops.addresses import empty_strided_cpu, empty_strided_cuda
-from hqsweep.ops.kernels import DTYPES, SUMS, TILE, KernelSpec, kernel_of, spec_named
+from hqsweep.ops.kernels import DTYPES, NO_KEY, SUMS, TILE, KernelSpec, kernel_of, spec_named
 from hqsweep.ops.library import extension
 
 Allocation = tuple[tuple[int, ...], torch.dtype]
@@ -140,17 +140,37 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     return Outputs(spec, tensors, scratch, places, exact_dtype, amaxes, wanted.by_rows)
 
 
+class Stream(NamedTuple):
+    """The random bits of one direction, as the extension takes them."""
+
+    key: list[int]
+    """Two words and the step, as stream_of has checked."""
+    table: int
+    """The address of the members' words, or 0."""
+    step_at: int
+    """The address of the step that stands for the key's, or 0."""
+
+
+NO_STREAM = Stream(NO_KEY, 0, 0)
+
+
+def stream_of(key: list[int], keys: Tensor | None, step_at: int) -> Stream:
+    """keys: the table of the members. ValueError for a key that is none."""
+    if len(key) != 3:
+        refuse_key(key)
+    return Stream(key, 0 if keys is None else keys.data_ptr(), step_at)
+
+
 def direction(
     outputs: Outputs,
     x: Tensor,
     tensors: list[Tensor],
     scratch: list[Tensor],
-    key: list[int],
+    stream: Stream,
     amax: Tensor | None,
-    keys: Tensor | None,
 ):
     """The extension's Direction that fills new outputs, which are appended to `tensors`; `scratch` takes those that
-    must live until the call has run. Members have a table of keys, and amaxes one after the other."""
+    must live until the call has run. The amaxes of members stand one after the other."""
     allocate = empty_strided_cuda if x.is_cuda else empty_strided_cpu
     allocated = [allocate(*wanted) for wanted in outputs.tensors]
     addresses = [0, 0, 0, 0, 0, 0, outputs.exact_dtype, 0, 0]
@@ -163,11 +183,9 @@ def direction(
         scratch += allocated[-outputs.scratch :]
         del allocated[-outputs.scratch :]
     tensors += allocated
-    table = 0 if keys is None else keys.data_ptr()
-    if len(key) != 3:
-        refuse_key(key)
+    key, table, step_at = stream
     try:
-        return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows)
+        return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows, step_at)
     except TypeError:
         refuse_key(key)
 
@@ -176,21 +194,19 @@ def finder(
     spec: KernelSpec,
     count: int,
     x: Tensor,
-    key: list[int],
+    stream: Stream,
     amax: Tensor | None,
     found: Tensor | None,
-    keys: Tensor | None,
 ):
     """The Direction that only finds `count` global amaxes."""
     if spec.amax_name is None and (amax is not None or found is not None):
         raise ValueError(f"{spec.text} has no global amax to give or to find")
-    if len(key) != 3:
-        refuse_key(key)
     check_amax(spec, "given amax", amax, count, x)
     check_amax(spec, "found amax", found, count, x)
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, found))
+    key, table, step_at = stream
     try:
-        return extension().Direction(spec.compiled, *key, *addresses, keys=0 if keys is None else keys.data_ptr())
+        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at)
     except TypeError:
         refuse_key(key)
 

@@ -107,6 +107,7 @@ def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) ->
     outputs = operators.quantize(
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
         inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, statistics,
+        None, None, None, None, False, inputs.step,
     )  # fmt: skip
     first = second = first_sums = second_sums = None
     if row is not None:
@@ -211,7 +212,7 @@ def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inpu
     outputs = operators.quantize(
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
         inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, False,
-        splits.offsets(x.device), splits.sizes, inputs.row_keys, inputs.column_keys, by_rows,
+        splits.offsets(x.device), splits.sizes, inputs.row_keys, inputs.column_keys, by_rows, inputs.step,
     )  # fmt: skip
     first = second = None
     if request.row is not None:

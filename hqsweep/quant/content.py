@@ -216,7 +216,7 @@ class ManyMatrices:
         if key is None:
             return None
         slots = tuple(self.key_of(key, member).slot for member in range(self.count))
-        return RngKeys(seed=key.seed, slots=slots, step=key.step)
+        return RngKeys(seed=key.seed, slots=slots, step=key.step, counter=key.counter)
 
     def decode(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> Tensor:
         """The values [E, N, K], or flat ones, in memory of their own, from the rowwise operand where there is one."""

@@ -161,7 +161,9 @@ def _check_device(config: Config) -> None:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError(f"{section}.device: 'cuda', but this machine has no CUDA device; use cpu, or auto for either")
     if isinstance(config, ConvergenceConfig):
-        check_native(config, pick_device(wanted), config.data.vocab_estimate)
+        device = pick_device(wanted)
+        config.train.check_compile(on_gpu=device.type == "cuda")
+        check_native(config, device, config.data.vocab_estimate)
 
 
 def result(run: RunDir) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from typing import Any
 NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
 """Top-level config keys that cannot change a number, so they do not make another run."""
 
+NOT_IN_ID_AT = {"train": {"compile": "auto"}}
+"""Section -> key -> the value with which it makes no other run: runs from before the key existed keep their ids."""
+
 NOT_IN_TRUNK_ID = {
     "train": ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"), "fork": ("at", "steps", "decay"),
 }  # fmt: skip
@@ -27,9 +30,12 @@ def fork_of(config: Mapping[str, Any]) -> Any:
 
 
 def run_id(config: Mapping[str, Any]) -> str:
-    """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID; of a trunk
-    also without NOT_IN_TRUNK_ID."""
+    """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID and what
+    NOT_IN_ID_AT names; of a trunk also without NOT_IN_TRUNK_ID."""
     content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
+    for name, values in NOT_IN_ID_AT.items():
+        if name in content:
+            content[name] = {key: v for key, v in content[name].items() if key not in values or v != values[key]}
     fork = fork_of(config)
     if fork is None:
         content.pop("fork", None)

@@ -51,7 +51,9 @@ class Trainer:
     """
 
     def __init__(self, config: ConvergenceConfig, dataset: Dataset, recipe: AnyRecipe, device: torch.device) -> None:
+        config.train.check_compile(on_gpu=device.type == "cuda")
         self.config, self.dataset, self.device = config, dataset, device
+        self.kernels = config.train.compile != "off"
         self.stages = stages(recipe, config.own_steps, config.start)
         self.stage = self.stages[0]
         self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
@@ -126,7 +128,7 @@ class Trainer:
         parts, weight = self.config.train.microbatches, self.config.model.load_balance
         total, balances = torch.zeros((), device=self.device), []
         for index, (inputs, targets) in enumerate(self._batches("train", self.step - 1, parts)):
-            options = {"probe": probe, "microbatch": index, "cache_weights": parts > 1}
+            options = {"probe": probe, "microbatch": index, "cache_weights": parts > 1, "kernels": self.kernels}
             with quantization(seed=self.config.seed, step=self.step, **options):
                 loss, balance = self._loss(inputs, targets)
                 if balance.tokens:
@@ -156,7 +158,7 @@ class Trainer:
 
         The model is what the next step's forward would see: after the update, under the scales that it leaves.
         """
-        with quantization(seed=self.config.seed, step=self.step + 1, cache_weights=True):
+        with quantization(seed=self.config.seed, step=self.step + 1, cache_weights=True, kernels=self.kernels):
             batches = [next(self._batches("val", i)) for i in range(self.config.train.eval_batches)]
             losses = [self._loss(*batch)[0].double() for batch in batches]
         return torch.stack(losses).mean().item()

@@ -344,6 +344,8 @@ def test_a_gpu_that_is_not_there_stops_before_anything_starts(folder: Path, monk
         for option in ([], ["--dry-run"]):
             result = hqsweep("run", *words, *option)
             assert result.exit_code == 2 and "no CUDA device; use cpu" in result.stderr
+    result = hqsweep("run", *TINY, "train.compile=graph")
+    assert result.exit_code == 2 and "train.compile: graph is a CUDA graph" in result.stderr
     assert not (folder / "runs").exists()
 
 

@@ -196,6 +196,8 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
         ({"data": {"source": "tokens", "path": "/nope.bin"}}, "data.path: '/nope.bin' does not exist"),
         ({"data": {"path": "x"}}, "data.path: data.source=stdlib reads no path"),
         ({"train": {"microbatches": 3}}, "train.microbatches: 16 sequences do not divide into 3 parts"),
+        ({"train": {"compile": "graph", "device": "cpu"}}, "train.compile: graph is a CUDA graph, and .* on the CPU"),
+        ({"train": {"compile": "graph", "offload": True}}, "train.compile: graph does not go with train.offload"),
         ({"train": {"warmup": 0.7}}, "train.warmup: 0.7 and train.decay 0.4 .* more than 1"),
         ({"train": {"steps": 0}}, "train.steps: got 0; must be greater than or equal to 1"),
         ({"train": {"lr": float("nan")}}, "train.lr: got nan; must be a finite number"),

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hqsweep.nn import Linear, autocast, quantization
+from hqsweep.errors import UserError
+from hqsweep.nn import GroupedLinear, Linear, autocast, quantization
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.recipe import LinearQuantizers, Recipe
 
@@ -56,3 +57,30 @@ def test_a_module_called_in_a_fresh_thread_draws_the_bits_of_the_step():
         assert torch.equal(here, there)
     with torch.no_grad():
         assert not torch.equal(module(x), here)
+
+
+def of_step(context, device):
+    """The output and the gradients of a linear and of experts that round all that they read stochastically."""
+    torch.manual_seed(0)
+    recipe = Recipe.from_config(dict.fromkeys(("linear", "grouped_linear"), "nvfp4+sr"))
+    linear = Linear(32, 48, bias=False, name="a", recipe=recipe).to(device)
+    experts = GroupedLinear(2, 48, 32, name="b", recipe=recipe).to(device)
+    x = torch.randn(64, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
+    with quantization(**context):
+        y = experts(linear(x), [48, 16])
+    y.float().square().mean().backward()
+    return [y, x.grad, linear.weight.grad, *(p.grad for p in experts.parameters())]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_counter_stands_for_the_step_of_random_bits(device):
+    wanted, other = (of_step({"seed": 1, "step": step}, device) for step in (2**33 + 1, 4))
+    counter = torch.tensor([2**33 + 1], device=device)
+    counted = of_step({"seed": 1, "step": 4, "counter": counter}, device)
+    assert all(map(torch.equal, counted, wanted)) and not torch.equal(counted[0], other[0])
+
+
+@pytest.mark.parametrize("counter", [torch.zeros(2, dtype=torch.int64), torch.zeros(1)])
+def test_what_is_no_counter_is_refused(counter):
+    with pytest.raises(UserError, match=rf"counter is {counter.dtype} \({len(counter)},\); it takes int64 \[1\]"):
+        quantization(counter=counter)

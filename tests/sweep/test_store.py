@@ -22,6 +22,8 @@ def test_run_id_ignores_key_order_and_what_changes_no_number(planned):
     for key in NOT_IN_ID:
         assert run_id(config | {key: "other"}) == run_id(config)
     assert run_id(config | {"seed": 1}) != run_id(config)
+    assert run_id(config | {"train": {"compile": "auto"}}) == run_id(config | {"train": {}})
+    assert run_id(config | {"train": {"compile": "off"}}) != run_id(config | {"train": {}})
     assert run_id(config | {"recipe": {"name": "nvfp4"}}) != run_id(config)
 
 
