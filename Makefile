@@ -63,7 +63,7 @@ gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m benchmarks.quantize --device cuda --quick
 
 gpu-bench: gpu-install  ## all benchmarks on the GPU; rows to build/benchmarks.jsonl, which benchmarks.publish takes
-	for name in step "quantize --device cuda" gemm linear offload sharing; do \
+	for name in step "quantize --device cuda" gemm linear offload sharing startup; do \
 	  $(GPU_RUN) -m benchmarks.$$name --out build/benchmarks.jsonl || exit 1; done
 
 gpu-study: gpu-install  ## the study whose table is in the README: at most 10 minutes of one H200; report in reports/gpu_study

@@ -14,7 +14,8 @@ from pathlib import Path
 from benchmarks.rows import ROOT, Row, markdown
 
 BENCHMARKS = (
-    "step", "quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity", "scale",
+    "step", "startup", "quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity",
+    "scale",
 )  # fmt: skip
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
