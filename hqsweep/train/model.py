@@ -17,6 +17,7 @@ from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_exper
 from hqsweep.config.train import Recompute
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear_loss import cross_entropy, linear_cross_entropy, takes_chunks
 from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import MoELayerOptions, TransformerOptions
@@ -114,11 +115,15 @@ class GPT(nn.Module):
     ) -> tuple[Tensor, Balance]:
         """The mean cross entropy of the tokens' logits with targets [B, T], float32 [], and how the experts were used.
 
-        saving: the context that the model itself runs in, without its loss.
+        The logits are computed whole or by chunks (nn.linear_loss). saving: the context that the model itself runs in,
+        without its loss, whose tensors for backward are gradients.
         """
         with saving():
-            logits, balance = self.balanced(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), balance
+            h, balance = self.hidden(tokens)
+            logits = None if takes_chunks(self.head, h) else self.head(h)
+        if logits is None:
+            return linear_cross_entropy(h, self.head, targets), balance
+        return cross_entropy(logits, targets), balance
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """The head's input [B, T, D] in the head's dtype, and how the experts were used."""

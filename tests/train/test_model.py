@@ -5,6 +5,7 @@ import torch
 
 from hqsweep.config.gemms import linear_shapes
 from hqsweep.config.model import ModelConfig, ffn_width
+from hqsweep.nn import quantization
 from hqsweep.nn.rope import rotate
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
@@ -84,3 +85,27 @@ def test_embedding_and_norms_follow_the_recipe(section):
     low.load_state_dict(high.state_dict())
     tokens = torch.arange(32)[None]
     assert not torch.equal(high(tokens), low(tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad_output", ["bf16", "mxfp8", "fp8_current", "nvfp4+sr"])
+@pytest.mark.parametrize("vocab", [256, 97])
+def test_the_loss_on_kernels_is_that_of_torchs_operators(vocab, grad_output):
+    """Loss and gradients, by chunks and of whole logits; without gradients, too."""
+    _, model = build({"input": "mxfp8", "weight": "mxfp8", "grad_output": grad_output}, vocab=vocab)
+    model = randomise_head(model).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.randint(0, vocab, (4, 64), device="cuda", generator=generator)
+    found = {}
+    for kernels in (True, False):
+        with quantization(step=1, kernels=kernels):
+            loss, _ = model.loss(tokens, tokens.roll(-1, 1))
+            loss.backward()
+            with torch.no_grad():
+                evaluated, _ = model.loss(tokens, tokens.roll(-1, 1))
+        torch.testing.assert_close(evaluated, loss.detach(), rtol=1e-4, atol=0)
+        found[kernels] = loss.detach(), [p.grad for p in model.parameters()]
+        model.zero_grad()
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-3, atol=0)
+    for ours, expected in zip(found[True][1], found[False][1], strict=True):
+        assert (ours - expected).norm() <= 0.1 * expected.norm()

@@ -1,0 +1,37 @@
+// The loss over a vocabulary: mean cross entropy of bfloat16 logits, whose gradient takes their place.
+#pragma once
+#include <cstdint>
+
+#include "quantize.h"
+
+namespace hq {
+
+constexpr int kLogitsOfLoad = 8;  // 16 bytes
+
+// loss[r] = log(sum_v exp(x[r, v])) - x[r, t], where t = targets[r]; then, if wanted, in the place of x
+// (softmax(x[r])[v] - [v == t]) * scale, rounded to bfloat16. vocabulary: a multiple of kLogitsOfLoad; x begins at a
+// multiple of 16 bytes. A target that is no index of the vocabulary gives a loss of NaN.
+struct CrossEntropy {
+  void* logits;            // bfloat16 [rows, vocabulary]
+  const int64_t* targets;  // [rows]
+  float* losses;           // [rows]
+  int64_t rows, vocabulary;
+  float scale;
+  bool gradient;
+};
+
+// values[i] *= factor[0], rounded to dtype (fp32 or bf16); nothing is touched where the factor is 1.
+struct Scaling {
+  void* values;
+  Dtype dtype;
+  int64_t count;
+  const float* factor;
+};
+
+#if defined(HQ_HAVE_CUDA)
+// Raise std::runtime_error with CUDA's own message. Work is only enqueued.
+void cross_entropy_cuda(const CrossEntropy& call, uintptr_t stream);
+void scale_values_cuda(const Scaling& call, uintptr_t stream);
+#endif
+
+}  // namespace hq

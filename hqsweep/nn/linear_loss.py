@@ -1,0 +1,204 @@
+"""A linear over a vocabulary and its cross entropy in one, by chunks of tokens: the logits never exist whole.
+
+A chunk of logits is formed in the linear's dtype, its gradient takes its place, is quantized, and goes into the
+gradients of x and of the weight, all in forward; backward multiplies both by the gradient that comes in. Values are
+those of Linear followed by the cross entropy of its output: the operands of x and of the weight are made of the whole
+tensors, and rows of dy, 128 or a multiple of that, have the codes that they have in the whole. Only dw is a sum of the
+chunks' products, in float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.nn.context import autocast_recipe, use_kernels
+from hqsweep.nn.linear import Linear, as_rows
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.parameter import is_held
+from hqsweep.nn.products import once_differentiable, outside_autocast
+from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.loss import cross_entropy_, scale_
+from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.recipe.sections import LinearQuantizers
+
+Gradient = Tensor | None
+
+CHUNK_BYTES = 2**30
+"""Logits of a chunk; more chunks take less memory, and read and write dw once more each."""
+CHUNK_MULTIPLE = 128
+"""Rows of a chunk are a multiple of it, so that no block of any format lies in two chunks."""
+
+
+def takes_chunks(head: Linear, h: Tensor) -> bool:
+    """Whether linear_cross_entropy computes the loss of this linear and h as cross_entropy of its output would: on
+    hqsweep's kernels, in bfloat16, without bias, where every row of dy is quantized without the others."""
+    if not use_kernels(h) or head.dtype != torch.bfloat16 or head.bias is not None:
+        return False
+    quantizers = head.active_quantizers()
+    exact = (autocast_recipe() or head).gemm != "native"
+    return exact and quantizers.output is None and (not torch.is_grad_enabled() or is_by_rows(quantizers))
+
+
+def is_by_rows(quantizers: LinearQuantizers) -> bool:
+    """Whether rows of dy, 128 or a multiple of that, are quantized as they are within the whole: without an amax of the
+    whole, and without random bits, which are keyed by the place."""
+    q = quantizers.grad_output
+    alone = type(q) is HybridQuantizer and not q.stochastic and not q.delayed
+    return alone and _divides(q.rowwise, "rows") and _divides(q.columnwise, "cols")
+
+
+def _divides(format: Format, axis: str) -> bool:
+    """Whether entries of every buffer cover a part of CHUNK_MULTIPLE along the axis."""
+    sizes = [getattr(buffer, axis) for buffer in format.layout.values()]
+    return all(size != WHOLE and CHUNK_MULTIPLE % size == 0 for size in sizes)
+
+
+def chunk_rows(rows: int, vocabulary: int) -> int:
+    """Rows of a chunk of bfloat16 logits: of the fewest chunks with at most CHUNK_BYTES each, the smallest."""
+    most = max(CHUNK_BYTES // (2 * max(vocabulary, 1)) // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+    chunks = max(-(-rows // most), 1)
+    return max(-(-rows // (chunks * CHUNK_MULTIPLE)), 1) * CHUNK_MULTIPLE
+
+
+def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | None = None) -> Tensor:
+    """The mean over tokens of the cross entropy of head(h) with targets, float32 []: h [..., K], targets int64 [...]
+    of as many tokens, indices of the vocabulary.
+
+    chunk: rows of logits that exist at once, a multiple of 128. Gradients go to h and to the weight (or its main_grad);
+    they are formed in forward, so that backward runs once. UserError where the linear's quantizers do not take chunks.
+    """
+    return _linear_cross_entropy(head, h, targets, chunk)
+
+
+@outside_autocast
+def _linear_cross_entropy(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
+    call = LinearCall(**head.linear_facts())
+    h, targets = in_dtype(as_rows(h), call.dtype), targets.reshape(-1)
+    chunk = chunk_rows(len(h), len(head.weight)) if chunk is None else chunk
+    if chunk % CHUNK_MULTIPLE or chunk <= 0:
+        raise UserError(f"{head.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
+    if call.grad and not is_by_rows(call.quantizers) and chunk < len(h):
+        fault = f"grad_output is {call.quantizers.grad_output}, in which rows depend on each other"
+        raise UserError(f"{head.name}: {fault}; take the cross entropy of the linear's output")
+    return LinearCrossEntropy.apply(h, call, targets, chunk, head.weight)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """h [M, K] in call.dtype, targets [M], weight [V, K] -> the mean cross entropy of h @ weight.T, float32 []."""
+
+    @staticmethod
+    def forward(ctx, h: Tensor, call: LinearCall, targets: Tensor, chunk: int, weight: Tensor) -> Tensor:
+        needs = [call.grad and ctx.needs_input_grad[i] for i in (0, 4)]
+        if is_held((weight,)) or call.main_grad:
+            call.check_weights((weight,), *needs)
+        ctx.call, ctx.done = call, False
+        ctx.weight = weight if call.main_grad else None
+        loss, dx, dw = _Chunks(call, h, weight, targets, chunk).run(*needs)
+        dw = dw if dw is None or call.main_grad else in_dtype(dw, weight.dtype)
+        ctx.has = [gradient is not None for gradient in (dx, dw)]
+        ctx.save_for_backward(*(gradient for gradient in (dx, dw) if gradient is not None))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Gradient, ...]:
+        if ctx.done:
+            raise UserError(f"{ctx.call.name}: the gradients of linear_cross_entropy were given to a backward before")
+        ctx.done, saved = True, iter(ctx.saved_tensors)
+        dx, dw = (scale_(next(saved), gradient) if there else None for there in ctx.has)
+        if dw is not None and ctx.weight is not None:
+            ctx.weight.main_grad.add_(dw)
+            dw = None
+        return dx, None, None, None, dw
+
+
+class _Chunks:
+    """The loss and its gradients, chunk by chunk."""
+
+    def __init__(self, call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
+        self.call, self.h, self.weights, self.targets = call, h, (weight,), targets
+        rows = len(h)
+        self.spans = [(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk)]
+        self.scale = 1 / max(rows, 1)
+
+    def run(self, needs_dx: bool, needs_dw: bool) -> tuple[Tensor, Gradient, Gradient]:
+        """The mean loss, the gradient of h, and that of the weight in float32."""
+        call, takes, probe = self.call, self.call.product_takes, self.call.context.probe
+        row, column = (takes if needed else None for needed in (needs_dx, needs_dw))
+        x = call.quantize("input", self.h, rowwise=takes, columnwise=column)
+        w = call.weight(self.weights, "rowwise", needs_dx=needs_dx)
+        w_column = call.weight(self.weights, "columnwise") if needs_dx else None
+        formed = (call.product("fprop", _rows(x.rowwise, *span), w, call.dtype) for span in self.spans)
+        if probe:  # it sees whole tensors
+            whole = torch.cat(list(formed))
+            probed = call.probe_forward(self.h, self.weights, whole)
+            formed = (whole[start:end] for start, end in self.spans)
+        losses, dx, dw = [], [], None
+        for span in self.spans:
+            losses.append(self._loss_(logits := next(formed), span, gradient=needs_dx or needs_dw))
+            dy = call.quantize("grad_output", logits, rowwise=row, columnwise=column) if row or column else None
+            del logits
+            if needs_dx:
+                dx.append(call.product("dgrad", dy.rowwise, w_column, call.dtype))
+            if needs_dw:
+                product = call.product("wgrad", dy.columnwise, _columns(x.columnwise, *span), torch.float32)
+                dw = product if dw is None else dw.add_(product)
+            del dy  # before the next chunk is formed
+        dx = (dx[0] if len(dx) == 1 else torch.cat(dx)) if needs_dx else None
+        if probe and (needs_dx or needs_dw):
+            self._probe_gradients(whole, probed, dx, dw)
+        return torch.cat(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
+
+    def _loss_(self, logits: Tensor, span: tuple[int, int], *, gradient: bool) -> Tensor:
+        """The losses of a chunk, whose logits give way to their gradient."""
+        return cross_entropy_(logits, self.targets[slice(*span)], self.scale, gradient=gradient)
+
+    def _probe_gradients(self, dy: Tensor, probed: tuple, dx: Gradient, dw: Gradient) -> None:
+        call, (x, weights) = self.call, probed
+        call.probe_parts("grad_output", dy)
+        if dx is not None:
+            call.probe_gemms("dgrad", [dy], [w.t() for w in weights], [dx])
+        if dw is not None:
+            call.probe_gemms("wgrad", [dy.t()], [x.t()], [dw])
+
+
+def _rows(operand: ExactOperand, start: int, end: int) -> ExactOperand:
+    """Some rows of an exact operand, as views."""
+    factor = operand.factor
+    factor = factor if factor is None or factor.numel() == 1 else factor[start:end]
+    return ExactOperand(operand.matrix[start:end], factor, operand.divisor)
+
+
+def _columns(operand: ExactOperand, start: int, end: int) -> ExactOperand:
+    """Some of the contracted axis of an exact operand, as views."""
+    return ExactOperand(operand.matrix[:, start:end], operand.factor, operand.divisor)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy of logits [..., V] with targets int64 [...], float32 []: by torch's operators in float32,
+    or where hqsweep's kernels take the logits by those, whose gradient takes the place of the logits."""
+    logits, targets = logits.flatten(0, -2), targets.reshape(-1)
+    if use_kernels(logits) and logits.dtype == torch.bfloat16:
+        return CrossEntropy.apply(logits, targets)
+    return F.cross_entropy(logits.float(), targets)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """bfloat16 logits [M, V], which are given up, and targets [M] -> their mean cross entropy, float32 []."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.done, needed = False, ctx.needs_input_grad[0]
+        plain = logits.detach()
+        losses = cross_entropy_(plain, targets, 1 / len(targets), gradient=needed)
+        ctx.save_for_backward(*([plain] if needed else []))
+        return losses.mean()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.done:
+            raise UserError("the gradients of this cross_entropy were given to a backward before")
+        ctx.done = True
+        return scale_(ctx.saved_tensors[0], gradient), None

@@ -1,0 +1,87 @@
+"""The loss over a vocabulary: hqsweep::cross_entropy_, whose gradient takes the place of the logits, and scale_values_.
+
+On CUDA one kernel reads a row of logits once and writes its gradient; torch's operators are the reference, and compute
+what the kernel does not take, in float32 copies of the logits that they are given.
+"""
+
+import torch
+from torch import Tensor
+
+from hqsweep.ops.addresses import described
+from hqsweep.ops.kernels import DTYPES
+from hqsweep.ops.library import extension, has_kernels, operator, where
+
+MULTIPLE = 8
+"""Logits of a load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
+SCALED = (torch.float32, torch.bfloat16)
+"""dtypes of scale_values_."""
+
+
+@operator(
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, bool gradient) -> Tensor",
+    fake=lambda logits, targets, scale, gradient: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    devices=("CUDA",),
+)
+def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool) -> Tensor:
+    """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
+    targets int64 [M], contiguous; ValueError for others."""
+    if not takes(logits):
+        wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
+        raise ValueError(f"logits are {described(logits)}; {wanted}")
+    rows, vocabulary = logits.shape
+    readable = targets.dtype == torch.int64 and targets.shape == (rows,) and targets.is_contiguous()
+    if not readable or targets.device != logits.device:
+        raise ValueError(f"targets are {described(targets)}; they are int64 [{rows}], contiguous, on {logits.device}")
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), rows, vocabulary)
+    extension().cross_entropy_cuda(*call, scale, gradient, *where(logits))
+    return losses
+
+
+def takes(logits: Tensor) -> bool:
+    """Whether logits have a dtype, shape and place that the kernel takes; it runs on CUDA."""
+    whole = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
+    return whole and logits.shape[1] % MULTIPLE == 0 and logits.data_ptr() % 16 == 0
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, scale: float, *, gradient: bool) -> Tensor:
+    """logits [M, V], targets int64 [M] -> the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
+
+    gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale, computed in float32 and
+    rounded to their dtype. On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in
+    another order than those of torch's operators, and always in the same one. Targets that are no index of the
+    vocabulary give a loss of NaN there; torch's operators refuse them.
+    """
+    if logits.is_cuda and has_kernels("cuda") and takes(logits):
+        return _cross_entropy(logits, targets, scale, gradient)
+    logs = torch.log_softmax(logits.float(), dim=1)
+    places = targets.unsqueeze(1)
+    losses = -logs.gather(1, places).squeeze(1)
+    if gradient:
+        softmax = logs.exp_()
+        logits.copy_(softmax.scatter_add_(1, places, softmax.new_full((1, 1), -1.0).expand_as(places)).mul_(scale))
+    return losses
+
+
+@operator(
+    "scale_values_(Tensor(a!) values, Tensor factor) -> ()",
+    fake=lambda values, factor: None,
+    devices=("CUDA",),
+)
+def _scale_values(values: Tensor, factor: Tensor) -> None:
+    """scale_ by the kernel; ValueError for what it does not take."""
+    if values.dtype not in SCALED or not values.is_contiguous():
+        raise ValueError(f"values are {described(values)}; it takes float32 or bfloat16, contiguous")
+    if factor.dtype != torch.float32 or factor.numel() != 1 or factor.device != values.device:
+        raise ValueError(f"the factor is {described(factor)}; it is one float32 on {values.device}")
+    call = (values.data_ptr(), DTYPES[values.dtype], values.numel(), factor.data_ptr())
+    extension().scale_values_cuda(*call, *where(values))
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """values *= factor in place; factor float32 []. On CUDA nothing is read or written where the factor is 1, and
+    nothing waits to know whether it is."""
+    if values.is_cuda and has_kernels("cuda") and values.is_contiguous() and values.dtype in SCALED:
+        _scale_values(values, factor)
+        return values
+    return values.mul_(factor)

@@ -1,0 +1,207 @@
+"""The cross entropy of a linear by chunks of tokens: values and gradients of Linear and torch's cross entropy."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import REPRESENTATIVE
+
+from hqsweep.errors import UserError
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import Linear, LinearOptions, Probe, autocast, quantization, quantized_model_init
+from hqsweep.nn import linear_loss as module
+from hqsweep.nn.linear_loss import chunk_rows, cross_entropy, is_by_rows, linear_cross_entropy, takes_chunks
+from hqsweep.quant import HybridQuantizer
+from hqsweep.recipe import Recipe
+from hqsweep.recipe.sections import LinearQuantizers
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+RECIPES = ["bf16", "mxfp8", "fp8_block+2d", "mxfp8|mxfp4@rowwise_dequantized",
+           {"input": "nvfp4", "weight": "nvfp4+2d", "grad_output": "mxfp8"},
+           {"input": "fp8_current", "weight": "fp8_delayed", "grad_output": "nvfp4+row_scaled|mxfp8"}]  # fmt: skip
+BY_ROWS = [{"input": "bf16", "weight": "bf16", "grad_output": text} for text in ("bf16", "mxfp8", "fp8_block+2d")]
+ROWS, WIDTH, VOCABULARY = 384, 64, 96
+
+
+def build(quantizers, device="cpu", **options):
+    torch.manual_seed(0)
+    head = Linear(WIDTH, VOCABULARY, name="head", recipe=quantizers, options=LinearOptions(**options)).to(device)
+    h = (0.3 * draw("normal", ROWS, WIDTH)).to(device, torch.float32).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(1)).to(device)
+    return head, h, targets
+
+
+def losses_and_gradients(loss, head, h):
+    loss.backward()
+    return loss.detach(), h.grad, head.weight.grad
+
+
+def assert_same_training(ours, expected):
+    """Losses to float32's rounding, gradients to that of the operands in 8 bits."""
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=0)
+    for gradient, other in zip(ours[1:], expected[1:], strict=True):
+        assert gradient.dtype == other.dtype
+        assert (gradient - other).norm() <= 1e-2 * other.norm()
+
+
+@devices
+@pytest.mark.parametrize("chunk", [128, 256, None])
+@pytest.mark.parametrize("quantizers", RECIPES, ids=str)
+def test_chunks_are_the_loss_of_the_whole(quantizers, chunk, device):
+    head, h, targets = build(quantizers, device)
+    with quantization(step=1):
+        expected = losses_and_gradients(F.cross_entropy(head(h).float(), targets), head, h)
+    head, h, targets = build(quantizers, device)
+    with quantization(step=1):
+        ours = linear_cross_entropy(h.view(3, 128, WIDTH), head, targets.view(3, 128), chunk)
+    assert_same_training(losses_and_gradients(ours, head, h), expected)
+
+
+@devices
+@pytest.mark.parametrize("quantizers", RECIPES, ids=str)
+def test_bf16_logits_give_way_to_their_gradient(quantizers, device):
+    head, h, targets = build(quantizers, device)
+    with quantization(step=1):
+        expected = losses_and_gradients(F.cross_entropy(head(h).float(), targets), head, h)
+    head, h, targets = build(quantizers, device)
+    with quantization(step=1):
+        logits = head(h)
+    ours = losses_and_gradients(module.CrossEntropy.apply(logits, targets), head, h)
+    assert_same_training(ours, expected)
+    assert logits.detach().float().sum(dim=1).abs().max() < 1e-4  # a softmax less one
+
+
+@devices
+def test_in_high_precision_gradients_are_those_of_float64(device):
+    head, h, targets = build("bf16", device)
+    ours = losses_and_gradients(linear_cross_entropy(h, head, targets, 128), head, h)
+    x, w = (tensor.detach().bfloat16().double().requires_grad_() for tensor in (h, head.weight))
+    loss = F.cross_entropy(x @ w.t(), targets)
+    loss.backward()
+    torch.testing.assert_close(ours[0].double(), loss.detach(), rtol=1e-4, atol=0)  # logits are rounded to bfloat16
+    for gradient, expected in zip(ours[1:], (x.grad, w.grad), strict=True):
+        assert (gradient.double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.parametrize("text", REPRESENTATIVE)
+def test_which_formats_quantize_rows_by_themselves(text):
+    """Those say so whose codes of 128 rows are those in the whole, and no other."""
+    quantizers = HybridQuantizer.parse(f"{text}|mxfp8" if "row_scaled" in text else text)
+    by_rows = is_by_rows(LinearQuantizers(input=quantizers, weight=quantizers, grad_output=quantizers))
+    needs_more = quantizers.delayed or quantizers.stochastic
+    assert not (by_rows and needs_more)
+    if needs_more:
+        return
+    x = (draw("heavy", 256, 128) * torch.linspace(1, 9, 256)[:, None]).float()
+    whole, parts = quantizers.quantize(x), [quantizers.quantize(part) for part in x.split(128)]
+    equal = torch.equal(whole.rowwise.dequantize(), torch.cat([p.rowwise.dequantize() for p in parts]))
+    columns = torch.cat([p.columnwise.dequantize() for p in parts], dim=1)
+    assert by_rows == (equal and torch.equal(whole.columnwise.dequantize(), columns))
+
+
+def test_a_factor_that_comes_in_multiplies_the_gradients():
+    head, h, targets = build("mxfp8")
+    expected = losses_and_gradients(linear_cross_entropy(h, head, targets, 128), head, h)
+    head, h, targets = build("mxfp8")
+    ours = losses_and_gradients(linear_cross_entropy(h, head, targets, 128) * 0.25, head, h)
+    for gradient, other in zip(ours[1:], expected[1:], strict=True):
+        assert torch.equal(gradient, other * 0.25)
+
+
+@devices
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_a_probe_sees_whole_tensors_and_changes_no_bit(recipe, device):
+    rows = []
+    for forward in (lambda *all: linear_cross_entropy(*all, 128), lambda h, head, t: cross_entropy(head(h), t)):
+        head, h, targets = build(recipe, device)
+        plain = losses_and_gradients(forward(h, head, targets), head, h)
+        head, h, targets = build(recipe, device)
+        probe = Probe(1, capture=True)
+        with quantization(step=1, probe=probe):
+            loss = forward(h, head, targets)
+        probed = losses_and_gradients(loss, head, h)
+        assert all(torch.equal(a, b) for a, b in zip(plain, probed, strict=True))
+        rows.append((probe.rows, probe.captured))
+    (ours, captured), (expected, whole) = rows
+    assert [(r["tensor"], r["direction"]) for r in ours] == [(r["tensor"], r["direction"]) for r in expected]
+    assert captured.keys() == whole.keys()
+    assert all(captured[name].shape == whole[name].shape for name in whole)
+
+
+def test_a_main_grad_takes_the_gradient_of_the_weight():
+    head, h, targets = build("mxfp8")
+    expected = losses_and_gradients(linear_cross_entropy(h, head, targets, 128), head, h)
+    head, h, targets = build("mxfp8", fuse_wgrad_accumulation=True)
+    head.weight.main_grad = torch.ones(VOCABULARY, WIDTH)
+    linear_cross_entropy(h, head, targets, 128).backward()
+    assert head.weight.grad is None and torch.equal(h.grad, expected[1])
+    assert torch.equal(head.weight.main_grad, expected[2] + 1)
+
+
+def test_weights_that_are_held_quantized_serve_as_they_are():
+    with quantized_model_init():
+        head, h, targets = build("mxfp8")
+    expected = losses_and_gradients(F.cross_entropy(head(h).float(), targets), head, h)
+    with quantized_model_init():
+        head, h, targets = build("mxfp8")
+    assert_same_training(losses_and_gradients(linear_cross_entropy(h, head, targets, 128), head, h), expected)
+
+
+def test_without_gradients_nothing_is_made_for_backward():
+    head, h, targets = build({"input": "mxfp8", "weight": "mxfp8", "grad_output": "nvfp4+sr"})
+    with torch.no_grad():
+        ours = linear_cross_entropy(h, head, targets, 128)
+        assert not ours.requires_grad
+        torch.testing.assert_close(ours, F.cross_entropy(head(h).float(), targets), rtol=1e-6, atol=0)
+
+
+def test_who_takes_chunks(monkeypatch):
+    head, h, _ = build("mxfp8")
+    assert not takes_chunks(head, h)  # a CPU has no kernel, and computes as it always did
+    monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    assert takes_chunks(head, h)
+    others = [Linear(WIDTH, 96, name="n", recipe="mxfp8", bias=True)]
+    others.append(Linear(WIDTH, 96, name="n", recipe="mxfp8", dtype=torch.float32))
+    apart = ("fp8_current", "nvfp4", "fp8_delayed", "nvfp4+sr")
+    others += [build({"input": "mxfp8", "weight": "mxfp8", "grad_output": text})[0] for text in apart]
+    assert not any(takes_chunks(other, h) for other in others)
+    with torch.no_grad():
+        assert [takes_chunks(other, h) for other in others] == [False, False, True, True, True, True]
+    with autocast(recipe=Recipe.from_config({"linear": "fp8_current", "gemm": "native"})), torch.no_grad():
+        assert not takes_chunks(head, h)
+
+
+@pytest.mark.parametrize(
+    ("grad_output", "chunk", "message"),
+    [
+        ("mxfp8", 100, "head: a chunk has 100 rows; it takes a multiple of 128"),
+        ("nvfp4", 128, "head: grad_output is nvfp4, in which rows depend on each other; take the cross entropy of"),
+    ],
+)
+def test_what_it_refuses(grad_output, chunk, message):
+    head, h, targets = build({"input": "mxfp8", "weight": "mxfp8", "grad_output": grad_output})
+    with pytest.raises(UserError, match=message):
+        linear_cross_entropy(h, head, targets, chunk)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_gradients_are_given_to_one_backward(chunked):
+    head, h, targets = build("bf16")
+    loss = linear_cross_entropy(h, head, targets, 128) if chunked else module.CrossEntropy.apply(head(h), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="were given to a backward before"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 128, 200, 32768])
+@pytest.mark.parametrize("vocabulary", [1, 256, 50304, 2**23])
+def test_chunks_are_few_and_equal(rows, vocabulary):
+    chunk = chunk_rows(rows, vocabulary)
+    assert chunk % 128 == 0 and (chunk == 128 or 2 * (chunk - 128) * vocabulary < module.CHUNK_BYTES)
+    count = max(-(-rows // chunk), 1)
+    assert count * chunk - rows < 128 * count or count == 1
+    assert 2 * chunk * vocabulary <= module.CHUNK_BYTES or chunk == 128
+
+
+def test_no_tokens_have_no_mean():
+    head, h, targets = build("bf16")
+    assert linear_cross_entropy(h[:0], head, targets[:0]).isnan()
