@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
+from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.context import autocast_recipe, use_kernels
 from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import LinearCall
@@ -143,8 +144,7 @@ class _Chunks:
             if needs_dx:
                 dx.append(call.product("dgrad", dy.rowwise, w_column, call.dtype))
             if needs_dw:
-                product = call.product("wgrad", dy.columnwise, _columns(x.columnwise, *span), torch.float32)
-                dw = product if dw is None else dw.add_(product)
+                dw = _added(call, dw, dy.columnwise, _columns(x.columnwise, *span))
             del dy  # before the next chunk is formed
         dx = (dx[0] if len(dx) == 1 else torch.cat(dx)) if needs_dx else None
         if probe and (needs_dx or needs_dw):
@@ -174,6 +174,14 @@ def _rows(operand: ExactOperand, start: int, end: int) -> ExactOperand:
 def _columns(operand: ExactOperand, start: int, end: int) -> ExactOperand:
     """Some of the contracted axis of an exact operand, as views."""
     return ExactOperand(operand.matrix[:, start:end], operand.factor, operand.divisor)
+
+
+def _added(call: LinearCall, total: Gradient, dy: ExactOperand, x: ExactOperand) -> Tensor:
+    """The total so far plus the product of a chunk, in float32."""
+    if total is None:
+        return call.product("wgrad", dy, x, torch.float32)
+    add_mm_t(total, dy, x)
+    return total
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

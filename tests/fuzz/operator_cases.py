@@ -20,7 +20,7 @@ import torch
 from binding_cases import BindingCall
 from torch import Tensor
 
-ONLY_CUDA = ("scale_product", "mm_rounded", "product", "add_product_")
+ONLY_CUDA = ("scale_product", "mm_rounded", "product", "add_product_", "cross_entropy_", "scale_values_")
 OPERATORS = ("quantize", "find_amax_", "dequantize", "split_offsets", *ONLY_CUDA)
 FORMATS = (
     "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d", "mxfp8", "mxfp8+2d", "mxfp6_e2m3",
@@ -221,6 +221,13 @@ class Call:
     def _add_product_(self) -> list[Any]:
         return [self.tensor(torch.ones(4, 6)), *self._product()[:-1]]
 
+    def _cross_entropy_(self) -> list[Any]:
+        logits, targets = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
+        return [self.tensor(logits), self.tensor(targets), 1.0, self.rng.random() < 0.5]
+
+    def _scale_values_(self) -> list[Any]:
+        return [self.tensor(torch.ones(4, 8)), self.tensor(torch.ones(()))]
+
 
 def emptied(x: Tensor) -> Tensor:
     """A tensor whose storage was freed, as sharding frees gathered parameters."""
@@ -267,6 +274,7 @@ def outcome(call: "Call | BindingCall") -> str:
 def main(first: int, count: int, extension: str) -> None:
     module = extension_file.use(extension)
     import hqsweep.gemm.exact
+    import hqsweep.ops.loss
     import hqsweep.ops.splits  # noqa: F401, both register operators
 
     torch.set_num_threads(2)

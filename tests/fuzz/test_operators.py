@@ -48,6 +48,7 @@ def test_every_operator_of_the_library_is_drawn() -> None:
     import torch
 
     import hqsweep.gemm.exact
+    import hqsweep.ops.loss
     import hqsweep.ops.splits  # noqa: F401
 
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("hqsweep::")}
