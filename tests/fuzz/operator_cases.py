@@ -6,12 +6,15 @@ call that runs is in the file named by HQSWEEP_FUZZ_AT, so that whoever started 
 EXTENSION: the compiled module to test.
 """
 
+import importlib
 import json
 import os
+import pkgutil
 import random
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,8 +23,8 @@ import torch
 from binding_cases import BindingCall
 from torch import Tensor
 
-ONLY_CUDA = ("scale_product", "mm_rounded", "product", "add_product_", "cross_entropy_", "scale_values_")
-OPERATORS = ("quantize", "find_amax_", "dequantize", "split_offsets", *ONLY_CUDA)
+BY_HAND = ("quantize", "find_amax_", "dequantize", "split_offsets")
+"""Operators that have a kernel for the CPU."""
 FORMATS = (
     "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d", "mxfp8", "mxfp8+2d", "mxfp6_e2m3",
     "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+sr", "nvfp4+rht+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+tensor",
@@ -34,15 +37,35 @@ REFUSALS = (ValueError, RuntimeError, OverflowError, MemoryError)
 """What a refused call raises; the dispatcher's own are RuntimeErrors."""
 
 
+@cache
+def registered() -> tuple[str, ...]:
+    """Every operator of the library."""
+    import hqsweep.gemm
+    import hqsweep.ops
+
+    for package in (hqsweep.ops, hqsweep.gemm):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return tuple(sorted(name for library, _, name in names if library == "hqsweep"))
+
+
+@cache
+def only_cuda() -> tuple[str, ...]:
+    """Those without a kernel for the CPU, which all calls of them are refused for."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return tuple(name for name in registered() if not has_kernel(f"hqsweep::{name}", "CPU"))
+
+
 class Call:
     """One call; `wrong`: how often something of it was changed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.wrong = 0
-        self.name = self.rng.choice((*OPERATORS[:3] * 4, *OPERATORS[3:]))
+        self.name = self.rng.choice((*BY_HAND[:3] * 4, *BY_HAND[3:], *only_cuda()))
         torch.manual_seed(seed)
-        self.arguments: list[Any] = getattr(self, f"_{self.name}")()
+        self.arguments: list[Any] = getattr(self, f"_{self.name}", self.of_schema)()
 
     def run(self) -> None:
         getattr(torch.ops.hqsweep, self.name)(*self.arguments)
@@ -208,25 +231,18 @@ class Call:
         strides = self.numbers([self.rng.choice((0, 1, 5, 2**40)) for _ in range(rules)])
         return [self.tensor(splits), divisors, strides, self.rng.random() < 0.5]
 
-    def _scale_product(self) -> list[Any]:
-        return [self.tensor(torch.ones(4, 8)), self.tensor(torch.ones(1, 8)), torch.float32, 2.0]
-
-    def _mm_rounded(self) -> list[Any]:
-        return [self.tensor(torch.ones(4, 8).bfloat16()), self.tensor(torch.ones(8, 4).bfloat16())]
-
-    def _product(self) -> list[Any]:
-        a, b = (self.tensor(torch.ones(rows, 8).bfloat16()) for rows in (4, 6))
-        return [a, b, self.tensor(torch.ones(1, 1)), None, 0.5, torch.float32]
-
-    def _add_product_(self) -> list[Any]:
-        return [self.tensor(torch.ones(4, 6)), *self._product()[:-1]]
-
-    def _cross_entropy_(self) -> list[Any]:
-        logits, targets = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int64)
-        return [self.tensor(logits), self.tensor(targets), 1.0, self.rng.random() < 0.5]
-
-    def _scale_values_(self) -> list[Any]:
-        return [self.tensor(torch.ones(4, 8)), self.tensor(torch.ones(()))]
+    def of_schema(self) -> list[Any]:
+        """Arguments of the types that the operator's schema gives."""
+        values = {
+            "Tensor": torch.ones(4, 8).bfloat16(),
+            "float": 1.5,
+            "bool": True,
+            "str": "silu",
+            "ScalarType": torch.float32,
+        }
+        schema = getattr(torch.ops.hqsweep, self.name).default._schema
+        kinds = [str(argument.real_type) for argument in schema.arguments]
+        return [self.tensor(values[kind]) if kind == "Tensor" else values.get(kind) for kind in kinds]
 
 
 def emptied(x: Tensor) -> Tensor:
@@ -263,7 +279,7 @@ def outcome(call: "Call | BindingCall") -> str:
         sentence = str(error)
         if not sentence or "incompatible function arguments" in sentence or "unpack" in sentence:
             return f"refused without a sentence: {sentence[:200]!r}"
-        expected = call.wrong or call.name in ONLY_CUDA
+        expected = call.wrong or call.name in only_cuda()
         return "refused" if expected else f"nothing is wrong with it: {sentence[:200]!r}"
     except Exception as error:
         out_of_range = isinstance(call, BindingCall) and call.wrong and isinstance(error, TypeError)
@@ -273,10 +289,6 @@ def outcome(call: "Call | BindingCall") -> str:
 
 def main(first: int, count: int, extension: str) -> None:
     module = extension_file.use(extension)
-    import hqsweep.gemm.exact
-    import hqsweep.ops.loss
-    import hqsweep.ops.splits  # noqa: F401, both register operators
-
     torch.set_num_threads(2)
     counts: dict[str, int] = {"ran": 0, "refused": 0}
     right, names, faults = 0, set(), []
