@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hqsweep.formats import ExactOperand, RngKey
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
+from hqsweep.nn.activation import ACTIVATIONS
 from hqsweep.nn.norm import Norm
 from hqsweep.quant.hybrid import HybridQuantizer
 
@@ -43,7 +44,7 @@ def composed(module: nn.Module, x: Tensor) -> Tensor:
         case Linear():
             return _linear(module, x)
         case LayerNormMLP():
-            return _linear(module.fc2, module.activation(composed(module.fc1, x).float()))
+            return _linear(module.fc2, ACTIVATIONS[module.activation](composed(module.fc1, x).float()))
         case MultiheadAttention():
             b, t, d = x.shape
             heads = composed(module.qkv, x).view(b, t, 3, module.heads, -1).permute(2, 0, 3, 1, 4)
