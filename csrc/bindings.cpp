@@ -19,6 +19,7 @@ void bind_activation(py::module_& m);
 void bind_loss(py::module_& m);
 void bind_norm(py::module_& m);
 void bind_product(py::module_& m);
+void bind_experts(py::module_& m);
 void bind_rope(py::module_& m);
 }
 
@@ -184,6 +185,7 @@ PYBIND11_MODULE(_C, m) {
   hq::bind_loss(m);
   hq::bind_norm(m);
   hq::bind_product(m);
+  hq::bind_experts(m);
   hq::bind_rope(m);
 #endif
   bind_elements(m);

@@ -72,12 +72,10 @@ class LayerNormMoE(AddsBranch):
         routing = self.router(h)
         if probe := current().probe:
             probe.experts(self.name, routing.tokens.tolist())
-        rows = routing.dispatch(h.to(self.fc1.dtype))
+        rows = routing.dispatch(h, self.fc1.dtype)
         splits = Splits.of(routing.tokens, len(rows))  # one for both, so that a device is waited for once at most
         hidden = activate(self.fc1(rows, splits), "swiglu")
-        y = routing.combine(self.fc2(hidden, splits))
-        if self.shared is not None:
-            y = y + self.shared(h).float()
+        y = routing.combine(self.fc2(hidden, splits), None if self.shared is None else self.shared(h))
         return total, y.view(x.shape), routing.balance, routing.tokens
 
 

@@ -12,6 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hqsweep.nn.context import use_kernels
+from hqsweep.ops.experts import (
+    MOST_EXPERTS,
+    combine_rows,
+    combine_rows_backward,
+    dispatch_rows,
+    place_choices,
+    sum_rows,
+    takes,
+)
+from hqsweep.ops.kernels import in_dtype
+
 ROUTER_STD = 0.02
 """Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""
 
@@ -32,24 +44,38 @@ class Routing:
     4 to 6; with k choices as in GShard, arXiv 2006.16668)."""
 
     @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        if use_kernels(self.chosen) and len(self.tokens) <= MOST_EXPERTS:
+            order, places, _ = place_choices(self.chosen, len(self.tokens))
+            return order, places
+        order = torch.argsort(self.chosen.flatten(), stable=True)
+        return order, torch.argsort(order, stable=True)
+
+    @property
     def order(self) -> Tensor:
         """int64 [M * k]: the choices (token * k + rank) by expert, in the order of tokens within each."""
-        return torch.argsort(self.chosen.flatten(), stable=True)
+        return self._places[0]
 
-    @cached_property
+    @property
     def inverse(self) -> Tensor:
         """int64 [M * k]: where in `order` each choice is."""
-        return torch.argsort(self.order, stable=True)
+        return self._places[1]
 
-    def dispatch(self, x: Tensor) -> Tensor:
-        """x [M, D] -> [M * k, D]: a row for each choice, those of the first expert first."""
-        return _Dispatch.apply(x, self.order // self.chosen.shape[1], self.inverse)
+    def dispatch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x [M, D] -> [M * k, D] in dtype, or in x's: a row for each choice, those of the first expert first."""
+        dtype = dtype or x.dtype
+        if takes(x, dtype) and use_kernels(x):
+            return _DispatchRows.apply(x, self.inverse, self.chosen.shape[1])
+        return _Dispatch.apply(in_dtype(x, dtype), self.order // self.chosen.shape[1], self.inverse)
 
-    def combine(self, y: Tensor) -> Tensor:
+    def combine(self, y: Tensor, added: Tensor | None = None) -> Tensor:
         """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
-        probable first, of weight * row."""
+        probable first, of weight * row; then plus added [M, D]."""
+        if takes(y, y.dtype) and use_kernels(y) and (added is None or added.dtype is y.dtype):
+            return _CombineRows.apply(y, self.weights, added, self.inverse)
         rows = _Permute.apply(y, self.inverse, self.order).view(*self.weights.shape, y.shape[1])
-        return (rows.float() * self.weights.unsqueeze(-1)).sum(dim=1)
+        total = (rows.float() * self.weights.unsqueeze(-1)).sum(dim=1)
+        return total if added is None else total + added.float()
 
 
 class Router(nn.Module):
@@ -120,3 +146,34 @@ class _Permute(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return dy[inverse], None, None
+
+
+class _DispatchRows(torch.autograd.Function):
+    """_Dispatch, with the rounding to bfloat16 before it, in one pass each way."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.choices, ctx.dtype = choices, x.dtype
+        return dispatch_rows(x, places, choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return sum_rows(dy, *ctx.saved_tensors, ctx.choices, ctx.dtype), None, None
+
+
+class _CombineRows(torch.autograd.Function):
+    """The weighted sum of combine in one pass each way; rows are kept as they come."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, weights: Tensor, added: Tensor | None, places: Tensor) -> Tensor:
+        ctx.save_for_backward(y, places, weights)
+        ctx.added = added is not None
+        return combine_rows(y, places, weights, added)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dy, dweights, *dadded = combine_rows_backward(dy, *ctx.saved_tensors, ctx.added)
+        return dy, dweights, *(dadded or [None]), None

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization
+from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization, router
 from hqsweep.nn.activation import swiglu
 from hqsweep.nn.router import Router
 
@@ -120,3 +120,81 @@ def test_top_k_is_one_to_all():
     for top_k in (0, EXPERTS + 1):
         with pytest.raises(ValueError, match=f"m: top_k is {top_k} of 4 experts; it takes 1 to 4"):
             mixture(top_k=top_k)
+
+
+def by_torch(chosen, experts):
+    order = torch.argsort(chosen.flatten(), stable=True)
+    return [order, torch.argsort(order), torch.bincount(chosen.flatten(), minlength=experts)]
+
+
+def rows_by_torch(x, places, choices):
+    rows = x.new_empty((len(places), x.shape[1]), dtype=torch.bfloat16)
+    rows[places] = x.bfloat16().repeat_interleave(choices, dim=0)
+    return rows
+
+
+def combined_by_torch(rows, places, weights, added=None):
+    y = (rows[places].view(*weights.shape, -1).float() * weights.unsqueeze(-1)).sum(dim=1)
+    return y if added is None else y + added.float()
+
+
+def gradients_by_torch(dy, rows, places, weights, added):
+    drows = torch.empty_like(rows)
+    drows[places] = (dy.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).flatten(0, 1)
+    dweights = (dy.unsqueeze(1) * rows[places].view(*weights.shape, -1).float()).sum(dim=-1)
+    return [drows, dweights, *([dy.to(rows.dtype)] if added else [])]
+
+
+@pytest.fixture
+def kernels_by_torch(monkeypatch):
+    """The path of the kernels on a CPU: what is around them is the same."""
+    ours = {
+        "use_kernels": lambda x: True,
+        "place_choices": by_torch,
+        "dispatch_rows": rows_by_torch,
+        "sum_rows": lambda rows, places, k, dtype: (
+            rows[places].view(-1, k, rows.shape[1]).sum(1, dtype=torch.float32).bfloat16().to(dtype)
+        ),
+        "combine_rows": combined_by_torch,
+        "combine_rows_backward": gradients_by_torch,
+    }
+    for name, function in ours.items():
+        monkeypatch.setattr(router, name, function)
+
+
+def results(module, device="cpu", **options):
+    """y, dx and the gradients of the parameters."""
+    module.zero_grad()
+    x = draw("normal", TOKENS, DIM, 1).float().to(device).requires_grad_()
+    with quantization(**options):
+        y, _, tokens = module(x)
+        y.backward(draw("normal", TOKENS, DIM, 2).float().to(device))
+    return [y.detach(), tokens, x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_way_of_the_kernels_is_that_of_torch(kernels_by_torch, top_k, shared, monkeypatch):
+    module = mixture("mxfp8", top_k=top_k, dtype=torch.bfloat16, shared_expert=shared)
+    ours = results(module)
+    monkeypatch.undo()
+    assert all(map(torch.equal, ours, results(module)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+def test_on_a_gpu_the_kernels_compute_what_torch_does(top_k, shared):
+    """Up to the order of sums, which may move a code of the experts' operands; and twice the same bytes."""
+    module = mixture("mxfp8", top_k=top_k, dtype=torch.bfloat16, shared_expert=shared).cuda()
+    ours = results(module, "cuda", kernels=True)
+    for a, b in zip(ours, results(module, "cuda", kernels=False), strict=True):
+        assert (a - b).double().norm() <= 0.02 * b.double().norm()
+    assert all(map(torch.equal, ours, results(module, "cuda", kernels=True)))
+
+
+@pytest.mark.gpu
+def test_what_the_kernels_do_not_take_goes_to_torch(monkeypatch):
+    for name in ("dispatch_rows", "combine_rows"):
+        monkeypatch.setattr(router, name, None)
+    assert results(mixture(dtype=torch.float32).cuda(), "cuda")[0].isfinite().all()
