@@ -29,7 +29,8 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.kernel_kinds import KINDS, by_kind, profile
 from benchmarks.plain_gpt import PlainGPT, plain_step
-from benchmarks.step_floors import Rates, Size, floor_rows
+from benchmarks.step_floors import Size, floor_rows
+from benchmarks.step_rates import measured_rates, products_ms
 from benchmarks.timing import Call, Cuda, cpu_medians
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig
@@ -62,8 +63,6 @@ MODES = ("auto", "graph", "off")
 WARM_STEPS = 8
 """Steps before a case is timed: those that compile, that allocate, or that come before a graph is captured."""
 BATCHES = 4
-COPIED_BYTES = 2**30
-MATMUL = 8192
 ENDLESS = 10**6
 """Steps of a training that no case reaches the end of."""
 
@@ -233,30 +232,15 @@ class Bench:
         return {"launches": launches} | by_kind(kernels)
 
 
-def measured_rates(device: str, repeats: int) -> Rates:
-    """Of a copy and of products; where the device has no FP8, its products count as bfloat16's."""
-    on_gpu = device == "cuda"
-    n, nbytes = (MATMUL, COPIED_BYTES) if on_gpu else (MATMUL // 16, COPIED_BYTES // 64)
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
-    target = torch.empty_like(source)
-    calls = {"copy": lambda: target.copy_(source), "matmul": lambda: a @ b.T}
-    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
-        c, d = (x.to(torch.float8_e4m3fn) for x in (a, b))
-        one = torch.ones((), device=device)
-        calls["fp8"] = lambda: torch._scaled_mm(c, d.T, one, one, out_dtype=torch.bfloat16)
-    times = Cuda(repeats).medians(calls) if on_gpu else cpu_medians(calls, seconds=0.1)
-    tflops = {name: 2 * n**3 / seconds * 1e-12 for name, seconds in times.items()}
-    copy_gbs = 2 * nbytes / times["copy"] * 1e-9
-    return Rates(copy_gbs=copy_gbs, matmul_tflops=tflops["matmul"], fp8_tflops=tflops.get("fp8", tflops["matmul"]))
-
-
 def floors(args: argparse.Namespace, writer: rows.Writer) -> None:
-    rates = measured_rates(args.device, args.turns * 3)
+    on_gpu = args.device == "cuda"
+    medians = Cuda(args.turns * 2).medians if on_gpu else partial(cpu_medians, seconds=0.05)
+    rates = measured_rates(medians, args.device)
     writer.add({"section": "floors", "size": "", "case": "rates"} | asdict(rates))
     recipes = {name: build_recipe(name) for name in args.recipes}
     for name in args.size:
-        for row in floor_rows(SIZES[name], rates, recipes):
+        linears_ms = products_ms(SIZES[name], medians, args.device)
+        for row in floor_rows(SIZES[name], rates, linears_ms, recipes):
             writer.add({"section": "floors", "size": name} | row)
 
 

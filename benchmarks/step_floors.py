@@ -14,7 +14,9 @@ and a parameter, in the optimizer: 32 (gradient for its norm; parameter, moments
               w 4 in, 4 out; 2 (of w 4) more in for formats that find an amax first; in bf16 the cast of w alone
 What is fused, norm or activation with quantize, neither writes nor reads its bfloat16 result, where no amax is to be
 found first: that is fused_floor_ms. Attention does 3.5 times the FLOPs of its forward, since backward forms the
-products of forward again. gemm=native multiplies codes, at the speed of FP8 products, and decodes nothing.
+products of forward again. Linears take what their products take alone, by torch and in bfloat16, at their shapes, which
+can be less than at the shape whose speed stands for the others. gemm=native multiplies codes, at the speed of FP8
+products, and decodes nothing.
 """
 
 from collections.abc import Iterator
@@ -109,8 +111,8 @@ class Rates:
     """Of bfloat16."""
     fp8_tflops: float
 
-    def ms(self, nbytes: float, flop: float = 0.0, *, fp8: bool = False) -> float:
-        return nbytes / self.copy_gbs * 1e-6 + flop / (self.fp8_tflops if fp8 else self.matmul_tflops) * 1e-9
+    def ms(self, nbytes: float, flop: float = 0.0) -> float:
+        return nbytes / self.copy_gbs * 1e-6 + flop / self.matmul_tflops * 1e-9
 
 
 def elementwise_bytes(size: Size) -> dict[str, float]:
@@ -174,20 +176,23 @@ def native_flop(size: Size, recipe: Recipe) -> float:
     return sum(p.flop for p, native in zip(size.products(), quantized, strict=True) if native)
 
 
-def floor_rows(size: Size, rates: Rates, recipes: dict[str, Recipe]) -> Iterator[Row]:
-    """A row for each part, then for each recipe: its quantization, and the whole step."""
-    parts = {"linears": (0.0, size.linear_flop()), "attention": (0.0, FLASH_FLOPS * size.attention_flop())}
+def floor_rows(size: Size, rates: Rates, linears_ms: float, recipes: dict[str, Recipe]) -> Iterator[Row]:
+    """A row for each part, then for each recipe: its quantization, and the whole step. linears_ms: what their products
+    take alone."""
+    parts = {"attention": (0.0, FLASH_FLOPS * size.attention_flop())}
     parts |= {name: (nbytes, 0.0) for name, nbytes in elementwise_bytes(size).items()}
     parts["optimizer"] = (float(OPTIMIZER_BYTES * size.parameters()), 0.0)
+    yield {"case": "linears", "tflop": size.linear_flop() * 1e-12, "floor_ms": linears_ms}
     for name, (nbytes, flop) in parts.items():
         yield {"case": name, "gbytes": nbytes * 1e-9, "tflop": flop * 1e-12, "floor_ms": rates.ms(nbytes, flop)}
-    shared = sum(rates.ms(*part) for part in parts.values())
+    shared = linears_ms + sum(rates.ms(*part) for part in parts.values())
     plain = shared + rates.ms(quantize_bytes(size, Recipe.from_config({"linear": "bf16"}))[0])
     for name, recipe in recipes.items():
         nbytes, saved = quantize_bytes(size, recipe)
-        quantize, native = rates.ms(nbytes), native_flop(size, recipe)
+        quantize = rates.ms(nbytes)
         yield {"case": "quantize", "recipe": name, "gbytes": nbytes * 1e-9, "floor_ms": quantize}
-        whole = shared + quantize + rates.ms(0.0, native, fp8=True) - rates.ms(0.0, native)
+        native = linears_ms * native_flop(size, recipe) / size.linear_flop()
+        whole = shared + quantize - native * (1 - rates.matmul_tflops / rates.fp8_tflops)
         fused = whole - rates.ms(saved)
         row = {"floor_ms": whole, "fused_floor_ms": fused, "share": plain / fused}
         yield {"case": "whole step", "recipe": name} | row

@@ -8,6 +8,7 @@ import torch
 from benchmarks import step
 from benchmarks.plain_gpt import PlainGPT
 from benchmarks.step_floors import Rates, Size, elementwise_bytes, floor_rows, quantize_bytes
+from benchmarks.step_rates import products_ms
 from hqsweep.config.model import ModelConfig
 
 TINY = {
@@ -115,7 +116,7 @@ def test_floors_of_the_docstring():
     quantized = 64 * inputs * (2 + 2 + 2 + 2 * codes) + 64 * outputs * 6 + weights * 8
     assert nbytes == pytest.approx(quantized + 96 * dim * 6)  # the head stays in bf16
     assert saved == 2 * 64 * 4 * (2 * dim + 192 + 2 * 192)
-    rows = {row["case"]: row for row in floor_rows(size, UNIT, {"bf16": step.build_recipe("bf16")})}
+    rows = {row["case"]: row for row in floor_rows(size, UNIT, 3.0, {"bf16": step.build_recipe("bf16")})}
     assert rows["linears"]["tflop"] == pytest.approx(6 * 64 * (weights + 96 * dim) * 1e-12)
     assert rows["attention"]["tflop"] == pytest.approx(3.5 * 2 * 64 * 32 * dim * 2 * 1e-12)
     parts = sum(rows[name]["floor_ms"] for name in rows if name != "whole step")
@@ -124,5 +125,23 @@ def test_floors_of_the_docstring():
 
 def test_native_products_are_faster_and_decode_nothing():
     recipes = {name: step.build_recipe(name) for name in ("float8_block_scaling", "float8_block_scaling:native")}
-    rows = [row for row in floor_rows(TINY["S"], UNIT, recipes) if row["case"] == "whole step"]
-    assert rows[1]["floor_ms"] < rows[0]["floor_ms"] and rows[0]["share"] < 1
+    rows = [row for row in floor_rows(TINY["S"], UNIT, 100.0, recipes) if row["case"] == "whole step"]
+    head = 96 / (96 + 2 * (4 * 64 + 3 * 192))  # of the FLOPs: it stays in bf16
+    saved = 100.0 * (1 - head) / 2
+    quantized = [quantize_bytes(TINY["S"], recipe)[0] * 1e-6 for recipe in recipes.values()]
+    assert rows[0]["floor_ms"] - rows[1]["floor_ms"] == pytest.approx(saved + quantized[0] - quantized[1])
+    assert quantized[1] < quantized[0] and rows[0]["share"] < 1
+
+
+def test_products_of_a_size_are_all_timed():
+    """Of each shape once, as often as it occurs."""
+    shapes = []
+
+    def medians(calls):
+        results = {name: call().shape for name, call in calls.items()}
+        shapes.append(tuple(tuple(shape) for shape in results.values()))
+        return dict.fromkeys(calls, 1e-3)
+
+    assert products_ms(TINY["moe"], medians, "cpu") == pytest.approx(3 * len(list(TINY["moe"].products())))
+    assert ((64, 96), (64, 64), (96, 64)) in shapes and len(shapes) == 5
+    assert any(len(shape) == 3 and shape[0] == 4 for of_linear in shapes for shape in of_linear)
