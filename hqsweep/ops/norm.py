@@ -130,7 +130,7 @@ def norm_backward(
     _check("dh", dh, total, total.shape, STREAMS)
     _check("dtotal", dtotal, total, total.shape, (total.dtype,))
     _check("gain", gain, total, (cols,), (torch.float32,))
-    _check("statistics", statistics, total, (2 if len(statistics) == 2 else 1, rows), (torch.float32,))
+    _check("statistics", statistics, total, (2 if statistics.shape[:1] == (2,) else 1, rows), (torch.float32,))
     if branch_dtype not in (None, *STREAMS):
         raise ValueError(f"branch_dtype is {branch_dtype}; a gradient is rounded to float32 or bfloat16")
     outputs = _gradients(total, statistics, branch_dtype)
