@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.adamw import adamw
 
 from hqsweep.errors import UserError
@@ -31,8 +32,11 @@ class FusedAdam(torch.optim.AdamW):
     parameter is overwritten, so a checkpoint is loaded into the model and the optimizer.
 
     The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
-    fused choose torch's kernels, by default as AdamW does. master_weights=False updates plain low-precision parameters
-    in place.
+    fused choose torch's kernels: by default the fused one where all is on CUDA, elsewhere as AdamW does.
+    master_weights=False updates plain low-precision parameters in place.
+
+    The fused kernel reads the learning rate and counts the steps on the device and nothing waits for it, so that a CUDA
+    graph can hold a step; what replays one gives rates by set_lr().
 
     Raises UserError for quantized parameters with master_weights=False, and for a parameter with both a grad and a
     main_grad.
@@ -51,6 +55,7 @@ class FusedAdam(torch.optim.AdamW):
         fused: bool | None = None,
     ) -> None:
         self.master_weights = master_weights
+        self._rates: dict[int, tuple[Tensor, float]] = {}
         super().__init__(params, lr, betas, eps, weight_decay, foreach=foreach, fused=fused)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -70,31 +75,76 @@ class FusedAdam(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            grads = {p: g.to(self._dtype(p)) for p in group["params"] if (g := gradient(p)) is not None}
-            if grads:
-                self._update(group, grads)
+        self._update_all(self._gradients())
         return loss
 
     def set_lr(self, lr: float) -> None:
         """Give every group this learning rate, which CUDA graphs that hold a step read, too."""
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             group["lr"] = lr
+            if index in self._rates:
+                self._rate(index)
 
     @torch.no_grad()
     def clip_and_step(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """A step of the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
         them; returns their norm, float32 [].
 
+        The fused kernel divides by the inverse as it reads a gradient, and stores the quotient: one pass less.
         parameters: in whose order the norms of the gradients are summed, by default that of the groups.
         """
-        own = (p for group in self.param_groups for p in group["params"])
-        norm = torch.nn.utils.clip_grad_norm_(own if parameters is None else parameters, max_norm)
-        self.step()
+        if parameters is None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters, gradients = list(parameters), self._gradients()
+        if all(self._is_fused(group) for group in self.param_groups):
+            every = {p: g for grads in gradients for p, g in grads.items()}
+            norm = get_total_norm([every[p] for p in parameters if p in every])
+            self._update_all(gradients, ((norm + 1e-6) / max_norm).clamp(min=1.0))
+            return norm
+        norm = get_total_norm([g for p in parameters if (g := gradient(p)) is not None])
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        held = [p.main_grad for p in parameters if getattr(p, "main_grad", None) is not None]
+        if held:
+            torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._update_all(self._gradients())
         return norm
 
-    def _update(self, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> None:
-        states = [self._state(p, group) for p in grads]
+    def _gradients(self) -> list[dict[Tensor, Tensor]]:
+        """Of each group its parameters and their gradients in the dtype of their updates, as far as there are any."""
+        groups = (group["params"] for group in self.param_groups)
+        return [{p: g.to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups]
+
+    def _update_all(self, gradients: list[dict[Tensor, Tensor]], divisor: Tensor | None = None) -> None:
+        """One update; divisor: what gradients of fused groups are divided by."""
+        for index, grads in enumerate(gradients):
+            if grads:
+                self._update(index, grads, divisor)
+
+    def _is_fused(self, group: dict[str, Any]) -> bool:
+        """Whether torch's fused kernel updates a group."""
+        if group["fused"] is not None or group["foreach"] is not None:
+            return bool(group["fused"])
+        return all(p.is_cuda for p in group["params"])
+
+    def _rate(self, index: int) -> float | Tensor:
+        """The learning rate of a group; on a GPU as it lies there, float32, in memory that stays and takes the group's
+        own rate unless a graph is captured."""
+        group = self.param_groups[index]
+        rate, first = group["lr"], group["params"][0]
+        if isinstance(rate, Tensor) or not first.is_cuda or first.dtype == torch.float64:
+            return rate
+        held, value = self._rates.get(index, (None, None))
+        if held is None or held.device != first.device:
+            held = torch.empty((), dtype=torch.float32, device=first.device)
+        elif value == rate or torch.cuda.is_current_stream_capturing():
+            return held
+        self._rates[index] = held.fill_(rate), rate
+        return held
+
+    def _update(self, index: int, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> None:
+        group = self.param_groups[index]
+        fused = self._is_fused(group)
+        states = [self._state(p, fused) for p in grads]
         masters = [self.master_param(p) for p in grads]
         adamw(
             masters,
@@ -102,8 +152,12 @@ class FusedAdam(torch.optim.AdamW):
             *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
             [],
             [state["step"] for state in states],
-            **{name: group[name] for name in ("foreach", "fused", "capturable", "differentiable")},
-            **{name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")},
+            foreach=group["foreach"],
+            fused=fused,
+            lr=self._rate(index) if fused else group["lr"],
+            grad_scale=divisor,
+            **{name: group[name] for name in ("capturable", "differentiable")},
+            **{name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")},
             beta1=group["betas"][0],
             beta2=group["betas"][1],
         )
@@ -119,12 +173,16 @@ class FusedAdam(torch.optim.AdamW):
         """dtype of the update: the master's."""
         return torch.float32 if self.master_weights and not _is_own_master(p) else p.dtype
 
-    def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The state of one parameter, made when it is first asked for."""
+    def _state(self, p: Tensor, fused: bool) -> dict[str, Tensor]:
+        """The state of one parameter, made when it is first asked for. The fused kernel counts steps on the device, the
+        others on the CPU."""
         state, master = self.state[p], self.master_param(p)
+        device = p.device if fused else torch.device("cpu")
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        elif state["step"].device != device:  # of a checkpoint that another kernel wrote
+            state["step"] = state["step"].to(device)
         if master is not p and MASTER not in state:
             state[MASTER] = master
             if isinstance(p, HybridQuantizedTensor):
