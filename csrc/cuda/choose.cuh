@@ -28,11 +28,11 @@ inline bool is_mxfp8(const Direction& to) {
 // Something else than codes and scales alone.
 inline bool wants_other_than_codes(const Direction& to) { return to.exact || !to.codes || !to.scales; }
 
-// What training needs: no amax per row, no 4over6, no E2M1 under one scale, MX scales rounded up, no transform of scale
-// tiles of several rows, decoded values in bf16. segments: see stores_segments.
+// What training needs: no amax per row, no 4over6 by the fast error, no E2M1 under one scale, MX scales rounded up, no
+// transform of scale tiles of several rows, decoded values in bf16. segments: see stores_segments.
 inline bool is_usual(const Direction& to, bool segments) {
   const Spec& spec = to.spec;
-  return segments && !spec.row_scaled && spec.four_over_six == FourOverSix::none && !is_current_four(spec) &&
+  return segments && !spec.row_scaled && !spec.fast_error && !is_current_four(spec) &&
          spec.scale_rounding == ScaleRounding::up && !(spec.rht && spec.tile_rows > 1) &&
          (!to.exact || to.exact_dtype == Dtype::bf16);
 }
@@ -51,6 +51,11 @@ inline bool is_mxfp8(const QuantizeJob& job) {
 inline bool decodes_codes(const QuantizeJob& job) {
   return (job.has_row && wants_other_than_codes(job.row)) ||
          (job.has_column && (wants_other_than_codes(job.column) || job.dequantized));
+}
+
+inline bool has_four_over_six(const QuantizeJob& job) {
+  return (job.has_row && job.row.spec.four_over_six != FourOverSix::none) ||
+         (job.has_column && job.column.spec.four_over_six != FourOverSix::none);
 }
 
 // ---- what a kernel takes -------------------------------------------------------------------------------------------
@@ -129,11 +134,12 @@ inline bool finds_both_amaxes(const QuantizeJob& job) {
 
 // ---- the choice ----------------------------------------------------------------------------------------------------
 
-// general: quantize_tiles. fast: quantize_fast. mx, mx_exact: quantize_mx for codes, or for anything decoded.
+// general: quantize_tiles. fast: quantize_fast. four_over_six: quantize_four_over_six. mx, mx_exact: quantize_mx for codes, or for anything decoded.
 // For a group, all of them as quantize_members. mx_flat: quantize_mx_flat.
-enum class Encoder { general, fast, mx, mx_exact, mx_flat };
+enum class Encoder { general, fast, four_over_six, mx, mx_exact, mx_flat };
 
 inline Encoder encoder_of_tiles(const QuantizeJob& job) {
+  if (has_four_over_six(job)) return wants_statistics(job) ? Encoder::general : Encoder::four_over_six;
   if (wants_statistics(job) || !is_mxfp8(job)) return Encoder::fast;
   return decodes_codes(job) ? Encoder::mx_exact : Encoder::mx;
 }
@@ -144,12 +150,13 @@ inline Encoder encoder_of_matrix(const QuantizeJob& job) {
 }
 
 inline Encoder encoder_of_group(const QuantizeJob& job) {
-  return fast_takes_tiles(job) && !wants_statistics(job) ? encoder_of_tiles(job) : Encoder::general;
+  const bool fast = fast_takes_tiles(job) && !wants_statistics(job) && !has_four_over_six(job);
+  return fast ? encoder_of_tiles(job) : Encoder::general;
 }
 
 // The fast encoders' first tile stores the scale of current scaling, where all tiles of a matrix are whole.
 inline bool encoder_stores_scale_inv(const QuantizeJob& job) {
-  return fast_takes_matrix(job) && has_whole_tiles_of_rows(job.source);
+  return fast_takes_matrix(job) && has_whole_tiles_of_rows(job.source) && !has_four_over_six(job);
 }
 
 // ---- inside of the fast encoders, for each tile --------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // The fast encoder: a direction with what training needs and nothing else. A whole tile of bf16 words, aligned outputs,
-// no amax per row, no 4over6, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's
+// no amax per row, MX scales rounded up. The kind of the format is compiled in, and the loop over a thread's
 // four segments stays a loop, because the code of two directions must fit the instruction cache (benchmarks/NOTES.md).
 // The bytes are those of direction.cuh.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace hq {
 
-enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic };
+enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic, nvfp4_four_over_six };
 
 // matrix: a tile of a matrix that has only whole tiles. whole: a whole tile of other rows, where the last blocks of
 // columns may be parts, and exact columns may be stored by rows. ragged: a tile that ends early, or whose columns begin
@@ -20,9 +20,9 @@ enum class Kind { current, block, mx_eight, mx_four, nvfp4, nvfp4_stochastic };
 enum class Part { matrix, whole, ragged };
 
 template <Kind kKind>
-constexpr bool kFourBits = kKind == Kind::mx_four || kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
+constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic || kKind == Kind::nvfp4_four_over_six;
 template <Kind kKind>
-constexpr bool kNvfp4 = kKind == Kind::nvfp4 || kKind == Kind::nvfp4_stochastic;
+constexpr bool kFourBits = kKind == Kind::mx_four || kNvfp4<kKind>;
 template <Kind kKind>
 constexpr int kBlock = kNvfp4<kKind> ? 16 : (kKind == Kind::block ? kTile : 32);
 
@@ -109,6 +109,101 @@ __device__ __forceinline__ BlockScale fast_scale(const FastSide& side, const Blo
   return mx_scale_up(amax, side.facts);
 }
 
+// ---- 4over6 --------------------------------------------------------------------------------------------------------
+
+// fl(x / divisor) for the divisors 6, 1536 and 2688, in fp64; and (near) where x is 0 or |x| is from 2^-100 on and finite,
+// in fp32: the quotient by the reciprocal, and one correction. Both are the rounded quotients, for every x, and leave out
+// the call that a division has where it must not be made (tests/csrc/test_numerics.py).
+__device__ __forceinline__ float divided(float x, double reciprocal) {
+  return static_cast<float>(static_cast<double>(x) * reciprocal);
+}
+__device__ __forceinline__ float divided_near(float x, float divisor, float reciprocal) {
+  const float quotient = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(__fmaf_rn(-quotient, divisor, x), reciprocal, quotient);
+}
+
+// Codes of a segment under the scale of that code, and the sum of their errors in the order of the elements.
+__device__ __forceinline__ float encode_candidate(const FastSide& side, const float x[kSegment], uint32_t code,
+                                                  uint32_t codes[2]) {
+  const Spec& spec = side.to.spec;
+  const bool square = spec.four_over_six == FourOverSix::mse, large = spec.e4m3_max == 448.0f;
+  const float divisor = large ? 2688.0f : 1536.0f, reciprocal = large ? 1.0f / 2688.0f : 1.0f / 1536.0f;
+  const float amax = side.scales.global.amax, scale = e4m3_value(code);
+  const bool far = !(amax > 0x1p-80f && amax < 0x1p100f);  // of a segment's values: from 2^-10 to 2688 times that
+  float v[kSegment], sum = 0.0f;
+  encode_four(x, side.scales.encode[code], nullptr, codes);
+  decode_four(codes, v);
+  const auto add = [&](float value, float element) {
+    const float d = value - element;
+    sum += square ? d * d : fabsf(d);
+  };
+  if (far) {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) add(divided(v[i] * scale * amax, large ? 1.0 / 2688.0 : 1.0 / 1536.0), x[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) add(divided_near(v[i] * scale * amax, divisor, reciprocal), x[i]);
+  }
+  return sum;
+}
+
+// The codes of the block scales that map the amax to 6 and to 4.
+struct Candidates {
+  uint32_t six, four;
+};
+
+__device__ __forceinline__ Candidates candidates_of(const FastSide& side, float amax) {
+  const float six = divided(amax, 1.0 / 6.0) * side.scales.global.encode;
+#if __CUDA_ARCH__ >= 890
+  return {e4m3_pair(six, 0.0f), e4m3_pair(six * 1.5f, 0.0f)};
+#else
+  return {encode<E4M3>(six), encode<E4M3>(six * 1.5f)};
+#endif
+}
+
+// The better code of a block scale, and the codes of the elements under it: that of 4 where its error is less.
+__device__ __forceinline__ uint32_t encode_better(const FastSide& side, const float x[kSegment], float amax,
+                                                  uint32_t codes[2]) {
+  const Candidates candidates = candidates_of(side, amax);
+  uint32_t best = 0;
+  float least = 0.0f;
+#pragma unroll 1
+  for (int c = 0; c < 2; ++c) {
+    uint32_t code = c ? candidates.four : candidates.six, own[2];
+    const float error = encode_candidate(side, x, code, own);
+    if (c == 0 || error < least) best = code, least = error, codes[0] = own[0], codes[1] = own[1];
+  }
+  return best;
+}
+
+// The better code for the scale tile of 16 rows in which all of a thread's segments lie. inside(q): segment q is the
+// operand's. Every thread of the warp takes part.
+template <class Order, class Inside>
+__device__ __forceinline__ uint32_t better_of_tile(const FastSide& side, uint32_t* tile, float amax, Inside inside) {
+  constexpr int per_group = kGroupSegments<Order, Bf16>;
+  const FastWords<Order> source(tile);
+  const Candidates candidates = candidates_of(side, amax);
+  float errors[2][kSegments] = {};
+#pragma unroll 1
+  for (int q = 0; q < kSegments; ++q) {
+    uint32_t words[kGroupWords<Order, Bf16>];
+    source.get(q / per_group, words);
+    float x[kSegment];
+    fast_values<Order>(words, q % per_group, x);
+#pragma unroll 1
+    for (int c = 0; c < 2; ++c) {
+      uint32_t codes[2];
+      const float error = encode_candidate(side, x, c ? candidates.four : candidates.six, codes);
+#pragma unroll
+      for (int i = 0; i < 2 * kSegments; ++i)
+        if (i == c * kSegments + q && inside(q)) errors[i / kSegments][i % kSegments] = error;
+    }
+  }
+  Order::join_rows(errors[0], Sum());
+  Order::join_rows(errors[1], Sum());
+  return errors[1][0] < errors[0][0] ? candidates.four : candidates.six;
+}
+
 // The scale of a segment at `row` of the operand, whose first element is number `element`.
 template <class Order, Kind kKind, Part kPart>
 __device__ __forceinline__ void store_fast_scale(const FastSide& side, uint32_t row, uint64_t element,
@@ -179,6 +274,7 @@ __device__ __forceinline__ void use_values(const FastSide& side, const float v[k
 template <class Order, Kind kKind, Part kPart, class Tally>
 __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile, Tally& tally) {
   constexpr bool four = kFourBits<kKind>, rows_of_x = std::is_same_v<Order, RowOrder>, ragged = kPart == Part::ragged;
+  constexpr bool chooses = kKind == Kind::nvfp4_four_over_six;
   constexpr int per_group = kGroupSegments<Order, Bf16>, groups = kGroups<Order, Bf16>;
   const Direction& to = side.to;
   const Spec& spec = to.spec;
@@ -194,6 +290,13 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
   // All of a warp's segments may lie outside of an expert's rows, and some of them outside of its columns (X's rows).
   if (ragged && rows_of_x && side.row0 + warp_of_block() * 16 >= side.rows) return;
   const bool in_cols = !ragged || rows_of_x || side.col0 + Order::col(0) < side.cols;
+  uint32_t better = 0;
+  if constexpr (chooses) {
+    if (tiled)
+      better = better_of_tile<Order>(side, tile, amax_of_tile, [&](int q) {
+        return rows_of_x ? side.row0 + Order::row(q) < side.rows : in_cols;
+      });
+  }
   const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales && in_cols;
   const bool decodes = Tally::kWanted || to.exact || side.replace;
   uint32_t row = side.row0 + Order::row(0);
@@ -215,21 +318,34 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
         most = amax_of_tile;
       else if (kKind != Kind::current && kBlock<kKind> > kSegment)
         most = Order::join_near(most, kBlock<kKind>, Larger());
-      const BlockScale scale = fast_scale<kKind>(side, whole, most);
+      float x[kSegment];
+      uint32_t codes[kCodeWords<four>];
+      BlockScale scale;
+      if constexpr (chooses) {
+        fast_values<Order>(words, k, x);
+        uint32_t code = better;
+        if (tiled)
+          encode_four(x, side.scales.encode[code], nullptr, codes);
+        else
+          code = encode_better(side, x, most, codes);
+        scale = nvfp4_scale_of(code, side.scales.encode[code], side.scales.global, spec);
+      } else {
+        scale = fast_scale<kKind>(side, whole, most);
+      }
       const bool inside = !ragged || (rows_of_x ? row < side.rows : in_cols);
       const bool stores = inside || (ragged && !rows_of_x);
       if (leads && inside) store_fast_scale<Order, kKind, kPart>(side, row, element, scale);
-      float x[kSegment];
-      fast_values<Order>(words, k, x);
-      uint32_t codes[kCodeWords<four>];
-      if constexpr (four) {
+      if constexpr (!chooses) fast_values<Order>(words, k, x);
+      if constexpr (four && !chooses) {
         uint32_t random[4];
         constexpr bool draws = kKind == Kind::nvfp4_stochastic;
         if (draws) draw(side.key, (element - side.first) / kSegment, random);
         encode_four(x, scale.encode, draws ? random : nullptr, codes);
-        if (nan) mark_nan(x, codes);
-      } else {
+      } else if constexpr (!four) {
         encode_eight(x, scale.encode, spec.element, side.facts, codes);
+      }
+      if constexpr (four) {
+        if (nan) mark_nan(x, codes);
       }
       if (to.codes && stores)
         store_fast<Order, kPart, kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes, side);
@@ -250,7 +366,8 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
   }
 }
 
-template <class Order, Part kPart, class Tally>
+// kChooses: 4over6 may be asked for. Kernels that leave it out have room for more thread blocks.
+template <class Order, Part kPart, bool kChooses, class Tally>
 __device__ __forceinline__ void run_fast(const FastSide& side, uint32_t* tile, Tally& tally) {
   const Spec& spec = side.to.spec;
   switch (spec.family) {
@@ -262,6 +379,10 @@ __device__ __forceinline__ void run_fast(const FastSide& side, uint32_t* tile, T
     case Family::nvfp4: break;
   }
   if (spec.sr) return encode_fast<Order, Kind::nvfp4_stochastic, kPart>(side, tile, tally);
+  if constexpr (kChooses) {
+    if (spec.four_over_six != FourOverSix::none)
+      return encode_fast<Order, Kind::nvfp4_four_over_six, kPart>(side, tile, tally);
+  }
   encode_fast<Order, Kind::nvfp4, kPart>(side, tile, tally);
 }
 

@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_turned(const QuantizeJob& job, const FastC
 }
 
 // A tile of bf16, on its way to shared memory, in the formats and with the outputs of fast.cuh.
-template <bool kSums, Part kPart>
+template <bool kSums, Part kPart, bool kChooses = false>
 __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
   Nvfp4Scales(&scales)[2] = fast_space().scales;
   float(&strips)[8][8] = fast_space().strips;
@@ -60,14 +60,14 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
     const bool shares = job.has_row && !replace && !job.row.spec.rht && !job.column.spec.rht;
     if (job.has_row) {
       Tally tally(space[0], true);
-      run_fast<RowOrder, kPart>(row, tile, tally);
+      run_fast<RowOrder, kPart, kChooses>(row, tile, tally);
       tally.leave();
     }
     __syncthreads();
     if (job.has_column) {
       if (column_tiled && replace) nan = find_strips(tile, strips);
       Tally tally(space[1], !shares);
-      run_fast<ColumnOrder, kPart>(column(), tile, tally);
+      run_fast<ColumnOrder, kPart, kChooses>(column(), tile, tally);
       tally.leave();
       __syncthreads();
     }
@@ -79,11 +79,11 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
     }
   } else {
     NoTally none;
-    if (job.has_row) run_fast<RowOrder, kPart>(row, tile, none);
+    if (job.has_row) run_fast<RowOrder, kPart, kChooses>(row, tile, none);
     if (!job.has_column) return;
     __syncthreads();
     if (column_tiled && replace) nan = find_strips(tile, strips);
-    run_fast<ColumnOrder, kPart>(column(), tile, none);
+    run_fast<ColumnOrder, kPart, kChooses>(column(), tile, none);
     if constexpr (kPart != Part::matrix) {
       if (job.column.exact && job.column.exact_turned) store_turned(job, at, tile);
     }
@@ -91,11 +91,12 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
 }
 
 // A tile of a matrix, or of an expert, whose rows end anywhere.
+template <bool kChooses = false>
 __device__ __forceinline__ void run_any_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
   if (is_whole_tile(job, here.at))
-    run_fast_tile<false, Part::whole>(job, here, tile);
+    run_fast_tile<false, Part::whole, kChooses>(job, here, tile);
   else
-    run_fast_tile<false, Part::ragged>(job, here, tile);
+    run_fast_tile<false, Part::ragged, kChooses>(job, here, tile);
 }
 
 }  // namespace hq

@@ -76,6 +76,15 @@ __global__ void __launch_bounds__(kThreads, kSums ? 3 : 4) quantize_fast(const _
     run_fast_tile<kSums, Part::matrix>(job, here, tile);
 }
 
+// The same with 4over6, for rows of any number.
+__global__ void __launch_bounds__(kThreads, 3) quantize_four_over_six(const __grid_constant__ QuantizeJob job) {
+  extern __shared__ __align__(128) uint4 shared[];
+  const FastTile here = fast_tile_of(job);
+  uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
+  load_matrix_tile<true>(job.source, here.at, tile);
+  run_any_tile<true>(job, here, tile);
+}
+
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 template <class W, bool kSums>
@@ -119,6 +128,7 @@ struct MatrixLaunch {
       case Encoder::fast:
         if (sums) return launch_fast(quantize_fast<true, false>, job, stream);
         return fast(quantize_fast<false, true>, quantize_fast<false, false>);
+      case Encoder::four_over_six: return launch_fast(quantize_four_over_six, job, stream);
       case Encoder::general: break;
     }
     if (job.source.dtype == Dtype::bf16)

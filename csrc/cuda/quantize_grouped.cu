@@ -129,6 +129,7 @@ struct GroupLaunch {
       case Encoder::mx: return launch_members<Bf16, false, Encoder::mx>(members, stream);
       case Encoder::mx_exact: return launch_members<Bf16, false, Encoder::mx_exact>(members, stream);
       case Encoder::fast: return launch_members<Bf16, false, Encoder::fast>(members, stream);
+      case Encoder::four_over_six:
       case Encoder::general:
       case Encoder::mx_flat: break;
     }

@@ -198,3 +198,19 @@ def test_build_info_says_how_numbers_were_compiled():
     assert info["isa"] in info["isas"].split()
     if info["cuda"]:
         assert {"-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false"} <= set(info["cuda_flags"].split())
+
+
+@pytest.mark.parametrize("divisor", [6.0, 1536.0, 2688.0])
+def test_quotients_of_the_fast_encoder_are_rounded_once(divisor):
+    """divided() and divided_near() of csrc/cuda/fast.cuh: every mantissa, and what lies below the normal numbers."""
+    mantissas = np.arange(1 << 23, dtype=np.uint32)
+    one, least = (mantissas | np.uint32(exponent << 23) for exponent in (127, 0))
+    for bits in (one, least):
+        x = bits.view(np.float32)
+        exact = x / np.float32(divisor)
+        assert np.array_equal((x.astype(np.float64) * (1 / divisor)).astype(np.float32), exact)
+    reciprocal, x = np.float32(1) / np.float32(divisor), one.view(np.float32)
+    quotient = x * reciprocal
+    rest = (x - quotient.astype(np.float64) * divisor).astype(np.float32)
+    near = (rest.astype(np.float64) * reciprocal + quotient).astype(np.float32)
+    assert np.array_equal(near, x / np.float32(divisor)) and not np.array_equal(quotient, near)
