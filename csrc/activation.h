@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "quantize.h"
+
 namespace hq {
 
 enum class Activation { swiglu, gelu };
@@ -24,6 +26,10 @@ struct Activated {
 // out: h [rows, width], or with dh the gradient of z, in z's shape. amax: null, or float32 [1] that is raised to out's
 // largest magnitude, NaN aside. Raises std::runtime_error with CUDA's own message; work is only enqueued.
 void activation_cuda(const Activated& call, void* out, float* amax, uintptr_t stream);
+// Quantizes that output, rounded to bf16, without making it; as quantize_cuda. False, and nothing is done, where no kernel
+// does that: for shapes, formats and outputs that the fast encoders do not take, and for formats with global amaxes.
+bool quantize_activated_cuda(const Activated& of, const Direction* row, const Direction* column, bool dequantized,
+                             uintptr_t stream);
 #endif
 
 }  // namespace hq

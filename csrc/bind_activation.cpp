@@ -37,6 +37,14 @@ void bind_activation(py::module_& m) {
     activation_cuda(call, pointer<void>(out), pointer<float>(amax), stream);
   }, "kind"_a, "rows"_a, "width"_a, "z"_a, "dh"_a, "out"_a, "amax"_a = 0, "stream"_a = 0,
      "h [rows, width] of z, or with dh the gradient of z; bf16 without gaps. amax is raised to the output's.");
+  m.def("quantize_activated_cuda", [](const std::string& kind, int64_t rows, int64_t width, uintptr_t z, uintptr_t dh,
+                                      const Direction* row, const Direction* column, bool dequantized, uintptr_t stream) {
+    const Activated of = make_activated(kind, rows, width, z, dh);
+    const int64_t cols = width * (dh ? inputs_of(of.kind) : 1);
+    make_call(z, static_cast<int>(Dtype::bf16), rows, cols, cols, 1, row, column, dequantized);  // as quantize_cuda
+    return quantize_activated_cuda(of, row, column, dequantized, stream);
+  }, "kind"_a, "rows"_a, "width"_a, "z"_a, "dh"_a, "row"_a.none(true), "column"_a.none(true), "dequantized"_a = false,
+     "stream"_a = 0, "quantize_cuda of activation_cuda's output, which is not made; False where no kernel does that.");
 }
 
 }  // namespace hq

@@ -40,7 +40,7 @@ def activation(z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
     ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, and for a W that is no
     multiple of 8 (swiglu: 16).
     """
-    _check(z, kind)
+    check_input(z, kind)
     return _run(z, None, kind, z.shape[1] // INPUTS[kind], amax)
 
 
@@ -55,10 +55,8 @@ def _backward_fake(dh, z, kind, amax=False):
 )
 def activation_backward(dh: Tensor, z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
     """The gradient dz bfloat16 [M, W] of z, from that of h; then its amax, if wanted. ValueError as activation()."""
-    _check(z, kind)
-    shape = (z.shape[0], z.shape[1] // INPUTS[kind])
-    if dh.dtype is not z.dtype or dh.shape != shape or dh.device != z.device or not _is_plain(dh):
-        raise ValueError(f"dh is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")
+    check_input(z, kind)
+    check_gradient(dh, z, kind)
     return _run(z, dh, kind, z.shape[1], amax)
 
 
@@ -66,7 +64,8 @@ def _is_plain(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-def _check(z: Tensor, kind: str) -> None:
+def check_input(z: Tensor, kind: str) -> None:
+    """ValueError for what the kernels cannot read."""
     if kind not in INPUTS:
         raise ValueError(f"activation is {kind!r}; allowed: {', '.join(INPUTS)}")
     if z.dim() != 2 or not takes(z, kind) or not _is_plain(z):
@@ -74,6 +73,13 @@ def _check(z: Tensor, kind: str) -> None:
             f"z is {described(z)}; {kind} takes contiguous bfloat16 with two axes at a multiple of 16 bytes, and"
             f" a width that is a multiple of {8 * INPUTS[kind]}"
         )
+
+
+def check_gradient(dh: Tensor, z: Tensor, kind: str) -> None:
+    """ValueError for a gradient of h that does not belong to z, or that the kernels cannot read."""
+    shape = (z.shape[0], z.shape[1] // INPUTS[kind])
+    if dh.dtype is not z.dtype or dh.shape != shape or dh.device != z.device or not _is_plain(dh):
+        raise ValueError(f"dh is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")
 
 
 def _run(z: Tensor, dh: Tensor | None, kind: str, width: int, amax: bool) -> list[Tensor]:

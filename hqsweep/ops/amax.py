@@ -72,7 +72,7 @@ def find_amax(
         columnwise_source, "codes", "codes",
     )  # fmt: skip
     if splits is None:
-        check_shape(request, x)
+        check_shape(request, x.shape)
     _check(request, x, rowwise, columnwise, splits)
     if splits is None:
         _one(request, x, rowwise, columnwise, backend)

@@ -9,7 +9,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Buffers, ExactOperand, Format, RngKey
 from hqsweep.ops import operators
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
-from hqsweep.ops.inputs import Inputs, matrix_inputs, member_inputs, of_member
+from hqsweep.ops.inputs import NO_INPUTS, Inputs, matrix_inputs, member_inputs, of_member
 from hqsweep.ops.kernels import KernelSpec
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import PackedExact, Result, held_exact, pack
@@ -77,7 +77,7 @@ def quantize(
     x = as_matrix(x)
     if splits is not None:
         return _members(request, x, splits, row, column, statistics, backend)
-    check_shape(request, x)
+    check_shape(request, x.shape)
     if request.delayed:
         check_given(request, row.grid, column.grid)
     if request.row is None and request.column is None:
@@ -103,12 +103,19 @@ def exact_operand(x: Tensor, format: Format, *, key: RngKey | None = None, backe
 
 
 def _by_kernel(request: Request, x: Tensor, inputs: Inputs, statistics: bool) -> Quantized:
-    row, column = request.row, request.column
     outputs = operators.quantize(
         x, request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact,
         inputs.row_key, inputs.column_key, inputs.row_amax, inputs.column_amax, statistics,
         None, None, None, None, False, inputs.step,
     )  # fmt: skip
+    return quantized_of(request, outputs, inputs, x if statistics else None)
+
+
+def quantized_of(
+    request: Request, outputs: list[Tensor], inputs: Inputs = NO_INPUTS, x: Tensor | None = None
+) -> Quantized:
+    """The operator's outputs of one matrix; with x, which was quantized, also its statistics."""
+    row, column, statistics = request.row, request.column, x is not None
     first = second = first_sums = second_sums = None
     if row is not None:
         first, outputs = _take(outputs, row, request.row_exact, inputs.row_amax)

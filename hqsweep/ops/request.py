@@ -121,16 +121,16 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def check_shape(request: Request, x: Tensor) -> None:
-    """UserError for a matrix that one of the formats cannot hold."""
-    (rows, cols), (down, across) = x.shape, request.multiples
+def check_shape(request: Request, shape: Sequence[int]) -> None:
+    """UserError for a matrix of this shape that one of the formats cannot hold."""
+    (rows, cols), (down, across) = shape, request.multiples
     if rows % down or cols % across:
         wrong = (request.row, "rowwise", "columns") if cols % across else (request.column, "columnwise", "rows")
         spec, direction, axis = wrong
         height, width = spec.format.tile
         raise UserError(
             f"quantize: {direction} {spec.text} takes a multiple of {spec.multiple} {axis} (its blocks are {height} x "
-            f"{width}), and the matrix has shape {tuple(x.shape)}"
+            f"{width}), and the matrix has shape {tuple(shape)}"
         )
 
 

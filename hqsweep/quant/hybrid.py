@@ -10,15 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
+from hqsweep.ops.activation import activation, activation_backward
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import Result
-from hqsweep.ops.quantize import Quantized, quantize
-from hqsweep.ops.request import NO_TARGET, Output, Target
+from hqsweep.ops.quantize import Quantized, quantize, quantized_of
+from hqsweep.ops.quantize_activated import quantize_activated, shape_of, takes_formats
+from hqsweep.ops.request import NO_TARGET, Output, Target, request_of, text_of
 from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import gather
 from hqsweep.quant.delayed import SlotStates, grids_of, note
@@ -125,12 +128,61 @@ class HybridQuantizer:
         splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
         and states, into operands with a layout. by_rows: see ops.request.Target.
         """
+        row, column = self._targets(rowwise, columnwise, by_rows)
+        results = self._quantize(x, row, column, key, states, splits=splits)
+        return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+
+    def quantize_activated(
+        self,
+        z: Tensor,
+        dh: Tensor | None,
+        kind: str,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        key: RngKey | None = None,
+        states: SlotStates | None = None,
+    ) -> HybridOperand:
+        """quantize() of h = activation(z), or with dh of the gradient of z: on CUDA, for a z that activation() takes.
+
+        In one pass from z where all scales are found in blocks, without random bits; otherwise from the matrix, under
+        the amax that the activation's kernel finds, where a format has one of the whole matrix. The bytes are the same.
+        """
+        if type(self) is not HybridQuantizer:
+            (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
+            return self.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
+        row, column = self._targets(rowwise, columnwise)
+        source = self.columnwise_source if column.format else "original"
+        request = request_of(text_of(row.format), text_of(column.format), source, row.output, column.output)
+        if takes_formats(request):
+            results = quantized_of(request, quantize_activated(request, z, dh, kind))
+            return self._operands(results, shape_of(z, dh, kind), z.dtype, None, rowwise)
+        found = _takes_amax(row.format) or (source == "original" and _takes_amax(column.format))
+        x, *amax = activation(z, kind, found) if dh is None else activation_backward(dh, z, kind, found)
+        if found:
+            row, column = _under(row, *amax), _under(column, *amax) if source == "original" else column
+        results = self._quantize(x, row, column, key, states)
+        return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
+
+    def _targets(
+        self, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False
+    ) -> tuple[Target, Target]:
+        """What is made for the outputs that are asked for."""
         needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
         row = Target(self.rowwise, rowwise or "codes") if needs_row else NO_TARGET
-        column = Target(self.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
-        results = self._quantize(x, row, column, key, states, splits=splits)
-        row = _operand(results.rowwise, self.rowwise, x, splits, columnwise=False) if rowwise else None
-        column = _operand(results.columnwise, self.columnwise, x, splits, columnwise=True)
+        return row, Target(self.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
+
+    def _operands(
+        self,
+        results: Quantized,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        splits: Splits | None,
+        rowwise: Output | None,
+    ) -> HybridOperand:
+        """Of a matrix of this shape; the rowwise results, if they are asked for."""
+        row = _operand(results.rowwise, self.rowwise, shape, dtype, splits) if rowwise else None
+        column = _operand(results.columnwise, self.columnwise, shape[::-1], dtype, splits, columnwise=True)
         return HybridOperand(rowwise=row, columnwise=column)
 
     def statistics(
@@ -166,8 +218,8 @@ class HybridQuantizer:
         grids = grids_of(slots, formats) if slots else {}
         if splits is None:
             grids = {direction: of_slots[0] for direction, of_slots in grids.items()}
-        row = row._replace(key=keys["rowwise"], grid=grids.get("rowwise"))
-        column = column._replace(key=keys["columnwise"], grid=grids.get("columnwise"))
+        row = row._replace(key=keys["rowwise"], grid=grids.get("rowwise", row.grid))
+        column = column._replace(key=keys["columnwise"], grid=grids.get("columnwise", column.grid))
         results = quantize(x, row, column, columnwise_source=source, **options)
         if slots:
             note(slots, x, splits, formats, source, keys["rowwise"])
@@ -182,16 +234,34 @@ class HybridQuantizer:
         return {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
 
 
+def _takes_amax(format: Format | None) -> bool:
+    """Whether the format's only amax is that of the matrix as it comes."""
+    return (
+        format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled or format.rht)
+    )
+
+
+def _under(target: Target, amax: Tensor) -> Target:
+    """The target with a grid of the matrix's amax, where its format takes that."""
+    return target._replace(grid={target.format.amax_name: amax}) if _takes_amax(target.format) else target
+
+
 def _operand(
-    result: Result | None, format: Format, x: Tensor, splits: Splits | None, *, columnwise: bool
+    result: Result | None,
+    format: Format,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    splits: Splits | None,
+    *,
+    columnwise: bool = False,
 ) -> Operand | ExactOperand | None:
+    """shape: the operand's; of members' packed operands that of X, or of X.T."""
     if result is None or isinstance(result, ExactOperand):
         return result
     if splits is not None:
-        layout = GroupLayout.of(splits, x.shape[1], columnwise=columnwise)
-        return Operand(format=format, layout=layout, dtype=x.dtype, buffers=result)
-    shape = tuple(x.shape)
-    return Operand(format=format, shape=shape[::-1] if columnwise else shape, dtype=x.dtype, buffers=result)
+        layout = GroupLayout.of(splits, shape[0] if columnwise else shape[1], columnwise=columnwise)
+        return Operand(format=format, layout=layout, dtype=dtype, buffers=result)
+    return Operand(format=format, shape=shape, dtype=dtype, buffers=result)
 
 
 def IdentityQuantizer(name: str = "bf16") -> HybridQuantizer:
