@@ -116,6 +116,21 @@ class Call:
         except UserError as error:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
 
+    def quantize_activated(
+        self,
+        tensor: str,
+        z: Tensor,
+        dh: Tensor | None,
+        kind: str,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+    ) -> HybridOperand:
+        """quantize() of activation(z) [rows, cols], or with dh of the gradient of z; of one matrix, on CUDA."""
+        quantizer = self.quantizer(tensor)
+        options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, z)}
+        return quantizer.quantize_activated(z, dh, kind, rowwise=rowwise, columnwise=columnwise, **options)
+
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
         """x in the values of the quantizer of a boundary slot, the rows of each expert by themselves; x itself without
         one. Waits for splits that only a device knows."""

@@ -6,6 +6,7 @@ from torch import Tensor
 from hqsweep.nn.activation import ACTIVATIONS, activate
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.mlp_function import joined, joins
 from hqsweep.nn.options import LayerNormLinearOptions, MLPOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.residual import AddsBranch
@@ -47,5 +48,8 @@ class LayerNormMLP(AddsBranch):
         return self._added(x, None)[1]
 
     def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+        if joins(self.fc1, self.fc2, self.activation, x):
+            total, h = self.fc1.norm.added(x, branch, self.fc1.dtype)
+            return total, joined(self.fc1, h, self.fc2, self.activation)
         total, z = self.fc1.added(x, branch)
         return total, self.fc2(activate(z, self.activation))

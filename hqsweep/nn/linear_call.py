@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
-from hqsweep.gemm.grouped import Group, mm_t_tokens, mm_t_weights
+from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
 from hqsweep.gemm.native import multiply
 from hqsweep.gemm.plan import GemmPlan
 from hqsweep.nn.call import Call
 from hqsweep.nn.parameter import (
+    AnyOperand,
     Weights,
     check_held,
     check_main_grad,
@@ -26,11 +26,9 @@ from hqsweep.nn.parameter import (
 )
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, unflatten
+from hqsweep.quant.operand import HybridOperand, Skeleton, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
-
-AnyOperand = Operand | ExactOperand | Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,88 +1,103 @@
-"""The three GEMMs of a linear as one autograd function: y = x @ w.T + b, and from dy: dx = dy @ w, dw = dy.T @ x.
+"""The three GEMMs of a linear on operands, and as one autograd function: y = x @ w.T + b, and from dy: dx = dy @ w,
+dw = dy.T @ x.
 
-With experts each has its own rows of x and dy, its own w and its own b; without, all is one matrix.
+With experts each has its own rows of x and dy, its own w and its own b; without, all is one matrix. A `call` is a
+LinearCall, which has what is asked of it here beyond a Call.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hqsweep.nn.call import Call
-from hqsweep.nn.parameter import flatten_weights, is_held, unflatten_weights
+from hqsweep.nn.parameter import AnyOperand, Weights, flatten_weights, is_held, unflatten_weights
 from hqsweep.nn.products import once_differentiable
 from hqsweep.ops.kernels import in_dtype
-from hqsweep.quant.operand import flatten
+from hqsweep.ops.request import Output
+from hqsweep.quant.operand import Skeleton, flatten
 
 Gradient = Tensor | None
 
 
-class LinearFunction(torch.autograd.Function):
-    """x [M, K], then `count` weights ([N, K] each, or one [E, N, K]), then the biases likewise, if any -> y [M, N].
+class Kept(NamedTuple):
+    """What backward reads of a linear beside the tensors that are saved: `of_weights` of its weights and `of_input`."""
 
-    Saves of x its columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
-    gives: the columnwise operands that are held, or the weights themselves, of which they are made again in backward.
-    call: a LinearCall, which has what is asked of it here beyond a Call.
+    call: Call
+    of_weights: int
+    of_input: int
+    weight_skeletons: Sequence[Skeleton]
+    """Those of weights that are held; without any the tensors are the weights themselves."""
+    skeleton: Skeleton | None
+    """That of x's columnwise operand; None: x itself is saved."""
+    weights: Weights | None
+    """The weights where dw goes to their main_grad."""
+    one_parameter: bool
+    """There is one weight, and all gradients are its own."""
+    dw_dtype: torch.dtype
+
+    def parts(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The saved tensors of the weights, and those of x."""
+        return tensors[: self.of_weights], tensors[self.of_weights : self.of_weights + self.of_input]
+
+
+def input_column(call: Call, needs_dw: bool) -> Output | None:
+    """The columnwise output of x that forward makes, to be saved."""
+    return "codes" if needs_dw and not call.save_original else None
+
+
+def check_weights(call: Call, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
+    """UserError for weights that one of the GEMMs could not use."""
+    if is_held(weights) or call.main_grad:
+        call.check_weights(weights, needs_dx, needs_dw)
+
+
+def fprop(call: Call, weights: Weights, x: AnyOperand, needs_dx: bool) -> Tensor:
+    """y of x's rowwise operand."""
+    return call.product("fprop", x, call.weight(weights, "rowwise", needs_dx=needs_dx), call.dtype)
+
+
+def keep(
+    call: Call, weights: Weights, x: Tensor | None, column: AnyOperand | None, needs_dx: bool
+) -> tuple[list[Tensor], Kept]:
+    """The tensors to save, and what else backward needs.
+
+    column: x's columnwise operand as codes; without it x itself is saved, or nothing where there is no x, either.
     """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, call: Call, count: int, *parameters: Tensor) -> Tensor:
-        weights, biases = parameters[:count], parameters[count:]
-        needs_dx = ctx.needs_input_grad[0] and call.grad
-        needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
-        held = is_held(weights)
-        if held or call.main_grad:
-            call.check_weights(weights, needs_dx, needs_dw)
-        column = "codes" if needs_dw and not call.save_original else None
-        operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
-        y = call.product("fprop", operands.rowwise, call.weight(weights, "rowwise", needs_dx=needs_dx), call.dtype)
-        ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
-        of_weights, ctx.weight_skeletons = flatten_weights(weights) if held and needs_dx else (weights, ())
-        of_weights = of_weights if needs_dx else ()
-        saved, ctx.skeleton = flatten(operands.columnwise) if column else ([x] if needs_dw else (), None)
-        ctx.call, ctx.count, ctx.of_weights = call, count, len(of_weights)
-        ctx.one_parameter = call.splits is None or weights[0].dim() == 3
-        ctx.dw_dtype = torch.float32 if call.main_grad else weights[0].dtype
-        ctx.weights = weights if call.main_grad else None
-        ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
-        ctx.save_for_backward(*of_weights, *saved)
-        return _add_biases(call, y, biases) if biases else y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
-        call, count, needs_dx = ctx.call, ctx.count, ctx.needs_input_grad[0]
-        needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
-        tensors, dx = ctx.saved_tensors, None
-        of_weights, saved = tensors[: ctx.of_weights], tensors[ctx.of_weights :]
-        dy = in_dtype(dy, call.dtype) if call.splits is None else in_dtype(dy, call.dtype).contiguous()
-        if ctx.probed:
-            call.probe_parts("grad_output", dy)
-        row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
-        operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
-        if needs_dx:
-            skeletons = ctx.weight_skeletons
-            w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
-            dx = call.product("dgrad", operands.rowwise, w_column, call.dtype)
-            if ctx.probed:
-                call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
-            dx = call.rounded("grad_input", dx)
-        dw: Sequence[Gradient] = [None] * count
-        if column:
-            x_column = call.saved_input(saved, ctx.skeleton)
-            gradients = call.product("wgrad", operands.columnwise, x_column, ctx.dw_dtype)
-            if ctx.probed:
-                _probe_wgrad(call, dy, ctx.probed[0], gradients)
-            dw = _delivered(gradients, ctx.weights, needs_dw, ctx.one_parameter)
-        db = _bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)
-        return dx, None, None, *dw, *db
+    of_weights, skeletons = flatten_weights(weights) if is_held(weights) and needs_dx else (weights, ())
+    of_weights = of_weights if needs_dx else ()
+    saved, skeleton = flatten(column) if column is not None else ([] if x is None else [x], None)
+    kept = Kept(
+        call=call,
+        of_weights=len(of_weights),
+        of_input=len(saved),
+        weight_skeletons=skeletons,
+        skeleton=skeleton,
+        weights=weights if call.main_grad else None,
+        one_parameter=call.splits is None or weights[0].dim() == 3,
+        dw_dtype=torch.float32 if call.main_grad else weights[0].dtype,
+    )
+    return [*of_weights, *saved], kept
 
 
-def _delivered(
-    gradients: Tensor | Sequence[Tensor], weights: Sequence[Tensor] | None, needs: Sequence[bool], one_parameter: bool
-) -> list[Gradient]:
-    """Gradients of the weights as autograd takes them; None where main_grad has got them. one_parameter: there is one
-    weight, and all gradients are its own."""
+def dgrad(kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor:
+    """dx of dy's rowwise operand. tensors: what keep() gave."""
+    of_weights, _ = kept.parts(tensors)
+    call, skeletons = kept.call, kept.weight_skeletons
+    w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
+    return call.product("dgrad", dy, w_column, call.dtype)
+
+
+def wgrad(kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor | Sequence[Tensor]:
+    """dw of dy's columnwise operand, of each expert. tensors: what keep() gave."""
+    _, saved = kept.parts(tensors)
+    return kept.call.product("wgrad", dy, kept.call.saved_input(saved, kept.skeleton), kept.dw_dtype)
+
+
+def delivered(kept: Kept, gradients: Tensor | Sequence[Tensor], needs: Sequence[bool]) -> list[Gradient]:
+    """Gradients of the weights as autograd takes them; None where main_grad has got them."""
+    weights, one_parameter = kept.weights, kept.one_parameter
     whole = one_parameter and isinstance(gradients, Tensor)
     if weights is None and one_parameter:
         return [gradients if whole else torch.stack(list(gradients))]
@@ -95,6 +110,57 @@ def _delivered(
     needed = [i for i in range(len(gradients)) if needs[0 if one_parameter else i]]
     torch._foreach_add_([main_grads[i] for i in needed], [gradients[i] for i in needed])
     return [None] * len(needs)
+
+
+class LinearFunction(torch.autograd.Function):
+    """x [M, K], then `count` weights ([N, K] each, or one [E, N, K]), then the biases likewise, if any -> y [M, N].
+
+    Saves of x its columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
+    gives: the columnwise operands that are held, or the weights themselves, of which they are made again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, call: Call, count: int, *parameters: Tensor) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        needs_dx = ctx.needs_input_grad[0] and call.grad
+        needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
+        check_weights(call, weights, needs_dx, needs_dw)
+        column = input_column(call, needs_dw)
+        operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
+        y = fprop(call, weights, operands.rowwise, needs_dx)
+        ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
+        tensors, ctx.kept = keep(
+            call, weights, x if needs_dw else None, operands.columnwise if column else None, needs_dx
+        )
+        ctx.call, ctx.count = call, count
+        ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
+        ctx.save_for_backward(*tensors)
+        return _add_biases(call, y, biases) if biases else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
+        call, kept, count, needs_dx = ctx.call, ctx.kept, ctx.count, ctx.needs_input_grad[0]
+        needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        tensors, dx = ctx.saved_tensors, None
+        dy = in_dtype(dy, call.dtype) if call.splits is None else in_dtype(dy, call.dtype).contiguous()
+        if ctx.probed:
+            call.probe_parts("grad_output", dy)
+        row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
+        operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
+        if needs_dx:
+            dx = dgrad(kept, tensors, operands.rowwise)
+            if ctx.probed:
+                call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
+            dx = call.rounded("grad_input", dx)
+        dw: Sequence[Gradient] = [None] * count
+        if column:
+            gradients = wgrad(kept, tensors, operands.columnwise)
+            if ctx.probed:
+                _probe_wgrad(call, dy, ctx.probed[0], gradients)
+            dw = delivered(kept, gradients, needs_dw)
+        db = _bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)
+        return dx, None, None, *dw, *db
 
 
 def _add_biases(call: Call, y: Tensor, biases: Sequence[Tensor]) -> Tensor:

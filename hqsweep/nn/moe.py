@@ -7,6 +7,7 @@ from hqsweep.nn.activation import activate
 from hqsweep.nn.context import current
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.mlp_function import joined, joins
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
@@ -28,6 +29,8 @@ class SharedExpert(nn.Module):
         self.fc2 = Linear(ffn, dim, name=f"{name}.fc2", recipe=recipe, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if joins(self.fc1, self.fc2, "swiglu", x):
+            return joined(self.fc1, x, self.fc2, "swiglu")
         return self.fc2(activate(self.fc1(x), "swiglu"))
 
 

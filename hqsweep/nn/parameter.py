@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.gemm.grouped import Members
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.grouped import Group, Members
 from hqsweep.nn.context import current
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.ops.kernels import in_dtype
@@ -25,6 +26,7 @@ from hqsweep.quant.operand import Operand, Skeleton, flatten, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.roles import QuantizerRole
 
+AnyOperand = Operand | ExactOperand | Group
 Weights = Sequence[Tensor]
 """One tensor for each matrix [N, K], or one for all experts [E, N, K]."""
 

@@ -7,9 +7,9 @@ no kernel does at once.
 from torch import Tensor
 
 from hqsweep.ops.activation import INPUTS, activation, activation_backward, check_gradient, check_input
-from hqsweep.ops.kernels import DTYPES, NO_KEY, kernel_of
+from hqsweep.ops.kernels import DTYPES, kernel_of
 from hqsweep.ops.library import extension, operator, where
-from hqsweep.ops.outputs import Matrices, Wanted, allocations, direction, outputs_of
+from hqsweep.ops.outputs import NO_STREAM, Matrices, Wanted, allocations, direction, outputs_of
 from hqsweep.ops.request import Request, check_shape
 
 
@@ -51,9 +51,9 @@ def _by_operator(z, dh, kind, rowwise, columnwise, dequantized, exact):
     )
     tensors, scratch, row, column = [], [], None, None
     if rowwise:
-        row = direction(row_outputs, z, tensors, scratch, NO_KEY, None, None)
+        row = direction(row_outputs, z, tensors, scratch, NO_STREAM, None)
     if columnwise:
-        column = direction(column_outputs, z, tensors, scratch, NO_KEY, None, None)
+        column = direction(column_outputs, z, tensors, scratch, NO_STREAM, None)
     of = (kind, rows, z.shape[1] // INPUTS[kind], z.data_ptr(), 0 if dh is None else dh.data_ptr())
     if not extension().quantize_activated_cuda(*of, row, column, dequantized, *where(z)):
         (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)

@@ -1,0 +1,91 @@
+"""The two linears of an MLP and the activation between them as one autograd function: on a GPU the activation, and its
+gradient, are quantized as they are computed, and not written for a quantizer that would read them once.
+
+Everything is to the byte what fc2(activate(fc1(x))) computes.
+"""
+
+import torch
+from torch import Tensor
+
+from hqsweep.nn.call import Call
+from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.linear import Linear, as_rows
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear_function import Gradient, check_weights, delivered, dgrad, fprop, input_column, keep, wgrad
+from hqsweep.nn.products import once_differentiable, outside_autocast
+from hqsweep.nn.residual import is_observed
+from hqsweep.ops.activation import INPUTS
+from hqsweep.ops.kernels import in_dtype
+
+
+class MLPFunction(torch.autograd.Function):
+    """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], in bfloat16 on CUDA.
+
+    Saves z = fc1(x) [M, inputs * F], and of fc1's and fc2's inputs what LinearFunction does. The calls are those of fc1
+    and fc2, without a probe, boundaries and, of fc2, save_original.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, first: Call, second: Call, kind: str, w1: Tensor, w2: Tensor) -> Tensor:
+        needs_dx, *_, needs_dw1, needs_dw2 = (needed and first.grad for needed in ctx.needs_input_grad)
+        needs_dz = needs_dx or needs_dw1
+        check_weights(first, (w1,), needs_dx, needs_dw1)
+        column = input_column(first, needs_dw1)
+        operands = first.quantize("input", x, rowwise=first.product_takes, columnwise=column)
+        z = fprop(first, (w1,), operands.rowwise, needs_dx)
+        saved1, ctx.first = keep(first, (w1,), x if needs_dw1 else None, operands.columnwise, needs_dx)
+        del operands  # an exact matrix, perhaps
+        check_weights(second, (w2,), needs_dz, needs_dw2)
+        column = input_column(second, needs_dw2)
+        operands = second.quantize_activated("input", z, None, kind, rowwise=second.product_takes, columnwise=column)
+        saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
+        ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
+        ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
+        return fprop(second, (w2,), operands.rowwise, needs_dz)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
+        first, second, tensors = ctx.first, ctx.second, ctx.saved_tensors
+        needs_dx, *_, needs_dw1, needs_dw2 = ctx.needs_input_grad
+        needs_dz = needs_dx or needs_dw1
+        dx = dw1 = dw2 = None
+        takes = second.call.product_takes
+        row, column = (takes if needs_dz else None), (takes if needs_dw2 else None)
+        operands = second.call.quantize("grad_output", in_dtype(dy, second.call.dtype), rowwise=row, columnwise=column)
+        saved = tensors[ctx.count :]
+        if needs_dz:
+            dh = dgrad(second, saved, operands.rowwise)
+        if needs_dw2:
+            (dw2,) = delivered(second, wgrad(second, saved, operands.columnwise), [True])
+        if not needs_dz:
+            return None, None, None, None, None, dw2
+        takes = first.call.product_takes
+        row, column = (takes if needs_dx else None), (takes if needs_dw1 else None)
+        operands = first.call.quantize_activated(
+            "grad_output", tensors[-1], dh, ctx.kind, rowwise=row, columnwise=column
+        )
+        if needs_dx:
+            dx = dgrad(first, tensors, operands.rowwise)
+        if needs_dw1:
+            (dw1,) = delivered(first, wgrad(first, tensors, operands.columnwise), [True])
+        return dx, None, None, None, dw1, dw2
+
+
+def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
+    """Whether joined() computes the MLP of x: on hqsweep's CUDA kernels, of linears in bfloat16 that nobody observes,
+    and that are no more than quantizers and GEMMs."""
+    if not use_kernels(x) or current().probe or is_observed(fc1) or is_observed(fc2) or fc2.save_original_input:
+        return False
+    quantizers = (fc1.active_quantizers(), fc2.active_quantizers())
+    bounded = any(q is not None for each in quantizers for q in (each.output, each.grad_input))
+    plain = fc1.bias is None and fc2.bias is None and fc1.dtype is fc2.dtype is torch.bfloat16
+    return plain and not bounded and fc1.weight.shape[0] % (8 * INPUTS[kind]) == 0
+
+
+@outside_autocast
+def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str) -> Tensor:
+    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one."""
+    calls = (LinearCall(**fc.linear_facts()) for fc in (fc1, fc2))
+    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.weight, fc2.weight)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,52 @@
+"""The CUDA kernels of activations by torch's operators, so that what is built around them runs on a CPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hqsweep.nn.activation import ACTIVATIONS
+from hqsweep.ops import operators
+from hqsweep.ops.kernels import NO_KEY
+
+
+def activation(z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
+    return _with_amax(ACTIVATIONS[kind](z.float()).bfloat16(), amax)
+
+
+def activation_backward(dh: Tensor, z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
+    assert dh.is_contiguous()
+    assert dh.dtype == torch.bfloat16
+    with torch.enable_grad():
+        leaf = z.detach().float().requires_grad_()
+        ACTIVATIONS[kind](leaf).backward(dh.float())
+    return _with_amax(leaf.grad.bfloat16(), amax)
+
+
+def _with_amax(x: Tensor, amax: bool) -> list[Tensor]:
+    return [x, x.float().abs().amax().view(1, 1)] if amax else [x]
+
+
+def quantize_activated(request, z: Tensor, dh: Tensor | None, kind: str) -> list[Tensor]:
+    (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
+    options = (request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact)
+    return operators.quantize(x, *options, NO_KEY, NO_KEY, None, None, False)
+
+
+def install(monkeypatch, modules, quantizers, *, note: Callable[[str], None] = lambda name: None) -> None:
+    """modules: those of hqsweep.nn that ask for kernels. quantizers: hqsweep.quant.hybrid. note: gets the name of a
+    kernel at each call."""
+
+    def noted(function: Callable) -> Callable:
+        def run(*args):
+            note(function.__name__)
+            return function(*args)
+
+        return run
+
+    for module in modules:
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    for function in (activation, activation_backward, quantize_activated):
+        for module in (*modules, quantizers):
+            if hasattr(module, function.__name__):
+                monkeypatch.setattr(module, function.__name__, noted(function))
