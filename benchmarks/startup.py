@@ -12,7 +12,6 @@ run.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import rows
+from benchmarks.follow import follow
 
 SECTIONS = ("start",)
 PARTS = {"loading data": "command_s", "building the model": "data_s", "first step": "model_s", None: "first_step_s"}
@@ -37,25 +37,16 @@ TORCH = "import torch; torch.zeros(1, device='{device}')"
 
 def seconds_to_first_step(folder: Path, overrides: Sequence[str]) -> rows.Row:
     """Starts the one run of a sweep, and waits for its end; CalledProcessError when it fails."""
-    command = [sys.executable, "-m", "hqsweep", "run", "conf=gpu_study", f"runs_dir={folder}", *overrides]
     reached: dict[str | None, float] = {}
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            for status in folder.glob("*/*/status.json"):
-                note(json.loads(status.read_text() or "{}"), reached, time.perf_counter() - start)
-            time.sleep(POLL_S)
-        whole = time.perf_counter() - start
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
+    whole = follow("gpu_study", overrides, folder, lambda _, status, at: note(status, reached, at), POLL_S)
     return parts(reached) | {"whole_s": whole}
 
 
-def note(status: dict, reached: dict[str | None, float], now: float) -> None:
+def note(status: dict, reached: dict[str | None, float], at: float) -> None:
     """Keep when each phase was first seen. Before the first one and after the last, the status says none."""
     phase = status.get("phase")
     if phase in PARTS and (phase is not None or "first step" in reached):
-        reached.setdefault(phase, now)
+        reached.setdefault(phase, at)
 
 
 def parts(reached: dict[str | None, float]) -> rows.Row:
