@@ -6,6 +6,7 @@ from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear_loss import linear_cross_entropy
 from hqsweep.nn.module import QuantizedModule, set_recipe
 from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.multihead_attention import MultiheadAttention
@@ -44,6 +45,7 @@ __all__ = [
     "TransformerLayer",
     "TransformerOptions",
     "autocast",
+    "linear_cross_entropy",
     "quantization",
     "quantized_model_init",
     "set_recipe",

@@ -67,22 +67,27 @@ def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | 
     """The mean over tokens of the cross entropy of head(h) with targets, float32 []: h [..., K], targets int64 [...]
     of as many tokens, indices of the vocabulary.
 
-    chunk: rows of logits that exist at once, a multiple of 128. Gradients go to h and to the weight (or its main_grad);
-    they are formed in forward, so that backward runs once. UserError where the linear's quantizers do not take chunks.
+    On CUDA by chunks of tokens where `takes_chunks` says so, else from whole logits. Gradients go to h and to the
+    weight (or its main_grad) and are formed in forward, so that backward runs once. chunk: rows of logits that exist at
+    once, a multiple of 128, on any device; UserError where the linear's quantizers do not take chunks.
     """
-    return _linear_cross_entropy(head, h, targets, chunk)
+    if chunk is None and not takes_chunks(head, h):
+        return cross_entropy(head(h), targets)
+    return _by_chunks(head, h, targets, chunk)
 
 
 @outside_autocast
-def _linear_cross_entropy(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
+def _by_chunks(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
     call = LinearCall(**head.linear_facts())
     h, targets = in_dtype(as_rows(h), call.dtype), targets.reshape(-1)
     chunk = chunk_rows(len(h), len(head.weight)) if chunk is None else chunk
     if chunk % CHUNK_MULTIPLE or chunk <= 0:
         raise UserError(f"{head.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
+    if head.bias is not None or call.gemm == "native" or call.quantizers.output is not None:
+        raise UserError(f"{head.name}: a bias, gemm=native and the quantizer of an output do not go by chunks")
     if call.grad and not is_by_rows(call.quantizers) and chunk < len(h):
         fault = f"grad_output is {call.quantizers.grad_output}, in which rows depend on each other"
-        raise UserError(f"{head.name}: {fault}; take the cross entropy of the linear's output")
+        raise UserError(f"{head.name}: {fault}; leave chunk out")
     return LinearCrossEntropy.apply(h, call, targets, chunk, head.weight)
 
 

@@ -7,9 +7,17 @@ from cases import REPRESENTATIVE
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, LinearOptions, Probe, autocast, quantization, quantized_model_init
+from hqsweep.nn import (
+    Linear,
+    LinearOptions,
+    Probe,
+    autocast,
+    linear_cross_entropy,
+    quantization,
+    quantized_model_init,
+)
 from hqsweep.nn import linear_loss as module
-from hqsweep.nn.linear_loss import chunk_rows, cross_entropy, is_by_rows, linear_cross_entropy, takes_chunks
+from hqsweep.nn.linear_loss import chunk_rows, cross_entropy, is_by_rows, takes_chunks
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import Recipe
 from hqsweep.recipe.sections import LinearQuantizers
@@ -44,7 +52,7 @@ def assert_same_training(ours, expected):
 
 
 @devices
-@pytest.mark.parametrize("chunk", [128, 256, None])
+@pytest.mark.parametrize("chunk", [128, 256, 384, None])
 @pytest.mark.parametrize("quantizers", RECIPES, ids=str)
 def test_chunks_are_the_loss_of_the_whole(quantizers, chunk, device):
     head, h, targets = build(quantizers, device)
@@ -174,13 +182,22 @@ def test_who_takes_chunks(monkeypatch):
     ("grad_output", "chunk", "message"),
     [
         ("mxfp8", 100, "head: a chunk has 100 rows; it takes a multiple of 128"),
-        ("nvfp4", 128, "head: grad_output is nvfp4, in which rows depend on each other; take the cross entropy of"),
+        ("nvfp4", 128, "head: grad_output is nvfp4, in which rows depend on each other; leave chunk out"),
     ],
 )
 def test_what_it_refuses(grad_output, chunk, message):
     head, h, targets = build({"input": "mxfp8", "weight": "mxfp8", "grad_output": grad_output})
     with pytest.raises(UserError, match=message):
         linear_cross_entropy(h, head, targets, chunk)
+
+
+def test_heads_that_do_not_go_by_chunks_say_so():
+    _, h, targets = build("mxfp8")
+    head = Linear(WIDTH, VOCABULARY, name="head", recipe="mxfp8", bias=True)
+    with pytest.raises(UserError, match="head: a bias, gemm=native and the quantizer of an output do not go by chunks"):
+        linear_cross_entropy(h, head, targets, 128)
+    expected = F.cross_entropy(head(h).float(), targets)
+    assert torch.equal(linear_cross_entropy(h, head, targets), expected)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
