@@ -50,6 +50,32 @@ Combined make_combined(HQ_CHOICE_PARAMETERS, uintptr_t rows, uintptr_t weights, 
   return {made, pointer<void>(rows), pointer<float>(weights), pointer<void>(added)};
 }
 
+#define HQ_ROUTED_PARAMETERS                                                                                  \
+  int64_t tokens, int experts, int choices, uintptr_t logits, uintptr_t probabilities, uintptr_t chosen,      \
+      uintptr_t weights, uintptr_t sums
+#define HQ_ROUTED_VALUES tokens, experts, choices, logits, probabilities, chosen, weights, sums
+#define HQ_ROUTED_ARGS \
+  "tokens"_a, "experts"_a, "choices"_a, "logits"_a, "probabilities"_a, "chosen"_a, "weights"_a, "sums"_a
+
+// logits or sums may be null: the way back does not read them.
+Routed make_routed(HQ_ROUTED_PARAMETERS) {
+  HQ_REQUIRE(experts >= 1 && experts <= kMostExperts,
+             "experts is " + text(experts) + ", must be 1 to " + text(kMostExperts));
+  HQ_REQUIRE(choices >= 1 && choices <= experts && choices <= kMostChoices,
+             "choices is " + text(choices) + ", must be 1 to " + text(experts) + " and at most " + text(kMostChoices));
+  check_shape(tokens, experts);
+  HQ_REQUIRE(tokens == 0 || (probabilities && chosen && weights), "an array of tokens is at address 0");
+  check_aligned(logits | probabilities | weights | sums, 4, "the least of logits, probabilities, weights and sums");
+  check_aligned(chosen, 8, "chosen");
+  return {tokens, experts, choices, pointer<float>(logits), pointer<float>(probabilities), pointer<int64_t>(chosen),
+          pointer<float>(weights), pointer<float>(sums)};
+}
+
+void check_counts(uintptr_t counts) {
+  HQ_REQUIRE(counts != 0, "counts is 0");
+  check_aligned(counts, 8, "counts");
+}
+
 }  // namespace
 
 void bind_experts(py::module_& m) {
@@ -98,6 +124,28 @@ void bind_experts(py::module_& m) {
   }, "chosen"_a, "choices"_a, "experts"_a, "counts"_a, "order"_a, "places"_a, "tokens"_a, "stream"_a = 0,
      "The choices by expert, where each of them is, and how many fell on each expert; counts: int32 scratch, one for each "
      "expert and 1024 choices.");
+  m.def("route_cuda", [](HQ_ROUTED_PARAMETERS, uintptr_t stream) {
+    const Routed call = make_routed(HQ_ROUTED_VALUES);
+    HQ_REQUIRE(tokens == 0 || (logits && sums), "logits and sums are 0 only without tokens");
+    route_cuda(call, stream);
+  }, HQ_ROUTED_ARGS, "stream"_a = 0, "Softmax of logits, the largest of each token, their weights; sums is scratch.");
+  m.def("balance_cuda", [](HQ_ROUTED_PARAMETERS, uintptr_t counts, uintptr_t balance, uintptr_t stream) {
+    const Routed call = make_routed(HQ_ROUTED_VALUES);
+    check_counts(counts);
+    HQ_REQUIRE((tokens == 0 || sums) && balance, "sums and balance are not 0");
+    check_aligned(balance, 4, "balance");
+    balance_cuda(call, pointer<int64_t>(counts), pointer<float>(balance), stream);
+  }, HQ_ROUTED_ARGS, "counts"_a, "balance"_a, "stream"_a = 0, "The balance of a routing, from what route_cuda added up.");
+  m.def("route_back_cuda", [](HQ_ROUTED_PARAMETERS, uintptr_t counts, uintptr_t dweights, uintptr_t dbalance,
+                              uintptr_t dlogits, uintptr_t stream) {
+    const Routed call = make_routed(HQ_ROUTED_VALUES);
+    check_counts(counts);
+    HQ_REQUIRE(tokens == 0 || dlogits, "dlogits is 0 but there are tokens");
+    check_aligned(dweights | dbalance | dlogits, 4, "the least of dweights, dbalance and dlogits");
+    route_back_cuda(call, pointer<int64_t>(counts), pointer<float>(dweights), pointer<float>(dbalance),
+                    pointer<float>(dlogits), stream);
+  }, HQ_ROUTED_ARGS, "counts"_a, "dweights"_a, "dbalance"_a, "dlogits"_a, "stream"_a = 0,
+     "The gradient of logits from those of weights and balance, either of which may be 0.");
 }
 
 }  // namespace hq

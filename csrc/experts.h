@@ -39,7 +39,29 @@ struct Placing {
   int64_t* tokens;  // [experts]: how many choices fell on each
 };
 
+// Which experts tokens choose. p is the softmax of a row of logits; its k largest entries, of equals the lower index and
+// NaN before all, are chosen, and weighed by their shares of their sum. tokens: how many choices fell on each expert.
+struct Routed {
+  int64_t tokens;
+  int experts, choices;
+  const float* logits;      // [tokens, experts]
+  float* probabilities;     // [tokens, experts]
+  int64_t* chosen;          // [tokens, choices]
+  float* weights;           // [tokens, choices]
+  float* sums;              // scratch: [blocks_of_tokens(tokens), experts]
+};
+
+constexpr int kMostChoices = 32;      // of a token, where they are chosen here
+constexpr int kTokensOfBlock = 64;    // whose probabilities one thread block adds up
+inline int64_t blocks_of_tokens(int64_t tokens) { return (tokens + kTokensOfBlock - 1) / kTokensOfBlock; }
+
 #if defined(HQ_HAVE_CUDA)
+void route_cuda(const Routed& call, uintptr_t stream);
+// balance = experts * the sum over experts of fl(counts / (tokens * choices)) * fl(sum of probabilities / tokens).
+void balance_cuda(const Routed& call, const int64_t* counts, float* balance, uintptr_t stream);
+// dlogits [tokens, experts] from dweights [tokens, choices] and dbalance [1], either of which may be null.
+void route_back_cuda(const Routed& call, const int64_t* counts, const float* dweights, const float* dbalance,
+                     float* dlogits, uintptr_t stream);
 // x [tokens, dim] fp32 or bf16, rounded to bf16 -> rows.
 void dispatch_rows_cuda(const Choices& call, const void* x, Dtype dtype, void* rows, uintptr_t stream);
 // The sums over each token's rows in fp32, the first choice first, rounded to bf16 and stored as dtype, fp32 or bf16.

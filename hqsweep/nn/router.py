@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hqsweep.nn.context import use_kernels
-from hqsweep.ops.experts import (
-    MOST_EXPERTS,
-    combine_rows,
-    combine_rows_backward,
-    dispatch_rows,
-    place_choices,
-    sum_rows,
-    takes,
-)
+from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows, takes
 from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.route import route, route_backward, routes
 
 ROUTER_STD = 0.02
 """Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""
@@ -42,12 +35,13 @@ class Routing:
     """float32 []: E * sum over e of f_e * P_e, f_e being the share of the choices that fell on e, which has no
     gradient, and P_e the mean probability of e: 1 where all are equal (Switch Transformers, arXiv 2101.03961, equations
     4 to 6; with k choices as in GShard, arXiv 2006.16668)."""
+    placed: tuple[Tensor, Tensor] | None = None
+    """`order` and `inverse`, where they are known."""
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
-        if use_kernels(self.chosen) and len(self.tokens) <= MOST_EXPERTS:
-            order, places, _ = place_choices(self.chosen, len(self.tokens))
-            return order, places
+        if self.placed is not None:
+            return self.placed
         order = torch.argsort(self.chosen.flatten(), stable=True)
         return order, torch.argsort(order, stable=True)
 
@@ -90,7 +84,11 @@ class Router(nn.Module):
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, dim), std=ROUTER_STD))
 
     def forward(self, x: Tensor) -> Routing:
-        probabilities = F.softmax(_Logits.apply(x.float(), self.weight.float()), dim=-1)
+        logits = _Logits.apply(x.float(), self.weight.float())
+        if use_kernels(logits) and routes(logits, self.top_k):
+            weights, balance, chosen, order, places, tokens = _Route.apply(logits, self.top_k)
+            return Routing(chosen=chosen, weights=weights, tokens=tokens, balance=balance, placed=(order, places))
+        probabilities = F.softmax(logits, dim=-1)
         order = torch.sort(probabilities.detach(), dim=-1, descending=True, stable=True).indices
         chosen = order[:, : self.top_k].contiguous()
         hits = chosen.unsqueeze(-1) == torch.arange(self.experts, device=x.device)
@@ -116,6 +114,23 @@ class _Logits(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.autocast(dy.device.type, enabled=False):
             return dy @ weight, dy.t() @ x
+
+
+class _Route(torch.autograd.Function):
+    """All of Router but the logits, forward and backward, in a launch or two; balance and weights have gradients."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        probabilities, chosen, weights, balance, order, places, tokens = route(logits, top_k)
+        ctx.save_for_backward(probabilities, chosen, weights, tokens)
+        ctx.mark_non_differentiable(chosen, order, places, tokens)
+        ctx.set_materialize_grads(False)
+        return weights, balance, chosen, order, places, tokens
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dweights: Tensor | None, dbalance: Tensor | None, *_: None) -> tuple[Tensor, None]:
+        return route_backward(*ctx.saved_tensors, dweights, dbalance), None
 
 
 class _Dispatch(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""Tokens on their way to the experts of a mixture and back, as torch operators on CUDA: hqsweep::place_choices,
-dispatch_rows, sum_rows, combine_rows and combine_rows_backward.
+"""Tokens on their way to the experts of a mixture and back, as torch operators on CUDA: hqsweep::dispatch_rows,
+sum_rows, combine_rows and combine_rows_backward.
 
 M tokens of D elements choose k of E experts each. Choice c = token * k + rank has its row at places[c] of the M * k
 rows that go by expert. Arithmetic is float32, with one order of every sum (formulas: csrc/experts.h); hqsweep.nn.router
@@ -13,8 +13,6 @@ from hqsweep.ops.addresses import described, empty
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.library import extension, operator, where
 
-MOST_EXPERTS = 256
-_CHOICES_OF_BLOCK = 1024
 _SOURCES = (torch.float32, torch.bfloat16)
 
 
@@ -23,7 +21,7 @@ def takes(x: Tensor, dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and x.dtype in _SOURCES and x.dim() == 2 and x.shape[1] % 8 == 0
 
 
-def _checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], like: Tensor) -> Tensor:
+def checked(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], like: Tensor) -> Tensor:
     """x without gaps, at a multiple of 16 bytes; ValueError for another dtype, shape or device than these."""
     if x.dtype not in dtypes or x.shape != shape or x.device != like.device:
         takes = f"it takes {' or '.join(map(str, dtypes))} {tuple(shape)} on {like.device}"
@@ -36,31 +34,11 @@ def _sizes(places: Tensor, choices: int, dim: int, like: Tensor) -> tuple[Tensor
     if choices < 1 or places.numel() % choices or dim % 8:
         takes = "they take int64 [M * k], and elements by 8"
         raise ValueError(f"places are {described(places)} for {choices} choices of tokens of {dim} elements; {takes}")
-    return _checked("places", places, (torch.int64,), (places.numel(),), like), places.numel() // choices
+    return checked("places", places, (torch.int64,), (places.numel(),), like), places.numel() // choices
 
 
-def _rows_of(like: Tensor, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+def rows_of(like: Tensor, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     return empty(like, (rows, dim), (dim or 1, 1), dtype)
-
-
-@operator(
-    "place_choices(Tensor chosen, SymInt experts) -> Tensor[]",
-    fake=lambda chosen, experts: [*(chosen.new_empty(chosen.numel()) for _ in range(2)), chosen.new_empty(experts)],
-    devices=("CUDA",),
-)
-def place_choices(chosen: Tensor, experts: int) -> list[Tensor]:
-    """chosen int64 [M, k], 0 to E - 1 -> order [M * k]: the choices by expert, in the order of tokens within each; its
-    inverse, places; and int64 [E], how many fell on each. ValueError for other dtypes, and more than 256 experts."""
-    if not 1 <= experts <= MOST_EXPERTS:
-        raise ValueError(f"experts are {experts}; the kernels place 1 to {MOST_EXPERTS}")
-    chosen = _checked("chosen", chosen, (torch.int64,), tuple(chosen.shape), chosen)
-    count = chosen.numel()
-    order, places = (empty(chosen, (count,), (1,), torch.int64) for _ in range(2))
-    tokens = empty(chosen, (experts,), (1,), torch.int64)
-    counts = empty(chosen, (experts * -(-count // _CHOICES_OF_BLOCK),), (1,), torch.int32)
-    addresses = (counts.data_ptr(), order.data_ptr(), places.data_ptr(), tokens.data_ptr())
-    extension().place_choices_cuda(chosen.data_ptr(), count, experts, *addresses, *where(chosen))
-    return [order, places, tokens]
 
 
 @operator(
@@ -72,8 +50,8 @@ def dispatch_rows(x: Tensor, places: Tensor, choices: int) -> Tensor:
     """x float32 or bfloat16 [M, D] -> bfloat16 [M * k, D]: each token, rounded, at the places of its choices."""
     dim = x.shape[-1]
     places, tokens = _sizes(places, choices, dim, x)
-    x = _checked("x", x, _SOURCES, (tokens, dim), x)
-    rows = _rows_of(x, tokens * choices, dim, torch.bfloat16)
+    x = checked("x", x, _SOURCES, (tokens, dim), x)
+    rows = rows_of(x, tokens * choices, dim, torch.bfloat16)
     call = (places.data_ptr(), tokens, choices, dim, x.data_ptr(), DTYPES[x.dtype], rows.data_ptr())
     extension().dispatch_rows_cuda(*call, *where(x))
     return rows
@@ -89,10 +67,10 @@ def sum_rows(rows: Tensor, places: Tensor, choices: int, dtype: torch.dtype) -> 
     first choice first, rounded to bfloat16."""
     dim = rows.shape[-1]
     places, tokens = _sizes(places, choices, dim, rows)
-    rows = _checked("rows", rows, (torch.bfloat16,), (tokens * choices, dim), rows)
+    rows = checked("rows", rows, (torch.bfloat16,), (tokens * choices, dim), rows)
     if dtype not in _SOURCES:
         raise ValueError(f"dtype is {dtype}; sums are stored as float32 or bfloat16")
-    out = _rows_of(rows, tokens, dim, dtype)
+    out = rows_of(rows, tokens, dim, dtype)
     call = (places.data_ptr(), tokens, choices, dim, rows.data_ptr(), out.data_ptr(), DTYPES[dtype])
     extension().sum_rows_cuda(*call, *where(rows))
     return out
@@ -113,8 +91,8 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor, added: Tensor | 
     rows, places, weights = _checked_parts(rows, places, weights)
     (tokens, choices), dim = weights.shape, rows.shape[1]
     if added is not None:
-        added = _checked("added", added, (torch.bfloat16,), (tokens, dim), rows)
-    y = _rows_of(rows, tokens, dim, torch.float32)
+        added = checked("added", added, (torch.bfloat16,), (tokens, dim), rows)
+    y = rows_of(rows, tokens, dim, torch.float32)
     call = (places.data_ptr(), tokens, choices, dim, rows.data_ptr(), weights.data_ptr())
     extension().combine_rows_cuda(*call, 0 if added is None else added.data_ptr(), y.data_ptr(), *where(rows))
     return y
@@ -133,9 +111,9 @@ def combine_rows_backward(dy: Tensor, rows: Tensor, places: Tensor, weights: Ten
     """dy float32 [M, D] -> the gradients of rows, bfloat16, of weights, float32, and of what was added, bfloat16."""
     rows, places, weights = _checked_parts(rows, places, weights)
     (tokens, choices), dim = weights.shape, rows.shape[1]
-    dy = _checked("dy", dy, (torch.float32,), (tokens, dim), rows)
-    drows, dweights = _rows_of(rows, tokens * choices, dim, rows.dtype), torch.empty_like(weights)
-    gradients = [drows, dweights, *([_rows_of(rows, tokens, dim, rows.dtype)] if added else [])]
+    dy = checked("dy", dy, (torch.float32,), (tokens, dim), rows)
+    drows, dweights = rows_of(rows, tokens * choices, dim, rows.dtype), torch.empty_like(weights)
+    gradients = [drows, dweights, *([rows_of(rows, tokens, dim, rows.dtype)] if added else [])]
     call = (places.data_ptr(), tokens, choices, dim, rows.data_ptr(), weights.data_ptr(), dy.data_ptr())
     addresses = [gradient.data_ptr() for gradient in gradients] + [0] * (3 - len(gradients))
     extension().combine_rows_back_cuda(*call, *addresses, *where(rows))
@@ -146,5 +124,5 @@ def _checked_parts(rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tenso
     if weights.dim() != 2 or rows.dim() != 2:
         raise ValueError(f"rows are {described(rows)} and weights {described(weights)}; both take two axes")
     places, tokens = _sizes(places, weights.shape[1], rows.shape[1], rows)
-    weights = _checked("weights", weights, (torch.float32,), (tokens, weights.shape[1]), rows)
-    return _checked("rows", rows, (torch.bfloat16,), (places.numel(), rows.shape[1]), rows), places, weights
+    weights = checked("weights", weights, (torch.float32,), (tokens, weights.shape[1]), rows)
+    return checked("rows", rows, (torch.bfloat16,), (places.numel(), rows.shape[1]), rows), places, weights

@@ -122,9 +122,22 @@ def test_top_k_is_one_to_all():
             mixture(top_k=top_k)
 
 
-def by_torch(chosen, experts):
-    order = torch.argsort(chosen.flatten(), stable=True)
-    return [order, torch.argsort(order), torch.bincount(chosen.flatten(), minlength=experts)]
+def route_by_torch(logits, choices):
+    """What Router computes without kernels."""
+    p = F.softmax(logits, dim=-1)
+    chosen = torch.sort(p, dim=-1, descending=True, stable=True).indices[:, :choices].contiguous()
+    top, order = p.gather(1, chosen), torch.argsort(chosen.flatten(), stable=True)
+    tokens = torch.bincount(chosen.flatten(), minlength=p.shape[1])
+    balance = p.shape[1] * (tokens.float() / chosen.numel() * p.mean(dim=0)).sum()
+    return [p, chosen, top / top.sum(-1, keepdim=True), balance, order, torch.argsort(order), tokens]
+
+
+def route_backward_by_torch(p, chosen, weights, tokens, dweights, dbalance):
+    with torch.enable_grad():
+        logits = p.log().requires_grad_()
+        _, _, weights, balance, *_ = route_by_torch(logits, chosen.shape[1])
+        ends = [(x, dx) for x, dx in ((weights, dweights), (balance, dbalance)) if dx is not None]
+        return torch.autograd.grad([x for x, _ in ends], logits, [dx for _, dx in ends])[0]
 
 
 def rows_by_torch(x, places, choices):
@@ -150,7 +163,8 @@ def kernels_by_torch(monkeypatch):
     """The path of the kernels on a CPU: what is around them is the same."""
     ours = {
         "use_kernels": lambda x: True,
-        "place_choices": by_torch,
+        "route": route_by_torch,
+        "route_backward": route_backward_by_torch,
         "dispatch_rows": rows_by_torch,
         "sum_rows": lambda rows, places, k, dtype: (
             rows[places].view(-1, k, rows.shape[1]).sum(1, dtype=torch.float32).bfloat16().to(dtype)
@@ -163,22 +177,25 @@ def kernels_by_torch(monkeypatch):
 
 
 def results(module, device="cpu", **options):
-    """y, dx and the gradients of the parameters."""
+    """y, balance, tokens, dx and the gradients of the parameters."""
     module.zero_grad()
     x = draw("normal", TOKENS, DIM, 1).float().to(device).requires_grad_()
     with quantization(**options):
-        y, _, tokens = module(x)
-        y.backward(draw("normal", TOKENS, DIM, 2).float().to(device))
-    return [y.detach(), tokens, x.grad, *(p.grad.clone() for p in module.parameters())]
+        y, balance, tokens = module(x)
+        dy = draw("normal", TOKENS, DIM, 2).float().to(device)
+        torch.autograd.backward([y, balance], [dy, torch.full_like(balance, 3.0)])
+    return [y.detach(), balance.detach(), tokens, x.grad, *(p.grad.clone() for p in module.parameters())]
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_the_way_of_the_kernels_is_that_of_torch(kernels_by_torch, top_k, shared, monkeypatch):
+    """To the byte but for the router, whose logits are logarithms on the way back of this test."""
     module = mixture("mxfp8", top_k=top_k, dtype=torch.bfloat16, shared_expert=shared)
     ours = results(module)
     monkeypatch.undo()
-    assert all(map(torch.equal, ours, results(module)))
+    for a, b in zip(ours, results(module), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -189,7 +206,7 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(top_k, shared):
     module = mixture("mxfp8", top_k=top_k, dtype=torch.bfloat16, shared_expert=shared).cuda()
     ours = results(module, "cuda", kernels=True)
     for a, b in zip(ours, results(module, "cuda", kernels=False), strict=True):
-        assert (a - b).double().norm() <= 0.02 * b.double().norm()
+        assert (a - b).double().norm() <= 0.02 * b.double().norm() + 1e-3
     assert all(map(torch.equal, ours, results(module, "cuda", kernels=True)))
 
 
@@ -198,3 +215,7 @@ def test_what_the_kernels_do_not_take_goes_to_torch(monkeypatch):
     for name in ("dispatch_rows", "combine_rows"):
         monkeypatch.setattr(router, name, None)
     assert results(mixture(dtype=torch.float32).cuda(), "cuda")[0].isfinite().all()
+    monkeypatch.setattr(router, "route", None)
+    many = Router(DIM, 300, 2).cuda()
+    assert many(torch.randn(7, DIM, device="cuda")).tokens.sum() == 14
+    assert Router(DIM, 4, 2).cuda()(torch.randn(0, DIM, device="cuda")).tokens.sum() == 0

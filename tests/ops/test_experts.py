@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, place_choices, sum_rows
+from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows
+from hqsweep.ops.route import place_choices
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(300, 2, 512), (1, 1, 8), (77, 3, 264), (4096, 8, 64), (0, 2, 16), (33, 2, 2048)]
@@ -19,18 +20,6 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Ten
 
 def permutation(count: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(count)).cuda()
-
-
-@pytest.mark.parametrize("experts", [1, 2, 8, 60, 256])
-@pytest.mark.parametrize("tokens,choices", [(0, 2), (1, 1), (100, 2), (512, 2), (513, 2), (5000, 7)])
-def test_choices_are_placed_by_a_stable_sort(tokens, choices, experts):
-    for most in {experts, max(1, experts // 3)}:  # also experts whom nobody chose
-        generator = torch.Generator().manual_seed(tokens)
-        chosen = torch.randint(0, most, (tokens, choices), generator=generator).cuda()
-        order, places, counts = place_choices(chosen, experts)
-        assert torch.equal(order, torch.argsort(chosen.flatten(), stable=True))
-        assert torch.equal(places, torch.argsort(order))
-        assert torch.equal(counts, torch.bincount(chosen.flatten(), minlength=experts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,10 +89,6 @@ def test_inputs_with_gaps_and_a_graph():
 
 def test_what_the_kernels_cannot_take_is_refused():
     x, places = draw(4, 16), permutation(8)
-    with pytest.raises(ValueError, match="experts are 257; the kernels place 1 to 256"):
-        place_choices(places.view(4, 2), 257)
-    with pytest.raises(ValueError, match=r"chosen is torch\.int32"):
-        place_choices(places.view(4, 2).int(), 4)
     for wrong, of in ((x.half(), places), (x[:3], places), (x, places[:7]), (x, places.int()), (x[:, :12], places)):
         with pytest.raises(ValueError, match=r"^(x is|places are|places is) "):
             dispatch_rows(wrong, of, 2)
