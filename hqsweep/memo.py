@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 F = TypeVar("F", bound=Callable)
+T = TypeVar("T")
 LIMIT = 8192
 """Results that a function keeps; when it has more, it starts again with none."""
 
@@ -36,3 +37,21 @@ def memo(function: F) -> F:
 
     cached.results = results
     return cached
+
+
+class cached_property(Generic[T]):
+    """functools.cached_property without the lock that this takes on Python 3.11, which torch.compile cannot trace."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        if instance is None:
+            return self
+        results = instance.__dict__
+        if self.name not in results:
+            results[self.name] = self.make(instance)
+        return results[self.name]

@@ -8,7 +8,6 @@ allocation, slicing, gathering and bits per element follow from it.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.tiles import divide, expand_tiles  # noqa: F401, read from here
+from hqsweep.memo import cached_property
 
 Buffers = Mapping[str, Tensor]
 WHOLE = 0

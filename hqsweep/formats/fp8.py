@@ -8,7 +8,6 @@ at d0067d0da6cb).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, d
 from hqsweep.formats.elements import ELEMENTS, Element
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.tiles import FLT_MAX, fp8_scale
+from hqsweep.memo import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
 """Identity: bf16, fp16 and fp32 as formats, so that high precision is one more choice and not a special case."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format
 from hqsweep.formats.random import RngKey
+from hqsweep.memo import cached_property
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

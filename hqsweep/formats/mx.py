@@ -10,7 +10,6 @@ Exponents below the range become 0. An infinite amax gives 0xFE by default and c
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from hqsweep.formats.elements import (
     unpack_nibbles,
 )
 from hqsweep.formats.random import RngKey
+from hqsweep.memo import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)

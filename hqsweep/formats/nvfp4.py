@@ -7,7 +7,6 @@ Arithmetic and its order are TransformerEngine's (common/cast/nvfp4/* at d0067d0
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from hqsweep.formats.nvfp4_scales import BLOCK, FourOverSix, block_encode_scale
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.stochastic import round_e2m1
 from hqsweep.formats.tiles import FLT_MAX
+from hqsweep.memo import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)

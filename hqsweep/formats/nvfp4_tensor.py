@@ -7,7 +7,6 @@ the transform (+rht) those of nvfp4. No library has the format: it shows what th
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from hqsweep.formats.hadamard import hadamard
 from hqsweep.formats.random import RngKey
 from hqsweep.formats.stochastic import round_e2m1
 from hqsweep.formats.tiles import FLT_MAX, divide, fp8_scale
+from hqsweep.memo import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)

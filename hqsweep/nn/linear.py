@@ -51,8 +51,9 @@ class LinearBase(QuantizedModule):
     def linear_facts(self) -> dict[str, Any]:
         """The fields of a LinearCall, as they are now."""
         fields = self.call_facts()
-        cache = fields["context"].cache_weights
-        if not cache:
+        tracing = torch.compiler.is_compiling()  # a trace cannot ask whether somebody has written to a weight
+        cache = fields["context"].cache_weights and not tracing
+        if not cache and not tracing:
             self.workspace.clear()
         fields["main_grad"] = self.fuse_wgrad_accumulation
         fields["save_original"] = self.save_original_input and fields["quantizers"].input.may_save_original

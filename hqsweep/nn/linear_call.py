@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
 from hqsweep.gemm.native import multiply
 from hqsweep.gemm.plan import GemmPlan
+from hqsweep.memo import cached_property
 from hqsweep.nn.call import Call
 from hqsweep.nn.parameter import (
     AnyOperand,

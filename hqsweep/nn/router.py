@@ -5,13 +5,13 @@ sums over the k copies of a token, never additions to one place from several thr
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hqsweep.memo import cached_property
 from hqsweep.nn.context import use_kernels
 from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows, takes
 from hqsweep.ops.kernels import in_dtype

@@ -67,17 +67,24 @@ def step_address(x: Tensor, step: Tensor | None) -> int:
 
 
 def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
-    """int32 [members, 2]: the words of the members' Philox keys. Made once for equal words."""
-    return _key_table(keys.words if isinstance(keys, RngKeys) else tuple(key.words for key in keys), device)
+    """int32 [members, 2]: the words of the members' Philox keys. Made once for equal words, in each trace anew."""
+    words = keys.words if isinstance(keys, RngKeys) else tuple(key.words for key in keys)
+    if torch.compiler.is_compiling():
+        return torch.tensor(_signed(words), dtype=torch.int32, device=device).view(-1, 2)
+    return _key_table(words, device)
 
 
 @memo
 def _key_table(words: tuple, device: torch.device) -> Tensor:
-    """words: those of RngKeys, or of each key."""
+    return torch.tensor(_signed(words), dtype=torch.int32).view(-1, 2).to(device)
+
+
+@memo
+def _signed(words: tuple) -> list[int]:
+    """The words of RngKeys, or of each key, member by member, in the range of int32."""
     if words and not isinstance(words[0], tuple):
         words = tuple((words[0], slot) for slot in words[1])
-    unsigned = torch.tensor(words, dtype=torch.int64).view(-1, 2)
-    return unsigned.view(torch.int32).view(len(words), 2, 2)[:, :, 0].contiguous().to(device)
+    return [word - (word >> 31 << 32) for pair in words for word in pair]
 
 
 def described(tensor: Tensor) -> str:

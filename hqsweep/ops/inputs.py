@@ -72,10 +72,11 @@ def member_inputs(request: Request, row: Target, column: Target, device: torch.d
         keys = target.key
         if keys is None or (not isinstance(keys, RngKeys) and None in keys):
             return None
-        steps = {keys.step} if isinstance(keys, RngKeys) else {key.step for key in keys}
-        if len(steps | ({step} - {None})) > 1:
+        # Compared, never hashed: torch.compile would make a graph for each number of a step.
+        steps = [keys.step] if isinstance(keys, RngKeys) else [key.step for key in keys]
+        step = steps[0] if step is None else step
+        if any(other != step for other in steps):
             return None
-        step = steps.pop()
         counters += [keys] if isinstance(keys, RngKeys) else keys
         tables.append(key_table(keys, device))
     key = [0, 0, step or 0]

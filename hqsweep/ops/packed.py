@@ -8,12 +8,12 @@ to the host; otherwise ops.outputs.allocations bounds them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hqsweep.formats import Buffers, ExactOperand, Format
+from hqsweep.memo import cached_property
 from hqsweep.ops.layout import Layout
 
 Result = dict[str, Tensor] | ExactOperand

@@ -5,11 +5,12 @@ what is left over stands behind the last member and belongs to none. Kernels lea
 """
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from hqsweep.memo import cached_property
 from hqsweep.ops.splits import Splits, offsets_of
 
 

@@ -8,12 +8,12 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Format
+from hqsweep.memo import cached_property
 from hqsweep.ops.layout import GroupLayout, Layout, ShapesLayout
 from hqsweep.ops.splits import Splits
 

@@ -2,9 +2,8 @@
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
+from hqsweep.memo import cached_property
 from hqsweep.ops import library
 from hqsweep.ops.addresses import described
 from hqsweep.ops.library import extension, has_kernels
@@ -76,6 +76,13 @@ def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: b
     units = [(-(-splits.long() // by) if by else torch.ones_like(splits)) for by in divisors]
     sums = [torch.cumsum(u, 0, dtype=torch.int64) * stride for u, (_, stride) in zip(units, rules, strict=True)]
     return torch.nn.functional.pad(torch.stack(sums), (1, 0))
+
+
+def _sent(numbers: Iterable[int], device: torch.device) -> Tensor:
+    """int64 on a device; nothing waits."""
+    if device.type == "cpu" or torch.compiler.is_compiling():  # for a trace they are constants
+        return torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    return torch.tensor(list(numbers), dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -169,8 +176,7 @@ class Splits:
     def _make_sizes(self, device: torch.device) -> Tensor:
         if self.device_sizes is not None:
             return self.device_sizes.to(device, torch.int64)
-        sizes = torch.tensor(self.sizes, dtype=torch.int64)
-        return sizes if device.type == "cpu" else sizes.pin_memory().to(device, non_blocking=True)
+        return _sent(self.sizes, device)
 
     def spread(self, values: Tensor) -> Tensor:
         """values [E, ...] -> [rows, ...]: for every row that of its member, on their device; nothing waits."""
@@ -188,11 +194,13 @@ class Splits:
     def _make_offsets(self, device: torch.device) -> Tensor:
         if self.sizes is None:
             return splits_to_offsets(self.on(device))
-        offsets = torch.tensor(list(accumulate(self.sizes, initial=0)), dtype=torch.int64)
-        return offsets if device.type == "cpu" else offsets.pin_memory().to(device, non_blocking=True)
+        return _sent(accumulate(self.sizes, initial=0), device)
 
     def cached(self, name: str, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(*arguments), made once where the result can be kept."""
+        """make(*arguments), made once where the result can be kept: not in a trace, which may write to nothing that it
+        did not make."""
+        if torch.compiler.is_compiling():
+            return make(*arguments)
         cache = self.__dict__.setdefault("_cache", {})
         result = cache.get((name, *arguments))
         if result is None:
@@ -202,8 +210,8 @@ class Splits:
         return result
 
     def _lasts(self, result: object) -> bool:
-        """False for tensors of a trace, and for those made from the host's sizes during the capture of a CUDA graph,
-        which are only filled on replay."""
+        """False for tensors of a dispatch mode, and for those made from the host's sizes during the capture of a CUDA
+        graph, which are only filled on replay."""
         if not isinstance(result, Tensor):
             return True
         captured = self.sizes is not None and result.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -7,7 +7,6 @@ operands only, so "nvfp4+rht" for both directions means "nvfp4|nvfp4+rht".
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
+from hqsweep.memo import cached_property
 from hqsweep.ops.activation import activation, activation_backward
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import Result

@@ -6,13 +6,13 @@ offload.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, Buffers, ExactOperand, Format
+from hqsweep.memo import cached_property
 from hqsweep.ops.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.layout import Layout
 from hqsweep.ops.packed import member_buffers

@@ -6,10 +6,10 @@ told, each with the key path of the slot.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, Self
 
 from hqsweep.errors import UserError, nearest
+from hqsweep.memo import cached_property
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
 

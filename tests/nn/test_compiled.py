@@ -5,9 +5,11 @@ import torch
 from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, gradients, held
 from torch._dynamo.utils import counters
 
+from hqsweep.config.model import ModelConfig
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, TransformerLayer, quantization
+from hqsweep.nn import GroupedLinear, Linear, TransformerLayer, quantization
 from hqsweep.recipe import Recipe
+from hqsweep.train.model import GPT
 
 
 @pytest.mark.slow
@@ -31,32 +33,63 @@ def test_a_compiled_module_computes_the_same_bytes(splits):
 
 MODULES = {
     "linear": lambda recipe: Linear(K, N, name="l", recipe=recipe),
+    "grouped": lambda recipe: GroupedLinear(2, K, N, name="l", recipe=recipe),
     "layer": lambda recipe: TransformerLayer(64, 96, 2, name="l", recipe=recipe),
+    "model": lambda recipe: GPT(ModelConfig(dim=64, layers=2, heads=2, ffn=96), 64, recipe, torch.bfloat16),
 }
+WIDTHS = {"linear": K, "grouped": K, "layer": 64}
+CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def results(module, call, kind, device, step, **options):
+    """Output and gradients of one step, whose input is drawn for it."""
+    module.zero_grad()
+    if kind == "model":
+        x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step)).to(device)
+    else:
+        x = draw("normal", 64, WIDTHS[kind], step).view(2, 32, -1).float().to(device).requires_grad_()
+    with quantization(seed=1, step=step, **options):
+        y = call(x, [40, 24]) if kind == "grouped" else call(x)
+        y.float().square().sum().backward()
+    return [y.detach(), *([] if x.grad is None else [x.grad]), *(p.grad.clone() for p in module.parameters())]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr", "nvfp4|mxfp8@rowwise_dequantized"])
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["linear", "layer"])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_one_graph_without_a_break_serves_every_step(device, kind, text):
     """The step is an input of it: random bits are those of the step."""
+    check_one_graph(device, kind, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grouped", "model"])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_experts_and_whole_models_are_one_graph_too(device, kind):
+    check_one_graph(device, kind, "nvfp4+sr")
+
+
+def check_one_graph(device, kind, text):
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    module = MODULES[kind](Recipe.from_config({"linear": text})).to(device)
+    module = MODULES[kind](Recipe.from_config({"linear": text, "grouped_linear": text})).to(device)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    outputs = []
     for step in (1, 2, 3, 4):
-        results = []
-        for call in (module, compiled):
-            module.zero_grad()
-            x = draw("normal", 64, 64 if kind == "layer" else K).view(2, 32, -1).float().to(device).requires_grad_()
-            with quantization(seed=1, step=step):
-                y = call(x)
-                y.float().square().sum().backward()
-            results.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        outputs.append(results[1][0])
+        eager, traced = (results(module, call, kind, device, step) for call in (module, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
     assert counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(outputs[0], outputs[1]) == ("sr" not in text)
+
+
+@pytest.mark.slow
+def test_a_trace_keeps_no_operands_of_weights():
+    """Of a graph nobody could say whether they are still those of the weight."""
+    torch.compiler.reset()
+    module = MODULES["linear"](Recipe.from_config({"linear": "mxfp8"}))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    first = results(module, compiled, "linear", "cpu", 1, cache_weights=True)[0]
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert torch.equal(results(module, compiled, "linear", "cpu", 1, cache_weights=True)[0], 2 * first)
+    assert len(module.workspace) == 0
