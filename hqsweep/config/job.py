@@ -106,16 +106,17 @@ class ParityConfig(Job):
     parity: ParitySection
 
     def training(
-        self, name: str, linear: object, *, quantized_weights: bool = False, **train: object
+        self, name: str, linear: object, *, quantized_weights: bool = False, sampled: bool = False, **train: object
     ) -> ConvergenceConfig:
-        """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums."""
+        """A small GPT for the checks that train; half of its steps is no step that logs, so resuming covers sums.
+        sampled: every step is."""
         config = {
             "job": "convergence", "sweep": self.sweep, "seed": self.seed,
             "recipe": {"name": re.sub(r"[^A-Za-z0-9._+-]", "_", name), "linear": linear},
             "model": {"dim": 64, "layers": 1, "heads": 2, "quantized_weights": quantized_weights},
             "data": {"source": "markov", "markov": {"length": 20_000}},
             "train": {"steps": 6, "batch": 4, "context": 32, "log_every": 2, "eval_batches": 1, **train},
-            "stats": {"every": 0},
+            "stats": {"every": int(sampled)},
         }  # fmt: skip
         return ConvergenceConfig.model_validate(config)
 

@@ -7,6 +7,7 @@ from hqsweep.config.job import parse
 from hqsweep.jobs.parity import causality as parity_causality
 from hqsweep.jobs.parity import grouped as parity_grouped
 from hqsweep.jobs.parity import job as parity
+from hqsweep.jobs.parity import training as parity_training
 from hqsweep.jobs.parity.compare_bytes import row
 from hqsweep.jobs.sink import ListSink
 from hqsweep.nn import LayerNormMoE, linear_call
@@ -226,3 +227,40 @@ def test_recipes_of_the_grouped_check_are_the_packaged_ones():
     for name, section in parity_grouped.RECIPES.items():
         recipe = parse_recipe(load_recipe(packaged.get(name, name)))
         assert LinearQuantizers.parse(section, name) == (recipe.grouped_linear or recipe.linear), name
+
+
+def test_the_other_ways_to_run_a_training_are_compared(monkeypatch):
+    """What a GPU has two more columns of; a CPU has one way."""
+    monkeypatch.setattr(parity_training, "LOSS_STEPS", 8)
+    cpu = torch.device("cpu")
+    graph = parity_training.graph_row(config("repeat"), "nvfp4 recipe", cpu)
+    operators = parity_training.operators_row(config("repeat"), "nvfp4 recipe", cpu)
+    assert (graph["check"], graph["status"], operators["check"], operators["status"]) == (
+        "graph", "PASS", "operators", "PASS"
+    )  # fmt: skip
+    assert graph["total"] > 10_000 and operators["total"] == 8 and "difference 0.0e+00" in operators["note"]
+
+
+def test_another_loss_in_one_step_is_found(monkeypatch):
+    monkeypatch.setattr(parity_training, "LOSS_STEPS", 4)
+    right = parity_training._losses
+
+    def wrong(trainer):
+        losses = right(trainer)
+        losses[2] *= 1.003 if trainer.config.train.compile == "auto" else 1
+        return losses
+
+    monkeypatch.setattr(parity_training, "_losses", wrong)
+    row = parity_training.operators_row(config("repeat"), "mxfp8", torch.device("cpu"))
+    assert (row["status"], row["mismatches"], row["total"]) == ("FAIL", 1, 4) and "3.0e-03" in row["note"]
+
+
+def test_a_step_whose_bits_depend_on_sampling_is_found(monkeypatch):
+    trainer = parity_training._trainer
+
+    def wrong(config, recipe, device, *, sampled=False, **options):
+        return trainer(config, recipe, device, sampled=sampled, **options, lr=1e-3 + sampled * 1e-9)
+
+    monkeypatch.setattr(parity_training, "_trainer", wrong)
+    row = parity_training.graph_row(config("repeat"), "bf16", torch.device("cpu"))
+    assert row["status"] == "FAIL" and row["first_index"].startswith("step 1 ")

@@ -1,7 +1,10 @@
 """Checks of the parity job that train a small GPT: two ways to the same bytes, in every weight, moment and loss
 of every step.
 
-repeat     the same training twice
+repeat     the same training twice; on a GPU two more columns:
+           graph      training as it is by default, as a CUDA graph, against training whose every step is sampled, which
+                      is no graph and has nothing fused with quantization
+           operators  the loss of each of 100 steps within 2e-3 of that by torch's operators (train.compile=off)
 resume     training interrupted by a checkpoint against uninterrupted training
 weights    training with quantized weights and FP32 masters against training that quantizes FP32 weights at every use;
            then the same interrupted by a checkpoint, with the codes
@@ -36,12 +39,42 @@ RECIPES = {
     },
 }
 
+GRAPH_STEPS = 12
+LOSS_STEPS = 100
+LOSS_RTOL = 2e-3
+"""Of sums in another order, over that many steps of a training."""
+
 
 def repeat_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Two trainings from the same config."""
+    """Two trainings from the same config, and on a GPU the other ways to run one."""
     for name in RECIPES:
         first, second = (_trained(config, name, device) for _ in range(2))
         yield row("repeat", name, "small GPT", named_pairs(first, second))
+        if device.type == "cuda":
+            yield graph_row(config, name, device)
+            yield operators_row(config, name, device)
+
+
+def graph_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
+    """A training as it is by default against the same in which every step is sampled."""
+    graph, eager = (_trained(config, recipe, device, sampled=sampled, steps=GRAPH_STEPS) for sampled in (False, True))
+    return row("graph", recipe, "small GPT", named_pairs(eager, graph))
+
+
+def operators_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
+    """PASS where the loss of no step differs by more than LOSS_RTOL from that by torch's operators."""
+    options = {"steps": LOSS_STEPS, "log_every": 1}
+    ours, torchs = (_losses(_trainer(config, recipe, device, compile=mode, **options)) for mode in ("auto", "off"))
+    errors = (ours / torchs - 1).abs()
+    note = f"largest relative difference {errors.max():.1e}, allowed {LOSS_RTOL:g}"
+    missed = int((~(errors <= LOSS_RTOL)).sum())
+    counted = {"status": "FAIL" if missed else "PASS", "total": len(errors), "mismatches": missed, "note": note}
+    return row("operators", recipe, "small GPT", {}) | counted
+
+
+def _losses(trainer: Trainer) -> Tensor:
+    """Of every step, float64."""
+    return torch.tensor([done.loss for done in trainer.steps()], dtype=torch.float64)
 
 
 def resume_check(config: ParityConfig, device: torch.device) -> Rows:
