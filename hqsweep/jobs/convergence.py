@@ -61,12 +61,15 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     sink.manifest(**trainer.trunk)
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
-    first, loss = trainer.step + 1, None
+    first, loss, ran = trainer.step + 1, None, None
     sink.phase("first step")
     for done in trainer.steps():
         if done.step == first:
             sink.manifest(saved_for_backward=saved_facts(trainer))
             sink.phase(None)
+        if (now := steps_facts(trainer)) != ran:
+            ran = now
+            sink.manifest(steps=ran)
         sink.rows("stats", done.stats)
         if done.captured:
             save_captured(done.captured, captured_file(config, workspace), sink.run_id)
@@ -209,6 +212,12 @@ def saved_facts(trainer: Trainer) -> dict[str, object]:
     if trainer.saved.nbytes:
         facts |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
     return facts
+
+
+def steps_facts(trainer: Trainer) -> dict[str, str | None]:
+    """For the manifest: how steps run, "graph" or "eager", and why eagerly."""
+    reason = trainer.runner.reason
+    return {"run": "graph" if reason is None else "eager", "reason": reason}
 
 
 def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:

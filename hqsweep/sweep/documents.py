@@ -31,7 +31,7 @@ MANIFEST: dict[str, Kind] = {
     "run_id": str, "sweep": str, "arm": str, "seed": int, "job": str, "overrides": [str], "trunk": TEXT,
     "point": COUNT, "warnings": [str], "repairs": [str], "gemm_plan": dict, "recipe_schedule": [dict],
     "data_hash": TEXT, "kernel_digest": TEXT, "versions": dict, "device": str, "host": TEXT, "started": NUMBER,
-    "params": COUNT, "tokens": COUNT, "epochs": NUMBER,
+    "params": COUNT, "tokens": COUNT, "epochs": NUMBER, "steps": dict,
 }  # fmt: skip
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
 """What the manifest of every run says from the beginning."""

@@ -26,6 +26,7 @@ from hqsweep.train.data import Dataset
 from hqsweep.train.fork import perturb as perturb_state
 from hqsweep.train.fork import start_from
 from hqsweep.train.model import GPT, Balance
+from hqsweep.train.step import At, StepRunner
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -60,6 +61,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)
+        self.runner = StepRunner(config.train, self.model, device)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -80,12 +82,19 @@ class Trainer:
         fork = self.config.fork
         lr = train.lr * fork.rate(self.step) if fork else learning_rate(train, self.step)
         self.optimizer.set_lr(lr)
-        loss, balance = self._forward_backward(probe)
-        norm = self.optimizer.clip_and_step(train.clip, self.model.parameters())
+        batch = self._batch("train", self.step - 1)
+        norm, balance, *tokens = self.runner.run(self._update, batch, At(step=self.step, probe=probe))
+        self.loss_count += 1
+        return self._report(norm, lr, Balance(loss=balance, tokens=tokens), probe)
+
+    def _update(self, inputs: Tensor, targets: Tensor, at: At) -> list[Tensor]:
+        """One whole update on inputs and targets [B, T]: the norm of its gradients, the loss of the balance, and the
+        tokens of each expert of the layers that have some."""
+        loss, balance = self._forward_backward(inputs, targets, at)
+        norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters())
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.double()
-        self.loss_count += 1
-        return self._report(norm, lr, balance, probe)
+        return [norm, balance.loss, *balance.tokens]
 
     def _follow_schedule(self) -> None:
         """Give the model the recipe of this step, if it is another one."""
@@ -93,6 +102,7 @@ class Trainer:
         if stage is not self.stage:
             set_recipe(self.model, stage.recipe)
             self.stage = stage
+            self.runner.forget()
 
     def _report(self, norm: Tensor, lr: float, balance: Balance, probe: Probe | None) -> Step:
         train, metrics, mean = self.config.train, {}, None
@@ -122,15 +132,16 @@ class Trainer:
             masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(self.optimizer.master_param(grouped.weight))}
         return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
 
-    def _forward_backward(self, probe: Probe | None) -> tuple[Tensor, Balance]:
+    def _forward_backward(self, inputs: Tensor, targets: Tensor, at: At) -> tuple[Tensor, Balance]:
         """The mean loss of the step's batch, whose gradients are accumulated over its microbatches, and the use of the
         experts. What is minimized is the cross entropy plus model.load_balance times the loss of the balance."""
         parts, weight = self.config.train.microbatches, self.config.model.load_balance
         total, balances = torch.zeros((), device=self.device), []
-        for index, (inputs, targets) in enumerate(self._batches("train", self.step - 1, parts)):
-            options = {"probe": probe, "microbatch": index, "cache_weights": parts > 1, "kernels": self.kernels}
-            with quantization(seed=self.config.seed, step=self.step, **options):
-                loss, balance = self._loss(inputs, targets)
+        call = {"seed": self.config.seed, "step": at.step, "counter": at.counter, "probe": at.probe}
+        call |= {"cache_weights": parts > 1, "kernels": self.kernels}
+        for index, part in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
+            with quantization(microbatch=index, **call):
+                loss, balance = self._loss(*part)
                 if balance.tokens:
                     loss = loss + weight * balance.loss
                 loss = loss / parts
@@ -139,12 +150,9 @@ class Trainer:
             balances.append(balance)
         return total, Balance.of(balances)
 
-    def _batches(self, split: str, index: int, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets [B / parts, T] of a batch, on the device."""
-        train = self.config.train
-        batch = self.dataset.batch(split, self.config.seed, index, train.batch, train.context)
-        inputs, targets = (tokens.to(self.device, non_blocking=True).chunk(parts) for tokens in batch)
-        yield from zip(inputs, targets, strict=True)
+    def _batch(self, split: str, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [B, T] on the CPU."""
+        return self.dataset.batch(split, self.config.seed, index, self.config.train.batch, self.config.train.context)
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Balance]:
         """The cross entropy, and how the experts were used."""
@@ -158,10 +166,13 @@ class Trainer:
 
         The model is what the next step's forward would see: after the update, under the scales that it leaves.
         """
-        with quantization(seed=self.config.seed, step=self.step + 1, cache_weights=True, kernels=self.kernels):
-            batches = [next(self._batches("val", i)) for i in range(self.config.train.eval_batches)]
-            losses = [self._loss(*batch)[0].double() for batch in batches]
-        return torch.stack(losses).mean().item()
+        call = {"seed": self.config.seed, "step": self.step + 1, "cache_weights": True, "kernels": self.kernels}
+        with self.runner.eager(), quantization(**call):
+            losses = []
+            for index in range(self.config.train.eval_batches):
+                batch = (tokens.to(self.device, non_blocking=True) for tokens in self._batch("val", index))
+                losses.append(self._loss(*batch)[0].double())
+            return torch.stack(losses).mean().item()
 
     @property
     def kept(self) -> Collection[int]:
@@ -187,12 +198,14 @@ class Trainer:
             perturb_state(self.model, self.optimizer, fork.noise, (seed, fork.start))
         self.step = state["step"]
         self.trunk = {"trunk_val_loss": state.get("val_loss")}
+        self.runner.forget()
 
     def load_state(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum = state["loss_sum"].to(self.device)
+        self.runner.forget()
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:

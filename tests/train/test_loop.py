@@ -234,6 +234,7 @@ def test_statistics_are_sampled_at_their_steps(tmp_path):
 def test_manifest_facts(tmp_path):
     sink = ListSink()
     convergence.run(config("nvfp4|mxfp8"), sink, tmp_path)
+    assert sink.facts["steps"] == {"run": "eager", "reason": "there are no graphs on the CPU"}
     assert sink.facts["gemm_plan"]["layers.0.mlp.fc2"]["fprop"] == "nvfp4 x nvfp4: exact: bf16 operands, float32 GEMM"
     assert sink.facts["gemm_plan"]["head"]["wgrad"].startswith("bf16 x bf16")
     assert sink.facts["kernel_digest"] == fingerprint.EXPECTED

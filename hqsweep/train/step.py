@@ -1,0 +1,211 @@
+"""StepRunner: runs the steps of a training, one after another or as replays of a CUDA graph, with the same bits.
+
+A graph runs kernels and no Python. What Python does in a step has to be the same in every step, or read from tensors:
+the batch, the learning rate, and the step, by which random bits are keyed, stand in tensors that are written before a
+replay. What modules remember in Python (the step of delayed scaling's states, the keys of weights that are held in
+operands) is brought up to date after it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.config.train import TrainConfig
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.nn.probe import Probe
+from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.quant.delayed import DelayedState
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.train.graph import CudaGraph
+
+EAGER_STEPS = 2
+"""Before a graph is captured: states, moments and tables are made by the first step on a recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class At:
+    """Where in the training an update stands."""
+
+    step: int
+    """Counts from 1. In a graph that of its capture, which nothing that is computed may depend on."""
+    counter: Tensor | None = None
+    """int64 [1]: the step as a graph reads it; None outside of one."""
+    probe: Probe | None = None
+
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, int64 [B, T]."""
+Update = Callable[[Tensor, Tensor, At], list[Tensor]]
+"""A whole update on inputs and targets on the device; it returns what is reported of it."""
+
+
+class NotCapturable(Exception):
+    """What a step does in Python differs from step to step."""
+
+
+class StepRunner:
+    """Runs updates as train.compile says. `reason` is why they are no graph, or None."""
+
+    def __init__(self, train: TrainConfig, model: nn.Module, device: torch.device) -> None:
+        self.mode, self.model, self.device = train.compile, model, device
+        self.reason = _reason(train, device)
+        self.graph = CudaGraph() if self.reason is None else None
+        self._memory = _PythonMemory(model, device)
+        self._inputs: list[Tensor] = []
+        self._results: list[Tensor] = []
+        self._captured, self._eager_steps = False, 0
+
+    def run(self, update: Update, batch: Batch, at: At) -> list[Tensor]:
+        """update(*batch, at), eagerly or as a graph; its results are good until the next call. `at` has no counter.
+
+        UserError for train.compile=graph where the update cannot be captured; otherwise a warning says so, once.
+        """
+        if self.graph is None:
+            return update(*(tokens.to(self.device, non_blocking=True) for tokens in batch), at)
+        if at.probe is None and (self._captured or self._capture(update, batch, at.step)):
+            self._fill(batch, at.step)
+            self.graph.replay()
+            self._memory.advance(at.step)
+            return self._results
+        with self.eager():
+            results = update(*(self._pinned(tokens).to(self.device, non_blocking=True) for tokens in batch), at)
+            self._eager_steps += 1
+            if self._captured:
+                torch._foreach_copy_(self._results, results)
+                results = self._results
+        return results
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Around work beside the graph, such as an evaluation, which leaves no tensors."""
+        if self.graph is None:
+            yield
+            return
+        with self.graph.eager():
+            yield
+            if self._captured:
+                self._memory.clear_workspaces()
+        if self._captured and self.graph.grown():  # such as a table that is made when it is first needed
+            self.forget()
+
+    def forget(self) -> None:
+        """Give up the graph: the recipe, or tensors that it reads or writes, are other ones from now on."""
+        if self._captured:
+            self.graph.drop()
+        self._captured, self._results, self._eager_steps = False, [], 0
+
+    def _fill(self, batch: Sequence[Tensor], step: int) -> None:
+        for static, tokens in zip(self._inputs, batch, strict=True):
+            static.copy_(self._pinned(tokens), non_blocking=True)
+        self._memory.count(step)
+
+    def _pinned(self, tokens: Tensor) -> Tensor:
+        """In memory from which a GPU copies while the host goes on."""
+        return tokens.pin_memory() if self.device.type == "cuda" else tokens
+
+    def _capture(self, update: Update, batch: Batch, step: int) -> bool:
+        """Whether there is a graph now."""
+        if self.graph is None or self._eager_steps < EAGER_STEPS:
+            return False
+        self._inputs = [tokens.to(self.device, copy=True) for tokens in batch]
+        at = At(step=step, counter=self._memory.begin(step))
+        try:
+            self._results = self.graph.capture(partial(update, *self._inputs, at))
+            self._memory.learn(step)
+        except (RuntimeError, NotCapturable) as error:
+            self._fall_back(str(error).strip().partition("\n")[0])
+            return False
+        finally:
+            self._memory.restore()
+        self.graph.settle()
+        self._captured = True
+        return True
+
+    def _fall_back(self, error: str) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.graph = None
+        self.reason = f"the step cannot be captured: {error}"
+        if self.mode == "graph":
+            raise UserError(f"train.compile: graph, but {self.reason}; give auto, which runs it eagerly then")
+        warnings.warn(f"train.compile: {self.reason}; it runs eagerly, with the same bits", stacklevel=4)
+
+
+def _reason(train: TrainConfig, device: torch.device) -> str | None:
+    """Why steps cannot be a graph, as far as that is known before one has run."""
+    if device.type != "cuda":
+        return "there are no graphs on the CPU"
+    if train.compile == "off":
+        return "train.compile is off"
+    return "train.offload copies on streams of its own" if train.offload else None
+
+
+class _PythonMemory:
+    """What a step changes in Python objects of a model: of states and keys that is learned in the step of the capture,
+    and done for every replay."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self._states: dict[DelayedState, int | None] = {}
+        self._following: list[DelayedState] = []
+        self._keys: dict[HybridQuantizedTensor, RngKey] = {}
+        self._ahead: dict[HybridQuantizedTensor, int] = {}
+        self._counters: dict[int, Tensor] = {}
+        """By how far keys are ahead of the training: held weights count how often they were written."""
+
+    def begin(self, step: int) -> Tensor:
+        """Before a capture: note everything, and have held weights draw their next bits by counters. Returns the
+        counter of the training's step."""
+        self.clear_workspaces()
+        self._states = {part: part.step for part in self.model.modules() if isinstance(part, DelayedState)}
+        held = [p for p in self.model.parameters() if isinstance(p, HybridQuantizedTensor)]
+        self._keys = {p: p.metadata.key for p in held if p.quantizer.stochastic}
+        self._ahead = {p: key.step + 1 - step for p, key in self._keys.items()}
+        for ahead in (0, *self._ahead.values()):
+            self._counters.setdefault(ahead, torch.zeros(1, dtype=torch.int64, device=self.device))
+        for p, key in self._keys.items():
+            p.set_key(replace(key, counter=self._counters[self._ahead[p]]))
+        self.count(step)
+        return self._counters[0]
+
+    def count(self, step: int) -> None:
+        """Before a replay of this step."""
+        for ahead, counter in self._counters.items():
+            counter.fill_(step + ahead)
+
+    def learn(self, step: int) -> None:
+        """After the capture: what it did to states and keys. NotCapturable for what is no step like others."""
+        after = {part: part.step for part in self.model.modules() if isinstance(part, DelayedState)}
+        self._following = [state for state, now in after.items() if now == step]
+        others = [state for state in after if after[state] not in (step, self._states.get(state))]
+        if others or after.keys() != self._states.keys():
+            raise NotCapturable("states of delayed scaling began or ended with it")
+        if any(p.metadata.key.step != key.step + 1 for p, key in self._keys.items()):
+            raise NotCapturable("a held weight is not written once a step")
+
+    def restore(self) -> None:
+        """As before the capture, which has computed nothing."""
+        self.clear_workspaces()
+        for state, step in self._states.items():
+            state.step = step
+        for p, key in self._keys.items():
+            p.set_key(key)
+
+    def advance(self, step: int) -> None:
+        """After a replay of this step."""
+        for state in self._following:
+            state.step = step
+        for p, ahead in self._ahead.items():
+            p.set_key(replace(p.metadata.key, step=step + ahead))
+        torch.autograd.graph.increment_version(list(self.model.parameters()))
+
+    def clear_workspaces(self) -> None:
+        """Operands of weights that were kept would be in the memory of the graph."""
+        for module in self.model.modules():
+            if isinstance(workspace := getattr(module, "workspace", None), WeightWorkspace):
+                workspace.clear()

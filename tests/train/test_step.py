@@ -1,0 +1,223 @@
+"""Steps as a graph: the bits of eager steps, in every recipe and option, with what runs between them."""
+
+import warnings
+
+import pytest
+import torch
+from replayed import EagerGraph
+
+from hqsweep.config.job import parse
+from hqsweep.errors import UserError
+from hqsweep.jobs import convergence
+from hqsweep.nn.saved import tensors_of
+from hqsweep.quant.delayed import DelayedState
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.train import data
+from hqsweep.train.loop import Trainer
+
+STOCHASTIC = {"input": "nvfp4+rht+sr", "weight": "nvfp4+2d+sr", "grad_output": "nvfp4+rht+sr"}
+DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DECODED = dict.fromkeys(STOCHASTIC, "nvfp4+sr|mxfp8@rowwise_dequantized")
+STAGES = [{"at": 6, "linear": DELAYED}]
+EXPERTS = {"experts": 2, "shared_expert": True}
+SAMPLED = {"every": 5}
+"""Step 5 is sampled, between replays, and 10, the third one of its stage."""
+
+CASES = {
+    "bf16": {"recipe": {"linear": "bf16"}},
+    "mxfp8": {"recipe": {"linear": "mxfp8"}, "stats": SAMPLED},
+    "nvfp4": {"recipe": {"linear": STOCHASTIC}, "stats": SAMPLED},
+    "decoded": {"recipe": {"linear": DECODED}},
+    "delayed": {"recipe": {"linear": DELAYED}, "stats": SAMPLED},
+    "stages": {"recipe": {"linear": STOCHASTIC, "schedule": STAGES}, "stats": SAMPLED},
+    "experts": {"recipe": {"linear": "mxfp8", "grouped_linear": STOCHASTIC}, "model": EXPERTS},
+    "microbatches": {"recipe": {"linear": STOCHASTIC}, "train": {"microbatches": 2}},
+    "delayed microbatches": {"recipe": {"linear": DELAYED}, "train": {"microbatches": 2}},
+    "held": {"recipe": {"linear": STOCHASTIC}, "model": {"quantized_weights": True}},
+    "held delayed": {"recipe": {"linear": DELAYED}, "model": {"quantized_weights": True}},
+    "recompute": {"recipe": {"linear": STOCHASTIC}, "train": {"recompute": "layer"}},
+}
+cases = pytest.mark.parametrize("case", CASES)
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def deterministic(request):
+    """On a GPU as runs are."""
+    if request.node.get_closest_marker("gpu"):
+        convergence.make_deterministic()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def config(case, **train):
+    given = CASES[case]
+    options = {"steps": 12, "batch": 4, "context": 32, "eval_batches": 1, "eval_every": 4, "log_every": 3, "lr": 1e-2}
+    return parse(
+        {
+            "job": "convergence", "sweep": "t", "recipe": {"name": "r", **given["recipe"]},
+            "model": {"dim": 32, "layers": 1, "heads": 2, **given.get("model", {})},
+            "stats": given.get("stats", {"every": 0}), "data": {"source": "markov", "markov": {"length": 20000}},
+            "train": {**options, **given.get("train", {}), **train},
+        }
+    )  # fmt: skip
+
+
+def trainer(cfg, device, *, graph):
+    made = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device(device))
+    if not graph:
+        made.runner.graph = None
+    elif device == "cpu":
+        made.runner.graph = EagerGraph(made)
+    return made
+
+
+def known(made):
+    """All that a step leaves: tensors, and what Python remembers."""
+    state = [value for each in made.optimizer.state.values() for value in each.values()]
+    steps = [part.step for part in made.model.modules() if isinstance(part, DelayedState)]
+    keys = [p.metadata.key for p in made.model.parameters() if isinstance(p, HybridQuantizedTensor)]
+    assert all(key is None or key.counter is None for key in keys)
+    return [tensor.detach().clone() for tensor in (*tensors_of(made.model), *state, made.loss_sum)], (steps, keys)
+
+
+def assert_same(one, other):
+    (tensors, python), (others, others_python) = known(one), known(other)
+    assert python == others_python and len(tensors) == len(others)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+@devices
+@cases
+def test_bits_are_those_of_eager_steps(device, case):
+    plain, graphed = (trainer(config(case), device, graph=graph) for graph in (False, True))
+    for a, b in zip(plain.steps(), graphed.steps(), strict=True):
+        assert (a.metrics, a.stats) == (b.metrics, b.stats), a.step
+    assert_same(plain, graphed)
+    if device == "cuda":
+        assert graphed.runner.reason is None and graphed.runner._captured
+    else:
+        replays = {"stages": 6, "mxfp8": 8, "nvfp4": 8, "delayed": 8}
+        assert graphed.runner.graph.replays == replays.get(case, 10)
+        assert graphed.runner.graph.captures == (2 if case == "stages" else 1)
+
+
+@devices
+@pytest.mark.parametrize("case", ["stages", "held", "delayed"])
+def test_a_resumed_training_is_the_uninterrupted_one(device, case, tmp_path):
+    whole, first, second = (trainer(config(case), device, graph=True) for _ in range(3))
+    list(whole.steps())
+    list(first.steps(last=6))
+    torch.save(first.state(), tmp_path / "state")
+    second.load_state(torch.load(tmp_path / "state", weights_only=False))
+    list(second.steps(last=9))
+    second.load_state(second.state())  # the graph was of other tensors
+    list(second.steps())
+    assert_same(whole, second)
+
+
+def test_what_stays_alive_in_the_memory_of_the_graph_gives_up_the_graph():
+    plain, graphed = (trainer(config("nvfp4"), "cpu", graph=graph) for graph in (False, True))
+    graphed.runner.graph.grows = [False, True]  # after the evaluation of step 4, and the sampled step 5
+    list(plain.steps())
+    list(graphed.steps())
+    assert graphed.runner.graph.captures == 2
+    assert_same(plain, graphed)
+
+
+def broken(made, error):
+    """Capturing fails midway."""
+    graph = made.runner.graph
+
+    def capture(function):
+        function()
+        raise error
+
+    before = [tensor.clone() for tensor in graph.tensors()]
+
+    def undone(function):
+        before[:] = [tensor.clone() for tensor in graph.tensors()]
+        try:
+            capture(function)
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(graph.tensors(), before, strict=True):
+                    tensor.copy_(value)
+
+    graph.capture = undone
+    return made
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once():
+    plain = trainer(config("held"), "cpu", graph=False)
+    graphed = broken(trainer(config("held"), "cpu", graph=True), RuntimeError("no such thing\nat line 3"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(graphed.steps())
+    said = [str(w.message) for w in caught if "train.compile" in str(w.message)]
+    why = "the step cannot be captured: no such thing"
+    assert said == [f"train.compile: {why}; it runs eagerly, with the same bits"] and graphed.runner.reason == why
+    list(plain.steps())
+    assert_same(plain, graphed)
+
+
+def test_a_step_that_has_to_be_captured_and_cannot_is_refused():
+    made = broken(trainer(config("mxfp8"), "cpu", graph=True), RuntimeError("no such thing"))
+    made.runner.mode = "graph"
+    with pytest.raises(UserError, match=r"train.compile: graph, but the step cannot be captured: no such thing; give"):
+        list(made.steps())
+
+
+def test_held_weights_that_were_written_more_often_than_there_were_steps():
+    plain, graphed = (trainer(config("held"), "cpu", graph=graph) for graph in (False, True))
+    for made in (plain, graphed):
+        weight = made.model.layers[0].mlp.fc1.weight
+        for _ in range(3):
+            weight.quantize_(weight.dequantize())
+        list(made.steps())
+    assert weight.metadata.key.step == 12 + 3
+    assert_same(plain, graphed)
+
+
+def test_a_held_weight_that_is_written_twice_a_step_is_no_graph():
+    made = trainer(config("held"), "cpu", graph=True)
+    update, weight = made._update, made.model.layers[0].mlp.fc1.weight
+    made._update = lambda *batch: (update(*batch), weight.quantize_(weight.dequantize()))[0]
+    with pytest.warns(UserWarning, match="cannot be captured: a held weight is not written once a step"):
+        list(made.steps(last=4))
+
+
+@pytest.mark.parametrize(
+    ("device", "train", "reason"),
+    [
+        ("cpu", {}, "there are no graphs on the CPU"),
+        pytest.param("cuda", {"compile": "off"}, "train.compile is off", marks=pytest.mark.gpu),
+        pytest.param("cuda", {"offload": True}, "train.offload copies on streams", marks=pytest.mark.gpu),
+        pytest.param("cuda", {"compile": "graph"}, None, marks=pytest.mark.gpu),
+    ],
+)
+def test_why_steps_are_no_graph(device, train, reason):
+    made = Trainer(cfg := config("bf16", **train), data.load(cfg.data), cfg.recipe.build(), torch.device(device))
+    assert (made.runner.graph is None) == (reason is not None)
+    assert made.runner.reason is None if reason is None else made.runner.reason.startswith(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["mxfp8", "nvfp4"])
+def test_graph_and_eager_work_share_memory_that_does_not_grow(case):
+    cfg = config(case, steps=60, batch=64, context=128, eval_every=10)
+    sizes = {}
+    for graph in (False, True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        made, grown = trainer(cfg, "cuda", graph=graph), []
+        for done in made.steps():
+            grown.append(torch.cuda.memory_reserved() - before)
+            if done.step == 22:
+                settled = grown[-1]
+        sizes[graph] = grown[-1]
+        assert grown[-1] <= settled
+        assert made.runner._captured == graph
+        del made
+    assert sizes[True] <= 1.3 * sizes[False] + 2**25
