@@ -87,7 +87,8 @@ def test_it_is_its_linears_to_the_byte(kernels, monkeypatch, name, kind):
 
 def test_what_is_not_needed_is_not_made(kernels, monkeypatch):
     """Frozen weights, an input without a gradient, an evaluation."""
-    frozen = [("fc1.weight",), ("fc2.weight",), ("fc1.weight", "fc2.weight"), ("fc1.weight", "fc1.norm.weight")]
+    norm = "fc1.norm.weight"
+    frozen = [("fc1.weight",), ("fc2.weight",), ("fc1.weight", "fc2.weight"), ("fc1.weight", norm), (norm,)]
     for names in frozen:
         results = []
         for join in (False, True):
