@@ -22,10 +22,18 @@ struct Activated {
   const void* dh;
 };
 
+// float32 [1] each, or null, that are raised to largest magnitudes of a matrix, NaN aside: of its own elements, and of its
+// columns after the random Hadamard transform, with the fixed signs or without, for which its rows are whole strips of 16.
+struct Amaxes {
+  float* own;
+  float* columns;
+  bool signs;
+};
+
 #if defined(HQ_HAVE_CUDA)
-// out: h [rows, width], or with dh the gradient of z, in z's shape. amax: null, or float32 [1] that is raised to out's
-// largest magnitude, NaN aside. Raises std::runtime_error with CUDA's own message; work is only enqueued.
-void activation_cuda(const Activated& call, void* out, float* amax, uintptr_t stream);
+// out: h [rows, width], or with dh the gradient of z, in z's shape. columns is wanted with own alone. Raises
+// std::runtime_error with CUDA's own message; work is only enqueued.
+void activation_cuda(const Activated& call, void* out, const Amaxes& found, uintptr_t stream);
 // Quantizes that output, rounded to bf16, without making it; as quantize_cuda. False, and nothing is done, where no kernel
 // does that: for shapes, formats and outputs that the fast encoders do not take, and for formats with global amaxes.
 bool quantize_activated_cuda(const Activated& of, const Direction* row, const Direction* column, bool dequantized,

@@ -29,14 +29,17 @@ Activated make_activated(const std::string& kind, int64_t rows, int64_t width, u
 
 void bind_activation(py::module_& m) {
   m.def("activation_cuda", [](const std::string& kind, int64_t rows, int64_t width, uintptr_t z, uintptr_t dh,
-                              uintptr_t out, uintptr_t amax, uintptr_t stream) {
+                              uintptr_t out, uintptr_t amax, uintptr_t columns, bool signs, uintptr_t stream) {
     const Activated call = make_activated(kind, rows, width, z, dh);
     HQ_REQUIRE(out != 0 || rows * width == 0, "out is 0 but the matrix is not empty");
     check_aligned(out, 16, "out");
-    check_aligned(amax, 4, "amax");
-    activation_cuda(call, pointer<void>(out), pointer<float>(amax), stream);
-  }, "kind"_a, "rows"_a, "width"_a, "z"_a, "dh"_a, "out"_a, "amax"_a = 0, "stream"_a = 0,
-     "h [rows, width] of z, or with dh the gradient of z; bf16 without gaps. amax is raised to the output's.");
+    check_aligned(amax | columns, 4, "the least of amaxes");
+    HQ_REQUIRE(!columns || (amax && rows % 16 == 0), "the amax of transformed columns takes strips of 16 rows, and amax");
+    activation_cuda(call, pointer<void>(out), {pointer<float>(amax), pointer<float>(columns), signs}, stream);
+  }, "kind"_a, "rows"_a, "width"_a, "z"_a, "dh"_a, "out"_a, "amax"_a = 0, "columns"_a = 0, "signs"_a = true,
+     "stream"_a = 0,
+     "h [rows, width] of z, or with dh the gradient of z; bf16 without gaps. amax is raised to the output's, and columns to "
+     "that of its columns after the random Hadamard transform.");
   m.def("quantize_activated_cuda", [](const std::string& kind, int64_t rows, int64_t width, uintptr_t z, uintptr_t dh,
                                       const Direction* row, const Direction* column, bool dequantized, uintptr_t stream) {
     const Activated of = make_activated(kind, rows, width, z, dh);

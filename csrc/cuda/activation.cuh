@@ -48,39 +48,41 @@ __device__ __forceinline__ float first_gradient(float dh, float a, float b) {
 
 __device__ __forceinline__ float second_gradient(float dh, float a) { return dh * (a * sigmoid(a)); }
 
-// Eight neighbouring elements. b is not read without a second input.
+// Words of two neighbouring elements. b is not read without a second input.
+template <Activation kKind>
+__device__ __forceinline__ uint32_t activated_word(uint32_t a, uint32_t b) {
+  return round_pair<Bf16>(activated<kKind>(widen<Bf16>(a, 0), widen<Bf16>(b, 0)),
+                          activated<kKind>(widen<Bf16>(a, 1), widen<Bf16>(b, 1)));
+}
+
+template <Activation kKind>
+__device__ __forceinline__ uint32_t first_gradient_word(uint32_t dh, uint32_t a, uint32_t b) {
+  return round_pair<Bf16>(first_gradient<kKind>(widen<Bf16>(dh, 0), widen<Bf16>(a, 0), widen<Bf16>(b, 0)),
+                          first_gradient<kKind>(widen<Bf16>(dh, 1), widen<Bf16>(a, 1), widen<Bf16>(b, 1)));
+}
+
+__device__ __forceinline__ uint32_t second_gradient_word(uint32_t dh, uint32_t a) {
+  return round_pair<Bf16>(second_gradient(widen<Bf16>(dh, 0), widen<Bf16>(a, 0)),
+                          second_gradient(widen<Bf16>(dh, 1), widen<Bf16>(a, 1)));
+}
+
+// Units of eight.
 template <Activation kKind>
 __device__ __forceinline__ void activate_words(const uint32_t a[4], const uint32_t b[4], uint32_t h[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float of[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) of[k] = activated<kKind>(widen<Bf16>(a[i], k), widen<Bf16>(b[i], k));
-    h[i] = round_pair<Bf16>(of[0], of[1]);
-  }
+  for (int i = 0; i < 4; ++i) h[i] = activated_word<kKind>(a[i], b[i]);
 }
 
 template <Activation kKind>
 __device__ __forceinline__ void first_gradient_words(const uint32_t dh[4], const uint32_t a[4], const uint32_t b[4],
                                                      uint32_t da[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float of[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k)
-      of[k] = first_gradient<kKind>(widen<Bf16>(dh[i], k), widen<Bf16>(a[i], k), widen<Bf16>(b[i], k));
-    da[i] = round_pair<Bf16>(of[0], of[1]);
-  }
+  for (int i = 0; i < 4; ++i) da[i] = first_gradient_word<kKind>(dh[i], a[i], b[i]);
 }
 
 __device__ __forceinline__ void second_gradient_words(const uint32_t dh[4], const uint32_t a[4], uint32_t db[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float of[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) of[k] = second_gradient(widen<Bf16>(dh[i], k), widen<Bf16>(a[i], k));
-    db[i] = round_pair<Bf16>(of[0], of[1]);
-  }
+  for (int i = 0; i < 4; ++i) db[i] = second_gradient_word(dh[i], a[i]);
 }
 
 __device__ __forceinline__ void load_unit(const uint4* from, uint32_t words[4]) {

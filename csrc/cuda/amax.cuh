@@ -48,6 +48,19 @@ __global__ void __launch_bounds__(kAmaxThreads) find_flat(const uint4* data, int
   raise_to_amax<T>(data, static_cast<int64_t>(blockIdx.x) * kAmaxThreads + threadIdx.x, units, step, found);
 }
 
+// The largest magnitude of 16 elements of a column, half `half` of words `step` apart, after the random Hadamard transform,
+// not rounded yet. flipped: the factor of those whose sign changes.
+__device__ __forceinline__ float transformed_amax(const uint32_t* words, int step, int half, float flipped) {
+  float v[kSegment], most = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i)
+    v[i] = __fmul_rn(widen<Bf16>(words[i * step], half), (kRhtSignMask >> i) & 1u ? flipped : 0.25f);
+  butterfly16(v);
+#pragma unroll
+  for (int i = 0; i < kSegment; ++i) most = fmaxf(most, fabsf(v[i]));
+  return most;
+}
+
 // The amax of the columns of a bf16 matrix after the random Hadamard transform of each 16 elements, rounded to bf16, and
 // (row_found) that of its own elements, from one read of it: 2 bytes an element, and 7 instructions. A thread takes units
 // of 16 rows and 4 columns; neighbouring threads take neighbouring columns. across: units in a row; pitch: from a row to
@@ -73,15 +86,8 @@ static __global__ void __launch_bounds__(kTransformThreads, 4)
       own = fmaxf(own, fmaxf(part.of[0], part.of[1]));
     }
 #pragma unroll
-    for (int column = 0; column < 4; ++column) {
-      float v[kSegment];
-#pragma unroll
-      for (int i = 0; i < kSegment; ++i)
-        v[i] = __fmul_rn(widen<Bf16>(words[2 * i + column / 2], column % 2), (kRhtSignMask >> i) & 1u ? flipped : 0.25f);
-      butterfly16(v);
-#pragma unroll
-      for (int i = 0; i < kSegment; ++i) transformed = fmaxf(transformed, fabsf(v[i]));
-    }
+    for (int column = 0; column < 4; ++column)
+      transformed = fmaxf(transformed, transformed_amax(words + column / 2, 2, column % 2, flipped));
   }
   __shared__ float warps[2][kTransformThreads / 32];
   if (row_found) raise_together(own, warps[0], kTransformThreads / 32, row_found);

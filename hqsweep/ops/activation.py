@@ -20,44 +20,52 @@ def takes(z: Tensor, kind: str) -> bool:
     return z.dtype is torch.bfloat16 and z.dim() > 0 and z.shape[-1] % (8 * INPUTS[kind]) == 0
 
 
-def _outputs(out: Tensor, amax: bool) -> list[Tensor]:
-    return [out, out.new_empty((1, 1), dtype=torch.float32)] if amax else [out]
+def _outputs(out: Tensor, amax: bool, signs: bool | None) -> list[Tensor]:
+    return [out, *(out.new_empty((1, 1), dtype=torch.float32) for _ in range(_count(amax, signs)))]
 
 
-def _forward_fake(z, kind, amax=False):
-    return _outputs(z.new_empty((z.shape[0], z.shape[1] // INPUTS[kind])), amax)
+def _count(amax: bool, signs: bool | None) -> int:
+    """How many amaxes are found."""
+    return amax + (signs is not None)
+
+
+def _forward_fake(z, kind, amax=False, signs=None):
+    return _outputs(z.new_empty((z.shape[0], z.shape[1] // INPUTS[kind])), amax, signs)
 
 
 @operator(
-    "activation(Tensor z, str kind, bool amax=False) -> Tensor[]",
+    "activation(Tensor z, str kind, bool amax=False, bool? signs=None) -> Tensor[]",
     fake=_forward_fake,
     devices=("CUDA",),
 )
-def activation(z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
-    """z bfloat16 [M, W] -> [h], or with amax [h, float32 [1, 1]]: the largest magnitude of h, NaN aside.
+def activation(z: Tensor, kind: str, amax: bool = False, signs: bool | None = None) -> list[Tensor]:
+    """z bfloat16 [M, W] -> [h], then the amaxes that are wanted, float32 [1, 1] each: the largest magnitude, NaN aside,
+    of h; and, unless signs is None, that of its columns after the random Hadamard transform with those signs.
 
     "swiglu": h = silu(g) * u [M, W / 2] with [g, u] = z. "gelu": its tanh approximation, [M, W].
-    ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, and for a W that is no
-    multiple of 8 (swiglu: 16).
+    ValueError for a z that is not contiguous bfloat16 with two axes at a multiple of 16 bytes, for a W that is no
+    multiple of 8 (swiglu: 16), and for signs without amax or with an M that is no multiple of 16.
     """
     check_input(z, kind)
-    return _run(z, None, kind, z.shape[1] // INPUTS[kind], amax)
+    return _run(z, None, kind, amax, signs)
 
 
-def _backward_fake(dh, z, kind, amax=False):
-    return _outputs(torch.empty_like(z), amax)
+def _backward_fake(dh, z, kind, amax=False, signs=None):
+    return _outputs(torch.empty_like(z), amax, signs)
 
 
 @operator(
-    "activation_backward(Tensor dh, Tensor z, str kind, bool amax=False) -> Tensor[]",
+    "activation_backward(Tensor dh, Tensor z, str kind, bool amax=False, bool? signs=None) -> Tensor[]",
     fake=_backward_fake,
     devices=("CUDA",),
 )
-def activation_backward(dh: Tensor, z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
-    """The gradient dz bfloat16 [M, W] of z, from that of h; then its amax, if wanted. ValueError as activation()."""
+def activation_backward(
+    dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None
+) -> list[Tensor]:
+    """The gradient dz bfloat16 [M, W] of z, from that of h; amaxes and ValueError as of activation()."""
     check_input(z, kind)
     check_gradient(dh, z, kind)
-    return _run(z, dh, kind, z.shape[1], amax)
+    return _run(z, dh, kind, amax, signs)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -82,11 +90,14 @@ def check_gradient(dh: Tensor, z: Tensor, kind: str) -> None:
         raise ValueError(f"dh is {described(dh)}; it takes contiguous bfloat16 {shape} at a multiple of 16 bytes")
 
 
-def _run(z: Tensor, dh: Tensor | None, kind: str, width: int, amax: bool) -> list[Tensor]:
-    """width: that of the output."""
-    rows = z.shape[0]
+def _run(z: Tensor, dh: Tensor | None, kind: str, amax: bool, signs: bool | None) -> list[Tensor]:
+    if signs is not None and (not amax or z.shape[0] % 16):
+        raise ValueError(f"z has {z.shape[0]} rows; columns are transformed in strips of 16 rows, and with amax=True")
+    (rows, cols), inputs = z.shape, INPUTS[kind]
+    width = cols // inputs if dh is None else cols
     out = empty(z, (rows, width), (width or 1, 1), z.dtype)
-    found = torch.zeros((1, 1), dtype=torch.float32, device=z.device) if amax else None
-    addresses = (z.data_ptr(), 0 if dh is None else dh.data_ptr(), out.data_ptr(), found.data_ptr() if amax else 0)
-    extension().activation_cuda(kind, rows, z.shape[1] // INPUTS[kind], *addresses, *where(z))
-    return [out, found] if amax else [out]
+    amaxes = [torch.zeros((1, 1), dtype=torch.float32, device=z.device) for _ in range(_count(amax, signs))]
+    addresses = [tensor.data_ptr() for tensor in amaxes] + [0] * (2 - len(amaxes))
+    matrices = (z.data_ptr(), 0 if dh is None else dh.data_ptr(), out.data_ptr())
+    extension().activation_cuda(kind, rows, cols // inputs, *matrices, *addresses, bool(signs), *where(z))
+    return [out, *amaxes]

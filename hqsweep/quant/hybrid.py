@@ -146,7 +146,7 @@ class HybridQuantizer:
         """quantize() of h = activation(z), or with dh of the gradient of z: on CUDA, for a z that activation() takes.
 
         In one pass from z where all scales are found in blocks, without random bits; otherwise from the matrix, under
-        the amax that the activation's kernel finds, where a format has one of the whole matrix. The bytes are the same.
+        the amaxes that the activation's kernel finds, where formats have one of the whole. The bytes are the same.
         """
         if type(self) is not HybridQuantizer:
             (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
@@ -157,10 +157,14 @@ class HybridQuantizer:
         if takes_formats(request):
             results = quantized_of(request, quantize_activated(request, z, dh, kind))
             return self._operands(results, shape_of(z, dh, kind), z.dtype, None, rowwise)
-        found = _takes_amax(row.format) or (source == "original" and _takes_amax(column.format))
-        x, *amax = activation(z, kind, found) if dh is None else activation_backward(dh, z, kind, found)
-        if found:
-            row, column = _under(row, *amax), _under(column, *amax) if source == "original" else column
+        amax, signs = _takes_amax(row.format), None
+        if source == "original":
+            signs = _signs_of(column.format)
+            amax = amax or _takes_amax(column.format) or signs is not None
+        (x, *amaxes) = activation(z, kind, amax, signs) if dh is None else activation_backward(dh, z, kind, amax, signs)
+        if amax:
+            row = _under(row, amaxes[0])
+            column = _under(column, amaxes[signs is not None]) if source == "original" else column
         results = self._quantize(x, row, column, key, states)
         return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
 
@@ -235,14 +239,17 @@ class HybridQuantizer:
 
 
 def _takes_amax(format: Format | None) -> bool:
-    """Whether the format's only amax is that of the matrix as it comes."""
-    return (
-        format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled or format.rht)
-    )
+    """Whether the format's only amax is that of the matrix, as it comes or after a transform."""
+    return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
+
+
+def _signs_of(format: Format | None) -> bool | None:
+    """Of a columnwise format whose amax is that of transformed columns: the transform's signs; None of any other."""
+    return format.rht_signed if _takes_amax(format) and format.rht else None
 
 
 def _under(target: Target, amax: Tensor) -> Target:
-    """The target with a grid of the matrix's amax, where its format takes that."""
+    """The target with a grid of that amax, where its format takes one."""
     return target._replace(grid={target.format.amax_name: amax}) if _takes_amax(target.format) else target
 
 

@@ -5,26 +5,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.nn.activation import ACTIVATIONS
 from hqsweep.ops import operators
 from hqsweep.ops.kernels import NO_KEY
 
 
-def activation(z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
-    return _with_amax(ACTIVATIONS[kind](z.float()).bfloat16(), amax)
+def activation(z: Tensor, kind: str, amax: bool = False, signs: bool | None = None) -> list[Tensor]:
+    return _with_amaxes(ACTIVATIONS[kind](z.float()).bfloat16(), amax, signs)
 
 
-def activation_backward(dh: Tensor, z: Tensor, kind: str, amax: bool = False) -> list[Tensor]:
+def activation_backward(
+    dh: Tensor, z: Tensor, kind: str, amax: bool = False, signs: bool | None = None
+) -> list[Tensor]:
     assert dh.is_contiguous()
     assert dh.dtype == torch.bfloat16
     with torch.enable_grad():
         leaf = z.detach().float().requires_grad_()
         ACTIVATIONS[kind](leaf).backward(dh.float())
-    return _with_amax(leaf.grad.bfloat16(), amax)
+    return _with_amaxes(leaf.grad.bfloat16(), amax, signs)
 
 
-def _with_amax(x: Tensor, amax: bool) -> list[Tensor]:
-    return [x, x.float().abs().amax().view(1, 1)] if amax else [x]
+def _with_amaxes(x: Tensor, amax: bool, signs: bool | None) -> list[Tensor]:
+    matrices = [x] if amax else []
+    if signs is not None:
+        assert amax
+        matrices.append(hadamard(x.t().contiguous(), signed=signs).bfloat16())
+    return [x, *(matrix.float().abs().amax().view(1, 1) for matrix in matrices)]
 
 
 def quantize_activated(request, z: Tensor, dh: Tensor | None, kind: str) -> list[Tensor]:

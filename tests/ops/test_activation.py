@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.ops.activation import INPUTS, activation, activation_backward, takes
 
 KINDS = tuple(INPUTS)
@@ -81,14 +82,37 @@ def test_amax_is_that_of_the_output(kind, shape):
 
 
 @gpu
+@pytest.mark.parametrize("signs", [True, False])
+@pytest.mark.parametrize("shape", [(16, 8), (48, 24), (128, 384), (1024, 2048)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_amax_of_transformed_columns(kind, shape, signs):
+    """Of a matrix with a NaN, which counts as 0 with all that it is transformed with."""
+    z, dh = matrices(kind, *shape)
+    z[0, 0] = float("nan")
+    for plain, (out, own, columns) in (
+        (activation(z, kind, True), activation(z, kind, True, signs)),
+        (activation_backward(dh, z, kind, True), activation_backward(dh, z, kind, True, signs)),
+    ):
+        assert torch.equal(plain[0].view(torch.int16), out.view(torch.int16))
+        assert torch.equal(plain[1], own)
+        expected = hadamard(out.t().contiguous(), signed=signs).bfloat16().abs().nan_to_num(0.0).max()
+        assert columns.item() == expected.item()
+
+
+@gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_are_equal_and_may_be_captured(kind):
-    z, dh = matrices(kind, 300, 520)
-    first = activation(z, kind, True) + activation_backward(dh, z, kind, True)
+    z, dh = matrices(kind, 304, 520)
+
+    def all_of_it():
+        forward = activation(z, kind, True) + activation(z, kind, True, True)
+        return forward + activation_backward(dh, z, kind, True) + activation_backward(dh, z, kind, True, True)
+
+    first = all_of_it()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = activation(z, kind, True) + activation_backward(dh, z, kind, True)
+        captured = all_of_it()
     for _ in range(2):
         graph.replay()
         for one, other in zip(first, captured, strict=True):
@@ -132,6 +156,13 @@ def test_what_they_cannot_read_is_refused(z, kind, message):
         activation(z, kind)
 
 
+def test_columns_are_transformed_in_strips():
+    with pytest.raises(ValueError, match="z has 8 rows; columns are transformed in strips of 16 rows"):
+        activation(torch.zeros(8, 8, dtype=torch.bfloat16), "gelu", True, True)
+    with pytest.raises(ValueError, match="with amax=True"):
+        activation(torch.zeros(16, 8, dtype=torch.bfloat16), "gelu", False, True)
+
+
 @pytest.mark.parametrize(
     "dh",
     [
@@ -150,7 +181,7 @@ def test_a_gradient_that_does_not_fit_is_refused(dh):
 def test_shapes_in_traced_graphs(kind):
     with FakeTensorMode():
         z = torch.empty(6, INPUTS[kind] * 24, device="cuda", dtype=torch.bfloat16)
-        h, amax = activation(z, kind, True)
+        h, amax, _ = activation(z, kind, True, False)
         (dz,) = activation_backward(h, z, kind)
     assert (h.shape, h.dtype, amax.shape, amax.dtype) == ((6, 24), torch.bfloat16, (1, 1), torch.float32)
     assert (dz.shape, dz.dtype, dz.device.type) == (z.shape, torch.bfloat16, "cuda")
