@@ -38,13 +38,14 @@ from hqsweep.config.train import TrainConfig
 from hqsweep.jobs.convergence import make_deterministic
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.sweep.compose import load_recipe
-from hqsweep.train.loop import Trainer
+from hqsweep.train.loop import Step, Trainer
 
 SECTIONS = ("floors", "time", "kinds")
 COLUMNS = (
-    "section", "size", "case", "recipe", "mode", "deterministic", "ms", "share", "compiled_ms", "ktokens_s", "tflops",
-    "peak_gb", "reserved_gb", "first_step_s", "launches", "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS),
-    "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs", "matmul_tflops", "fp8_tflops",
+    "section", "size", "case", "recipe", "mode", "deterministic", "ran", "ms", "share", "compiled_ms", "ktokens_s",
+    "tflops", "peak_gb", "reserved_gb", "first_step_s", "case_s", "launches", "kernels", "device_ms",
+    *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs", "matmul_tflops",
+    "fp8_tflops",
 )  # fmt: skip
 SIZES = {
     "S": Size(model=ModelConfig(dim=384, layers=6, heads=6), batch=128, context=256, vocabulary=256, turn=20),
@@ -104,11 +105,21 @@ def build_recipe(name: str) -> AnyRecipe:
     return training(next(iter(SIZES.values())), name, MODES[0], "cpu").recipe.build()
 
 
-def ours(size: Size, data: Data, recipe: str, mode: str, device: str) -> Call:
+class Ours:
     """A step of our Trainer."""
-    config = training(size, recipe, mode, device)
-    steps = Trainer(config, data, config.recipe.build(), torch.device(device)).steps()
-    return lambda: next(steps)
+
+    def __init__(self, size: Size, data: Data, recipe: str, mode: str, device: str) -> None:
+        config = training(size, recipe, mode, device)
+        self.trainer = Trainer(config, data, config.recipe.build(), torch.device(device))
+        self.steps = self.trainer.steps()
+
+    def __call__(self) -> Step:
+        return next(self.steps)
+
+    @property
+    def ran(self) -> str:
+        """How steps run after those of the start."""
+        return self.trainer.runner.reason or "graph"
 
 
 def plain(size: Size, data: Data, how: str, device: str) -> Call:
@@ -195,7 +206,7 @@ class Bench:
             self._case({"case": f"torch {how}"}, partial(plain, self.size, self.data, how, self.args.device), keep=keep)
         for recipe in self.args.recipes:
             for mode, kernels in product(self.args.modes, self.args.deterministic):
-                build = partial(ours, self.size, self.data, recipe, mode, self.args.device)
+                build = partial(Ours, self.size, self.data, recipe, mode, self.args.device)
                 named = {"case": "hqsweep", "recipe": recipe, "mode": mode, "deterministic": kernels}
                 self._case(named, build, is_deterministic=kernels == "on")
 
@@ -203,17 +214,20 @@ class Bench:
         self, named: rows.Row, build: Callable[[], Call], *, keep: bool = False, is_deterministic: bool = False
     ) -> None:
         """All sections of a case; one that fails is a row."""
-        named = {"size": self.name} | named
-        if time.perf_counter() > self.deadline:
+        named, began = {"size": self.name} | named, time.perf_counter()
+        if began > self.deadline:
             self.writer.add({"section": "time"} | named | {"error": "not begun in --seconds"})
             return
         try:
             prepared = Prepared(build, self.args.device, is_deterministic=is_deterministic)
             if keep:
                 self.compiled = prepared
+            if ran := getattr(prepared.call, "ran", None):
+                named["ran"] = ran
             for section in self.args.only:
                 if measure := {"time": self._time, "kinds": self._kinds}.get(section):
-                    self.writer.add({"section": section} | named | measure(prepared))
+                    row = measure(prepared) | {"case_s": time.perf_counter() - began}
+                    self.writer.add({"section": section} | named | row)
         except Exception as error:
             traceback.print_exc()
             text = " ".join(str(error).split())

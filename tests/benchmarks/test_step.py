@@ -45,7 +45,7 @@ def test_every_case_is_timed_beside_the_compiled_one(run):
     for row in rows:
         assert row["share"] == pytest.approx(row["compiled_ms"] / row["ms"]) and row["first_step_s"] > 0
         assert row["ktokens_s"] == pytest.approx(64 / row["ms"])
-    assert rows[0]["share"] == 1
+    assert rows[0]["share"] == 1 and rows[2]["ran"] == "there are no graphs on the CPU"
 
 
 def test_a_case_that_fails_is_a_row_and_the_next_one_runs(run):
@@ -64,13 +64,13 @@ def test_what_has_no_time_left_says_so(run):
 
 def test_a_step_of_ours_is_one_update():
     data = step.Data(TINY["S"], "cpu")
-    call = step.ours(TINY["S"], data, "mxfp8", "auto", "cpu")
+    call = step.Ours(TINY["S"], data, "mxfp8", "auto", "cpu")
     assert [call().step for _ in range(3)] == [1, 2, 3]
 
 
 def test_our_steps_have_deterministic_kernels_and_those_of_torch_have_not(run, monkeypatch):
     seen = []
-    plain, ours = step.plain, step.ours
+    plain, ours = step.plain, step.Ours
     asked = torch.are_deterministic_algorithms_enabled
 
     def noting(build, *args):
@@ -78,11 +78,11 @@ def test_our_steps_have_deterministic_kernels_and_those_of_torch_have_not(run, m
         return lambda: (seen.append((build.__name__, asked())), call())
 
     monkeypatch.setattr(step, "plain", lambda *args: noting(plain, *args))
-    monkeypatch.setattr(step, "ours", lambda *args: noting(ours, *args))
+    monkeypatch.setattr(step, "Ours", lambda *args: noting(ours, *args))
     words = ("--references", "compiled", "--recipes", "bf16", "--deterministic", "on", "off")
     rows = run("--size", "S", "--only", "time", *words)
     assert [row.get("deterministic") for row in rows] == [None, "on", "off"] and not asked()
-    assert dict.fromkeys(seen) == dict.fromkeys([("plain", False), ("ours", True), ("ours", False)])
+    assert dict.fromkeys(seen) == dict.fromkeys([("plain", False), ("Ours", True), ("Ours", False)])
 
 
 @pytest.mark.parametrize("name", step.RECIPES)
