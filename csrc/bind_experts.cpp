@@ -24,9 +24,10 @@ Dtype fp32_or_bf16(int dtype) {
 }
 
 // What a call for tokens is given first.
-#define HQ_CHOICE_PARAMETERS uintptr_t places, int64_t tokens, int64_t choices, int64_t dim
-#define HQ_CHOICE_VALUES places, tokens, choices, dim
-#define HQ_CHOICE_ARGS "places"_a, "tokens"_a, "choices"_a, "dim"_a
+#define HQ_CHOICE_PARAMETERS \
+  uintptr_t places, int64_t tokens, int64_t choices, int64_t dim, uintptr_t starts, int64_t experts
+#define HQ_CHOICE_VALUES places, tokens, choices, dim, starts, experts
+#define HQ_CHOICE_ARGS "places"_a, "tokens"_a, "choices"_a, "dim"_a, "starts"_a, "experts"_a
 
 bool is_empty(int64_t tokens, int64_t choices, int64_t dim) { return tokens == 0 || choices == 0 || dim == 0; }
 
@@ -36,8 +37,11 @@ Choices make_choices(HQ_CHOICE_PARAMETERS) {
   check_shape(tokens * choices, dim);
   HQ_REQUIRE(dim % 8 == 0, "dim is " + text(dim) + ", must be a multiple of 8");
   HQ_REQUIRE(places != 0 || is_empty(tokens, choices, dim), "places is 0 but there are choices");
-  check_aligned(places, 8, "places");
-  return {pointer<int64_t>(places), tokens, static_cast<int>(choices), dim};
+  check_aligned(places | starts, 8, "the least of places and starts");
+  HQ_REQUIRE(experts >= 0 && experts < (1 << 24), "experts is " + text(experts) + ", must be >= 0 and less than 2^24");
+  HQ_REQUIRE((starts != 0) == (experts != 0), "starts are those of experts");
+  return {pointer<int64_t>(places), tokens, static_cast<int>(choices), dim, pointer<int64_t>(starts),
+          static_cast<int>(experts)};
 }
 
 Combined make_combined(HQ_CHOICE_PARAMETERS, uintptr_t rows, uintptr_t weights, uintptr_t added) {

@@ -2,6 +2,10 @@
 //
 // M tokens choose k experts each. Choice c = token * k + rank has its row at places[c] among the M * k rows that go by
 // expert: places is a permutation, which is the caller's promise.
+//
+// Where experts are filled up to whole blocks of rows, expert e has rows starts[1][e] to starts[1][e + 1]. The first
+// starts[0][e + 1] - starts[0][e] of them are those of its choices, as places then has them; the others are zeros, which
+// dispatch_rows and combine_rows_back write. What stands behind the last expert is left open.
 #pragma once
 #include <cstdint>
 
@@ -17,13 +21,15 @@ struct Choices {
   int64_t tokens;
   int choices;
   int64_t dim;  // elements of a row, a multiple of 8; rows are without gaps, at multiples of 16 bytes
+  const int64_t* starts;  // [2, experts + 1], or null: experts are not filled up
+  int experts;            // 0 without starts
 };
 
 // y[t] = fl(.. fl(0 + fl(w[t, 0] * row[t, 0])) + .. fl(w[t, k - 1] * row[t, k - 1])) (+ added[t]) in fp32, row[t, r]
 // being rows[places[t * k + r]] in bf16.
 struct Combined {
   Choices choices;
-  const void* rows;      // bf16 [tokens * choices, dim]
+  const void* rows;      // bf16 [tokens * choices, dim], or more rows where experts are filled up
   const float* weights;  // [tokens, choices]
   const void* added;     // bf16 [tokens, dim], or null
 };

@@ -66,11 +66,21 @@ __device__ __forceinline__ int64_t token_of_warp() {
 }
 __device__ __forceinline__ int lane_of() { return threadIdx.x % 32; }
 
+// Zeros into the rows that fill up an expert, by the thread blocks behind those of the tokens: one for each expert.
+__device__ __forceinline__ void fill_up(const Choices& call, void* rows) {
+  const int64_t expert = blockIdx.x - (call.tokens + kWarps - 1) / kWarps, units = call.dim / kUnit;
+  if (expert < 0 || expert >= call.experts) return;
+  const int64_t *base = call.starts + expert, *filled = base + call.experts + 1;
+  const int64_t first = filled[0] + (base[1] - base[0]);
+  uint4* to = static_cast<uint4*>(rows) + first * units;
+  for (int64_t i = threadIdx.x; i < (filled[1] - first) * units; i += 32 * kWarps) to[i] = make_uint4(0, 0, 0, 0);
+}
+
 template <class T>
 __global__ void __launch_bounds__(32 * kWarps) dispatch_rows(const __grid_constant__ Choices call, const void* x,
                                                              void* rows) {
   const int64_t token = token_of_warp(), units = call.dim / kUnit;
-  if (token >= call.tokens) return;
+  if (token >= call.tokens) return fill_up(call, rows);
   const int64_t* places = call.places + token * call.choices;
   for (int64_t unit = lane_of(); unit < units; unit += 32) {
     const uint4 words = rounded(load_unit<T>(row_of<T>(x, token, call.dim), unit));
@@ -124,7 +134,7 @@ __global__ void __launch_bounds__(32 * kWarps) combine_rows_back(const __grid_co
                                                                  void* drows, float* dweights, void* dadded) {
   const Choices& choices = call.choices;
   const int64_t token = token_of_warp(), units = choices.dim / kUnit;
-  if (token >= choices.tokens) return;
+  if (token >= choices.tokens) return fill_up(choices, drows);
   const char* of_token = row_of<Fp32>(static_cast<const void*>(dy), token, choices.dim);
   for (int r = 0; r < choices.choices; ++r) {
     const int64_t choice = token * choices.choices + r, place = choices.places[choice];
@@ -225,8 +235,10 @@ __global__ void __launch_bounds__(kChoicesOfBlock) place_choices(const __grid_co
 
 cudaStream_t queue_of(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
-unsigned grid_of_tokens(const Choices& call, const char* binding) {
-  return grid_of((call.tokens + kWarps - 1) / kWarps, binding, "too many tokens for one launch");
+// fills: whether rows of zeros are written, too.
+unsigned grid_of_tokens(const Choices& call, bool fills, const char* binding) {
+  const int64_t blocks = (call.tokens + kWarps - 1) / kWarps + (fills ? call.experts : 0);
+  return grid_of(blocks, binding, "too many tokens for one launch");
 }
 
 bool is_empty(const Choices& call) { return call.tokens == 0 || call.choices == 0 || call.dim == 0; }
@@ -236,20 +248,20 @@ bool is_empty(const Choices& call) { return call.tokens == 0 || call.choices == 
 void dispatch_rows_cuda(const Choices& call, const void* x, Dtype dtype, void* rows, uintptr_t stream) {
   if (is_empty(call)) return;
   const auto kernel = dtype == Dtype::fp32 ? dispatch_rows<Fp32> : dispatch_rows<Bf16>;
-  kernel<<<grid_of_tokens(call, "dispatch_rows_cuda"), 32 * kWarps, 0, queue_of(stream)>>>(call, x, rows);
+  kernel<<<grid_of_tokens(call, true, "dispatch_rows_cuda"), 32 * kWarps, 0, queue_of(stream)>>>(call, x, rows);
   check(cudaGetLastError(), "dispatch_rows_cuda");
 }
 
 void sum_rows_cuda(const Choices& call, const void* rows, void* out, Dtype dtype, uintptr_t stream) {
   if (is_empty(call)) return;
   const auto kernel = dtype == Dtype::fp32 ? sum_rows<Fp32> : sum_rows<Bf16>;
-  kernel<<<grid_of_tokens(call, "sum_rows_cuda"), 32 * kWarps, 0, queue_of(stream)>>>(call, rows, out);
+  kernel<<<grid_of_tokens(call, false, "sum_rows_cuda"), 32 * kWarps, 0, queue_of(stream)>>>(call, rows, out);
   check(cudaGetLastError(), "sum_rows_cuda");
 }
 
 void combine_rows_cuda(const Combined& call, float* y, uintptr_t stream) {
   if (is_empty(call.choices)) return;
-  const unsigned grid = grid_of_tokens(call.choices, "combine_rows_cuda");
+  const unsigned grid = grid_of_tokens(call.choices, false, "combine_rows_cuda");
   combine_rows<<<grid, 32 * kWarps, 0, queue_of(stream)>>>(call, y);
   check(cudaGetLastError(), "combine_rows_cuda");
 }
@@ -257,7 +269,7 @@ void combine_rows_cuda(const Combined& call, float* y, uintptr_t stream) {
 void combine_rows_back_cuda(const Combined& call, const float* dy, void* drows, float* dweights, void* dadded,
                             uintptr_t stream) {
   if (is_empty(call.choices)) return;
-  const unsigned grid = grid_of_tokens(call.choices, "combine_rows_back_cuda");
+  const unsigned grid = grid_of_tokens(call.choices, true, "combine_rows_back_cuda");
   combine_rows_back<<<grid, 32 * kWarps, 0, queue_of(stream)>>>(call, dy, drows, dweights, dadded);
   check(cudaGetLastError(), "combine_rows_back_cuda");
 }

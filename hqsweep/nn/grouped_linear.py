@@ -161,6 +161,11 @@ class GroupedLinear(LinearBase):
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
         return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
+    @property
+    def filling_multiple(self) -> int:
+        """What rows of zeros fill up the rows of each expert to a multiple of, in a call now."""
+        return self.quantization_alignment if torch.is_grad_enabled() else 1
+
     @outside_autocast
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
         if x.shape[-1] != self.in_features:
@@ -174,7 +179,9 @@ class GroupedLinear(LinearBase):
 
     def _filled_up(self, rows: Tensor, splits: Splits) -> Tensor:
         """y of x [M, K], of experts whose rows are filled up to quantization_alignment with zeros where they must."""
-        multiple = self.quantization_alignment if torch.is_grad_enabled() else 1
+        multiple = self.filling_multiple
+        if isinstance(splits, PaddedSplits) and splits.multiple % multiple == 0:
+            return self._apply_experts(rows, splits)
         if multiple > 1 and splits.sizes is None and len(rows):
             filled = PaddedSplits.over(splits, multiple, rows.device)
             y = self._apply_experts(place_rows(rows, filled.places, filled.rows), filled)

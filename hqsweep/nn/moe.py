@@ -13,7 +13,8 @@ from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.residual import AddsBranch, add_branch, is_observed
-from hqsweep.nn.router import Router
+from hqsweep.nn.router import Router, Routing, moves_by_kernels
+from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -75,11 +76,22 @@ class LayerNormMoE(AddsBranch):
         routing = self.router(h)
         if probe := current().probe:
             probe.experts(self.name, routing.tokens.tolist())
-        rows = routing.dispatch(h, self.fc1.dtype)
-        splits = Splits.of(routing.tokens, len(rows))  # one for both, so that a device is waited for once at most
+        splits = self._splits(routing, h)
+        rows = routing.dispatch(h, self.fc1.dtype, splits)
         hidden = activate(self.fc1(rows, splits), "swiglu")
-        y = routing.combine(self.fc2(hidden, splits), None if self.shared is None else self.shared(h))
+        y = routing.combine(self.fc2(hidden, splits), None if self.shared is None else self.shared(h), splits)
         return total, y.view(x.shape), routing.balance, routing.tokens
+
+    def _splits(self, routing: Routing, h: Tensor) -> Splits:
+        """One for both linears, so that a device is waited for once at most; where both fill up experts that only a
+        device knows, and kernels move the tokens, filled up at once."""
+        splits = Splits.of(routing.tokens, routing.chosen.numel())
+        multiples = {fc.filling_multiple for fc in (self.fc1, self.fc2)}
+        if splits.sizes is not None or splits.rows == 0 or len(multiples) > 1 or multiples == {1}:
+            return splits
+        if not moves_by_kernels(h, self.fc1.dtype):
+            return splits
+        return PaddedSplits.over(splits, multiples.pop(), h.device)
 
 
 class MoELayer(nn.Module):

@@ -15,7 +15,9 @@ from hqsweep.memo import cached_property
 from hqsweep.nn.context import use_kernels
 from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows, takes
 from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.route import route, route_backward, routes
+from hqsweep.ops.splits import Splits
 
 ROUTER_STD = 0.02
 """Standard deviation of the initial weights: small, so that a training starts with nearly equal loads."""
@@ -55,21 +57,40 @@ class Routing:
         """int64 [M * k]: where in `order` each choice is."""
         return self._places[1]
 
-    def dispatch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x [M, D] -> [M * k, D] in dtype, or in x's: a row for each choice, those of the first expert first."""
+    def dispatch(self, x: Tensor, dtype: torch.dtype | None = None, splits: Splits | None = None) -> Tensor:
+        """x [M, D] -> [M * k, D] in dtype, or in x's: a row for each choice, those of the first expert first. splits:
+        those of the rows, if not `tokens` but filled up: there, and zeros between."""
         dtype = dtype or x.dtype
-        if takes(x, dtype) and use_kernels(x):
-            return _DispatchRows.apply(x, self.inverse, self.chosen.shape[1])
+        if moves_by_kernels(x, dtype):
+            return _DispatchRows.apply(x, self._places_in(splits), self.chosen.shape[1], *_filled(splits))
         return _Dispatch.apply(in_dtype(x, dtype), self.order // self.chosen.shape[1], self.inverse)
 
-    def combine(self, y: Tensor, added: Tensor | None = None) -> Tensor:
+    def combine(self, y: Tensor, added: Tensor | None = None, splits: Splits | None = None) -> Tensor:
         """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
-        probable first, of weight * row; then plus added [M, D]."""
-        if takes(y, y.dtype) and use_kernels(y) and (added is None or added.dtype is y.dtype):
-            return _CombineRows.apply(y, self.weights, added, self.inverse)
+        probable first, of weight * row; then plus added [M, D]. splits: as those of dispatch."""
+        if moves_by_kernels(y, y.dtype):
+            within = added if added is not None and added.dtype is y.dtype else None
+            total = _CombineRows.apply(y, self.weights, within, self._places_in(splits), _filled(splits)[0])
+            return total if added is within else total + added.float()
         rows = _Permute.apply(y, self.inverse, self.order).view(*self.weights.shape, y.shape[1])
         total = (rows.float() * self.weights.unsqueeze(-1)).sum(dim=1)
         return total if added is None else total + added.float()
+
+    def _places_in(self, splits: Splits | None) -> Tensor:
+        """`inverse`, in rows that may be filled up."""
+        if not isinstance(splits, PaddedSplits):
+            return self.inverse
+        return self.inverse + (splits.starts[1] - splits.starts[0])[self.chosen.flatten()]
+
+
+def _filled(splits: Splits | None) -> tuple[Tensor | None, int]:
+    """Where filled up experts begin, and how many rows there are."""
+    return (splits.starts, splits.rows) if isinstance(splits, PaddedSplits) else (None, 0)
+
+
+def moves_by_kernels(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether dispatch of x as rows of dtype and combine of them are the kernels', which fill up experts."""
+    return takes(x, dtype) and use_kernels(x)
 
 
 class Router(nn.Module):
@@ -164,31 +185,32 @@ class _Permute(torch.autograd.Function):
 
 
 class _DispatchRows(torch.autograd.Function):
-    """_Dispatch, with the rounding to bfloat16 before it, in one pass each way."""
+    """_Dispatch, with the rounding to bfloat16 before it and the filling up after it, in one pass each way."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, places: Tensor, choices: int) -> Tensor:
+    def forward(ctx, x: Tensor, places: Tensor, choices: int, starts: Tensor | None, count: int) -> Tensor:
         ctx.save_for_backward(places)
         ctx.choices, ctx.dtype = choices, x.dtype
-        return dispatch_rows(x, places, choices)
+        return dispatch_rows(x, places, choices, starts, count)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        return sum_rows(dy, *ctx.saved_tensors, ctx.choices, ctx.dtype), None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return sum_rows(dy, *ctx.saved_tensors, ctx.choices, ctx.dtype), None, None, None, None
 
 
 class _CombineRows(torch.autograd.Function):
     """The weighted sum of combine in one pass each way; rows are kept as they come."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, weights: Tensor, added: Tensor | None, places: Tensor) -> Tensor:
-        ctx.save_for_backward(y, places, weights)
+    def forward(ctx, y: Tensor, weights: Tensor, added: Tensor | None, places: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(y, places, weights, starts)
         ctx.added = added is not None
         return combine_rows(y, places, weights, added)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dy, dweights, *dadded = combine_rows_backward(dy, *ctx.saved_tensors, ctx.added)
-        return dy, dweights, *(dadded or [None]), None
+        *saved, starts = ctx.saved_tensors
+        dy, dweights, *dadded = combine_rows_backward(dy, *saved, ctx.added, starts)
+        return dy, dweights, *(dadded or [None]), None, None

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, quantization, router
+from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, grouped_linear, moe, quantization, router
 from hqsweep.nn.activation import swiglu
 from hqsweep.nn.router import Router
+from hqsweep.ops.splits import Splits
 
 DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
 
@@ -140,8 +141,8 @@ def route_backward_by_torch(p, chosen, weights, tokens, dweights, dbalance):
         return torch.autograd.grad([x for x, _ in ends], logits, [dx for _, dx in ends])[0]
 
 
-def rows_by_torch(x, places, choices):
-    rows = x.new_empty((len(places), x.shape[1]), dtype=torch.bfloat16)
+def rows_by_torch(x, places, choices, starts=None, count=0):
+    rows = x.new_zeros((count or len(places), x.shape[1]), dtype=torch.bfloat16)
     rows[places] = x.bfloat16().repeat_interleave(choices, dim=0)
     return rows
 
@@ -151,8 +152,8 @@ def combined_by_torch(rows, places, weights, added=None):
     return y if added is None else y + added.float()
 
 
-def gradients_by_torch(dy, rows, places, weights, added):
-    drows = torch.empty_like(rows)
+def gradients_by_torch(dy, rows, places, weights, added, starts=None):
+    drows = torch.zeros_like(rows)
     drows[places] = (dy.unsqueeze(1) * weights.unsqueeze(-1)).to(rows.dtype).flatten(0, 1)
     dweights = (dy.unsqueeze(1) * rows[places].view(*weights.shape, -1).float()).sum(dim=-1)
     return [drows, dweights, *([dy.to(rows.dtype)] if added else [])]
@@ -208,6 +209,25 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(top_k, shared):
     for a, b in zip(ours, results(module, "cuda", kernels=False), strict=True):
         assert (a - b).double().norm() <= 0.02 * b.double().norm() + 1e-3
     assert all(map(torch.equal, ours, results(module, "cuda", kernels=True)))
+
+
+def test_experts_that_only_a_device_knows_are_filled_up_as_by_each_linear(kernels_by_torch, monkeypatch):
+    """A CPU that passes for a device: the same bytes as where fc1 and fc2 each fill up and take out again."""
+    module = mixture("nvfp4", dtype=torch.bfloat16, shared_expert=True)
+
+    def of_a_device(splits, rows, experts=None):
+        made = {"rows": rows, "count": EXPERTS, "sizes": None, "device_sizes": splits}
+        return splits if isinstance(splits, Splits) else Splits(**made)
+
+    monkeypatch.setattr(moe.Splits, "of", of_a_device)
+    made, calls = [], []
+    right = grouped_linear.place_rows
+    monkeypatch.setattr(grouped_linear, "place_rows", lambda *a: (calls.append(a), right(*a))[1])
+    for moves in (moe.moves_by_kernels, lambda h, dtype: False):
+        monkeypatch.setattr(moe, "moves_by_kernels", moves)
+        made.append((results(module), len(calls)))
+    (ours, none), (expected, two) = made
+    assert all(map(torch.equal, ours, expected)) and (none, two) == (0, 2)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows
+from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.route import place_choices
+from hqsweep.ops.splits import Splits
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(300, 2, 512), (1, 1, 8), (77, 3, 264), (4096, 8, 64), (0, 2, 16), (33, 2, 2048)]
@@ -60,6 +62,31 @@ def test_combine_is_the_weighted_sum_and_its_way_back_the_gradients(shape, added
     assert all(map(torch.equal, again, (drows, dweights, *rest)))
 
 
+@pytest.mark.parametrize("shape", [(300, 2, 64), (5, 1, 8), (64, 4, 264)], ids=str)
+def test_experts_are_filled_up_with_zeros(shape):
+    """Also one without rows, and one whose rows fill blocks by themselves; the same values at the places of all."""
+    m, k, d = shape
+    chosen = torch.randint(0, 5, (m, k), generator=torch.Generator().manual_seed(m)).cuda()
+    chosen[chosen == 3] = 4
+    chosen.flatten()[: min(32, m * k)] = 2
+    _, inverse, tokens = place_choices(chosen, 6)
+    splits = PaddedSplits.over(Splits.of(tokens, m * k), 32, torch.device("cuda"))
+    places = splits.places[inverse]
+    x, weights, dy = (draw(m, size, dtype=torch.float32, seed=seed) for seed, size in enumerate((d, k, d)))
+    rows = dispatch_rows(x, places, k, splits.starts, splits.rows)
+    plain = dispatch_rows(x, inverse, k)
+    expected = torch.zeros_like(rows)
+    expected[splits.places] = plain
+    end = int(splits.starts[1, -1])
+    assert len(rows) == splits.rows and torch.equal(rows[:end], expected[:end])
+    assert torch.equal(combine_rows(rows, places, weights), combine_rows(plain, inverse, weights))
+    assert torch.equal(sum_rows(rows, places, k, torch.float32), sum_rows(plain, inverse, k, torch.float32))
+    drows, dweights = combine_rows_backward(dy, rows, places, weights, False, splits.starts)
+    plain, same = combine_rows_backward(dy, plain, inverse, weights, False)
+    expected.zero_()[splits.places] = plain
+    assert torch.equal(drows[:end], expected[:end]) and torch.equal(dweights, same)
+
+
 def test_specials_stay_in_their_token():
     rows, weights = draw(8, 16), torch.ones(4, 2, device="cuda")
     rows[2, 3], rows[5, 4] = math.nan, math.inf
@@ -100,5 +127,11 @@ def test_what_the_kernels_cannot_take_is_refused():
             combine_rows(wrong[0], places, wrong[1])
     with pytest.raises(ValueError, match="added is "):
         combine_rows(rows, places, weights, draw(3, 16))
+    with pytest.raises(ValueError, match=r"starts (is|are) "):
+        dispatch_rows(x, places, 2, places[:6].view(3, 2), 9)
+    with pytest.raises(ValueError, match="count is 7, less than the 8 choices"):
+        dispatch_rows(x, places, 2, places[:6].view(2, 3), 7)
+    with pytest.raises(ValueError, match="rows are 9 for 8 choices"):
+        combine_rows_backward(draw(4, 16, dtype=torch.float32), draw(9, 16), places, weights, False)
     with pytest.raises(ValueError, match="dy is "):
         combine_rows_backward(draw(4, 16), rows, places, weights, False)
