@@ -69,7 +69,7 @@ def matrix_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
 def plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """matrix_product with the second matrices as they are multiplied: [k, n] or [e, k, n]."""
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16):
-        return in_dtype(_multiply(a.float(), b.float()), out_dtype)
+        return (_mm_float32 if direct(a) else torch.ops.hqsweep.mm_float32.default)(a, b, out_dtype)
     if out_dtype == torch.bfloat16:
         return (_mm_rounded if direct(a) else torch.ops.hqsweep.mm_rounded.default)(a, b)
     return in_dtype(_multiply(a, b, out_dtype=torch.float32), out_dtype)
@@ -79,9 +79,24 @@ def _multiply(a: Tensor, b: Tensor, **options: torch.dtype) -> Tensor:
     return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, **options)
 
 
+_LIBRARY = torch.library.Library("hqsweep", "FRAGMENT")
+# The product in float32, rounded to dtype. An operator, because TorchInductor leaves out roundings between what it
+# fuses: operands and results are rounded in memory where an operator reads and writes them.
+_LIBRARY.define("mm_float32(Tensor a, Tensor b, ScalarType dtype) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "mm_float32", "CompositeExplicitAutograd")
+def _mm_float32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return in_dtype(_multiply(a.float(), b.float()), dtype)
+
+
+@torch.library.register_fake("hqsweep::mm_float32")
+def _(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype)
+
+
 # bfloat16 operands of plain_product -> bfloat16, the float32 accumulator rounded once. An operator, so that
 # torch.compile does not look inside: the setting is global to torch.
-_LIBRARY = torch.library.Library("hqsweep", "FRAGMENT")
 _LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 
