@@ -55,7 +55,9 @@ class Context:
             )
 
     def key(self, slot: str) -> RngKey:
-        step = 0 if self.step is None else self.step
+        # TorchInductor records a CUDA graph for each number that one takes: a trace with a counter takes none.
+        read = self.counter is not None and torch.compiler.is_compiling()
+        step = 0 if self.step is None or read else self.step
         return RngKey(seed=self.seed, slot=slot, step=step, counter=self.counter)
 
 

@@ -31,11 +31,23 @@ def test_a_compiled_module_computes_the_same_bytes(splits):
     assert all(torch.equal(traced[name], expected) for name, expected in eager.items())
 
 
+class Model(torch.nn.Module):
+    """Tokens -> the loss of a whole GPT that is to give them back."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.gpt = GPT(ModelConfig(dim=64, layers=2, heads=2, ffn=96), 64, recipe, torch.bfloat16)
+        torch.nn.init.normal_(self.gpt.head.weight, std=0.1)  # at zero it would give no gradient
+
+    def forward(self, tokens):
+        return self.gpt.loss(tokens, tokens)[0]
+
+
 MODULES = {
     "linear": lambda recipe: Linear(K, N, name="l", recipe=recipe),
     "grouped": lambda recipe: GroupedLinear(2, K, N, name="l", recipe=recipe),
     "layer": lambda recipe: TransformerLayer(64, 96, 2, name="l", recipe=recipe),
-    "model": lambda recipe: GPT(ModelConfig(dim=64, layers=2, heads=2, ffn=96), 64, recipe, torch.bfloat16),
+    "model": Model,
 }
 WIDTHS = {"linear": K, "grouped": K, "layer": 64}
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -47,7 +59,7 @@ def results(module, call, kind, device, step, **options):
     if kind == "model":
         x = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step)).to(device)
     else:
-        x = draw("normal", 64, WIDTHS[kind], step).view(2, 32, -1).float().to(device).requires_grad_()
+        x = draw("normal", 64, WIDTHS[kind]).view(2, 32, -1).float().to(device).requires_grad_()
     with quantization(seed=1, step=step, **options):
         y = call(x, [40, 24]) if kind == "grouped" else call(x)
         y.float().square().sum().backward()
@@ -80,6 +92,7 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
     for step in (1, 2, 3, 4):
         eager, traced = (results(module, call, kind, device, step) for call in (module, compiled))
         for expected, got in zip(eager, traced, strict=True):
+            assert expected.any()
             if tolerance:
                 assert (got - expected).float().norm() <= tolerance * expected.float().norm()
             else:
@@ -101,6 +114,23 @@ def test_the_default_backend_leaves_out_no_rounding_of_operands(device):
 def test_the_default_backend_takes_what_a_gpu_runs(kind, text):
     """Of norms and the like that it fuses itself it adds up in another order, which moves a code here and there."""
     check_one_graph("cuda", kind, text, backend="inductor", tolerance=0.0 if kind == "grouped" else 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_a_graph_takes_the_step_from_a_counter(device, kind):
+    torch.compiler.reset()
+    counters.clear()
+    module = MODULES[kind](Recipe.from_config({"linear": "nvfp4+sr", "grouped_linear": "nvfp4+sr"})).to(device)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+    for step in (1, 2, 3):
+        counter.fill_(step)
+        expected = results(module, module, kind, device, step)
+        got = results(module, compiled, kind, device, step, counter=counter)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
