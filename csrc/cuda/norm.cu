@@ -20,11 +20,14 @@ __global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_consta
   const RowThreads own = row_threads(threads);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * own.groups + own.group;
   const int units = row < call.rows ? call.cols / kNormUnit : 0;
+  RawUnits<kUnits> x_raw, branch_raw;
+  ask_for_row<kUnits>(call.x, row, call.cols, units, own, x_raw);
+  if (call.branch.data) ask_for_row<kUnits>(call.branch, row, call.cols, units, own, branch_raw);
   RowUnits<kUnits> x;
-  load_row<kUnits>(call.x, row, call.cols, units, own, x);
+  floats_of<kUnits>(x_raw, call.x.dtype, x);
   if (call.branch.data) {
     RowUnits<kUnits> branch;
-    load_row<kUnits>(call.branch, row, call.cols, units, own, branch);
+    floats_of<kUnits>(branch_raw, call.branch.dtype, branch);
 #pragma unroll
     for (int k = 0; k < kUnits; ++k)
 #pragma unroll
@@ -50,20 +53,16 @@ __global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_consta
     }
   const float variance = __fdiv_rn(row_sum(squares, threads, shared), count);
   const float rstd = __frsqrt_rn(__fadd_rn(variance, call.epsilon));
-  const NormArray gains{const_cast<float*>(call.gain), Dtype::fp32};
-  RowUnits<kUnits> gain;
-  load_row<kUnits>(gains, 0, call.cols, units, own, gain);
 #pragma unroll
-  for (int k = 0; k < kUnits; ++k)
+  for (int k = 0; k < kUnits; ++k) {
+    float gain[kNormUnit], bias[kNormUnit];
+    load_unit(call.gain, own.lane + k * threads, units, gain);
+    if constexpr (kCentred) load_unit(call.bias, own.lane + k * threads, units, bias);
 #pragma unroll
-    for (int i = 0; i < kNormUnit; ++i) x[k][i] = __fmul_rn(normalized<kCentred>(x[k][i], mean, rstd), gain[k][i]);
-  if constexpr (kCentred) {
-    const NormArray biases{const_cast<float*>(call.bias), Dtype::fp32};
-    load_row<kUnits>(biases, 0, call.cols, units, own, gain);
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k)
-#pragma unroll
-      for (int i = 0; i < kNormUnit; ++i) x[k][i] = __fadd_rn(x[k][i], gain[k][i]);
+    for (int i = 0; i < kNormUnit; ++i) {
+      x[k][i] = __fmul_rn(normalized<kCentred>(x[k][i], mean, rstd), gain[i]);
+      if constexpr (kCentred) x[k][i] = __fadd_rn(x[k][i], bias[i]);
+    }
   }
   store_row<kUnits>(x, row, call.cols, units, own, call.h);
   if (own.lane == 0 && units) {
@@ -101,32 +100,35 @@ __global__ void __launch_bounds__(kNormThreads, kCentred ? 1 : 2)
   __shared__ float shared[kNormThreads * kUnits * kNormUnit];
   const RowThreads own = row_threads(threads);
   const float count = static_cast<float>(call.cols);
-  const NormArray gains{const_cast<float*>(call.gain), Dtype::fp32};
   RowUnits<kUnits> dgain = {}, dbias = {};
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * own.groups; first < call.rows;
        first += static_cast<int64_t>(call.blocks) * own.groups) {
     const int64_t row = first + own.group;
     const int units = row < call.rows ? call.cols / kNormUnit : 0;
-    RowUnits<kUnits> x, g, d;
-    load_row<kUnits>(call.sum, row, call.cols, units, own, x);
-    load_row<kUnits>(call.dh, row, call.cols, units, own, g);
-    if (call.dsum.data) load_row<kUnits>(call.dsum, row, call.cols, units, own, d);
+    RawUnits<kUnits> x_raw, g_raw, d_raw;
+    ask_for_row<kUnits>(call.sum, row, call.cols, units, own, x_raw);
+    ask_for_row<kUnits>(call.dh, row, call.cols, units, own, g_raw);
+    if (call.dsum.data) ask_for_row<kUnits>(call.dsum, row, call.cols, units, own, d_raw);
     const float rstd = units ? call.statistics[row] : 0.0f;
     const float mean = kCentred && units ? call.statistics[call.rows + row] : 0.0f;
-    RowUnits<kUnits> gain;
-    load_row<kUnits>(gains, 0, call.cols, units, own, gain);
+    RowUnits<kUnits> x, g;
+    floats_of<kUnits>(x_raw, call.sum.dtype, x);
+    floats_of<kUnits>(g_raw, call.dh.dtype, g);
     float along = 0.0f, mean_g = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kUnits; ++k)
+    for (int k = 0; k < kUnits; ++k) {
+      float gain[kNormUnit];
+      load_unit(call.gain, own.lane + k * threads, units, gain);
 #pragma unroll
       for (int i = 0; i < kNormUnit; ++i) {
         x[k][i] = normalized<kCentred>(x[k][i], mean, rstd);
         dgain[k][i] = __fmaf_rn(g[k][i], x[k][i], dgain[k][i]);
         if constexpr (kCentred) dbias[k][i] = __fadd_rn(dbias[k][i], g[k][i]);
-        g[k][i] = __fmul_rn(g[k][i], gain[k][i]);
+        g[k][i] = __fmul_rn(g[k][i], gain[i]);
         along = __fmaf_rn(g[k][i], x[k][i], along);
         if constexpr (kCentred) mean_g = __fadd_rn(mean_g, g[k][i]);
       }
+    }
     along = __fdiv_rn(row_sum(along, threads, shared), count);
     if constexpr (kCentred) mean_g = __fdiv_rn(row_sum(mean_g, threads, shared), count);
 #pragma unroll
@@ -137,11 +139,13 @@ __global__ void __launch_bounds__(kNormThreads, kCentred ? 1 : 2)
         if constexpr (kCentred) inner = __fsub_rn(inner, mean_g);
         x[k][i] = rounded(__fmul_rn(rstd, inner), call.dx.dtype);
       }
-    if (call.dsum.data)
+    if (call.dsum.data) {
+      floats_of<kUnits>(d_raw, call.dsum.dtype, g);
 #pragma unroll
       for (int k = 0; k < kUnits; ++k)
 #pragma unroll
-        for (int i = 0; i < kNormUnit; ++i) x[k][i] = rounded(__fadd_rn(x[k][i], d[k][i]), call.dx.dtype);
+        for (int i = 0; i < kNormUnit; ++i) x[k][i] = rounded(__fadd_rn(x[k][i], g[k][i]), call.dx.dtype);
+    }
     store_row<kUnits>(x, row, call.cols, units, own, call.dx);
     if (call.dbranch.data) store_row<kUnits>(x, row, call.cols, units, own, call.dbranch);
   }

@@ -23,26 +23,26 @@ __device__ __forceinline__ RowThreads row_threads(int threads) {
 template <int kUnits>
 using RowUnits = float[kUnits][kNormUnit];
 
-__device__ __forceinline__ void read_bf16(uint2 raw, float* to) {
-  to[0] = __uint_as_float(raw.x << 16), to[1] = __uint_as_float(raw.x & 0xFFFF0000u);
-  to[2] = __uint_as_float(raw.y << 16), to[3] = __uint_as_float(raw.y & 0xFFFF0000u);
-}
-
 __device__ __forceinline__ uint32_t two_bf16(float low, float high) {
   return static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(low))) |
          static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
 }
 
-// The thread's units of one row of `units`, 0 beyond them; a row that is not there has 0 units.
+// As they are in memory: of bf16 the first two words of each unit.
 template <int kUnits>
-__device__ __forceinline__ void load_row(const NormArray& from, int64_t row, int cols, int units, const RowThreads& own,
-                                         RowUnits<kUnits>& to) {
+using RawUnits = uint32_t[kUnits][kNormUnit];
+
+// Asks for the thread's units of one row of `units`, 0 beyond them; a row that is not there has 0 units. They are read by
+// floats_of, so that all arrays of a row are asked for before the first is waited for.
+template <int kUnits>
+__device__ __forceinline__ void ask_for_row(const NormArray& from, int64_t row, int cols, int units,
+                                            const RowThreads& own, RawUnits<kUnits>& to) {
   if (from.dtype == Dtype::fp32) {
-    const float4* line = reinterpret_cast<const float4*>(static_cast<const float*>(from.data) + row * cols);
+    const uint4* line = reinterpret_cast<const uint4*>(static_cast<const float*>(from.data) + row * cols);
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const int unit = own.lane + k * own.threads;
-      const float4 four = unit < units ? line[unit] : float4{0.0f, 0.0f, 0.0f, 0.0f};
+      const uint4 four = unit < units ? line[unit] : uint4{0, 0, 0, 0};
       to[k][0] = four.x, to[k][1] = four.y, to[k][2] = four.z, to[k][3] = four.w;
     }
   } else {
@@ -50,9 +50,32 @@ __device__ __forceinline__ void load_row(const NormArray& from, int64_t row, int
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const int unit = own.lane + k * own.threads;
-      read_bf16(unit < units ? line[unit] : uint2{0, 0}, to[k]);
+      const uint2 two = unit < units ? line[unit] : uint2{0, 0};
+      to[k][0] = two.x, to[k][1] = two.y, to[k][2] = 0, to[k][3] = 0;
     }
   }
+}
+
+template <int kUnits>
+__device__ __forceinline__ void floats_of(const RawUnits<kUnits>& raw, Dtype dtype, RowUnits<kUnits>& to) {
+  if (dtype == Dtype::fp32) {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k)
+#pragma unroll
+      for (int i = 0; i < kNormUnit; ++i) to[k][i] = __uint_as_float(raw[k][i]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k)
+#pragma unroll
+      for (int i = 0; i < kNormUnit; ++i)
+        to[k][i] = __uint_as_float(i % 2 ? raw[k][i / 2] & 0xFFFF0000u : raw[k][i / 2] << 16);
+  }
+}
+
+// A unit of gain or bias, which stay in the L1 cache.
+__device__ __forceinline__ void load_unit(const float* from, int unit, int units, float (&to)[kNormUnit]) {
+  const float4 four = unit < units ? __ldg(reinterpret_cast<const float4*>(from) + unit) : float4{0, 0, 0, 0};
+  to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
 }
 
 template <int kUnits>
