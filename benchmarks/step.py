@@ -4,7 +4,7 @@
 
 floors  what each part takes at least: benchmarks/step_floors.py, at the speed of a copy and of a product in this run
 time    milliseconds of a step, host included, in turns of some steps with torch.compile of the plain GPT, medians;
-        share: of its tokens a second. Peak memory is the case's own: what it holds at rest and what a step takes
+        share: of its tokens a second; memory: of its peak, both of the case alone, at rest and what a step takes
 kinds   the device's time by what kernels do, how many run, and how many launches the host asks for
 
 A recipe is a name of conf/recipe, with ":native" for gemm=native. A mode is a value of train.compile. Our steps are
@@ -29,43 +29,24 @@ from torch import Tensor
 from benchmarks import rows
 from benchmarks.kernel_kinds import KINDS, by_kind, profile
 from benchmarks.plain_gpt import PlainGPT, plain_step
+from benchmarks.step_cases import GOALS, MODES, RECIPES, REFERENCES, SIZES, build_recipe, training
 from benchmarks.step_floors import Size, floor_rows
 from benchmarks.step_rates import measured_rates, products_ms
 from benchmarks.timing import Call, Cuda, cpu_medians
-from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.jobs.convergence import make_deterministic
-from hqsweep.recipe.base import AnyRecipe
-from hqsweep.sweep.compose import load_recipe
 from hqsweep.train.loop import Step, Trainer
 
 SECTIONS = ("floors", "time", "kinds")
 COLUMNS = (
-    "section", "size", "case", "recipe", "mode", "deterministic", "ran", "ms", "share", "compiled_ms", "ktokens_s",
-    "tflops", "peak_gb", "reserved_gb", "first_step_s", "case_s", "launches", "kernels", "device_ms",
-    *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs", "matmul_tflops",
-    "fp8_tflops",
+    "section", "size", "case", "recipe", "mode", "deterministic", "ran", "ms", "share", "goal", "pass", "compiled_ms",
+    "ktokens_s", "tflops", "peak_gb", "memory", "reserved_gb", "first_step_s", "case_s", "launches", "kernels",
+    "device_ms", *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs",
+    "matmul_tflops", "fp8_tflops",
 )  # fmt: skip
-SIZES = {
-    "S": Size(model=ModelConfig(dim=384, layers=6, heads=6), batch=128, context=256, vocabulary=256, turn=20),
-    "M": Size(model=ModelConfig(dim=768, layers=12, heads=12), batch=32, context=1024, vocabulary=50304, turn=8),
-    "L": Size(model=ModelConfig(dim=2048, layers=8, heads=16), batch=8, context=2048, vocabulary=50304, turn=6),
-    "moe": Size(
-        model=ModelConfig(dim=512, layers=10, heads=8, experts=8), batch=64, context=512, vocabulary=256, turn=8
-    ),
-}
-RECIPES = (
-    "bf16", "mxfp8", "float8_block_scaling", "nvfp4_fwd_mxfp8_bwd_original", "nvfp4_fwd_mxfp8_bwd_dequantized",
-    "nvfp4", "current_scaling:native", "float8_block_scaling:native",
-)  # fmt: skip
-REFERENCES = ("compiled", "eager")
-MODES = ("auto", "graph", "off")
 WARM_STEPS = 8
 """Steps before a case is timed: those that compile, that allocate, or that come before a graph is captured."""
 BATCHES = 4
-ENDLESS = 10**6
-"""Steps of a training that no case reaches the end of."""
 
 
 class Data:
@@ -86,23 +67,6 @@ class Data:
     def __call__(self) -> tuple[Tensor, Tensor]:
         self.next += 1
         return self.pairs[self.next % len(self.pairs)]
-
-
-def training(size: Size, recipe: str, mode: str, device: str) -> ConvergenceConfig:
-    """The config of our Trainer."""
-    train = {"steps": ENDLESS, "batch": size.batch, "context": size.context, "device": device}
-    train |= {"log_every": ENDLESS, "eval_every": ENDLESS, "checkpoint_every": ENDLESS}
-    train |= {"compile": mode} if "compile" in TrainConfig.model_fields else {}
-    name, _, gemm = recipe.partition(":")
-    sections = dict(load_recipe(name)) | ({"gemm": gemm} if gemm else {})
-    return ConvergenceConfig.model_validate(
-        {"job": "convergence", "sweep": "step", "recipe": sections, "model": size.model, "train": train}
-        | {"data": {"source": "markov"}, "stats": {"every": 0}}
-    )
-
-
-def build_recipe(name: str) -> AnyRecipe:
-    return training(next(iter(SIZES.values())), name, MODES[0], "cpu").recipe.build()
 
 
 class Ours:
@@ -226,8 +190,8 @@ class Bench:
                 named["ran"] = ran
             for section in self.args.only:
                 if measure := {"time": self._time, "kinds": self._kinds}.get(section):
-                    row = measure(prepared) | {"case_s": time.perf_counter() - began}
-                    self.writer.add({"section": section} | named | row)
+                    row = named | measure(prepared) | {"case_s": time.perf_counter() - began}
+                    self.writer.add({"section": section} | row | verdict(row))
         except Exception as error:
             traceback.print_exc()
             text = " ".join(str(error).split())
@@ -239,11 +203,21 @@ class Bench:
         compiled = beside[0] if beside else seconds if case is self.compiled else None
         row = {"ms": seconds * 1e3, "ktokens_s": self.size.tokens / seconds * 1e-3}
         row |= {"tflops": self.size.flop() / seconds * 1e-12} | case.facts
-        return row | ({"compiled_ms": compiled * 1e3, "share": compiled / seconds} if compiled else {})
+        if compiled is None:
+            return row
+        memory = self.compiled.facts.get("peak_gb")
+        row |= {"memory": case.facts["peak_gb"] / memory} if memory else {}
+        return row | {"compiled_ms": compiled * 1e3, "share": compiled / seconds}
 
     def _kinds(self, case: Prepared) -> rows.Row:
         kernels, launches = profile(case.step)
         return {"launches": launches} | by_kind(kernels)
+
+
+def verdict(row: rows.Row) -> rows.Row:
+    """What is wanted of the row's share, and whether it is that."""
+    goal = GOALS.get((row["size"], row.get("recipe"))) if row.get("mode") == "auto" and "share" in row else None
+    return {} if goal is None else {"goal": goal, "pass": row["share"] >= goal}
 
 
 def floors(args: argparse.Namespace, writer: rows.Writer) -> None:

@@ -45,6 +45,8 @@ def test_every_case_is_timed_beside_the_compiled_one(run):
     for row in rows:
         assert row["share"] == pytest.approx(row["compiled_ms"] / row["ms"]) and row["first_step_s"] > 0
         assert row["ktokens_s"] == pytest.approx(64 / row["ms"])
+        goal = step.GOALS.get((row["size"], row.get("recipe")))
+        assert row.get("goal") == goal and row.get("pass") == (None if goal is None else row["share"] >= goal)
     assert rows[0]["share"] == 1 and rows[2]["ran"] == "there are no graphs on the CPU"
 
 
