@@ -1,8 +1,9 @@
-"""CudaGraph: one function as a CUDA graph, and the memory and the stream that it shares with what runs beside it.
+"""CUDA graphs, and the memory and the stream that they share with what runs beside them.
 
-A graph writes to the addresses that it was captured with. Its memory is a pool, from which the steps that run eagerly
-take theirs, too: the peak is that of the larger, not of both. It follows that nothing may stay alive in the pool that
-was not there when the graph was captured, since a replay would write over it; `grown` says whether something did.
+A graph writes to the addresses that it was captured with. The memory of all graphs is one pool, from which what runs
+eagerly takes its own, too: the peak is that of the largest, not the sum. It follows that nothing may stay alive in the
+pool that was not there when a graph was captured, since a replay would write over it; `grown` says whether something
+did. Results of a graph are good until another one, or eager work, runs.
 """
 
 import gc
@@ -18,13 +19,23 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraph:
+    """A function without arguments that was captured, and its results, which each replay fills."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, results: list[Tensor]) -> None:
+        self._graph, self.results = graph, results
+
+    def replay(self) -> list[Tensor]:
+        self._graph.replay()
+        return self.results
+
+
+class GraphPool:
     """On the current device. Work of one stream alone shares memory, so all of it is enqueued on one; autograd's
     threads would allocate elsewhere, so backward runs in the thread that calls it."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.MemPool()
-        self._graph: torch.cuda.CUDAGraph | None = None
         self._live: frozenset[int] = frozenset()
 
     @contextmanager
@@ -43,9 +54,9 @@ class CudaGraph:
         finally:
             outer.wait_stream(self.stream)
 
-    def capture(self, function: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """The tensors that each replay fills; nothing has run yet. Raises what capturing it raises, which comes first
-        of all errors that follow from it; eager work goes on then."""
+    def capture(self, function: Callable[[], list[Tensor]]) -> CudaGraph:
+        """The function as a graph; nothing has run yet. Raises what capturing it raises, which comes first of all
+        errors that follow from it; eager work goes on then."""
         graph = torch.cuda.CUDAGraph()
         options = {"pool": self.pool.id, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
@@ -58,15 +69,14 @@ class CudaGraph:
             with suppress(RuntimeError):  # torch does not end it where the capture has failed
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool.id)
             raise error from None
-        self._graph = graph
-        return results
+        return CudaGraph(graph, results)
 
     def settle(self) -> None:
-        """What is alive in the pool now belongs to the graph, or was there before it."""
+        """What is alive in the pool now belongs to the graphs, or was there before them."""
         self._live = self._alive()
 
     def grown(self) -> bool:
-        """Whether something in the pool is alive that was not when the graph was captured."""
+        """Whether something in the pool is alive that was not at the last settle()."""
         if self._alive() <= self._live:
             return False
         gc.collect()  # what only refers to itself is not alive
@@ -76,10 +86,6 @@ class CudaGraph:
         segments = torch.cuda.memory_snapshot(self.pool.id)
         return frozenset(b["address"] for segment in segments for b in segment["blocks"] if b["state"] != "inactive")
 
-    def replay(self) -> None:
-        self._graph.replay()
-
-    def drop(self) -> None:
-        """Give up the graph, once it has run."""
+    def wait(self) -> None:
+        """Until all graphs have run, before one is given up."""
         torch.cuda.synchronize()
-        self._graph = None

@@ -160,19 +160,21 @@ class Trainer:
         count = torch.is_grad_enabled() and not (self.saved.nbytes or train.offload or train.recompute != "none")
         return self.model.loss(inputs, targets, self.saved.counting if count else self.saving)
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean cross entropy in nats a token over the validation batches, which are the same for every run and step.
 
         The model is what the next step's forward would see: after the update, under the scales that it leaves.
         """
-        call = {"seed": self.config.seed, "step": self.step + 1, "cache_weights": True, "kernels": self.kernels}
-        with self.runner.eager(), quantization(**call):
-            losses = []
-            for index in range(self.config.train.eval_batches):
-                batch = (tokens.to(self.device, non_blocking=True) for tokens in self._batch("val", index))
-                losses.append(self._loss(*batch)[0].double())
-            return torch.stack(losses).mean().item()
+        inputs, targets = zip(*(self._batch("val", i) for i in range(self.config.train.eval_batches)), strict=True)
+        return self.runner.evaluate(self._measure, (torch.stack(inputs), torch.stack(targets)), self.step + 1)
+
+    @torch.no_grad()
+    def _measure(self, inputs: Tensor, targets: Tensor, at: At) -> list[Tensor]:
+        """The mean loss over batches of inputs and targets [batches, B, T], float64."""
+        call = {"seed": self.config.seed, "step": at.step, "counter": at.counter}
+        with quantization(**call, cache_weights=True, kernels=self.kernels):
+            losses = [self._loss(*batch)[0].double() for batch in zip(inputs, targets, strict=True)]
+        return [torch.stack(losses).mean()]
 
     @property
     def kept(self) -> Collection[int]:

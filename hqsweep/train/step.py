@@ -7,7 +7,7 @@ operands) is brought up to date after it.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from hqsweep.nn.probe import Probe
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
-from hqsweep.train.graph import CudaGraph
+from hqsweep.train.graph import GraphPool
 
 EAGER_STEPS = 2
 """Before a graph is captured: states, moments and tables are made by the first step on a recipe."""
@@ -40,9 +40,9 @@ class At:
 
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [B, T]."""
+"""Inputs and targets, int64 [B, T], or of an evaluation [batches, B, T]."""
 Update = Callable[[Tensor, Tensor, At], list[Tensor]]
-"""A whole update on inputs and targets on the device; it returns what is reported of it."""
+"""A whole update, or an evaluation, on inputs and targets on the device; it returns what is reported of it."""
 
 
 class NotCapturable(Exception):
@@ -55,85 +55,128 @@ class StepRunner:
     def __init__(self, train: TrainConfig, model: nn.Module, device: torch.device) -> None:
         self.mode, self.model, self.device = train.compile, model, device
         self.reason = _reason(train, device)
-        self.graph = CudaGraph() if self.reason is None else None
+        self.pool = GraphPool() if self.reason is None else None
         self._memory = _PythonMemory(model, device)
-        self._inputs: list[Tensor] = []
-        self._results: list[Tensor] = []
-        self._captured, self._eager_steps = False, 0
+        self._update: _Program | None = None
+        self._evaluation: _Program | None = None
+        self._eager_updates = self._eager_evaluations = 0
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the updates of now are a graph."""
+        return self._update is not None
 
     def run(self, update: Update, batch: Batch, at: At) -> list[Tensor]:
         """update(*batch, at), eagerly or as a graph; its results are good until the next call. `at` has no counter.
 
         UserError for train.compile=graph where the update cannot be captured; otherwise a warning says so, once.
         """
-        if self.graph is None:
-            return update(*(tokens.to(self.device, non_blocking=True) for tokens in batch), at)
-        if at.probe is None and (self._captured or self._capture(update, batch, at.step)):
-            self._fill(batch, at.step)
-            self.graph.replay()
+        if self.pool is None:
+            return update(*self._moved(batch), at)
+        if at.probe is None and (self.has_graph or self._capture_update(update, batch, at.step)):
+            self._memory.count(at.step)
+            results = self._update(batch)
             self._memory.advance(at.step)
-            return self._results
+            return results
         with self.eager():
-            results = update(*(self._pinned(tokens).to(self.device, non_blocking=True) for tokens in batch), at)
-            self._eager_steps += 1
-            if self._captured:
-                torch._foreach_copy_(self._results, results)
-                results = self._results
+            results = update(*self._moved(batch), at)
+            self._eager_updates += 1
+            if self.has_graph:  # nothing else may stay
+                torch._foreach_copy_(self._update.graph.results, results)
+                results = self._update.graph.results
         return results
+
+    def evaluate(self, measure: Update, batch: Batch, step: int) -> float:
+        """The one number that measure(*batch, At(step=step)) finds; from the second time on as a graph, where updates
+        are one."""
+        if self._evaluation or self._capture_evaluation(measure, batch, step):
+            self._evaluation.counter.fill_(step)
+            return self._evaluation(batch)[0].item()
+        with self.eager():
+            value = measure(*self._moved(batch), At(step=step))[0].item()
+        self._eager_evaluations += self.has_graph
+        return value
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Around work beside the graph, such as an evaluation, which leaves no tensors."""
-        if self.graph is None:
+        """Around work beside graphs, which leaves no tensors."""
+        if self.pool is None:
             yield
             return
-        with self.graph.eager():
+        with self.pool.eager():
             yield
-            if self._captured:
+            if self.has_graph:
                 self._memory.clear_workspaces()
-        if self._captured and self.graph.grown():  # such as a table that is made when it is first needed
+        if self.has_graph and self.pool.grown():  # such as by a table that is made when it is first needed
             self.forget()
 
     def forget(self) -> None:
-        """Give up the graph: the recipe, or tensors that it reads or writes, are other ones from now on."""
-        if self._captured:
-            self.graph.drop()
-        self._captured, self._results, self._eager_steps = False, [], 0
+        """Give up the graphs: the recipe, or tensors that they read or write, are other ones from now on."""
+        if self.has_graph:
+            self.pool.wait()
+        self._update = self._evaluation = None
+        self._eager_updates = self._eager_evaluations = 0
 
-    def _fill(self, batch: Sequence[Tensor], step: int) -> None:
-        for static, tokens in zip(self._inputs, batch, strict=True):
-            static.copy_(self._pinned(tokens), non_blocking=True)
-        self._memory.count(step)
+    def _moved(self, batch: Batch) -> Iterator[Tensor]:
+        return (_pinned(tokens, self.device).to(self.device, non_blocking=True) for tokens in batch)
 
-    def _pinned(self, tokens: Tensor) -> Tensor:
-        """In memory from which a GPU copies while the host goes on."""
-        return tokens.pin_memory() if self.device.type == "cuda" else tokens
-
-    def _capture(self, update: Update, batch: Batch, step: int) -> bool:
-        """Whether there is a graph now."""
-        if self.graph is None or self._eager_steps < EAGER_STEPS:
+    def _capture_update(self, update: Update, batch: Batch, step: int) -> bool:
+        """Whether the update is a graph now."""
+        if self._eager_updates < EAGER_STEPS:
             return False
-        self._inputs = [tokens.to(self.device, copy=True) for tokens in batch]
-        at = At(step=step, counter=self._memory.begin(step))
+        counter = self._memory.begin(step)
         try:
-            self._results = self.graph.capture(partial(update, *self._inputs, at))
+            program = _Program(self.pool, update, batch, At(step=step, counter=counter))
             self._memory.learn(step)
         except (RuntimeError, NotCapturable) as error:
             self._fall_back(str(error).strip().partition("\n")[0])
             return False
         finally:
             self._memory.restore()
-        self.graph.settle()
-        self._captured = True
+        self.pool.settle()
+        self._update = program
+        return True
+
+    def _capture_evaluation(self, measure: Update, batch: Batch, step: int) -> bool:
+        """Whether the evaluation is a graph now; one that cannot be is eager without a word, as it is as good."""
+        if not (self.has_graph and self._eager_evaluations):
+            return False
+        counter = torch.zeros(1, dtype=torch.int64, device=self.device)
+        try:
+            self._evaluation = _Program(self.pool, measure, batch, At(step=step, counter=counter))
+        except RuntimeError:
+            return False
+        finally:
+            self._memory.clear_workspaces()
+        self.pool.settle()
         return True
 
     def _fall_back(self, error: str) -> None:
         self.model.zero_grad(set_to_none=True)
-        self.graph = None
+        self.pool = None
         self.reason = f"the step cannot be captured: {error}"
         if self.mode == "graph":
             raise UserError(f"train.compile: graph, but {self.reason}; give auto, which runs it eagerly then")
         warnings.warn(f"train.compile: {self.reason}; it runs eagerly, with the same bits", stacklevel=4)
+
+
+class _Program:
+    """A function of a batch as a graph, and the tensors that it reads: the batch's own, and the counter of the step."""
+
+    def __init__(self, pool: GraphPool, function: Update, batch: Batch, at: At) -> None:
+        self.inputs = [tokens.to(at.counter.device, copy=True) for tokens in batch]
+        self.counter = at.counter
+        self.graph = pool.capture(partial(function, *self.inputs, at))
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        for static, tokens in zip(self.inputs, batch, strict=True):
+            static.copy_(_pinned(tokens, static.device), non_blocking=True)
+        return self.graph.replay()
+
+
+def _pinned(tokens: Tensor, device: torch.device) -> Tensor:
+    """In memory from which a GPU copies while the host goes on."""
+    return tokens.pin_memory() if device.type == "cuda" else tokens
 
 
 def _reason(train: TrainConfig, device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""EagerGraph: a CudaGraph for the CPU, whose replays run again the function that was captured."""
+"""EagerPool: a GraphPool for the CPU, whose graphs run again the function that was captured."""
 
 from contextlib import nullcontext
 
@@ -9,13 +9,12 @@ from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
-class EagerGraph:
-    """As a CUDA graph: capturing computes nothing, a replay finds Python as it was at the capture and leaves it as it
-    is now, and results stand where the capture left them."""
+class EagerPool:
+    """As CUDA graphs: capturing computes nothing, a replay finds Python as it was at the capture and leaves it as it is
+    now, and results stand where the capture left them. `replays` has a number for each capture."""
 
     def __init__(self, trainer):
-        self.trainer, self.replays, self.captures, self.grows = trainer, 0, 0, []
-        self.function = None
+        self.trainer, self.replays, self.grows = trainer, [], []
 
     def eager(self):
         return nullcontext()
@@ -35,30 +34,35 @@ class EagerGraph:
         for p, key in python[1].items():
             p.set_key(key)
 
-    @torch.no_grad()
     def capture(self, function):
-        self.known, before = self.python(), [tensor.clone() for tensor in self.tensors()]
-        with torch.enable_grad():
-            self.results = function()
-        for tensor, value in zip(self.tensors(), before, strict=True):
-            tensor.copy_(value)
-        self.function, self.captures = function, self.captures + 1
-        return self.results
+        return EagerGraph(self, function)
 
     def settle(self):
         pass
 
     def grown(self):
-        return bool(self.grows) and self.grows.pop()
+        return bool(self.grows) and self.grows.pop(0)
+
+    def wait(self):
+        pass
+
+
+class EagerGraph:
+    def __init__(self, pool, function):
+        self.pool, self.function, self.number, self.known = pool, function, len(pool.replays), pool.python()
+        before = [tensor.detach().clone() for tensor in pool.tensors()]
+        self.results = function()
+        with torch.no_grad():
+            for tensor, value in zip(pool.tensors(), before, strict=True):
+                tensor.copy_(value)
+        pool.replays.append(0)
 
     def replay(self):
-        now = self.python()
-        self.set_python(self.known)
+        now = self.pool.python()
+        self.pool.set_python(self.known)
         results = self.function()
-        self.set_python(now)
+        self.pool.set_python(now)
         for static, value in zip(self.results, results, strict=True):
             static.copy_(value)
-        self.replays += 1
-
-    def drop(self):
-        self.function = None
+        self.pool.replays[self.number] += 1
+        return self.results

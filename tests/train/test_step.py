@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from replayed import EagerGraph
+from replayed import EagerPool
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
@@ -67,9 +67,9 @@ def config(case, **train):
 def trainer(cfg, device, *, graph):
     made = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device(device))
     if not graph:
-        made.runner.graph = None
+        made.runner.pool = None
     elif device == "cpu":
-        made.runner.graph = EagerGraph(made)
+        made.runner.pool = EagerPool(made)
     return made
 
 
@@ -96,11 +96,10 @@ def test_bits_are_those_of_eager_steps(device, case):
         assert (a.metrics, a.stats) == (b.metrics, b.stats), a.step
     assert_same(plain, graphed)
     if device == "cuda":
-        assert graphed.runner.reason is None and graphed.runner._captured
+        assert graphed.runner.reason is None and graphed.runner.has_graph
     else:
-        replays = {"stages": 6, "mxfp8": 8, "nvfp4": 8, "delayed": 8}
-        assert graphed.runner.graph.replays == replays.get(case, 10)
-        assert graphed.runner.graph.captures == (2 if case == "stages" else 1)
+        sampled = {"stages": [3, 3], "mxfp8": [8, 2], "nvfp4": [8, 2], "delayed": [8, 2]}
+        assert graphed.runner.pool.replays == sampled.get(case, [10, 2])
 
 
 @devices
@@ -119,16 +118,16 @@ def test_a_resumed_training_is_the_uninterrupted_one(device, case, tmp_path):
 
 def test_what_stays_alive_in_the_memory_of_the_graph_gives_up_the_graph():
     plain, graphed = (trainer(config("nvfp4"), "cpu", graph=graph) for graph in (False, True))
-    graphed.runner.graph.grows = [False, True]  # after the evaluation of step 4, and the sampled step 5
+    graphed.runner.pool.grows = [False, True]  # after the evaluation of step 4, and the sampled step 5
     list(plain.steps())
     list(graphed.steps())
-    assert graphed.runner.graph.captures == 2
+    assert graphed.runner.pool.replays == [2, 4, 1]  # steps 3 and 4; 8, 9, 11 and 12; the evaluation after 12
     assert_same(plain, graphed)
 
 
 def broken(made, error):
     """Capturing fails midway."""
-    graph = made.runner.graph
+    graph = made.runner.pool
 
     def capture(function):
         function()
@@ -199,7 +198,7 @@ def test_a_held_weight_that_is_written_twice_a_step_is_no_graph():
 )
 def test_why_steps_are_no_graph(device, train, reason):
     made = Trainer(cfg := config("bf16", **train), data.load(cfg.data), cfg.recipe.build(), torch.device(device))
-    assert (made.runner.graph is None) == (reason is not None)
+    assert (made.runner.pool is None) == (reason is not None)
     assert made.runner.reason is None if reason is None else made.runner.reason.startswith(reason)
 
 
@@ -218,6 +217,6 @@ def test_graph_and_eager_work_share_memory_that_does_not_grow(case):
                 settled = grown[-1]
         sizes[graph] = grown[-1]
         assert grown[-1] <= settled
-        assert made.runner._captured == graph
+        assert made.runner.has_graph == graph
         del made
     assert sizes[True] <= 1.3 * sizes[False] + 2**25
