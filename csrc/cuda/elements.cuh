@@ -90,15 +90,17 @@ __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   return static_cast<uint32_t>(__vimin3_s32(__float_as_int(first), __float_as_int(second), __float_as_int(third)));
 }
 
-// The magnitude of a + random / 256 of its step, rounded down: stochastic rounding as in encode_e2m1_stochastic. byte:
-// kMagic with the random byte in its lowest bits.
+// The magnitude of a + random / 256 of its step, rounded down: stochastic rounding as in encode_e2m1_stochastic. Each of
+// the lines has its own step, so that the smallest of them is that of a's, and is rounded where the sum is: in units of
+// the step. byte: kByteMagic with the random byte in its lowest bits.
+constexpr float kByteMagic = 0x1p15f;  // its ulp is 2^-8
+constexpr uint32_t kByteMagicBits = 0x47000000u;
+
 __device__ __forceinline__ uint32_t e2m1_stochastic_magnitude(float a, float byte) {
-  const float power = to_float(to_bits(a) & kInfBits);
-  const float step = fminf(fmaxf(power, 1.0f), 4.0f) * 0x1p-9f;
-  const float sum = __fmaf_rn(__fadd_rn(byte, -kMagic), step, a);
-  const float first = __fmaf_rd(sum, 2.0f, kMagic);
-  const float second = __fadd_rd(sum, kMagic + 2.0f);
-  const float third = __fadd_rd(__saturatef(__fmaf_rn(sum, 0.5f, -2.0f)), kMagic + 6.0f);
+  const float part = __fadd_rn(byte, -kByteMagic), less = __fadd_rn(byte, -kByteMagic - 2.0f);
+  const float first = __fadd_rd(__fmaf_rn(a, 2.0f, part), kMagic);
+  const float second = __fadd_rd(__fadd_rn(a, part), kMagic + 2.0f);
+  const float third = __fadd_rd(__saturatef(__fmaf_rn(a, 0.5f, less)), kMagic + 6.0f);
   return static_cast<uint32_t>(__vimin3_s32(__float_as_int(first), __float_as_int(second), __float_as_int(third)));
 }
 
@@ -127,7 +129,7 @@ __device__ __forceinline__ void encode_four(const float x[kSegment], float scale
       const int n = 8 * half + i;
       const float a = fabsf(__fmul_rn(x[n], scale));
       const uint32_t magnitude =
-          random ? e2m1_stochastic_magnitude(a, to_float(permute(random[n / 4], kMagicBits, 0x7550 + n % 4)))
+          random ? e2m1_stochastic_magnitude(a, to_float(permute(random[n / 4], kByteMagicBits, 0x7550 + n % 4)))
                  : e2m1_magnitude(a);
       packed = packed * 16 + magnitude;
     }
@@ -188,6 +190,30 @@ __device__ __forceinline__ void decode_four(const uint32_t codes[2], float v[kSe
     for (int i = 0; i < 4; ++i)
       v[4 * quarter + i] =
           to_float(to_bits(widen<Bf16>(pairs[i / 2], i % 2)) | ((nibbles << (28 - 4 * i)) & 0x80000000u));
+  }
+}
+
+// The products of the values of the codes and a scale, as pairs of bf16 in which they are exact: an element has 2
+// significant bits and the scale at most 6.
+__device__ __forceinline__ void scaled_four(const uint32_t codes[2], float scale, uint32_t pairs[kSegment / 2]) {
+  const uint32_t both = permute(to_bits(scale), 0, 0x3232);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t even = (codes[half] << 4) & 0x80808080u, odd = codes[half] & 0x80808080u;  // signs, a byte each
+#pragma unroll
+    for (int quarter = 0; quarter < 2; ++quarter) {
+      const uint32_t nibbles = (codes[half] >> (16 * quarter)) & 0x7777u;
+      const uint32_t signs = permute(even, odd, quarter ? 0x7362 : 0x5140);
+      const uint32_t high = permute(0x3F3F3F00u, 0x40404040u, nibbles) | signs;  // bytes of bf16, as in decode_four
+      const uint32_t low = permute(0xC0800000u, 0xC0804000u, nibbles);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t values = permute(low, high, i ? 0x7362 : 0x5140);
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+            : "=r"(pairs[4 * half + 2 * quarter + i])
+            : "r"(values), "r"(both), "r"(0x80008000u));  // plus -0, which changes nothing
+      }
+    }
   }
 }
 

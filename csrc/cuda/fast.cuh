@@ -243,25 +243,32 @@ __device__ __forceinline__ void store_fast(void* to, const uint32_t words[kCount
   }
 }
 
-// Writes decoded values v: to `exact`, or (replace, rows only) over the elements that they came from. Exact columns that
-// are stored by rows of X go into the tile, which is stored when it has all of them.
+// Stores exact values, as pairs of bf16. Columns that are stored by rows of X go into the tile, which is stored when it
+// has all of them.
+template <class Order, Kind kKind, Part kPart>
+__device__ __forceinline__ void store_exact_pairs(const FastSide& side, uint32_t pairs[kSegment / 2],
+                                                  uint64_t element, int q, uint32_t* tile) {
+  constexpr bool may_turn = kPart != Part::matrix && std::is_same_v<Order, ColumnOrder>;
+  uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
+  if (may_turn && side.to.exact_turned)
+    FastWords<Order>(tile).put(q / 2, q % 2, pairs);
+  else if constexpr (kPart == Part::ragged || kKind != Kind::current)  // instructions are what limits the others
+    store_fast<Order, kPart, kSegment / 2>(to, pairs, side);
+  else
+    store_sectors<Order::kNext>(to, pairs, true);
+}
+
+// Writes decoded values v: to `exact`, or (replace, rows only) over the elements that they came from.
 template <class Order, Kind kKind, Part kPart>
 __device__ __forceinline__ void use_values(const FastSide& side, const float v[kSegment], uint64_t element, int q,
                                            const BlockScale& scale, bool nan, uint32_t* tile) {
-  constexpr bool may_turn = kPart != Part::matrix && std::is_same_v<Order, ColumnOrder>;
   float scaled[kSegment];
   if (side.to.exact) {
 #pragma unroll
     for (int i = 0; i < kSegment; ++i) scaled[i] = __fmul_rn(v[i], scale.exact);
     uint32_t pairs[kSegment / 2];
     round_segment<Bf16>(scaled, nan, pairs);
-    uint16_t* to = static_cast<uint16_t*>(side.to.exact) + element;
-    if (may_turn && side.to.exact_turned)
-      FastWords<Order>(tile).put(q / 2, q % 2, pairs);
-    else if constexpr (kPart == Part::ragged || kKind != Kind::current)  // instructions are what limits the others
-      store_fast<Order, kPart, kSegment / 2>(to, pairs, side);
-    else
-      store_sectors<Order::kNext>(to, pairs, true);
+    store_exact_pairs<Order, kKind, kPart>(side, pairs, element, q, tile);
   }
   if (std::is_same_v<Order, RowOrder> && side.replace) {
 #pragma unroll
@@ -349,13 +356,19 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       }
       if (to.codes && stores)
         store_fast<Order, kPart, kCodeWords<four>>(to.codes + (four ? element / 2 : element), codes, side);
-      if (decodes) {
+      const int q = h * per_group + k;
+      if (kNvfp4<kKind> && !Tally::kWanted && !side.replace) {
+        if (to.exact && stores) {
+          uint32_t pairs[kSegment / 2];
+          scaled_four(codes, scale.exact, pairs);
+          store_exact_pairs<Order, kKind, kPart>(side, pairs, element, q, tile);
+        }
+      } else if (decodes) {
         float v[kSegment];
         if constexpr (four)
           decode_four(codes, v);
         else
           decode_eight(codes, spec.element, side.facts, v);
-        const int q = h * per_group + k;
         if ((to.exact || side.replace) && stores) use_values<Order, kKind, kPart>(side, v, element, q, scale, nan, tile);
         tally.template add<Order, four>(x, v, codes, scale, most, side.facts, q);
       }
