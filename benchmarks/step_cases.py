@@ -48,4 +48,5 @@ def training(size: Size, recipe: str, mode: str, device: str) -> ConvergenceConf
 
 
 def build_recipe(name: str) -> AnyRecipe:
+    """For what depends on no size."""
     return training(next(iter(SIZES.values())), name, MODES[0], "cpu").recipe.build()

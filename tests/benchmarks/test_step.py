@@ -10,6 +10,7 @@ from benchmarks.plain_gpt import PlainGPT
 from benchmarks.step_floors import Rates, Size, elementwise_bytes, floor_rows, quantize_bytes
 from benchmarks.step_rates import products_ms
 from hqsweep.config.model import ModelConfig
+from hqsweep.sweep.compose import Composer
 
 TINY = {
     "S": Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1),
@@ -147,3 +148,11 @@ def test_products_of_a_size_are_all_timed():
     assert products_ms(TINY["moe"], medians, "cpu") == pytest.approx(3 * len(list(TINY["moe"].products())))
     assert ((64, 96), (64, 64), (96, 64)) in shapes and len(shapes) == 5
     assert any(len(shape) == 3 and shape[0] == 4 for of_linear in shapes for shape in of_linear)
+
+
+@pytest.mark.parametrize(("name", "conf"), [("S", "gpu_study"), ("moe", "moe_100m")])
+def test_sizes_of_packaged_sweeps_are_theirs(name, conf):
+    config = Composer(conf, [None]).compose([])
+    size = step.SIZES[name]
+    assert size.model == ModelConfig.model_validate(config["model"])
+    assert (size.batch, size.context) == (config["train"]["batch"], config["train"]["context"])
