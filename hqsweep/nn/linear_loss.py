@@ -16,8 +16,8 @@ from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.context import autocast_recipe, use_kernels
 from hqsweep.nn.linear import Linear, as_rows
-from hqsweep.nn.linear_call import LinearCall
-from hqsweep.nn.parameter import is_held
+from hqsweep.nn.linear_call import AnyOperand, LinearCall
+from hqsweep.nn.parameter import is_held, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
@@ -134,8 +134,7 @@ class _Chunks:
         call, takes, probe = self.call, self.call.product_takes, self.call.context.probe
         row, column = (takes if needed else None for needed in (needs_dx, needs_dw))
         x = call.quantize("input", self.h, rowwise=takes, columnwise=column)
-        w = call.weight(self.weights, "rowwise", needs_dx=needs_dx)
-        w_column = call.weight(self.weights, "columnwise") if needs_dx else None
+        w, w_column = self._weight(needs_dx)
         formed = (call.product("fprop", _rows(x.rowwise, *span), w, call.dtype) for span in self.spans)
         if probe:  # it sees whole tensors
             whole = torch.cat(list(formed))
@@ -155,6 +154,15 @@ class _Chunks:
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
         return torch.cat(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
+
+    def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
+        """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
+        call, takes = self.call, self.call.product_takes
+        if needs_dx and call.workspace is None and not is_held(self.weights):
+            both = call.quantize("weight", weight_matrix(self.weights, call.dtype), rowwise=takes, columnwise=takes)
+            return both.rowwise, both.columnwise
+        row = call.weight(self.weights, "rowwise", needs_dx=needs_dx)
+        return row, call.weight(self.weights, "columnwise") if needs_dx else None
 
     def _loss_(self, logits: Tensor, span: tuple[int, int], *, gradient: bool) -> Tensor:
         """The losses of a chunk, whose logits give way to their gradient."""
