@@ -18,6 +18,7 @@ struct CrossEntropy {
   int64_t rows, vocabulary;
   float scale;
   bool gradient;
+  float* amax;  // of the gradient, NaN aside: amax[0] = max(amax[0], its own); or null
 };
 
 // values[i] *= factor[0], rounded to dtype (fp32 or bf16); nothing is touched where the factor is 1.

@@ -1,9 +1,9 @@
-// Cross entropy over a vocabulary. A thread block has one row, which it reads once and, for the gradient, writes once:
-// 2 or 4 bytes a logit. The row waits in shared memory between the two passes over it (50,304 logits take 98 KiB, so
-// that an SM of sm_90 has two rows); a row that does not fit is read a second time.
+// Cross entropy over a vocabulary. A row of threads, threadIdx.y of a block, has one row of logits, which it reads once
+// and, for the gradient, writes once: 2 or 4 bytes a logit. The row waits in shared memory between the two passes over
+// it (50,304 logits take 98 KiB, so that an SM of sm_90 has two rows); a row that does not fit is read a second time.
 //
 // Bits: the sums of a thread are in the order of its logits, those of a warp in that of a butterfly, those of warps in
-// that of the warps; the number of threads depends on the vocabulary alone.
+// that of the warps; the number of threads of a row depends on the vocabulary alone.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
+constexpr unsigned kRowsOfBlock = 8;  // where a warp has a row
 constexpr int kTogether = 4;  // loads of a thread that are on their way at once
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kInfinity = __builtin_huge_valf();
@@ -62,7 +63,8 @@ __device__ float sum_of(const uint4& unit, float base) {
   return (sum_of(unit.x, base) + sum_of(unit.y, base)) + (sum_of(unit.z, base) + sum_of(unit.w, base));
 }
 
-// The row's logits of one thread, units threadIdx.x, threadIdx.x + blockDim.x and so on; kept in `kept`, if it is not null.
+// The row's logits of one thread, units threadIdx.x, threadIdx.x + blockDim.x and so on; kept in `kept`, unless it is
+// null.
 __device__ Partial read_row(const uint4* row, int units, uint4* kept) {
   Partial part{-kInfinity, 0.0f};
   const int step = blockDim.x;
@@ -87,8 +89,9 @@ __device__ Partial read_row(const uint4* row, int units, uint4* kept) {
   return part;
 }
 
-// All threads' parts together; every thread gets the same one. blockDim.x is a multiple of a warp.
-__device__ Partial of_block(Partial part) {
+// The parts of a row's threads together; each of them gets the same one, after all have come here. They are a warp, or
+// a number of whole warps that are all of the block.
+__device__ Partial of_row(Partial part) {
   __shared__ Partial of_warps[kMostThreads / kWarp];
   float largest = part.largest;
 #pragma unroll
@@ -97,6 +100,10 @@ __device__ Partial of_block(Partial part) {
   float sum = rescaled(part, largest);
 #pragma unroll
   for (int lane = kWarp / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, lane);
+  if (blockDim.x == kWarp) {
+    __syncwarp();
+    return {largest, sum};
+  }
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = {largest, sum};
   __syncthreads();
   const int warps = blockDim.x / kWarp;
@@ -115,37 +122,68 @@ __device__ uint32_t scaled_softmax(uint32_t word, float base, float factor) {
   return rounded(exp_of(low_of(word), base) * factor, exp_of(high_of(word), base) * factor);
 }
 
+// The unit with its logit `at` (0 to 7) replaced.
+__device__ uint4 replaced(uint4 unit, int at, __nv_bfloat16 by) {
+  const uint32_t bits = __bfloat16_as_ushort(by);
+  const auto in = [&](uint32_t word) { return at % 2 ? (word & 0xFFFFu) | bits << 16 : (word & 0xFFFF0000u) | bits; };
+  return {at / 2 == 0 ? in(unit.x) : unit.x, at / 2 == 1 ? in(unit.y) : unit.y, at / 2 == 2 ? in(unit.z) : unit.z,
+          at / 2 == 3 ? in(unit.w) : unit.w};
+}
+
+__device__ __nv_bfloat162 magnitudes(uint32_t word) { return __habs2(*reinterpret_cast<const __nv_bfloat162*>(&word)); }
+
+// The largest magnitudes of both halves of words, NaN aside.
+__device__ __nv_bfloat162 most_of(__nv_bfloat162 most, const uint4& unit) {
+  most = __hmax2(__hmax2(most, magnitudes(unit.x)), magnitudes(unit.y));
+  return __hmax2(__hmax2(most, magnitudes(unit.z)), magnitudes(unit.w));
+}
+
+// amax = max(amax, those of a warp). Most calls change nothing and only look.
+__device__ void raise(float* amax, __nv_bfloat162 most) {
+  float value = fmaxf(__low2float(most), __high2float(most));
+#pragma unroll
+  for (int lane = kWarp / 2; lane > 0; lane /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFFu, value, lane));
+  if (threadIdx.x % kWarp == 0 && value > *static_cast<volatile float*>(amax))
+    atomicMax(reinterpret_cast<int*>(amax), __float_as_int(value));
+}
+
 template <bool kStaged>
 __global__ void __launch_bounds__(kMostThreads, 2) cross_entropy(const __grid_constant__ CrossEntropy call) {
   extern __shared__ uint4 staged[];
-  const int64_t r = blockIdx.x, target = call.targets[r];
+  const int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (r >= call.rows) return;  // a warp of a block whose warps do not wait for each other
+  const int64_t target = call.targets[r];
   const int units = static_cast<int>(call.vocabulary / kLogitsOfLoad);
   __nv_bfloat16* logits = static_cast<__nv_bfloat16*>(call.logits) + r * call.vocabulary;
   uint4* row = reinterpret_cast<uint4*>(logits);
+  uint4* kept = kStaged ? staged + threadIdx.y * units : row;
   const bool known = target >= 0 && target < call.vocabulary;
-  // Before the barrier of of_block, behind which the row is overwritten.
+  // Before of_row, behind which the row is overwritten.
   const float of_target = known ? __bfloat162float(logits[target]) : __uint_as_float(0x7FC00000u);
 
-  const Partial whole = of_block(read_row(row, units, kStaged ? staged : nullptr));
+  const Partial whole = of_row(read_row(row, units, kStaged ? kept : nullptr));
   if (threadIdx.x == 0) call.losses[r] = logf(whole.sum) + (whole.largest - of_target);
   if (!call.gradient) return;
   const float base = base_of(whole.largest), factor = call.scale / whole.sum;
+  const float at_target = (exp_of(of_target, base) / whole.sum - 1.0f) * call.scale;
+  const int64_t target_unit = known ? target / kLogitsOfLoad : -1;
+  __nv_bfloat162 most = __float2bfloat162_rn(0.0f);
   for (int u = threadIdx.x; u < units; u += blockDim.x) {
-    const uint4 unit = kStaged ? staged[u] : row[u];
-    row[u] = {scaled_softmax(unit.x, base, factor), scaled_softmax(unit.y, base, factor),
-              scaled_softmax(unit.z, base, factor), scaled_softmax(unit.w, base, factor)};
-    // The thread that has stored the target's unit stores the target again.
-    if (known && target / kLogitsOfLoad == u) {
-      const float softmax = exp_of(of_target, base) / whole.sum;
-      logits[target] = __float2bfloat16_rn((softmax - 1.0f) * call.scale);
-    }
+    const uint4 unit = kept[u];
+    uint4 gradient{scaled_softmax(unit.x, base, factor), scaled_softmax(unit.y, base, factor),
+                   scaled_softmax(unit.z, base, factor), scaled_softmax(unit.w, base, factor)};
+    if (u == target_unit)
+      gradient = replaced(gradient, static_cast<int>(target % kLogitsOfLoad), __float2bfloat16_rn(at_target));
+    row[u] = gradient;
+    if (call.amax) most = most_of(most, gradient);
   }
+  if (call.amax) raise(call.amax, most);
 }
 
-// So many threads that each has kTogether loads, up to the most.
-int threads_for(int64_t units) {
-  const int64_t threads = (units + kTogether - 1) / kTogether;
-  return static_cast<int>(std::min<int64_t>((threads + kWarp - 1) / kWarp * kWarp, kMostThreads));
+// So many threads of a row that each has kTogether loads, up to the most.
+unsigned threads_for(int64_t units) {
+  const int64_t threads = std::max<int64_t>((units + kTogether - 1) / kTogether, 1);
+  return static_cast<unsigned>(std::min<int64_t>((threads + kWarp - 1) / kWarp * kWarp, kMostThreads));
 }
 
 // Bytes that a thread block of the current device can have as dynamic shared memory beside what it has anyway.
@@ -209,16 +247,18 @@ void launch_scale(const Scaling& call, cudaStream_t stream) {
 
 void cross_entropy_cuda(const CrossEntropy& call, uintptr_t stream) {
   if (call.rows == 0) return;
-  const int64_t units = call.vocabulary / kLogitsOfLoad, bytes = units * static_cast<int64_t>(sizeof(uint4));
-  const unsigned grid = grid_of(call.rows, "cross_entropy_cuda", "there are too many rows for one launch");
-  const int threads = threads_for(units);
+  const int64_t units = call.vocabulary / kLogitsOfLoad;
+  const unsigned threads = threads_for(units), rows = threads == kWarp ? kRowsOfBlock : 1;
+  const int64_t bytes = rows * units * static_cast<int64_t>(sizeof(uint4));
+  const unsigned grid =
+      grid_of((call.rows + rows - 1) / rows, "cross_entropy_cuda", "there are too many rows for one launch");
   const cudaStream_t queue = reinterpret_cast<cudaStream_t>(stream);
   const int most = call.gradient && bytes > kUnasked ? most_shared_bytes() : kUnasked;
   if (call.gradient && bytes <= most) {
     if (bytes > kUnasked) ask_for_shared(most);
-    cross_entropy<true><<<grid, threads, static_cast<size_t>(bytes), queue>>>(call);
+    cross_entropy<true><<<grid, dim3(threads, rows), static_cast<size_t>(bytes), queue>>>(call);
   } else {
-    cross_entropy<false><<<grid, threads, 0, queue>>>(call);
+    cross_entropy<false><<<grid, dim3(threads, rows), 0, queue>>>(call);
   }
   check(cudaGetLastError(), "cross_entropy_cuda");
 }

@@ -4,7 +4,7 @@ A chunk of logits is formed in the linear's dtype, its gradient takes its place,
 gradients of x and of the weight, all in forward; backward multiplies both by the gradient that comes in. Values are
 those of Linear followed by the cross entropy of its output: the operands of x and of the weight are made of the whole
 tensors, and rows of dy, 128 or a multiple of that, have the codes that they have in the whole. Only dw is a sum of the
-chunks' products, in float32.
+chunks' products, in float32. Where the quantizer of dy ties its rows together there is one chunk.
 """
 
 import torch
@@ -14,14 +14,16 @@ from torch import Tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.gemm.exact import add_mm_t
-from hqsweep.nn.context import autocast_recipe, use_kernels
+from hqsweep.nn.context import use_kernels
 from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import AnyOperand, LinearCall
 from hqsweep.nn.parameter import is_held, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
+from hqsweep.ops.request import Output
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.operand import HybridOperand
 from hqsweep.recipe.sections import LinearQuantizers
 
 Gradient = Tensor | None
@@ -32,14 +34,11 @@ CHUNK_MULTIPLE = 128
 """Rows of a chunk are a multiple of it, so that no block of any format lies in two chunks."""
 
 
-def takes_chunks(head: Linear, h: Tensor) -> bool:
-    """Whether linear_cross_entropy computes the loss of this linear and h as cross_entropy of its output would: on
-    hqsweep's kernels, in bfloat16, without bias, where every row of dy is quantized without the others."""
-    if not use_kernels(h) or head.dtype != torch.bfloat16 or head.bias is not None:
-        return False
-    quantizers = head.active_quantizers()
-    exact = (autocast_recipe() or head).gemm != "native"
-    return exact and quantizers.output is None and (not torch.is_grad_enabled() or is_by_rows(quantizers))
+def forms_loss(head: Linear, h: Tensor) -> bool:
+    """Whether linear_cross_entropy forms the loss of this linear and h, and its gradients, itself: on hqsweep's
+    kernels, in bfloat16, without a bias and without a quantizer of the output."""
+    plain = head.dtype == torch.bfloat16 and head.bias is None
+    return plain and use_kernels(h) and head.active_quantizers().output is None
 
 
 def is_by_rows(quantizers: LinearQuantizers) -> bool:
@@ -67,28 +66,37 @@ def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | 
     """The mean over tokens of the cross entropy of head(h) with targets, float32 []: h [..., K], targets int64 [...]
     of as many tokens, indices of the vocabulary.
 
-    On CUDA by chunks of tokens where `takes_chunks` says so, else from whole logits. Gradients go to h and to the
-    weight (or its main_grad) and are formed in forward, so that backward runs once. chunk: rows of logits that exist at
-    once, a multiple of 128, on any device; UserError where the linear's quantizers do not take chunks.
+    Where `forms_loss` says so, gradients of h and of the weight (or its main_grad) are formed in forward, so that
+    backward runs once; elsewhere it is torch's cross entropy of whole logits. chunk: rows of logits that exist at once,
+    a multiple of 128, and the first of the two ways, on any device; UserError for a linear that has no such way.
     """
-    if chunk is None and not takes_chunks(head, h):
+    if chunk is None and not forms_loss(head, h):
         return cross_entropy(head(h), targets)
-    return _by_chunks(head, h, targets, chunk)
+    return _formed(head, h, targets, chunk)
 
 
 @outside_autocast
-def _by_chunks(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
+def _formed(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
     call = LinearCall(**head.linear_facts())
     h, targets = in_dtype(as_rows(h), call.dtype), targets.reshape(-1)
-    chunk = chunk_rows(len(h), len(head.weight)) if chunk is None else chunk
-    if chunk % CHUNK_MULTIPLE or chunk <= 0:
+    if chunk is not None and (chunk <= 0 or chunk % CHUNK_MULTIPLE):
         raise UserError(f"{head.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
-    if head.bias is not None or call.gemm == "native" or call.quantizers.output is not None:
-        raise UserError(f"{head.name}: a bias, gemm=native and the quantizer of an output do not go by chunks")
-    if call.grad and not is_by_rows(call.quantizers) and chunk < len(h):
-        fault = f"grad_output is {call.quantizers.grad_output}, in which rows depend on each other"
+    if head.bias is not None or call.quantizers.output is not None:
+        raise UserError(f"{head.name}: a linear with a bias, or with a quantizer of its output, takes no chunks")
+    fault = _tie(call)
+    if chunk is not None and fault and chunk < len(h):
         raise UserError(f"{head.name}: {fault}; leave chunk out")
-    return LinearCrossEntropy.apply(h, call, targets, chunk, head.weight)
+    chunk = chunk or (len(h) if fault else chunk_rows(len(h), len(head.weight)))
+    return LinearCrossEntropy.apply(h, call, targets, max(chunk, 1), head.weight)
+
+
+def _tie(call: LinearCall) -> str | None:
+    """What ties the rows of a call together, so that they are one chunk."""
+    if call.gemm == "native":
+        return "gemm=native takes operands whole"
+    if call.grad and not is_by_rows(call.quantizers):
+        return f"grad_output is {call.quantizers.grad_output}, in which rows depend on each other"
+    return None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -142,9 +150,8 @@ class _Chunks:
             formed = (whole[start:end] for start, end in self.spans)
         losses, dx, dw = [], [], None
         for span in self.spans:
-            losses.append(self._loss_(logits := next(formed), span, gradient=needs_dx or needs_dw))
-            dy = call.quantize("grad_output", logits, rowwise=row, columnwise=column) if row or column else None
-            del logits
+            loss, dy = self._gradient(next(formed), span, row, column)
+            losses.append(loss)
             if needs_dx:
                 dx.append(call.product("dgrad", dy.rowwise, w_column, call.dtype))
             if needs_dw:
@@ -164,9 +171,17 @@ class _Chunks:
         row = call.weight(self.weights, "rowwise", needs_dx=needs_dx)
         return row, call.weight(self.weights, "columnwise") if needs_dx else None
 
-    def _loss_(self, logits: Tensor, span: tuple[int, int], *, gradient: bool) -> Tensor:
-        """The losses of a chunk, whose logits give way to their gradient."""
-        return cross_entropy_(logits, self.targets[slice(*span)], self.scale, gradient=gradient)
+    def _gradient(
+        self, logits: Tensor, span: tuple[int, int], row: Output | None, column: Output | None
+    ) -> tuple[Tensor, HybridOperand | None]:
+        """The losses of a chunk, whose logits give way to their gradient, and the operands of that."""
+        targets, quantizer, amax = self.targets[slice(*span)], self.call.quantizers.grad_output, None
+        if not (row or column):
+            return cross_entropy_(logits, targets, self.scale, gradient=False), None
+        if type(quantizer) is HybridQuantizer and quantizer.takes_amax and len(self.spans) == 1:
+            amax = torch.zeros((1, 1), dtype=torch.float32, device=logits.device)
+        losses = cross_entropy_(logits, targets, self.scale, gradient=True, amax=amax)
+        return losses, self.call.quantize("grad_output", logits, rowwise=row, columnwise=column, amax=amax)
 
     def _probe_gradients(self, dy: Tensor, probed: tuple, dx: Gradient, dw: Gradient) -> None:
         call, (x, weights) = self.call, probed
@@ -177,19 +192,27 @@ class _Chunks:
             call.probe_gemms("wgrad", [dy.t()], [x.t()], [dw])
 
 
-def _rows(operand: ExactOperand, start: int, end: int) -> ExactOperand:
-    """Some rows of an exact operand, as views."""
+def _rows(operand: AnyOperand, start: int, end: int) -> AnyOperand:
+    """Some rows of an exact operand, as views; of any operand all of them."""
+    if start == 0 and end == _count(operand, 0):
+        return operand
     factor = operand.factor
     factor = factor if factor is None or factor.numel() == 1 else factor[start:end]
     return ExactOperand(operand.matrix[start:end], factor, operand.divisor)
 
 
-def _columns(operand: ExactOperand, start: int, end: int) -> ExactOperand:
-    """Some of the contracted axis of an exact operand, as views."""
+def _columns(operand: AnyOperand, start: int, end: int) -> AnyOperand:
+    """Some of the contracted axis of an exact operand, as views; of any operand all of it."""
+    if start == 0 and end == _count(operand, 1):
+        return operand
     return ExactOperand(operand.matrix[:, start:end], operand.factor, operand.divisor)
 
 
-def _added(call: LinearCall, total: Gradient, dy: ExactOperand, x: ExactOperand) -> Tensor:
+def _count(operand: AnyOperand, axis: int) -> int:
+    return (operand.matrix.shape if isinstance(operand, ExactOperand) else operand.shape)[axis]
+
+
+def _added(call: LinearCall, total: Gradient, dy: AnyOperand, x: AnyOperand) -> Tensor:
     """The total so far plus the product of a chunk, in float32."""
     if total is None:
         return call.product("wgrad", dy, x, torch.float32)
@@ -198,28 +221,5 @@ def _added(call: LinearCall, total: Gradient, dy: ExactOperand, x: ExactOperand)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy of logits [..., V] with targets int64 [...], float32 []: by torch's operators in float32,
-    or where hqsweep's kernels take the logits by those, whose gradient takes the place of the logits."""
-    logits, targets = logits.flatten(0, -2), targets.reshape(-1)
-    if use_kernels(logits) and logits.dtype == torch.bfloat16:
-        return CrossEntropy.apply(logits, targets)
-    return F.cross_entropy(logits.float(), targets)
-
-
-class CrossEntropy(torch.autograd.Function):
-    """bfloat16 logits [M, V], which are given up, and targets [M] -> their mean cross entropy, float32 []."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        ctx.done, needed = False, ctx.needs_input_grad[0]
-        plain = logits.detach()
-        losses = cross_entropy_(plain, targets, 1 / len(targets), gradient=needed)
-        ctx.save_for_backward(*([plain] if needed else []))
-        return losses.mean()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.done:
-            raise UserError("the gradients of this cross_entropy were given to a backward before")
-        ctx.done = True
-        return scale_(ctx.saved_tensors[0], gradient), None
+    """The mean cross entropy of logits [..., V] with targets int64 [...], float32 []: torch's, in float32."""
+    return F.cross_entropy(logits.float().flatten(0, -2), targets.reshape(-1))

@@ -18,13 +18,13 @@ SCALED = (torch.float32, torch.bfloat16)
 
 
 @operator(
-    "cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, bool gradient) -> Tensor",
-    fake=lambda logits, targets, scale, gradient: logits.new_empty(logits.shape[0], dtype=torch.float32),
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, float scale, bool gradient, Tensor(b!)? amax=None) -> Tensor",
+    fake=lambda logits, targets, scale, gradient, amax=None: logits.new_empty(logits.shape[0], dtype=torch.float32),
     devices=("CUDA",),
 )
-def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool) -> Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool, amax: Tensor | None = None) -> Tensor:
     """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
-    targets int64 [M], contiguous; ValueError for others."""
+    targets int64 [M], contiguous; amax one float32; ValueError for others."""
     if not takes(logits):
         wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
         raise ValueError(f"logits are {described(logits)}; {wanted}")
@@ -32,9 +32,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool
     readable = targets.dtype == torch.int64 and targets.shape == (rows,) and targets.is_contiguous()
     if not readable or targets.device != logits.device:
         raise ValueError(f"targets are {described(targets)}; they are int64 [{rows}], contiguous, on {logits.device}")
+    if amax is not None and (amax.dtype != torch.float32 or amax.numel() != 1 or amax.device != logits.device):
+        raise ValueError(f"amax is {described(amax)}; it is one float32 on {logits.device}")
     losses = logits.new_empty(rows, dtype=torch.float32)
     call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), rows, vocabulary)
-    extension().cross_entropy_cuda(*call, scale, gradient, *where(logits))
+    extension().cross_entropy_cuda(*call, scale, gradient, 0 if amax is None else amax.data_ptr(), *where(logits))
     return losses
 
 
@@ -44,22 +46,28 @@ def takes(logits: Tensor) -> bool:
     return whole and logits.shape[1] % MULTIPLE == 0 and logits.data_ptr() % 16 == 0
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, scale: float, *, gradient: bool) -> Tensor:
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, scale: float, *, gradient: bool, amax: Tensor | None = None
+) -> Tensor:
     """logits [M, V], targets int64 [M] -> the cross entropy of each row, float32 [M]: log(sum_v exp(x_v)) - x_target.
 
     gradient: each row of the logits is overwritten by (softmax(x)_v - [v = target]) * scale, computed in float32 and
-    rounded to their dtype. On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in
-    another order than those of torch's operators, and always in the same one. Targets that are no index of the
-    vocabulary give a loss of NaN there; torch's operators refuse them.
+    rounded to their dtype. amax, float32 [1, 1]: becomes the largest magnitude of that, if it is larger, NaN aside.
+
+    On CUDA a kernel reads and writes them once where `takes` says that it can; its sums are in another order than
+    those of torch's operators, and always in the same one. Targets that are no index of the vocabulary give a loss of
+    NaN there; torch's operators refuse them.
     """
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
-        return _cross_entropy(logits, targets, scale, gradient)
+        return _cross_entropy(logits, targets, scale, gradient, amax)
     logs = torch.log_softmax(logits.float(), dim=1)
     places = targets.unsqueeze(1)
     losses = -logs.gather(1, places).squeeze(1)
     if gradient:
         softmax = logs.exp_()
         logits.copy_(softmax.scatter_add_(1, places, softmax.new_full((1, 1), -1.0).expand_as(places)).mul_(scale))
+        if amax is not None and logits.numel():
+            torch.maximum(amax, logits.abs().nan_to_num(0.0).max(), out=amax)
     return losses
 
 

@@ -107,6 +107,16 @@ class HybridQuantizer:
         """
         return self.columnwise_source == "original"
 
+    @property
+    def takes_amax(self) -> bool:
+        """Whether quantize() has a use for the amax of x."""
+        return _takes_amax(self.rowwise) or self._column_takes_amax_of_x
+
+    @property
+    def _column_takes_amax_of_x(self) -> bool:
+        """Whether that of the columnwise operand is x's, and not that of transformed or decoded values."""
+        return _takes_amax(self.columnwise) and not self.columnwise.rht and self.columnwise_source == "original"
+
     def quantize(
         self,
         x: Tensor,
@@ -117,6 +127,7 @@ class HybridQuantizer:
         states: SlotStates | Sequence[SlotStates] | None = None,
         splits: Splits | None = None,
         by_rows: bool = False,
+        amax: Tensor | None = None,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -126,9 +137,13 @@ class HybridQuantizer:
         without them.
 
         splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
-        and states, into operands with a layout. by_rows: see ops.request.Target.
+        and states, into operands with a layout. by_rows: see ops.request.Target. amax: that of x, float32 [1, 1], where
+        the caller knows it, so that formats with one of the whole need not search.
         """
         row, column = self._targets(rowwise, columnwise, by_rows)
+        if amax is not None:
+            row = _under(row, amax)
+            column = _under(column, amax) if self._column_takes_amax_of_x else column
         results = self._quantize(x, row, column, key, states, splits=splits)
         return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
 

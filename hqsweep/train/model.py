@@ -17,7 +17,7 @@ from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_exper
 from hqsweep.config.train import Recompute
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.linear_loss import cross_entropy, linear_cross_entropy, takes_chunks
+from hqsweep.nn.linear_loss import cross_entropy, forms_loss, linear_cross_entropy
 from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import MoELayerOptions, TransformerOptions
@@ -120,7 +120,7 @@ class GPT(nn.Module):
         """
         with saving():
             h, balance = self.hidden(tokens)
-            logits = None if takes_chunks(self.head, h) else self.head(h)
+            logits = None if forms_loss(self.head, h) else self.head(h)
         if logits is None:
             return linear_cross_entropy(h, self.head, targets), balance
         return cross_entropy(logits, targets), balance

@@ -6,27 +6,31 @@ import torch.nn.functional as F
 from cases import REPRESENTATIVE
 
 from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import (
     Linear,
     LinearOptions,
     Probe,
-    autocast,
     linear_cross_entropy,
     quantization,
     quantized_model_init,
+    set_recipe,
 )
 from hqsweep.nn import linear_loss as module
-from hqsweep.nn.linear_loss import chunk_rows, cross_entropy, is_by_rows, takes_chunks
+from hqsweep.nn.linear_loss import chunk_rows, forms_loss, is_by_rows
 from hqsweep.quant import HybridQuantizer
-from hqsweep.recipe import Recipe
+from hqsweep.recipe import QuantizerRole, Recipe
 from hqsweep.recipe.sections import LinearQuantizers
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 RECIPES = ["bf16", "mxfp8", "fp8_block+2d", "mxfp8|mxfp4@rowwise_dequantized",
            {"input": "nvfp4", "weight": "nvfp4+2d", "grad_output": "mxfp8"},
            {"input": "fp8_current", "weight": "fp8_delayed", "grad_output": "nvfp4+row_scaled|mxfp8"}]  # fmt: skip
-BY_ROWS = [{"input": "bf16", "weight": "bf16", "grad_output": text} for text in ("bf16", "mxfp8", "fp8_block+2d")]
+TIED = {"bf16": "fp8_current", "nvfp4": "nvfp4+2d", "mxfp8": "nvfp4+sr"}
+WHOLE = [*({"input": x, "weight": x, "grad_output": dy} for x, dy in TIED.items()),
+         {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}, "fp8_delayed",
+         {"input": "mxfp8", "weight": "mxfp8", "grad_output": "fp8_current|mxfp8@rowwise_dequantized"}]  # fmt: skip
 ROWS, WIDTH, VOCABULARY = 384, 64, 96
 
 
@@ -65,17 +69,31 @@ def test_chunks_are_the_loss_of_the_whole(quantizers, chunk, device):
 
 
 @devices
-@pytest.mark.parametrize("quantizers", RECIPES, ids=str)
-def test_bf16_logits_give_way_to_their_gradient(quantizers, device):
+@pytest.mark.parametrize("quantizers", WHOLE, ids=str)
+def test_formats_that_tie_rows_are_one_chunk(quantizers, device):
+    """Of whole logits: random bits are those of the linear, and amaxes those that its search finds."""
     head, h, targets = build(quantizers, device)
     with quantization(step=1):
         expected = losses_and_gradients(F.cross_entropy(head(h).float(), targets), head, h)
     head, h, targets = build(quantizers, device)
     with quantization(step=1):
-        logits = head(h)
-    ours = losses_and_gradients(module.CrossEntropy.apply(logits, targets), head, h)
-    assert_same_training(ours, expected)
-    assert logits.detach().float().sum(dim=1).abs().max() < 1e-4  # a softmax less one
+        ours = linear_cross_entropy(h, head, targets, 512)
+    assert_same_training(losses_and_gradients(ours, head, h), expected)
+
+
+@pytest.mark.parametrize("text", [t for t in REPRESENTATIVE if "row_scaled" not in t])
+def test_an_amax_that_is_known_changes_no_byte(text):
+    quantizer = HybridQuantizer.parse(text)
+    if quantizer.delayed:
+        assert not quantizer.takes_amax
+        return
+    key = RngKey(seed=0, slot="x", step=1)
+    x = draw("heavy", 64, 96).bfloat16()
+    found = quantizer.quantize(x, key=key)
+    given = quantizer.quantize(x, key=key, amax=x.float().abs().max().view(1, 1))
+    for a, b in ((found.rowwise, given.rowwise), (found.columnwise, given.columnwise)):
+        assert all(torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers)
+    assert quantizer.takes_amax == (text.split("+")[0] in ("fp8_current", "nvfp4"))
 
 
 @devices
@@ -119,7 +137,10 @@ def test_a_factor_that_comes_in_multiplies_the_gradients():
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
 def test_a_probe_sees_whole_tensors_and_changes_no_bit(recipe, device):
     rows = []
-    for forward in (lambda *all: linear_cross_entropy(*all, 128), lambda h, head, t: cross_entropy(head(h), t)):
+    for forward in (
+        lambda *all: linear_cross_entropy(*all, 128),
+        lambda h, head, t: F.cross_entropy(head(h).float(), t),
+    ):
         head, h, targets = build(recipe, device)
         plain = losses_and_gradients(forward(h, head, targets), head, h)
         head, h, targets = build(recipe, device)
@@ -162,20 +183,17 @@ def test_without_gradients_nothing_is_made_for_backward():
         torch.testing.assert_close(ours, F.cross_entropy(head(h).float(), targets), rtol=1e-6, atol=0)
 
 
-def test_who_takes_chunks(monkeypatch):
-    head, h, _ = build("mxfp8")
-    assert not takes_chunks(head, h)  # a CPU has no kernel, and computes as it always did
+def test_whose_loss_is_formed(monkeypatch):
+    head, h, targets = build("mxfp8")
+    assert not forms_loss(head, h)  # a CPU has no kernel, and computes as it always did
+    assert torch.equal(linear_cross_entropy(h, head, targets), F.cross_entropy(head(h).float(), targets))
     monkeypatch.setattr(module, "use_kernels", lambda x: True)
-    assert takes_chunks(head, h)
-    others = [Linear(WIDTH, 96, name="n", recipe="mxfp8", bias=True)]
-    others.append(Linear(WIDTH, 96, name="n", recipe="mxfp8", dtype=torch.float32))
-    apart = ("fp8_current", "nvfp4", "fp8_delayed", "nvfp4+sr")
-    others += [build({"input": "mxfp8", "weight": "mxfp8", "grad_output": text})[0] for text in apart]
-    assert not any(takes_chunks(other, h) for other in others)
-    with torch.no_grad():
-        assert [takes_chunks(other, h) for other in others] == [False, False, True, True, True, True]
-    with autocast(recipe=Recipe.from_config({"linear": "fp8_current", "gemm": "native"})), torch.no_grad():
-        assert not takes_chunks(head, h)
+    assert forms_loss(head, h)
+    biased = Linear(WIDTH, 96, name="n", recipe="mxfp8", bias=True)
+    precise = Linear(WIDTH, 96, name="n", recipe="mxfp8", dtype=torch.float32)
+    head.output_quantizer_role = QuantizerRole("linear", "input", "reader")
+    set_recipe(head, Recipe.from_config({"linear": "mxfp8"}))
+    assert not any(forms_loss(other, h) for other in (biased, precise, head))
 
 
 @pytest.mark.parametrize(
@@ -194,16 +212,29 @@ def test_what_it_refuses(grad_output, chunk, message):
 def test_heads_that_do_not_go_by_chunks_say_so():
     _, h, targets = build("mxfp8")
     head = Linear(WIDTH, VOCABULARY, name="head", recipe="mxfp8", bias=True)
-    with pytest.raises(UserError, match="head: a bias, gemm=native and the quantizer of an output do not go by chunks"):
+    with pytest.raises(UserError, match="head: a linear with a bias, or with a quantizer of its output, takes no"):
         linear_cross_entropy(h, head, targets, 128)
     expected = F.cross_entropy(head(h).float(), targets)
     assert torch.equal(linear_cross_entropy(h, head, targets), expected)
 
 
-@pytest.mark.parametrize("chunked", [True, False])
-def test_gradients_are_given_to_one_backward(chunked):
+def test_native_products_take_operands_whole():
+    _, h, targets = build("bf16")
+    head = Linear(WIDTH, VOCABULARY, name="head", recipe=Recipe.from_config({"linear": "bf16", "gemm": "native"}))
+    with pytest.raises(UserError, match="head: gemm=native takes operands whole; leave chunk out"):
+        linear_cross_entropy(h, head, targets, 128)
+    whole = losses_and_gradients(linear_cross_entropy(h, head, targets, 384), head, h)
+    assert_same_training(whole, losses_and_gradients(*expected_of(head, h, targets)))
+
+
+def expected_of(head, h, targets):
+    head.weight.grad = h.grad = None
+    return F.cross_entropy(head(h).float(), targets), head, h
+
+
+def test_gradients_are_given_to_one_backward():
     head, h, targets = build("bf16")
-    loss = linear_cross_entropy(h, head, targets, 128) if chunked else module.CrossEntropy.apply(head(h), targets)
+    loss = linear_cross_entropy(h, head, targets, 128)
     loss.backward(retain_graph=True)
     with pytest.raises(UserError, match="were given to a backward before"):
         loss.backward()

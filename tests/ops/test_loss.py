@@ -96,6 +96,27 @@ def test_specials_are_those_of_torch(device):
 
 
 @devices
+@pytest.mark.parametrize("vocabulary", [8, 256, 1024, 2048, 50304])
+@pytest.mark.parametrize("spread", [0.0, 3.0, 300.0])
+def test_the_amax_is_that_of_the_gradient(spread, vocabulary, device):
+    """Exactly, also where every softmax is one number and zeros; NaN counts as nothing, and a larger one stays."""
+    logits, targets = inputs(9, vocabulary, device, spread)
+    targets[3] = logits[3].argmax()
+    logits[5, 4] = torch.nan
+    amax, larger = (torch.full((1, 1), start, device=device) for start in (0.0, 8.0))
+    for found in (amax, larger):
+        gradient = logits.clone()
+        cross_entropy_(gradient, targets, 1.0, gradient=True, amax=found)
+    assert gradient[5].isnan().all()
+    assert amax == gradient.float().abs().nan_to_num(0.0).max() and larger == 8.0
+    sure, right = torch.full((4, vocabulary), -1000.0, device=device).bfloat16(), torch.arange(4, device=device)
+    sure[right, right], sure[:, 7] = 0.0, -20.0  # a softmax of one, and one of 2e-9
+    amax.zero_()
+    cross_entropy_(sure, right, 1.0, gradient=True, amax=amax)
+    assert amax == sure.float().abs().max() and 0 < amax < 1e-6
+
+
+@devices
 def test_no_rows(device):
     logits = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
     assert cross_entropy_(logits, torch.empty(0, dtype=torch.long, device=device), 1.0, gradient=True).shape == (0,)
@@ -171,6 +192,12 @@ def test_other_layouts_are_scaled_by_torch():
 def test_the_kernel_gets_nothing_else(logits, targets, message):
     with pytest.raises(ValueError, match=message):
         module._cross_entropy.__wrapped__(logits, targets, 1.0, True)
+
+
+def test_an_amax_is_one_number():
+    logits, targets = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"amax is torch.float32 \(2,\) on cpu; it is one float32 on cpu"):
+        module._cross_entropy.__wrapped__(logits, targets, 1.0, True, torch.zeros(2))
 
 
 @pytest.mark.parametrize(
