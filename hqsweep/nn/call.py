@@ -101,23 +101,29 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
         by_rows: bool = False,
-        amax: Tensor | None = None,
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
-        of experts as torch._grouped_mm takes them. amax: that of one matrix x, where the quantizer takes one that is
-        known. UserError, naming the tensor and the expert."""
+        of experts as torch._grouped_mm takes them. UserError, naming the tensor and the expert."""
         quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
         if self.splits is None:
-            known = {} if amax is None else {"amax": amax}
-            return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states, **known)
+            return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
         splits = self.weight_splits if tensor == "weight" else self.splits
         options = {"keys": key, "states": states, "by_rows": by_rows}
         try:
             return quantize_group(x, splits, quantizer, rowwise=rowwise, columnwise=columnwise, **options)
         except UserError as error:
             raise UserError(f"{self.name}: {tensor} of {error}") from None
+
+    def quantize_under(
+        self, tensor: str, x: Tensor, amax: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
+    ) -> HybridOperand:
+        """quantize() of one matrix whose amax is known, where its quantizer takes_amax."""
+        quantizer = self.quantizer(tensor)
+        key = self.key(tensor) if quantizer.reads_key else None
+        states = self.states_of(tensor, x) if quantizer.delayed else None
+        return quantizer.quantize_under(x, amax, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
 
     def quantize_activated(
         self,

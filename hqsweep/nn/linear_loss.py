@@ -175,13 +175,16 @@ class _Chunks:
         self, logits: Tensor, span: tuple[int, int], row: Output | None, column: Output | None
     ) -> tuple[Tensor, HybridOperand | None]:
         """The losses of a chunk, whose logits give way to their gradient, and the operands of that."""
-        targets, quantizer, amax = self.targets[slice(*span)], self.call.quantizers.grad_output, None
+        targets, quantizer, call = self.targets[slice(*span)], self.call.quantizers.grad_output, self.call
         if not (row or column):
             return cross_entropy_(logits, targets, self.scale, gradient=False), None
-        if type(quantizer) is HybridQuantizer and quantizer.takes_amax and len(self.spans) == 1:
-            amax = torch.zeros((1, 1), dtype=torch.float32, device=logits.device)
+        outputs = {"rowwise": row, "columnwise": column}
+        if len(self.spans) > 1 or type(quantizer) is not HybridQuantizer or not quantizer.takes_amax:
+            losses = cross_entropy_(logits, targets, self.scale, gradient=True)
+            return losses, call.quantize("grad_output", logits, **outputs)
+        amax = torch.zeros((1, 1), dtype=torch.float32, device=logits.device)
         losses = cross_entropy_(logits, targets, self.scale, gradient=True, amax=amax)
-        return losses, self.call.quantize("grad_output", logits, rowwise=row, columnwise=column, amax=amax)
+        return losses, call.quantize_under("grad_output", logits, amax, **outputs)
 
     def _probe_gradients(self, dy: Tensor, probed: tuple, dx: Gradient, dw: Gradient) -> None:
         call, (x, weights) = self.call, probed

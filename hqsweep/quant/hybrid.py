@@ -109,7 +109,7 @@ class HybridQuantizer:
 
     @property
     def takes_amax(self) -> bool:
-        """Whether quantize() has a use for the amax of x."""
+        """Whether quantize_under() has a use for the amax."""
         return _takes_amax(self.rowwise) or self._column_takes_amax_of_x
 
     @property
@@ -127,7 +127,6 @@ class HybridQuantizer:
         states: SlotStates | Sequence[SlotStates] | None = None,
         splits: Splits | None = None,
         by_rows: bool = False,
-        amax: Tensor | None = None,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -137,15 +136,28 @@ class HybridQuantizer:
         without them.
 
         splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
-        and states, into operands with a layout. by_rows: see ops.request.Target. amax: that of x, float32 [1, 1], where
-        the caller knows it, so that formats with one of the whole need not search.
+        and states, into operands with a layout. by_rows: see ops.request.Target.
         """
         row, column = self._targets(rowwise, columnwise, by_rows)
-        if amax is not None:
-            row = _under(row, amax)
-            column = _under(column, amax) if self._column_takes_amax_of_x else column
         results = self._quantize(x, row, column, key, states, splits=splits)
         return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+
+    def quantize_under(
+        self,
+        x: Tensor,
+        amax: Tensor,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        key: RngKey | None = None,
+        states: SlotStates | None = None,
+    ) -> HybridOperand:
+        """quantize() of an x whose amax is known, float32 [1, 1]: formats with one of the whole matrix need no search.
+        The bytes are the same."""
+        row, column = self._targets(rowwise, columnwise)
+        column = _under(column, amax) if self._column_takes_amax_of_x else column
+        results = self._quantize(x, _under(row, amax), column, key, states)
+        return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
 
     def quantize_activated(
         self,
