@@ -11,6 +11,7 @@ import importlib
 import json
 from pathlib import Path
 
+from benchmarks import step_table
 from benchmarks.rows import ROOT, Row, markdown
 
 BENCHMARKS = (
@@ -50,8 +51,8 @@ def page(benchmark: str, rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
-def publish(paths: list[Path], to: Path) -> list[Path]:
-    """Write the rows and tables of every benchmark; returns the files."""
+def publish(paths: list[Path], to: Path, guide: Path = step_table.PAGE) -> list[Path]:
+    """Write the rows and tables of every benchmark, and the table of steps in the guide; returns the files."""
     to.mkdir(parents=True, exist_ok=True)
     every, written = read(paths), []
     for benchmark in BENCHMARKS:
@@ -62,6 +63,9 @@ def publish(paths: list[Path], to: Path) -> list[Path]:
         for suffix, text in texts.items():
             written.append(to / f"{benchmark}.{suffix}")
             written[-1].write_text(text)
+        if benchmark == "step":
+            step_table.write(rows, guide)
+            written.append(guide)
     return written
 
 
