@@ -218,10 +218,16 @@ __device__ __forceinline__ void choose_in_tiles(const Spec& spec, const Frame& f
   for (int k = 0; k < 2; ++k) Order::join_rows(errors[k], Sum());
 }
 
+// The key with its step, which is read where it stands: once for all that a thread draws.
+__device__ __forceinline__ Key with_step(Key key) {
+  if (key.step_at) key.step = __ldg(reinterpret_cast<const unsigned long long*>(key.step_at));
+  return key;
+}
+
+// key: one that with_step() has given.
 __device__ __forceinline__ void draw(const Key& key, uint64_t segment, uint32_t random[4]) {
   random[0] = static_cast<uint32_t>(segment), random[1] = static_cast<uint32_t>(segment >> 32);
-  const uint64_t step = key.step_at ? __ldg(reinterpret_cast<const unsigned long long*>(key.step_at)) : key.step;
-  random[2] = static_cast<uint32_t>(step), random[3] = static_cast<uint32_t>(step >> 32);
+  random[2] = static_cast<uint32_t>(key.step), random[3] = static_cast<uint32_t>(key.step >> 32);
   philox(key.key0, key.key1, random);
 }
 
@@ -243,6 +249,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
   GlobalScale global{};
   if (spec.family == Family::current || spec.family == Family::nvfp4)
     if (!spec.row_scaled) global = global_of(spec, frame, Place{});
+  const Key key = kFour && spec.sr ? with_step(frame.key) : frame.key;
   Sums sums;
 #pragma unroll 1
   for (int h = 0; h < kGroups<Order, W>; ++h) {
@@ -271,7 +278,7 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if constexpr (kFour) {
         if (spec.sr) {
           uint32_t random[4];
-          draw(frame.key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
+          draw(key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
           encode_four(x, scale.encode, random, codes);
         } else {
           encode_four(x, scale.encode, nullptr, codes);
