@@ -11,6 +11,7 @@ T positions, E width of a head, S the softmax's output, dS the gradient of its i
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +97,8 @@ class _AttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         call, (s, *saved) = ctx.call, ctx.saved_tensors
-        parts = torch.arange(len(saved)).split(ctx.counts)
-        operands = [unflatten([saved[i] for i in p], k) for p, k in zip(parts, ctx.skeletons, strict=True)]
+        spans = pairwise(accumulate(ctx.counts, initial=0))
+        operands = [unflatten(saved[a:b], k) for (a, b), k in zip(spans, ctx.skeletons, strict=True)]
         t = s.shape[1]
         row, column, s_column = _rows(operands[0], t), _columns(operands[1], t), _columns(operands[2], t)
         do_operand = call.fold("do", do.to(call.dtype), rowwise="exact", columnwise="exact")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +26,8 @@ def recomputed(function: Callable[..., Outputs], *args: object) -> Outputs:
     Backward may therefore run outside of both. function: a module or a closure over modules, which draws nothing from
     torch's generators; tensors in args are kept until backward.
     """
+    if torch.compiler.is_compiling():  # which takes no context_fn, and knows both as it traces the function
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     context, recipe = current(), autocast_recipe()
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

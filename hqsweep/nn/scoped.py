@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from threading import Lock, local
 from typing import Generic, TypeVar
 
+import torch
+
 Value = TypeVar("Value")
 
 
@@ -52,15 +54,17 @@ class Scoped(Generic[Value]):
         """Begin a `with`; returns the arguments of leave(): its entry and this thread's entry before."""
         entry, before = _Entry(value), self._own.entry
         self._own.entry = entry
-        with self._lock:
-            self._entered += (entry,)
+        if not torch.compiler.is_compiling():  # a trace has one thread
+            with self._lock:
+                self._entered += (entry,)
         return entry, before
 
     def leave(self, entry: _Entry[Value], before: _Entry[Value] | None) -> None:
         """As it was before enter()."""
         self._own.entry = before
-        with self._lock:
-            self._entered = tuple([e for e in self._entered if e is not entry])
+        if not torch.compiler.is_compiling():
+            with self._lock:
+                self._entered = tuple([e for e in self._entered if e is not entry])
 
 
 class Entered(ContextDecorator, Generic[Value]):

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from hqsweep.config.model import ModelConfig
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import GroupedLinear, Linear, TransformerLayer, quantization
+from hqsweep.nn import GroupedLinear, Linear, MultiheadAttention, TransformerLayer, autocast, quantization
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
 
@@ -43,13 +43,28 @@ class Model(torch.nn.Module):
         return self.gpt.loss(tokens, tokens)[0]
 
 
+class Attention(torch.nn.Module):
+    """On the recipe of an autocast, with a core that is quantized and computed again in backward."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.attention = MultiheadAttention(64, 2, name="l", recipe="bf16")
+        self.recipe = recipe
+
+    def forward(self, x):
+        with autocast(recipe=self.recipe):
+            return self.attention(x, checkpoint_core_attention=True)
+
+
+DPA = {"qkv": "fp8_current", "s": "fp8_current", "do": "fp8_current+e5m2", "dp": "fp8_current+e5m2"}
 MODULES = {
     "linear": lambda recipe: Linear(K, N, name="l", recipe=recipe),
     "grouped": lambda recipe: GroupedLinear(2, K, N, name="l", recipe=recipe),
     "layer": lambda recipe: TransformerLayer(64, 96, 2, name="l", recipe=recipe),
+    "attention": Attention,
     "model": Model,
 }
-WIDTHS = {"linear": K, "grouped": K, "layer": 64}
+WIDTHS = {"linear": K, "grouped": K, "layer": 64, "attention": 64}
 CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -76,9 +91,9 @@ def test_one_graph_without_a_break_serves_every_step(device, kind, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grouped", "model"])
+@pytest.mark.parametrize("kind", ["grouped", "attention", "model"])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_experts_and_whole_models_are_one_graph_too(device, kind):
+def test_experts_scopes_and_whole_models_are_one_graph_too(device, kind):
     check_one_graph(device, kind, "nvfp4+sr")
 
 
@@ -87,7 +102,8 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    module = MODULES[kind](Recipe.from_config({"linear": text, "grouped_linear": text})).to(device)
+    sections = {"linear": text, "grouped_linear": text} | ({"dpa": DPA} if kind == "attention" else {})
+    module = MODULES[kind](Recipe.from_config(sections)).to(device)
     compiled = torch.compile(module, backend=backend, fullgraph=True)
     for step in (1, 2, 3, 4):
         eager, traced = (results(module, call, kind, device, step) for call in (module, compiled))
