@@ -95,15 +95,16 @@ inline void store_current_scales(const Direction& to, int64_t count, cudaStream_
   check(cudaGetLastError());
 }
 
+static __global__ void clear_both(float* a, float* b) { *a = 0.0f, *b = 0.0f; }
+
 // Both directions' amaxes from one read of X, where its columns are transformed.
 template <class Launch>
 void prepare_both(QuantizeJob& job, const Launch& launch) {
   if (launch.matrices != 1 || !finds_both_amaxes(job)) return;
-  for (Direction* to : {&job.row, &job.column}) {
-    check(cudaMemsetAsync(to->found, 0, sizeof(float), launch.stream));
-    to->amax = to->found;
-  }
+  clear_both<<<1, 1, 0, launch.stream>>>(job.row.found, job.column.found);
+  check(cudaGetLastError());
   launch.find_columns(job, job.row.found);
+  job.row.amax = job.row.found, job.column.amax = job.column.found;
   job.backwards = true;
 }
 
