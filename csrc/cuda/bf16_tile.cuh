@@ -57,10 +57,10 @@ struct FastWords {
 // A whole tile on its way to shared memory, past the L1 cache, in lines of 256 bytes: a warp loads the rows that it will
 // read as rows. wait_tile() or wait_rows() comes before that, and a barrier before columns. The tile begins at a multiple
 // of 128 bytes, so that a line lies in two of shared memory and not in parts of three (benchmarks/NOTES.md has times).
-// kRagged: only `rows` rows are the expert's; the others are zeros.
+// kRagged: only `rows` rows and `cols` columns, in units of 8, are the matrix's; the others are zeros.
 template <bool kRagged>
 __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
-                                                uint32_t* tile) {
+                                                uint32_t cols, uint32_t* tile) {
   const uint64_t pitch = static_cast<uint64_t>(source.row_stride) * 2;  // bytes
   const int row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
   const char* from = static_cast<const char*>(source.data) + (r0 + row) * pitch + (c0 + unit * 8) * 2;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r
   for (int i = 0; i < 8; ++i) {
     const uint32_t target = to + i * 2 * kRowWords<Bf16> * 4;
     if constexpr (kRagged) {
-      const bool inside = row + 2 * i < rows;  // nothing is read for 0 bytes; the address is still one of the tile's
+      const bool inside = row + 2 * i < rows && unit * 8 < cols;  // nothing is read for 0 bytes; the address is still one of the tile's
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target),
                    "l"(inside ? from + i * 2 * pitch : static_cast<const char*>(source.data)), "r"(inside ? 16 : 0));
     } else {
@@ -79,13 +79,14 @@ __device__ __forceinline__ void load_tile_async(const Source& source, uint32_t r
   }
 }
 
-// Loads `rows` rows, at most as many as a tile has.
-__device__ __forceinline__ void load_rows_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
+// Loads the `rows` rows and columns that are left at (r0, c0), at most as many as a tile has.
+__device__ __forceinline__ void load_rest_async(const Source& source, uint32_t r0, uint32_t c0, uint32_t rows,
                                                 uint32_t* tile) {
-  if (rows < kTile)
-    load_tile_async<true>(source, r0, c0, rows, tile);
+  const uint32_t cols = static_cast<uint32_t>(source.cols) - c0;
+  if (rows < kTile || cols < kTile)
+    load_tile_async<true>(source, r0, c0, rows, cols, tile);
   else
-    load_tile_async<false>(source, r0, c0, rows, tile);
+    load_tile_async<false>(source, r0, c0, rows, cols, tile);
 }
 
 __device__ __forceinline__ void wait_tile() {
@@ -104,11 +105,13 @@ __device__ __forceinline__ void wait_rows(int h) {
   __syncwarp();
 }
 
-// Stores `rows` rows of the tile to [.., pitch] at `to`, in lines of 256 bytes.
-__device__ __forceinline__ void store_tile(const uint32_t* tile, uint16_t* to, uint64_t pitch, uint32_t rows) {
+// Stores `rows` rows of the tile, as far as `cols`, to [.., pitch] at `to`, in lines of 256 bytes.
+__device__ __forceinline__ void store_tile(const uint32_t* tile, uint16_t* to, uint64_t pitch, uint32_t rows,
+                                           uint32_t cols) {
   const uint32_t row = warp_of_block() * 16 + lane_of_warp() / 16, unit = lane_of_warp() % 16;
   const uint32_t* from = tile + word_offset<Bf16>(row, unit * 4);
   to += row * pitch + unit * 8;
+  if (unit * 8 >= cols) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     if (row + 2 * i < rows)

@@ -60,16 +60,16 @@ inline bool has_four_over_six(const QuantizeJob& job) {
 
 // ---- what a kernel takes -------------------------------------------------------------------------------------------
 
-// The fast encoders: bf16, columns of X in whole tiles, the usual directions. X's rows may end anywhere.
+// The fast encoders: bf16, columns of X in whole blocks of 32, the usual directions. X's rows may end anywhere.
 inline bool fast_takes_tiles(const QuantizeJob& job) {
   const Source& x = job.source;
   const bool column_segments = job.has_column && stores_segments(job.column, 16);
-  return x.dtype == Dtype::bf16 && job.vector_in && x.cols % kTile == 0 && !job.find_row && !job.find_column &&
+  return x.dtype == Dtype::bf16 && job.vector_in && x.cols % 32 == 0 && !job.find_row && !job.find_column &&
          (!job.has_row || is_usual(job.row, job.vector_row)) &&
          (!job.has_column || is_usual(job.column, column_segments));
 }
 
-inline bool has_whole_tiles_of_rows(const Source& x) { return x.rows % kTile == 0; }
+inline bool has_whole_tiles(const Source& x) { return x.rows % kTile == 0 && x.cols % kTile == 0; }
 
 // The fast encoders for one matrix: its tiles fit gridDim.y, statistics come from whole tiles, and exact columns are not
 // stored by rows.
@@ -77,7 +77,7 @@ inline bool fast_takes_matrix(const QuantizeJob& job) {
   const Source& x = job.source;
   constexpr int64_t most = 1 << 22;
   return fast_takes_tiles(job) && x.rows > 0 && x.cols > 0 && x.rows <= most && x.cols <= most &&
-         !job.column.exact_turned && (has_whole_tiles_of_rows(x) || !wants_statistics(job));
+         !job.column.exact_turned && (has_whole_tiles(x) || !wants_statistics(job));
 }
 
 // quantize_mx_flat: MXFP8 rows alone, of a matrix without gaps whose rows are whole blocks of 32.
@@ -156,7 +156,7 @@ inline Encoder encoder_of_group(const QuantizeJob& job) {
 
 // The fast encoders' first tile stores the scale of current scaling, where all tiles of a matrix are whole.
 inline bool encoder_stores_scale_inv(const QuantizeJob& job) {
-  return fast_takes_matrix(job) && has_whole_tiles_of_rows(job.source) && !has_four_over_six(job);
+  return fast_takes_matrix(job) && has_whole_tiles(job.source) && !has_four_over_six(job);
 }
 
 // ---- inside of the fast encoders, for each tile --------------------------------------------------------------------
@@ -166,10 +166,10 @@ __device__ __forceinline__ bool is_nvfp4(const Direction& to) { return to.spec.f
 // The only output of the columns is stored by rows of X.
 __device__ __forceinline__ bool is_only_turned(const Direction& to) { return to.exact && to.exact_turned && !to.codes; }
 
-// All rows of the tile are the matrix's. They are lines of the columnwise operand, which are aligned or not.
+// All rows and columns of the tile are the matrix's. Its rows are lines of the columnwise operand, which are aligned or not.
 __device__ __forceinline__ bool is_whole_tile(const QuantizeJob& job, const FastCorner& at) {
   const bool aligned = !job.has_column || at.rows % kSegment == 0 || is_only_turned(job.column);
-  return aligned && at.r0 + kTile <= at.rows;
+  return aligned && at.r0 + kTile <= at.rows && at.c0 + kTile <= at.end;
 }
 
 }  // namespace hq

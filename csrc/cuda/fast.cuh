@@ -48,7 +48,7 @@ struct FastSide {
   bool tile_nan;             // with strips: the tile has a NaN
   bool replace;              // decoded rows take the place of the elements they came from
   const float* amax;         // global
-  uint32_t rows;                // of the operand
+  uint32_t row_end, col_end;    // of the operand's part that the tile may reach into
   Key key;
   uint64_t first, first_scale;  // where its part of a group's outputs begins
 };
@@ -294,17 +294,18 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
   }
   const bool tiled = kKind != Kind::current && spec.tile_rows > 1;
   const float amax_of_tile = tiled ? tile_amax<Order>(side.strips, spec.tile_rows) : 0.0f;
-  // All of a warp's segments may lie outside of an expert's rows, and some of them outside of its columns (X's rows).
-  if (ragged && rows_of_x && side.row0 + warp_of_block() * 16 >= side.rows) return;
-  const bool in_cols = !ragged || rows_of_x || side.col0 + Order::col(0) < side.cols;
+  // All of a warp's rows may lie outside, or some (of X alone: its columns end with whole warps), and some segments of rows.
+  if (ragged && side.row0 + warp_of_block() * 16 >= side.row_end) return;
+  const bool in_cols = !ragged || side.col0 + Order::col(0) < side.col_end;
+  const uint32_t row_end = in_cols ? side.row_end : 0;  // of the rows that the thread stores
   uint32_t better = 0;
   if constexpr (chooses) {
     if (tiled)
       better = better_of_tile<Order>(side, tile, amax_of_tile, [&](int q) {
-        return rows_of_x ? side.row0 + Order::row(q) < side.rows : in_cols;
+        return side.row0 + Order::row(q) < row_end;
       });
   }
-  const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales && in_cols;
+  const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales;
   const bool decodes = Tally::kWanted || to.exact || side.replace;
   constexpr bool draws = kKind == Kind::nvfp4_stochastic;
   const Key key = draws ? with_step(side.key) : side.key;
@@ -341,7 +342,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       } else {
         scale = fast_scale<kKind>(side, whole, most);
       }
-      const bool inside = !ragged || (rows_of_x ? row < side.rows : in_cols);
+      const bool inside = !ragged || (rows_of_x ? row < row_end : in_cols);
       const bool stores = inside || (ragged && !rows_of_x);
       if (leads && inside) store_fast_scale<Order, kKind, kPart>(side, row, element, scale);
       if constexpr (!chooses) fast_values<Order>(words, k, x);

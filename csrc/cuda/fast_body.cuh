@@ -24,7 +24,8 @@ static __device__ __forceinline__ FastSpace& fast_space() {
 __device__ __forceinline__ void store_turned(const QuantizeJob& job, const FastCorner& at, const uint32_t* tile) {
   const uint64_t cols = job.source.cols;
   __syncthreads();
-  store_tile(tile, static_cast<uint16_t*>(job.column.exact) + at.first + at.r0 * cols + at.c0, cols, at.rows - at.r0);
+  store_tile(tile, static_cast<uint16_t*>(job.column.exact) + at.first + at.r0 * cols + at.c0, cols, at.rows - at.r0,
+             at.end - at.c0);
 }
 
 // A tile of bf16, on its way to shared memory, in the formats and with the outputs of fast.cuh.
@@ -49,11 +50,11 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
   else if (row_scales)
     __syncthreads();
   const FastSide row{job.row, job.row_facts, at.r0, at.c0, cols, scales[0], strips, nan, replace, here.row.amax,
-                     at.rows, here.row.key, at.first, here.row.first_scale};
+                     at.rows, at.end, here.row.key, at.first, here.row.first_scale};
   // Made after the rows, which may change strips and nan.
   const auto column = [&] {
     return FastSide{job.column, job.column_facts, at.c0, at.r0, at.rows, scales[1], strips, nan, false,
-                    here.column.amax, cols, here.column.key, at.first, here.column.first_scale};
+                    here.column.amax, at.end, at.rows, here.column.key, at.first, here.column.first_scale};
   };
   if constexpr (kSums) {
     __shared__ TallySpace space[2];
@@ -90,7 +91,7 @@ __device__ __forceinline__ void run_fast_tile(const QuantizeJob& job, const Fast
   }
 }
 
-// A tile of a matrix, or of an expert, whose rows end anywhere.
+// A tile of a matrix, or of an expert, which may end within it.
 template <bool kChooses = false>
 __device__ __forceinline__ void run_any_tile(const QuantizeJob& job, const FastTile& here, uint32_t* tile) {
   if (is_whole_tile(job, here.at))

@@ -38,6 +38,7 @@ struct Corner {
 struct FastCorner {
   uint32_t begin, rows, r0, c0;
   uint64_t first;  // elements of X before `begin`
+  uint32_t end;    // the column of X at which those of its tile end, if not before
 };
 
 // What differs between the experts of a launch; for one matrix, what the directions say.

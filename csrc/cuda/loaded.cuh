@@ -28,7 +28,8 @@ __device__ __forceinline__ void put_unit(uint32_t* tile, int i, const uint32_t w
 
 template <class Loader>
 __device__ __forceinline__ FastTile loaded_tile_of(const QuantizeJob& job, const Loader& loader) {
-  return {{0, static_cast<uint32_t>(job.source.rows), blockIdx.y * kTile, loader.column(blockIdx.x), 0},
+  return {{0, static_cast<uint32_t>(job.source.rows), blockIdx.y * kTile, loader.column(blockIdx.x), 0,
+           static_cast<uint32_t>(job.source.cols)},
           {job.row.amax, job.row.key, 0},
           {job.column.amax, job.column.key, 0}};
 }
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 // Whether the kernels above quantize the matrix of the call: in whole tiles, in the usual formats of blocks. A format with
 // a global amax would read twice what it is computed of, which moves as many bytes as making the matrix.
 inline bool loaded_takes(const QuantizeJob& job) {
-  return has_whole_tiles_of_rows(job.source) && fast_takes_matrix(job) && !wants_statistics(job) &&
+  return has_whole_tiles(job.source) && fast_takes_matrix(job) && !wants_statistics(job) &&
          !(job.has_row && has_global_amax(job.row.spec)) && !(job.has_column && has_global_amax(job.column.spec));
 }
 

@@ -17,7 +17,7 @@ constexpr int kMxBlocks = kExact ? 4 : (kRagged ? 5 : 6);
 // One direction of a launch as a thread block sees it, as in FastSide.
 struct MxSide {
   const Direction& to;
-  uint32_t row0, col0, rows, cols;
+  uint32_t row0, col0, cols, row_end, col_end;  // where the tile begins, and where its part of the operand ends
   uint64_t first, first_scale;
 
   __device__ __forceinline__ uint32_t scale_cols() const { return (cols + 31) / 32; }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void encode_mx_rows(const MxSide& side, const Element
                                                uint32_t* tile) {
   constexpr bool ragged = kPart == Part::ragged;
   using Order = RowOrder;
-  if (ragged && side.row0 + warp_of_block() * 16 >= side.rows) return;
+  if (ragged && side.row0 + warp_of_block() * 16 >= side.row_end) return;
   const Direction& to = side.to;
   const FastWords<Order> source(tile);
   const uint32_t row0 = side.row0 + Order::row(0), col = side.col0 + Order::col(0);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void encode_mx_rows(const MxSide& side, const Element
     source.get(h, words);
     bool nan = false;
     const MxScales scales = scales_of_row<kWide>(words, facts, nan);
-    const bool inside = !ragged || row0 + 4 * h < side.rows;
+    const bool inside = !ragged || (row0 + 4 * h < side.row_end && col < side.col_end);
     if (leads && inside) *scale_at = static_cast<uint8_t>(scales.codes);
     uint32_t codes[4];
     codes_of_row<kWide>(words, scales.encode, codes);
@@ -167,7 +167,8 @@ __device__ __forceinline__ void encode_mx_columns(const MxSide& side, const Elem
   const Direction& to = side.to;
   const FastWords<Order> source(tile);
   const uint32_t row0 = side.row0 + Order::row(0), col = side.col0 + Order::col(0), scale_cols = side.scale_cols();
-  const bool inside = kPart != Part::ragged || col < side.cols;
+  if (kPart == Part::ragged && side.row0 + warp_of_block() * 16 >= side.row_end) return;
+  const bool inside = kPart != Part::ragged || col < side.col_end;
   uint64_t element = side.first + static_cast<uint64_t>(row0) * side.cols + col;
   uint8_t* scale_at = static_cast<uint8_t*>(to.scales);
   const bool leads = lane_of_warp() % 8 < 4 && (!kExact || scale_at) && inside;
@@ -232,7 +233,7 @@ __device__ __forceinline__ void run_mx_tile(const QuantizeJob& job, const FastTi
   const uint32_t cols = static_cast<uint32_t>(job.source.cols);
   if (kExact) wait_tile();
   if (job.has_row) {
-    const MxSide row{job.row, at.r0, at.c0, at.rows, cols, at.first, here.row.first_scale};
+    const MxSide row{job.row, at.r0, at.c0, cols, at.rows, at.end, at.first, here.row.first_scale};
     const bool replace = job.has_column && job.dequantized;
     job.row_facts.e5m2 ? encode_mx_rows<true, kExact, kPart>(row, job.row_facts, replace, tile)
                        : encode_mx_rows<false, kExact, kPart>(row, job.row_facts, replace, tile);
@@ -240,7 +241,7 @@ __device__ __forceinline__ void run_mx_tile(const QuantizeJob& job, const FastTi
   if (!job.has_column) return;
   wait_tile();
   __syncthreads();
-  const MxSide column{job.column, at.c0, at.r0, cols, at.rows, at.first, here.column.first_scale};
+  const MxSide column{job.column, at.c0, at.r0, at.rows, at.end, at.rows, at.first, here.column.first_scale};
   job.column_facts.e5m2 ? encode_mx_columns<true, kExact, kPart>(column, job.column_facts, tile)
                         : encode_mx_columns<false, kExact, kPart>(column, job.column_facts, tile);
   if constexpr (kExact && kPart != Part::matrix) {

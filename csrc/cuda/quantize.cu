@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
 __device__ __forceinline__ FastTile fast_tile_of(const QuantizeJob& job) {
   const uint32_t x = job.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const uint32_t y = job.backwards ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
-  return {{0, static_cast<uint32_t>(job.source.rows), y * kTile, x * kTile, 0},
+  return {{0, static_cast<uint32_t>(job.source.rows), y * kTile, x * kTile, 0, static_cast<uint32_t>(job.source.cols)},
           {job.row.amax, job.row.key, 0},
           {job.column.amax, job.column.key, 0}};
 }
@@ -46,12 +46,12 @@ __device__ __forceinline__ FastTile fast_tile_of(const QuantizeJob& job) {
 template <bool kRagged>
 __device__ __forceinline__ void load_matrix_tile(const Source& source, const FastCorner& at, uint32_t* tile) {
   if constexpr (kRagged)
-    load_rows_async(source, at.r0, at.c0, at.rows - at.r0, tile);
+    load_rest_async(source, at.r0, at.c0, at.rows - at.r0, tile);
   else
-    load_tile_async<false>(source, at.r0, at.c0, kTile, tile);
+    load_tile_async<false>(source, at.r0, at.c0, kTile, kTile, tile);
 }
 
-// kRagged: the last rows are no whole tiles, or columns no whole segments.
+// kRagged: the last rows or columns are no whole tiles, or columns no whole segments.
 template <bool kExact, bool kRagged>
 __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, kRagged>) quantize_mx(const __grid_constant__ QuantizeJob job) {
   extern __shared__ __align__(128) uint4 shared[];
@@ -102,7 +102,7 @@ void launch_tiles(const QuantizeJob& job, cudaStream_t stream) {
 template <class Kernel>
 void launch_fast(Kernel kernel, const QuantizeJob& job, cudaStream_t stream) {
   const Source& x = job.source;
-  const dim3 grid(static_cast<unsigned>(x.cols / kTile), static_cast<unsigned>(ceil_div(x.rows, kTile)));
+  const dim3 grid(static_cast<unsigned>(ceil_div(x.cols, kTile)), static_cast<unsigned>(ceil_div(x.rows, kTile)));
   kernel<<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job);
   check(cudaGetLastError());
 }
@@ -119,7 +119,7 @@ struct MatrixLaunch {
   static constexpr int64_t matrices = 1;
 
   void encode(const QuantizeJob& job) const {
-    const bool sums = wants_statistics(job), ragged = !has_whole_tiles_of_rows(job.source);
+    const bool sums = wants_statistics(job), ragged = !has_whole_tiles(job.source);
     const auto fast = [&](auto any, auto whole) { ragged ? launch_fast(any, job, stream) : launch_fast(whole, job, stream); };
     switch (encoder_of_matrix(job)) {
       case Encoder::mx_flat: return launch_mx_flat(job, stream);

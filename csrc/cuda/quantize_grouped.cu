@@ -25,7 +25,7 @@ __device__ __forceinline__ FastTile fast_tile_of(const QuantizeGroupJob& launch,
   const QuantizeJob& job = launch.job;
   const Before& before = member.before;
   return {{static_cast<uint32_t>(before.rows), static_cast<uint32_t>(member.rows), static_cast<uint32_t>(member.r0), c0,
-           static_cast<uint64_t>(before.rows * job.source.cols)},
+           static_cast<uint64_t>(before.rows * job.source.cols), static_cast<uint32_t>(job.source.cols)},
           {job.row.amax + before.expert, key_of(job.row, before.expert),
            static_cast<uint64_t>(before.row_units * launch.units.row_scales)},
           {job.column.amax + before.expert, key_of(job.column, before.expert),
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<W, kSums, kEncoder>)
     __syncthreads();
     const FastCorner& at = here.at;
     if (at.rows == 0) return;
-    load_rows_async(job.source, at.begin + at.r0, c0, at.rows - at.r0, tile);
+    load_rest_async(job.source, at.begin + at.r0, c0, at.rows - at.r0, tile);
     if constexpr (kEncoder == Encoder::fast)
       run_any_tile(job, here, tile);
     else
