@@ -33,17 +33,25 @@ int check_norm(int64_t rows, int64_t cols) {
 void bind_norm(py::module_& m) {
   m.def("norm_forward_cuda", [](uintptr_t x, int dtype, uintptr_t branch, int branch_dtype, uintptr_t gain,
                                 uintptr_t bias, float epsilon, int64_t rows, int64_t cols, uintptr_t sum, uintptr_t h,
-                                int h_dtype, uintptr_t statistics, uintptr_t stream) {
+                                int h_dtype, uintptr_t statistics, uintptr_t amax, uintptr_t column_amax, bool signs,
+                                uintptr_t stream) {
     const int width = check_norm(rows, cols);
     HQ_REQUIRE(rows == 0 || (x && gain && h && statistics && (sum || !branch)), "an array of the norm is at address 0");
     check_aligned(gain | bias, 16, "gain or bias");
     check_aligned(statistics, 4, "statistics");
-    norm_forward_cuda({array_of(x, dtype, "x"), array_of(branch, branch_dtype, "branch"), array_of(sum, dtype, "sum"),
+    const NormForward call{array_of(x, dtype, "x"), array_of(branch, branch_dtype, "branch"), array_of(sum, dtype, "sum"),
                            array_of(h, h_dtype, "h"), pointer<float>(gain), pointer<float>(bias),
-                           pointer<float>(statistics), epsilon, rows, width}, stream);
+                           pointer<float>(statistics), epsilon, rows, width};
+    HQ_REQUIRE(amax || !column_amax, "the amax of columns is found with that of h");
+    if (!amax) return norm_forward_cuda(call, stream);
+    check_aligned(amax | column_amax, 4, "an amax");
+    HQ_REQUIRE(rows % kNormStrip == 0 && cols <= kNormMostMeasured && call.h.dtype == Dtype::bf16,
+               "amaxes are found of bf16, of a multiple of " + text(kNormStrip) + " rows and at most " +
+                   text(kNormMostMeasured) + " columns, got " + text(rows) + " x " + text(cols));
+    norm_measured_cuda(call, {pointer<float>(amax), pointer<float>(column_amax), signs}, stream);
   }, "x"_a, "dtype"_a, "branch"_a, "branch_dtype"_a, "gain"_a, "bias"_a, "epsilon"_a, "rows"_a, "cols"_a, "sum"_a, "h"_a,
-     "h_dtype"_a, "statistics"_a, "stream"_a = 0,
-     "x + branch and its norm, by rows; bias 0: RMSNorm. branch and sum may be 0.");
+     "h_dtype"_a, "statistics"_a, "amax"_a = 0, "column_amax"_a = 0, "signs"_a = false, "stream"_a = 0,
+     "x + branch and its norm, by rows; bias 0: RMSNorm. branch and sum may be 0; amaxes are raised, or 0.");
   m.def("norm_backward_cuda", [](uintptr_t dh, int dh_dtype, uintptr_t sum, int dtype, uintptr_t dsum, uintptr_t gain,
                                  uintptr_t statistics, int64_t rows, int64_t cols, uintptr_t dx, uintptr_t dbranch,
                                  int branch_dtype, bool centred, uintptr_t partials, int blocks, uintptr_t dgain,

@@ -7,12 +7,15 @@
 #pragma once
 #include <cstdint>
 
+#include "activation.h"
 #include "quantize.h"
 
 namespace hq {
 
 constexpr int kNormUnit = 4;         // elements that a thread reads together
 constexpr int kNormMostCols = 6144;  // 256 threads of 6 units
+constexpr int kNormStrip = 16;       // rows of a strip whose columns are transformed together
+constexpr int kNormMostMeasured = 3072;  // columns of strips that shared memory holds three of
 
 // fp32 or bf16; data is null where there is nothing.
 struct NormArray {
@@ -45,6 +48,8 @@ struct NormBackward {
 
 #if defined(HQ_HAVE_CUDA)
 void norm_forward_cuda(const NormForward& call, uintptr_t stream);
+// The same, with the amaxes of h: bf16, of whole strips of rows and at most kNormMostMeasured columns. found.own is there.
+void norm_measured_cuda(const NormForward& call, const Amaxes& found, uintptr_t stream);
 void norm_backward_cuda(const NormBackward& call, uintptr_t stream);
 #endif
 

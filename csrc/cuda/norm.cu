@@ -5,6 +5,7 @@
 // and [blocks, cols] fp32 of partial sums, which are 1 % of it.
 #include <cuda_runtime.h>
 
+#include "cuda/amax.cuh"
 #include "cuda/check.cuh"
 #include "cuda/norm.cuh"
 
@@ -14,16 +15,14 @@ namespace {
 constexpr int kFew = 4, kMany = 6;  // units of a thread
 constexpr int kSlices = 32;         // of the lines of partial sums, which one thread each adds up
 
+// h of a row in fp32, 0 where the row has no element or is not there; the sum and the statistics are stored. All threads of
+// a block call it together.
 template <int kUnits, bool kCentred>
-__global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_constant__ NormForward call, int threads) {
-  __shared__ float shared[kNormThreads / 32];
-  const RowThreads own = row_threads(threads);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * own.groups + own.group;
-  const int units = row < call.rows ? call.cols / kNormUnit : 0;
+__device__ __forceinline__ void make_row(const NormForward& call, int64_t row, int units, const RowThreads& own,
+                                         float* shared, RowUnits<kUnits>& x) {
   RawUnits<kUnits> x_raw, branch_raw;
   ask_for_row<kUnits>(call.x, row, call.cols, units, own, x_raw);
   if (call.branch.data) ask_for_row<kUnits>(call.branch, row, call.cols, units, own, branch_raw);
-  RowUnits<kUnits> x;
   floats_of<kUnits>(x_raw, call.x.dtype, x);
   if (call.branch.data) {
     RowUnits<kUnits> branch;
@@ -42,33 +41,80 @@ __global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_consta
     for (int k = 0; k < kUnits; ++k)
 #pragma unroll
       for (int i = 0; i < kNormUnit; ++i) mean = __fadd_rn(mean, x[k][i]);
-    mean = __fdiv_rn(row_sum(mean, threads, shared), count);
+    mean = __fdiv_rn(row_sum(mean, own.threads, shared), count);
   }
 #pragma unroll
   for (int k = 0; k < kUnits; ++k)
 #pragma unroll
     for (int i = 0; i < kNormUnit; ++i) {
-      const float off = !kCentred ? x[k][i] : own.lane + k * threads < units ? __fsub_rn(x[k][i], mean) : 0.0f;
+      const float off = !kCentred ? x[k][i] : own.lane + k * own.threads < units ? __fsub_rn(x[k][i], mean) : 0.0f;
       squares = __fmaf_rn(off, off, squares);
     }
-  const float variance = __fdiv_rn(row_sum(squares, threads, shared), count);
+  const float variance = __fdiv_rn(row_sum(squares, own.threads, shared), count);
   const float rstd = __frsqrt_rn(__fadd_rn(variance, call.epsilon));
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     float gain[kNormUnit], bias[kNormUnit];
-    load_unit(call.gain, own.lane + k * threads, units, gain);
-    if constexpr (kCentred) load_unit(call.bias, own.lane + k * threads, units, bias);
+    load_unit(call.gain, own.lane + k * own.threads, units, gain);
+    if constexpr (kCentred) load_unit(call.bias, own.lane + k * own.threads, units, bias);
 #pragma unroll
     for (int i = 0; i < kNormUnit; ++i) {
       x[k][i] = __fmul_rn(normalized<kCentred>(x[k][i], mean, rstd), gain[i]);
       if constexpr (kCentred) x[k][i] = __fadd_rn(x[k][i], bias[i]);
     }
   }
-  store_row<kUnits>(x, row, call.cols, units, own, call.h);
   if (own.lane == 0 && units) {
     call.statistics[row] = rstd;
     if constexpr (kCentred) call.statistics[call.rows + row] = mean;
   }
+}
+
+template <int kUnits, bool kCentred>
+__global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_constant__ NormForward call, int threads) {
+  __shared__ float shared[kNormThreads / 32];
+  const RowThreads own = row_threads(threads);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * own.groups + own.group;
+  const int units = row < call.rows ? call.cols / kNormUnit : 0;
+  RowUnits<kUnits> h;
+  make_row<kUnits, kCentred>(call, row, units, own, shared, h);
+  store_row<kUnits>(h, row, call.cols, units, own, call.h);
+}
+
+// A thread block has a strip of 16 rows, which it keeps as bf16 in shared memory: [16, cols]. A thread then has whole
+// segments of columns to transform.
+template <int kUnits, bool kCentred>
+__global__ void __launch_bounds__(kNormThreads, 3)
+    norm_measured(const __grid_constant__ NormForward call, int threads, const __grid_constant__ Amaxes found) {
+  extern __shared__ __align__(16) uint2 strip[];
+  __shared__ float shared[kNormThreads / 32], warps[2][kNormThreads / 32];
+  const RowThreads own = row_threads(threads);
+  const int units = call.cols / kNormUnit;
+#pragma unroll 1
+  for (int i = own.group; i < kNormStrip; i += own.groups) {
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * kNormStrip + i;
+    RowUnits<kUnits> h;
+    make_row<kUnits, kCentred>(call, row, units, own, shared, h);
+    store_row<kUnits>(h, row, call.cols, units, own, call.h);
+    store_row<kUnits>(h, i, call.cols, units, own, {strip, Dtype::bf16});
+  }
+  __syncthreads();
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(strip);
+  const int per_row = call.cols / 2;
+  const float flipped = found.signs ? -0.25f : 0.25f;
+  float most = 0.0f, transformed = 0.0f;
+  for (int at = static_cast<int>(threadIdx.x); at < per_row; at += kNormThreads) {
+    uint32_t column[kSegment];
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) column[i] = words[i * per_row + at];
+    const Largest part = largest<Bf16>(column, kSegment);
+    most = fmaxf(most, fmaxf(part.of[0], part.of[1]));
+    if (found.columns)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        transformed = fmaxf(transformed, transformed_amax(column, 1, half, flipped));
+  }
+  raise_together(most, warps[0], kNormThreads / 32, found.own);
+  if (found.columns) raise_together(round_to_bf16(transformed), warps[1], kNormThreads / 32, found.columns);
 }
 
 // The thread's sums of its columns, one group of threads after the other, as one line of partial sums.
@@ -192,6 +238,19 @@ void norm_forward_cuda(const NormForward& call, uintptr_t stream) {
   const auto many = call.bias ? norm_forward<kMany, true> : norm_forward<kMany, false>;
   (few_units(call.cols) ? few : many)<<<grid, kNormThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(call, threads);
   check(cudaGetLastError(), "norm_forward_cuda");
+}
+
+void norm_measured_cuda(const NormForward& call, const Amaxes& found, uintptr_t stream) {
+  if (call.rows == 0) return;
+  const auto few = call.bias ? norm_measured<kFew, true> : norm_measured<kFew, false>;
+  const auto many = call.bias ? norm_measured<kMany, true> : norm_measured<kMany, false>;
+  const auto kernel = few_units(call.cols) ? few : many;
+  const int bytes = kNormStrip * call.cols * 2;
+  if (bytes > 48 * 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "norm_measured_cuda");
+  const unsigned grid = grid_of(call.rows / kNormStrip, "norm_measured_cuda", kMatrixTooLarge);
+  kernel<<<grid, kNormThreads, bytes, reinterpret_cast<cudaStream_t>(stream)>>>(call, threads_of(call.cols), found);
+  check(cudaGetLastError(), "norm_measured_cuda");
 }
 
 void norm_backward_cuda(const NormBackward& call, uintptr_t stream) {

@@ -1,5 +1,6 @@
 """Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,14 +102,17 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
         by_rows: bool = False,
+        amaxes: Sequence[Tensor] = (),
     ) -> HybridOperand:
         """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
-        of experts as torch._grouped_mm takes them. UserError, naming the tensor and the expert."""
+        of experts as torch._grouped_mm takes them. amaxes: those of x that are known, of one matrix. UserError, naming
+        the tensor and the expert."""
         quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
         if self.splits is None:
-            return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
+            known = {"amaxes": amaxes} if amaxes else {}
+            return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states, **known)
         splits = self.weight_splits if tensor == "weight" else self.splits
         options = {"keys": key, "states": states, "by_rows": by_rows}
         try:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from hqsweep.nn.context import use_kernels
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
@@ -36,5 +37,14 @@ class LayerNormLinear(AddsBranch, Linear):
         return self._added(x, None)[1]
 
     def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, h = self.norm.added(x, branch, self.dtype)
-        return total, super().forward(h)
+        total, h, *amaxes = self.normed(x, branch)
+        return total, self._product(h, amaxes)
+
+    def normed(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, ...]:
+        """norm.added(x, branch, dtype), and what is known of the norm beforehand: the amaxes that the quantizer of the
+        input takes, where the norm's kernel finds them."""
+        if not use_kernels(x) or torch.compiler.is_compiling():
+            return self.norm.added(x, branch, self.dtype)
+        kept = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
+        wanted = self.active_quantizers().input.takes_amaxes("codes", "codes" if kept else None)
+        return self.norm.measured(x, branch, self.dtype, *wanted)

@@ -49,7 +49,7 @@ class LayerNormMLP(AddsBranch):
 
     def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         if joins(self.fc1, self.fc2, self.activation, x):
-            total, h = self.fc1.norm.added(x, branch, self.fc1.dtype)
-            return total, joined(self.fc1, h, self.fc2, self.activation)
+            total, h, *amaxes = self.fc1.normed(x, branch)
+            return total, joined(self.fc1, h, self.fc2, self.activation, amaxes)
         total, z = self.fc1.added(x, branch)
         return total, self.fc2(activate(z, self.activation))

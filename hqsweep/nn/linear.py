@@ -1,6 +1,7 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,9 +108,13 @@ class Linear(LinearBase):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @outside_autocast
     def forward(self, x: Tensor) -> Tensor:
-        call = LinearCall(**self.linear_facts())
+        return self._product(x)
+
+    @outside_autocast
+    def _product(self, x: Tensor, amaxes: Sequence[Tensor] = ()) -> Tensor:
+        """forward(x), of whose input these amaxes are known (HybridQuantizer.takes_amaxes)."""
+        call = LinearCall(**self.linear_facts(), input_amaxes=amaxes)
         biases = () if self.bias is None else (self.bias,)
         y = LinearFunction.apply(in_dtype(as_rows(x), self.dtype), call, 1, self.weight, *biases)
         y = call.rounded("output", y)

@@ -41,6 +41,8 @@ class LinearCall(Call):
     save_original: bool
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
+    input_amaxes: Sequence[Tensor] = ()
+    """What is known of x beforehand (HybridQuantizer.takes_amaxes)."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> how it is computed for all experts."""
 

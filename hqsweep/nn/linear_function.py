@@ -126,7 +126,8 @@ class LinearFunction(torch.autograd.Function):
         needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
         check_weights(call, weights, needs_dx, needs_dw)
         column = input_column(call, needs_dw)
-        operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column)
+        known = {"amaxes": call.input_amaxes}
+        operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column, **known)
         y = fprop(call, weights, operands.rowwise, needs_dx)
         ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
         tensors, ctx.kept = keep(

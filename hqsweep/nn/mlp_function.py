@@ -4,6 +4,8 @@ gradient, are quantized as they are computed, and not written for a quantizer th
 Everything is to the byte what fc2(activate(fc1(x))) computes.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,8 @@ class MLPFunction(torch.autograd.Function):
         needs_dz = needs_dx or needs_dw1
         check_weights(first, (w1,), needs_dx, needs_dw1)
         column = input_column(first, needs_dw1)
-        operands = first.quantize("input", x, rowwise=first.product_takes, columnwise=column)
+        known = {"amaxes": first.input_amaxes}
+        operands = first.quantize("input", x, rowwise=first.product_takes, columnwise=column, **known)
         z = fprop(first, (w1,), operands.rowwise, needs_dx)
         saved1, ctx.first = keep(first, (w1,), x if needs_dw1 else None, operands.columnwise, needs_dx)
         del operands  # an exact matrix, perhaps
@@ -84,8 +87,9 @@ def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
 
 
 @outside_autocast
-def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str) -> Tensor:
-    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one."""
-    calls = (LinearCall(**fc.linear_facts()) for fc in (fc1, fc2))
+def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, amaxes: Sequence[Tensor] = ()) -> Tensor:
+    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one, with
+    the amaxes that are known of it."""
+    calls = (LinearCall(**fc1.linear_facts(), input_amaxes=amaxes), LinearCall(**fc2.linear_facts()))
     y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.weight, fc2.weight)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

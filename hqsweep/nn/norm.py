@@ -17,33 +17,43 @@ NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
 
 class _NormFunction(torch.autograd.Function):
-    """x and branch [..., D], gain and bias [D] -> x + branch, and its norm in `dtype`. Saves the sum, which is the
-    residual stream, and one or two numbers a row."""
+    """x and branch [..., D], gain and bias [D] -> x + branch, its norm in `dtype`, and the amaxes that are wanted.
+
+    Saves the sum, which is the residual stream, and one or two numbers a row.
+    """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        h, statistics, *summed = norm.norm(x, branch, gain, bias, epsilon, dtype)
-        total = summed[0] if summed else x
+        ctx,
+        x: Tensor,
+        branch: Tensor | None,
+        gain: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        dtype: torch.dtype,
+        *wanted: bool | None,
+    ) -> tuple[Tensor, ...]:
+        h, statistics, *others = norm.norm(x, branch, gain, bias, epsilon, dtype, *wanted)
+        total = x if branch is None else others.pop(0)
         ctx.save_for_backward(total, gain, statistics)
         ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
         ctx.set_materialize_grads(False)
-        return total, h
+        ctx.mark_non_differentiable(*others)
+        return total, h, *others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         """The stream's gradient is added in the pass that makes the norm's; both are rounded to the stream's dtype."""
         total, gain, statistics = ctx.saved_tensors
         branch_dtype = ctx.branch_dtype
         if dh is None:
             dbranch = None if dtotal is None or branch_dtype is None else in_dtype(dtotal, branch_dtype)
-            return dtotal, dbranch, None, None, None, None
+            return dtotal, dbranch, *(None,) * 6
         apart = branch_dtype if branch_dtype is not total.dtype else None
         dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart)
         dbranch = None if branch_dtype is None else rest[0] if rest else dx
-        return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None, None, None
+        return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None, *(None,) * 4
 
 
 class Norm(QuantizedWeight):
@@ -76,12 +86,21 @@ class Norm(QuantizedWeight):
         if is_observed(self):
             total = add_branch(x, branch)
             return total, in_dtype(self(total), dtype)
-        return self._normed(x, branch, dtype)
+        return self._normed(x, branch, dtype)[:2]
 
-    def _normed(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def measured(
+        self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool, signs: bool | None
+    ) -> tuple[Tensor, ...]:
+        """added(), then the amaxes of the output that are wanted (HybridQuantizer.takes_amaxes), or none of them."""
+        return self.added(x, branch, dtype) if is_observed(self) else self._normed(x, branch, dtype, amax, signs)
+
+    def _normed(
+        self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool = False, signs: bool | None = None
+    ) -> tuple[Tensor, ...]:
         weight = self.quantized_weight()
         if use_kernels(x) and norm.takes(x, branch, weight, dtype):
-            return _NormFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype)
+            wanted = (amax, signs) if norm.measures(x, dtype) else (False, None)
+            return _NormFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype, *wanted)
         total = add_branch(x, branch)
         x, shape = total.float(), (total.shape[-1],)
         if self.bias is None:

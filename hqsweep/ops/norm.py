@@ -16,6 +16,9 @@ from hqsweep.ops.library import extension, operator, where
 UNIT = 4
 MOST_COLS = 6144
 """The width of a row is a multiple of UNIT up to this (csrc/norm.h)."""
+STRIP = 16
+MOST_MEASURED = 3072
+"""Amaxes are found of a multiple of STRIP rows of at most this width."""
 STREAMS = (torch.float32, torch.bfloat16)
 """The dtypes of x, of a branch and of h."""
 BLOCKS_EACH = 2
@@ -27,6 +30,11 @@ def takes(x: Tensor, branch: Tensor | None, gain: Tensor, dtype: torch.dtype) ->
     fits = x.dim() > 0 and 0 < x.shape[-1] <= MOST_COLS and x.shape[-1] % UNIT == 0
     types = x.dtype in STREAMS and dtype in STREAMS and gain.dtype == torch.float32
     return fits and types and (branch is None or (branch.dtype in STREAMS and branch.shape == x.shape))
+
+
+def measures(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `norm` finds amaxes of the norm of x in dtype, where takes() says that it computes it."""
+    return dtype is torch.bfloat16 and x.shape[-1] <= MOST_MEASURED and x.numel() // x.shape[-1] % STRIP == 0
 
 
 def _check(name: str, tensor: Tensor | None, like: Tensor, shape: tuple[int, ...], dtypes: tuple) -> None:
@@ -60,25 +68,41 @@ def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _outputs(x: Tensor, branch: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+def _outputs(x: Tensor, branch: Tensor | None, bias: Tensor | None, dtype: torch.dtype, amaxes: int) -> list[Tensor]:
     rows = x.numel() // x.shape[-1]
     statistics = x.new_empty((1 if bias is None else 2, rows), dtype=torch.float32)
-    return [_compact(x, dtype), statistics, *([] if branch is None else [_compact(x, x.dtype)])]
+    summed = [] if branch is None else [_compact(x, x.dtype)]
+    return [_compact(x, dtype), statistics, *summed, *(x.new_zeros((1, 1), dtype=torch.float32) for _ in range(amaxes))]
+
+
+def _fake(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None):
+    return _outputs(x, branch, bias, dtype, amax + (signs is not None))
 
 
 @operator(
-    "norm(Tensor x, Tensor? branch, Tensor gain, Tensor? bias, float epsilon, ScalarType dtype) -> Tensor[]",
-    fake=lambda x, branch, gain, bias, epsilon, dtype: _outputs(x, branch, bias, dtype),
+    "norm(Tensor x, Tensor? branch, Tensor gain, Tensor? bias, float epsilon, ScalarType dtype, bool amax=False, "
+    "bool? signs=None) -> Tensor[]",
+    fake=_fake,
     devices=("CUDA",),
 )
 def norm(
-    x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+    x: Tensor,
+    branch: Tensor | None,
+    gain: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+    dtype: torch.dtype,
+    amax: bool = False,
+    signs: bool | None = None,
 ) -> list[Tensor]:
     """x [..., D] float32 or bfloat16, branch alike, gain and bias float32 [D] -> h [..., D] in dtype; float32 [1, rows]
-    rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype.
+    rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype. amax: then float32
+    [1, 1], the largest magnitude of h, NaN aside. signs, with amax: then that of the columns of h [rows, D] after the
+    random Hadamard transform of each 16 rows, with the fixed signs or without, rounded to bfloat16.
 
     Raises:
-        ValueError: for other shapes, dtypes and devices, and for a D that is no multiple of 4 or above 6144.
+        ValueError: for other shapes, dtypes and devices, for a D that is no multiple of 4 or above 6144, and for amaxes
+            that measures() does not tell of.
     """
     _check_rows(x)
     _check("branch", branch, x, x.shape, STREAMS)
@@ -86,13 +110,21 @@ def norm(
         _check(name, tensor, x, x.shape[-1:], (torch.float32,))
     if dtype not in STREAMS:
         raise ValueError(f"dtype is {dtype}; a norm is rounded to float32 or bfloat16")
-    outputs = _outputs(x, branch, bias, dtype)
-    h, statistics, total = (*outputs, None)[:3]
+    if (amax and not measures(x, dtype)) or (signs is not None and not amax):
+        takes = (
+            f"bfloat16, of a multiple of {STRIP} rows of at most {MOST_MEASURED} elements; with signs, with amax=True"
+        )
+        raise ValueError(f"amaxes of {described(x)} in {dtype} are wanted; they are found in {takes}")
+    outputs = _outputs(x, branch, bias, dtype, amax + (signs is not None))
+    h, statistics, *others = outputs
+    total = None if branch is None else others.pop(0)
     x, gain = _ready(x), _ready(gain)
     branch, bias = (None if each is None else _ready(each) for each in (branch, bias))
     shape = (statistics.shape[1], x.shape[-1])
     call = (*_address(x), *_address(branch), gain.data_ptr(), _address(bias)[0], epsilon, *shape)
-    extension().norm_forward_cuda(*call, _address(total)[0], *_address(h), statistics.data_ptr(), *where(x))
+    found = [each.data_ptr() for each in others] + [0] * (2 - len(others))
+    to = (_address(total)[0], *_address(h), statistics.data_ptr(), *found, bool(signs))
+    extension().norm_forward_cuda(*call, *to, *where(x))
     return outputs
 
 

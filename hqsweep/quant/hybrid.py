@@ -127,6 +127,7 @@ class HybridQuantizer:
         states: SlotStates | Sequence[SlotStates] | None = None,
         splits: Splits | None = None,
         by_rows: bool = False,
+        amaxes: Sequence[Tensor] = (),
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -136,9 +137,12 @@ class HybridQuantizer:
         without them.
 
         splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
-        and states, into operands with a layout. by_rows: see ops.request.Target.
+        and states, into operands with a layout. by_rows: see ops.request.Target. amaxes: what takes_amaxes() names of x
+        bfloat16, where it is known; otherwise it is found in a pass of its own. The bytes are the same.
         """
         row, column = self._targets(rowwise, columnwise, by_rows)
+        if amaxes:
+            row, column = self._under(row, column, amaxes)
         results = self._quantize(x, row, column, key, states, splits=splits)
         return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
 
@@ -184,16 +188,33 @@ class HybridQuantizer:
         if takes_formats(request):
             results = quantized_of(request, quantize_activated(request, z, dh, kind))
             return self._operands(results, shape_of(z, dh, kind), z.dtype, None, rowwise)
-        amax, signs = _takes_amax(row.format), None
-        if source == "original":
-            signs = _signs_of(column.format)
-            amax = amax or _takes_amax(column.format) or signs is not None
-        (x, *amaxes) = activation(z, kind, amax, signs) if dh is None else activation_backward(dh, z, kind, amax, signs)
-        if amax:
-            row = _under(row, amaxes[0])
-            column = _under(column, amaxes[signs is not None]) if source == "original" else column
+        found = self.takes_amaxes(rowwise, columnwise)
+        (x, *amaxes) = activation(z, kind, *found) if dh is None else activation_backward(dh, z, kind, *found)
+        if amaxes:
+            row, column = self._under(row, column, amaxes)
         results = self._quantize(x, row, column, key, states)
         return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
+
+    def takes_amaxes(self, rowwise: Output | None, columnwise: Output | None) -> tuple[bool, bool | None]:
+        """Which amaxes of a whole matrix quantize() takes for these outputs, each float32 [1, 1] with NaN aside.
+
+        Whether that of its elements; and, with signs that are not None, that of its columns after the random Hadamard
+        transform under them, rounded to bfloat16.
+        """
+        row, column = self._targets(rowwise, columnwise)
+        if type(self) is not HybridQuantizer:
+            return False, None
+        of_x = column.format if self.columnwise_source == "original" else None
+        signs = _signs_of(of_x)
+        return _takes_amax(row.format) or _takes_amax(of_x), signs
+
+    def _under(self, row: Target, column: Target, amaxes: Sequence[Tensor]) -> tuple[Target, Target]:
+        """The targets with grids of what takes_amaxes() names, where their formats take one."""
+        row = _under(row, amaxes[0])
+        if self.columnwise_source != "original":
+            return row, column
+        transformed = _signs_of(column.format) is not None
+        return row, _under(column, amaxes[transformed]) if len(amaxes) > transformed else column
 
     def _targets(
         self, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hqsweep.formats.hadamard import hadamard
+from hqsweep.nn import LayerNormLinear, LayerNormMLP, layernorm_linear
 from hqsweep.nn import norm as norm_module
 from hqsweep.nn.context import current, quantization
 from hqsweep.nn.norm import EPSILON, Norm
@@ -37,11 +39,16 @@ def test_an_unknown_normalization_is_refused():
         Norm(32, name="n", recipe=BF16, normalization="BatchNorm")
 
 
-def torchs(x, branch, gain, bias, epsilon, dtype):
+def torchs(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None):
     """hqsweep::norm in torch, without statistics but as many of them."""
     total = x if branch is None else x + branch.to(x.dtype)
     statistics = torch.zeros(1 if bias is None else 2, 1)
-    return [_formula(total, gain, bias, epsilon).to(dtype), statistics, *([] if branch is None else [total])]
+    h = _formula(total, gain, bias, epsilon).to(dtype)
+    measured = [h.flatten(0, -2)] if amax else []
+    if signs is not None:
+        measured.append(hadamard(measured[0].t().contiguous(), signed=signs).bfloat16())
+    amaxes = [matrix.float().abs().amax().view(1, 1) for matrix in measured]
+    return [h, statistics, *([] if branch is None else [total]), *amaxes]
 
 
 def _formula(total, gain, bias, epsilon):
@@ -97,6 +104,57 @@ def test_gradients_go_where_they_do_without_kernels(normalization, stream, monke
     norm = Norm(32, name="n", recipe=BF16, normalization=normalization)
     x, branch = (None if dtype is None else torch.randn(2, 4, 32).to(dtype) for dtype in stream)
     assert_same_as_torchs(norm, x, branch, rtol=2**-7, atol=1e-5)
+
+
+QUANTIZERS = {
+    "fp8_current": (True, None),
+    "nvfp4": (True, None),
+    "nvfp4+2d+rht+sr": (True, True),
+    "nvfp4+rht+nosign": (True, False),
+    "mxfp8|nvfp4+rht": (True, True),
+    "nvfp4|mxfp8": (True, None),
+    "nvfp4|nvfp4+rht@rowwise_dequantized": (True, None),
+    "mxfp8|nvfp4@rowwise_dequantized": (False, None),
+    "nvfp4+row_scaled|mxfp8": (False, None),
+    "fp8_delayed": (False, None),
+    "mxfp8": (False, None),
+}
+
+
+def results(module, x, branch):
+    """The sum, the output and all gradients."""
+    x, branch = x.clone().requires_grad_(), branch.clone().requires_grad_()
+    module.zero_grad()
+    with quantization(seed=1, step=0):
+        total, y = module.added(x, branch)
+    ((y.float() * torch.arange(y.numel(), device=y.device).view(y.shape).cos()).sum() + total.float().sum()).backward()
+    return [total, y, x.grad, branch.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("text", QUANTIZERS)
+def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text, kind, device, monkeypatch):
+    """To the byte; and what it finds is what the quantizer takes. On a CPU the kernels are replaced by torch."""
+    if device == "cpu":
+        for module in (norm_module, layernorm_linear):
+            monkeypatch.setattr(module, "use_kernels", lambda x: True)
+        monkeypatch.setattr(norm_module.norm, "norm", torchs)
+        monkeypatch.setattr(norm_module.norm, "norm_backward", torchs_backward)
+    asked, kernel = [], norm_module.norm.norm
+    monkeypatch.setattr(norm_module.norm, "norm", lambda *a: asked.append(a[6:]) or kernel(*a))
+    columns = "nvfp4" + text.split("nvfp4")[-1].split("@")[0].removeprefix("+2d") if "rht" in text else "mxfp8"
+    recipe = Recipe.from_config({"linear": {"input": text, "weight": "mxfp8", "grad_output": f"mxfp8|{columns}"}})
+    torch.manual_seed(0)
+    build = {"linear": lambda: LayerNormLinear(64, 96, name="m", recipe=recipe)}
+    build["mlp"] = lambda: LayerNormMLP(64, 128, name="m", recipe=recipe)
+    made, x, branch = [], torch.randn(2, 64, 64, device=device), torch.randn(2, 64, 64, device=device).bfloat16()
+    for measures in (norm_module.norm.measures, lambda *_: False):
+        monkeypatch.setattr(norm_module.norm, "measures", measures)
+        torch.manual_seed(1)
+        made.append(results(build[kind]().to(device), x, branch))
+    assert asked == [QUANTIZERS[text], (False, None)]
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hqsweep.formats.hadamard import hadamard
 from hqsweep.ops import norm
 
 DEVICE = "cuda"
@@ -11,6 +12,7 @@ EPSILON = 1e-5
 F32, BF16 = torch.float32, torch.bfloat16
 WIDTHS = [4, 36, 384, 768, 1000, 2048, 4096, 6144]
 ROWS = (1, 3, 77, 700)
+MEASURED = (16, 48, 1024)
 TYPES = [
     (F32, BF16, BF16),
     (F32, None, BF16),
@@ -186,3 +188,43 @@ def test_a_tensor_of_the_cpu_is_refused():
         norm.norm(torch.ones(4, 8), None, torch.ones(8), None, EPSILON, BF16)
     with pytest.raises(ValueError, match="on a GPU"):
         norm.norm_backward(torch.ones(4, 8), torch.ones(4, 8), None, torch.ones(8), torch.ones(1, 4), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("signs", [None, True, False])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize("cols", [4, 384, 768, 1000, 2048, 3072])
+def test_amaxes_are_those_of_the_output_and_change_nothing_else(cols, centred, signs):
+    for rows in MEASURED:
+        x, branch, gain, bias = inputs(rows, cols, F32, BF16, centred)
+        h, *others, own = norm.norm(x, branch, gain, bias, EPSILON, BF16, True)
+        assert same([h, *others], norm.norm(x, branch, gain, bias, EPSILON, BF16))
+        assert own.shape == (1, 1) and own.item() == h.abs().max().item()
+        if signs is None:
+            continue
+        *again, transformed = norm.norm(x, branch, gain, bias, EPSILON, BF16, True, signs)
+        assert same(again, [h, *others, own])
+        columns = hadamard(h.t().contiguous(), signed=signs).bfloat16()
+        assert transformed.item() == columns.abs().max().item()
+
+
+@pytest.mark.gpu
+def test_an_amax_leaves_nan_aside_and_of_nothing_it_is_zero():
+    x, branch, gain, _ = inputs(64, 384, F32, BF16, False)
+    x[3, 5] = torch.nan
+    h, _, _, own, transformed = norm.norm(x, branch, gain, None, EPSILON, BF16, True, True)
+    assert own.item() == h.nan_to_num(nan=0).abs().max().item() and transformed.isfinite().all()
+    made = norm.norm(x[:0], branch[:0], gain, None, EPSILON, BF16, True, True)
+    assert made[3].item() == made[4].item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "cols", "wanted"), [(24, 64, (True, None)), (16, 3076, (True, None)), (16, 64, (False, True))]
+)
+def test_amaxes_that_it_does_not_find_are_refused(rows, cols, wanted):
+    x, _, gain, _ = inputs(rows, cols, F32, None, False)
+    with pytest.raises(
+        ValueError, match=r"amaxes of .* are wanted; they are found in bfloat16, of a multiple of 16 rows"
+    ):
+        norm.norm(x, None, gain, None, EPSILON, BF16, *wanted)
