@@ -157,10 +157,10 @@ class _Chunks:
             if needs_dw:
                 dw = _added(call, dw, dy.columnwise, _columns(x.columnwise, *span))
             del dy  # before the next chunk is formed
-        dx = (dx[0] if len(dx) == 1 else torch.cat(dx)) if needs_dx else None
+        dx = _joined(dx) if needs_dx else None
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
-        return torch.cat(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
+        return _joined(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
 
     def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
         """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
@@ -193,6 +193,10 @@ class _Chunks:
             call.probe_gemms("dgrad", [dy], [w.t() for w in weights], [dx])
         if dw is not None:
             call.probe_gemms("wgrad", [dy.t()], [x.t()], [dw])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _rows(operand: AnyOperand, start: int, end: int) -> AnyOperand:
