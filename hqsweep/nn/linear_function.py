@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.call import Call
 from hqsweep.nn.parameter import AnyOperand, Weights, flatten_weights, is_held, unflatten_weights
 from hqsweep.nn.products import once_differentiable
@@ -89,14 +90,23 @@ def dgrad(kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor:
     return call.product("dgrad", dy, w_column, call.dtype)
 
 
-def wgrad(kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor | Sequence[Tensor]:
-    """dw of dy's columnwise operand, of each expert. tensors: what keep() gave."""
+def wgrad(
+    kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand, *, may_add: bool = True
+) -> Tensor | Sequence[Tensor] | None:
+    """dw of dy's columnwise operand, of each expert; None where the GEMM has added it to main_grad, which it does
+    unless may_add is False. tensors: what keep() gave."""
     _, saved = kept.parts(tensors)
-    return kept.call.product("wgrad", dy, kept.call.saved_input(saved, kept.skeleton), kept.dw_dtype)
+    call, x = kept.call, kept.call.saved_input(saved, kept.skeleton)
+    if may_add and kept.weights is not None and call.plans is None and call.gemm != "native":
+        add_mm_t(kept.weights[0].main_grad, dy, x)
+        return None
+    return call.product("wgrad", dy, x, kept.dw_dtype)
 
 
-def delivered(kept: Kept, gradients: Tensor | Sequence[Tensor], needs: Sequence[bool]) -> list[Gradient]:
+def delivered(kept: Kept, gradients: Tensor | Sequence[Tensor] | None, needs: Sequence[bool]) -> list[Gradient]:
     """Gradients of the weights as autograd takes them; None where main_grad has got them."""
+    if gradients is None:
+        return [None] * len(needs)
     weights, one_parameter = kept.weights, kept.one_parameter
     whole = one_parameter and isinstance(gradients, Tensor)
     if weights is None and one_parameter:
@@ -156,7 +166,7 @@ class LinearFunction(torch.autograd.Function):
             dx = call.rounded("grad_input", dx)
         dw: Sequence[Gradient] = [None] * count
         if column:
-            gradients = wgrad(kept, tensors, operands.columnwise)
+            gradients = wgrad(kept, tensors, operands.columnwise, may_add=not ctx.probed)
             if ctx.probed:
                 _probe_wgrad(call, dy, ctx.probed[0], gradients)
             dw = delivered(kept, gradients, needs_dw)

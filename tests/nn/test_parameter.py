@@ -237,6 +237,25 @@ def test_fused_accumulation_adds_wgrad_in_fp32():
     assert not torch.equal(dw, dw.bfloat16().float())  # bf16 would show
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
+def test_gpu_gradients_are_added_to_main_grad_by_the_gemm(recipe):
+    """Without a product of their own in memory, and rounded at most once less than dw and the sum are."""
+    width, options = 512, {"name": "layer", "bias": False, "dtype": torch.bfloat16}
+    quantizers = LinearQuantizers.parse(recipe, "test")
+    layers = [Linear(width, width, recipe=quantizers, **options).cuda() for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].fuse_wgrad_accumulation = True
+    start = torch.randn(width, width, device="cuda")
+    layers[1].weight.main_grad = start.clone()
+    x, dy = draw("normal", 256, width).cuda(), draw("normal", 256, width, 1).cuda()
+    for layer in layers:
+        layer(x).backward(dy)
+    assert layers[1].weight.grad is None
+    expected = start + layers[0].weight.grad
+    torch.testing.assert_close(layers[1].weight.main_grad, expected, rtol=1e-6, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("main_grad", "got"),
     [(None, "none"), (torch.zeros(96, 64).half(), "torch.float16"), (torch.zeros(64, 96), r"torch.float32 \(64, 96\)")],
