@@ -6,10 +6,11 @@ step  forward and backward, without an optimizer: median, peak memory, and what 
 
 Two floors say what each way can cost at best, for L layers of width D on N tokens.
 
-Bytes over PCIe, for offload: with FP8 codes a layer saves about 54 bytes a token and unit of D (SwiGLU in float32 32,
-queries, keys, values and output of attention 8, two residual streams 8, codes of four inputs 6), so N D L 54 each way:
-14.5 GB at the default size, 0.26 s out and 0.26 s back at 55 GB/s. The rows have the bytes that did leave and the floor
-at the speed of a copy in the same run; forward and backward overlap their copies, so a step takes at least the two.
+Bytes over PCIe, for offload: with FP8 codes a layer saves about 33 bytes a token and unit of D (gate and up of SwiGLU
+11, queries, keys, values and output of attention 8, two residual streams 8, codes of four inputs 6), so N D L 33 each
+way: 8.9 GB at the default size, 0.16 s out and 0.16 s back at 55 GB/s. The rows have the bytes that did leave and the
+floor at the speed of a copy in the same run; forward and backward overlap their copies, so a step takes at least the
+two.
 
 Extra FLOPs, for recompute: a forward of the linears is 24 N D^2 L, of the causal core of attention, at context T,
 2 N T D L: 13.2 and 1.1 TFLOP at the default size. recompute=layer adds both, a third of the step; recompute=attention
