@@ -214,7 +214,8 @@ class HybridQuantizer:
         if self.columnwise_source != "original":
             return row, column
         transformed = _signs_of(column.format) is not None
-        return row, _under(column, amaxes[transformed]) if len(amaxes) > transformed else column
+        place = 1 if transformed else 0  # no bool: a trace indexes with integers
+        return row, _under(column, amaxes[place]) if len(amaxes) > place else column
 
     def _targets(
         self, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False
