@@ -4,7 +4,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.sharing import steps_a_second, study_samples, sweep_seconds
+from benchmarks import sharing
+from benchmarks.sharing import steps_a_second, sweep_seconds
 
 
 @pytest.mark.slow
@@ -28,8 +29,15 @@ def test_steps_count_while_all_train():
         steps_a_second({"a": [(0.0, 8), (1.0, 32)], "b": [(2.0, 8), (3.0, 32)]}, steps=32, warm=5)
 
 
-@pytest.mark.slow
-def test_runs_are_sampled_while_they_train():
-    tiny = {"model.dim": "32", "model.layers": "1", "model.heads": "1", "train.batch": "1", "train.context": "16"}
-    samples = study_samples(2, "bf16", 5, **tiny, **{"data": "markov", "train.device": "cpu"})
-    assert len(samples) == 2 and all(of_run[-1][1] == 5 for of_run in samples.values())
+def test_runs_are_sampled_by_what_their_statuses_say(monkeypatch):
+    """A status that is read twice, or has no progress yet, is no sample."""
+
+    def follow(conf, words, folder, seen, poll_s):
+        assert {"seed=range(2)", "engine.workers=2", "train.steps=5", "recipe=bf16", "model.dim=32"} < set(words)
+        for at, step in ((1.0, None), (2.0, 1), (2.0, 1), (3.0, 5), (4.0, 5)):
+            for name in ("a", "b"):
+                seen(name, {"progress": step and {"step": step}}, at)
+
+    monkeypatch.setattr(sharing, "follow", follow)
+    samples = sharing.study_samples(2, "bf16", 5, **{"model.dim": "32"})
+    assert samples == dict.fromkeys(("a", "b"), [(2.0, 1), (3.0, 5)])
