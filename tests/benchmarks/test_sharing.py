@@ -40,4 +40,4 @@ def test_runs_are_sampled_by_what_their_statuses_say(monkeypatch):
 
     monkeypatch.setattr(sharing, "follow", follow)
     samples = sharing.study_samples(2, "bf16", 5, **{"model.dim": "32"})
-    assert samples == dict.fromkeys(("a", "b"), [(2.0, 1), (3.0, 5)])
+    assert samples == {name: [(2.0, 1), (3.0, 5)] for name in ("a", "b")}
