@@ -56,7 +56,8 @@ def run(qkv: Tensor, base: float | None, *, heads: int = H, split=split_heads, *
     """q, k and v, and the gradient of a projection, for fixed gradients of the three."""
     qkv.grad = None
     parts = split(qkv * 1, heads, base, **options)
-    torch.autograd.backward(parts, [torch.sin(x.detach().float() * 3).to(x.dtype) for x in parts])
+    generator = torch.Generator().manual_seed(heads)
+    torch.autograd.backward(parts, [torch.randn(x.shape, generator=generator).to(x) for x in parts])
     return [*(x.detach() for x in parts), qkv.grad]
 
 
@@ -144,7 +145,7 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(base):
     module = attention("cuda", base)
     ours = results(module, kernels=True)
     for a, b in zip(ours, results(module, kernels=False), strict=True):
-        assert (a - b).float().norm() <= 0.01 * b.float().norm()
+        assert (a - b).float().norm() <= 0.02 * b.float().norm()
     for again in (results(module, kernels=True), results(module, kernels=True, checkpoint=True)):
         assert all(map(torch.equal, ours, again))
 
@@ -187,6 +188,6 @@ def test_attention_makes_no_copy_between_the_linears():
         y = module._core(qkv.detach().clone().requires_grad_(), in_place=False)
         y.backward(torch.ones_like(y))
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    copies = [name for name in kernels if "elementwise" in name or "cat" in name.lower()]
+    copies = [name for name in kernels if "copy" in name.lower() and "Memcpy" not in name]
     assert sum("move_heads" in name for name in kernels) == 2
-    assert len(copies) <= 2, kernels  # the clone and the ones of this test
+    assert not copies, kernels
