@@ -3,8 +3,10 @@
 // those of quantizing the rounded matrix, which is never in memory.
 //
 // A Loader, passed to kernels by value, has
-//   column(block)        the first column of X of the thread blocks with this blockIdx.x, in any order of the tiles
-//   load(r0, c0, tile)   puts the tile at (r0, c0) of X into shared memory; a warp puts the rows that it reads as rows
+//   blocks()                  how many thread blocks a row of tiles takes: gridDim.x
+//   column(x), end(x)         the columns of X at which the tile of those with this blockIdx.x begins, and at the latest ends
+//   load<kRagged>(at, tile)   puts the tile at a FastCorner into shared memory; a warp puts the rows that it reads as rows.
+//                             kRagged: what lies outside of X's rows, or beyond the tile's end, is zero
 #pragma once
 #include <cuda_runtime.h>
 
@@ -28,48 +30,56 @@ __device__ __forceinline__ void put_unit(uint32_t* tile, int i, const uint32_t w
 
 template <class Loader>
 __device__ __forceinline__ FastTile loaded_tile_of(const QuantizeJob& job, const Loader& loader) {
-  return {{0, static_cast<uint32_t>(job.source.rows), blockIdx.y * kTile, loader.column(blockIdx.x), 0,
-           static_cast<uint32_t>(job.source.cols)},
+  return {{0, static_cast<uint32_t>(job.source.rows), blockIdx.y * kTile, loader.column(blockIdx.x), 0, loader.end(blockIdx.x)},
           {job.row.amax, job.row.key, 0},
           {job.column.amax, job.column.key, 0}};
 }
 
-template <bool kExact, class Loader>
+// kRagged: some tiles are no whole ones.
+template <bool kExact, bool kRagged, class Loader>
 __global__ void __launch_bounds__(kThreads, kMxBlocks<kExact, true>)
     quantize_mx_loaded(const __grid_constant__ QuantizeJob job, const __grid_constant__ Loader loader) {
   extern __shared__ __align__(128) uint4 shared[];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   const FastTile here = loaded_tile_of(job, loader);
-  loader.load(here.at.r0, here.at.c0, tile);
-  run_mx_tile<kExact, Part::matrix>(job, here, tile);
+  loader.template load<kRagged>(here.at, tile);
+  if constexpr (kRagged)
+    run_any_mx_tile<kExact>(job, here, tile);
+  else
+    run_mx_tile<kExact, Part::matrix>(job, here, tile);
 }
 
-template <class Loader>
+template <bool kRagged, class Loader>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_fast_loaded(const __grid_constant__ QuantizeJob job, const __grid_constant__ Loader loader) {
   extern __shared__ __align__(128) uint4 shared[];
   uint32_t* tile = reinterpret_cast<uint32_t*>(shared);
   const FastTile here = loaded_tile_of(job, loader);
-  loader.load(here.at.r0, here.at.c0, tile);
-  run_fast_tile<false, Part::matrix>(job, here, tile);
+  loader.template load<kRagged>(here.at, tile);
+  if constexpr (kRagged)
+    run_any_tile(job, here, tile);
+  else
+    run_fast_tile<false, Part::matrix>(job, here, tile);
 }
 
-// Whether the kernels above quantize the matrix of the call: in whole tiles, in the usual formats of blocks. A format with
-// a global amax would read twice what it is computed of, which moves as many bytes as making the matrix.
+// Whether the kernels above quantize the matrix of the call: in the usual formats of blocks. A format with a global amax
+// would read twice what it is computed of, which moves as many bytes as making the matrix.
 inline bool loaded_takes(const QuantizeJob& job) {
-  return has_whole_tiles(job.source) && fast_takes_matrix(job) && !wants_statistics(job) &&
-         !(job.has_row && has_global_amax(job.row.spec)) && !(job.has_column && has_global_amax(job.column.spec));
+  return fast_takes_matrix(job) && !wants_statistics(job) && !(job.has_row && has_global_amax(job.row.spec)) &&
+         !(job.has_column && has_global_amax(job.column.spec));
 }
 
-// The encoder's launch; job.source has X's shape, and no data.
+// The encoder's launch; job.source has X's shape, and no data. whole: all tiles are.
 template <class Loader>
-void launch_loaded(const QuantizeJob& job, const Loader& loader, cudaStream_t stream, const char* binding) {
-  const dim3 grid(static_cast<unsigned>(job.source.cols / kTile), static_cast<unsigned>(job.source.rows / kTile));
-  const auto launch = [&](auto kernel) { kernel<<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job, loader); };
+void launch_loaded(const QuantizeJob& job, const Loader& loader, bool whole, cudaStream_t stream, const char* binding) {
+  const dim3 grid(static_cast<unsigned>(loader.blocks()), static_cast<unsigned>(ceil_div(job.source.rows, kTile)));
+  const auto launch = [&](auto any, auto matrix) {
+    (whole ? matrix : any)<<<grid, kThreads, kTileBytes<Bf16>, stream>>>(job, loader);
+  };
   switch (encoder_of_tiles(job)) {
-    case Encoder::mx: launch(quantize_mx_loaded<false, Loader>); break;
-    case Encoder::mx_exact: launch(quantize_mx_loaded<true, Loader>); break;
-    default: launch(quantize_fast_loaded<Loader>);
+    case Encoder::mx: launch(quantize_mx_loaded<false, true, Loader>, quantize_mx_loaded<false, false, Loader>); break;
+    case Encoder::mx_exact: launch(quantize_mx_loaded<true, true, Loader>, quantize_mx_loaded<true, false, Loader>); break;
+    default: launch(quantize_fast_loaded<true, Loader>, quantize_fast_loaded<false, Loader>);
   }
   check(cudaGetLastError(), binding);
 }

@@ -39,6 +39,8 @@ def _by_operator(z, dh, kind, rowwise, columnwise, dequantized, exact):
     check_input(z, kind)
     if dh is not None:
         check_gradient(dh, z, kind)
+    if len(exact) != 2:
+        raise ValueError(f"exact is {exact}; it takes one for rows and one for columns")
     for text in filter(None, (rowwise, columnwise)):
         if not _is_of_blocks(text):
             raise ValueError(f"{text} draws random bits or has a global amax; quantize() takes it")

@@ -52,7 +52,7 @@ def test_values_are_those_of_torch(kind, shape):
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_values_are_those_of_torch(kind):
     """Infinities and NaN, zeros, the largest and the least numbers, each beside each."""
-    values = [0.0, -0.0, 1.0, -1.0, 88.0, -88.0, 200.0, -200.0, 3e38, -3e38, 1e-38, -1e-40]
+    values = [0.0, -0.0, 1.0, -1.0, 80.0, -80.0, 200.0, -200.0, 3e38, -3e38, 1e-38, -1e-40]
     values += [float("inf"), -float("inf"), float("nan")]
     pairs = torch.tensor([(a, b) for a in values for b in values], device="cuda")
     z = pairs.repeat_interleave(8, dim=1).bfloat16()

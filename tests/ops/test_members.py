@@ -92,7 +92,7 @@ def layouts(rows, cols, device, dtype):
 
 @devices
 @cases
-@pytest.mark.parametrize("width", [256, 48])
+@pytest.mark.parametrize("width", [256, 96, 48])
 def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device, monkeypatch):
     """On the CPU, where the kernel is another one than that of a GPU."""
     for sizes in {SIXTEENS, sizes_of(case)}:
@@ -110,7 +110,7 @@ def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device,
 @cases
 def test_exact_operands(case, device, monkeypatch):
     output = {"rowwise_output": "exact", "columnwise_output": "exact"}
-    for width in (256, 48):
+    for width in (256, 96, 48):
         x = draw("heavy", sum(SIXTEENS), width, dtype=torch.bfloat16).to(device)
         expected = one_by_one(x, SIXTEENS, case, **output)
         actual = at_once(x, Splits.of(SIXTEENS, len(x)), case, monkeypatch, **output)
@@ -120,7 +120,7 @@ def test_exact_operands(case, device, monkeypatch):
 
 @devices
 @cases
-@pytest.mark.parametrize("width", [256, 48])
+@pytest.mark.parametrize("width", [256, 96, 48])
 def test_exact_columns_by_rows(case, width, device, monkeypatch):
     """What a call for each expert gives, turned, whether the kernel stores whole tiles or not."""
     for sizes in {SIXTEENS, sizes_of(case)} if case[1] else ():

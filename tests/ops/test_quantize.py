@@ -63,14 +63,16 @@ def test_a_vector_is_no_matrix():
 
 def on_cpu_and_gpu(distribution, text):
     """Matrices of both orientations and all dtypes on the CPU, each with its copy of the same strides on the GPU; in
-    bfloat16 also those of whole tiles of 128 x 128, and with last rows or columns that are none."""
+    bfloat16 also those of whole tiles of 128 x 128, and with last rows, or rows and columns, that are none."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for x in (draw(distribution, 96, 160, dtype=dtype), draw(distribution, 160, 96, dtype=dtype).t()):
             yield x, x.cuda()
     tall = 299 if text.startswith(("mxfp8", "mxfp6", "fp8")) else 304
-    for x in (draw(distribution, rows, 256, dtype=torch.bfloat16) for rows in (256, 299)):
+    for shape in ((256, 256), (299, 256), (299, 352)):
+        x = draw(distribution, *shape, dtype=torch.bfloat16)
         yield x, x.cuda()
-    for x in (draw(distribution, rows, 256, dtype=torch.bfloat16).t() for rows in (256, tall)):
+    for shape in ((256, 256), (tall, 256), (tall, 352)):
+        x = draw(distribution, *shape, dtype=torch.bfloat16).t()
         yield x, x.cuda()
 
 

@@ -51,11 +51,11 @@ def assert_same_bytes(ours, theirs):
 
 
 @gpu
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (640, 1024), (96, 64), (160, 192)])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (640, 1024), (96, 64), (160, 192), (256, 352), (128, 80)])
 @pytest.mark.parametrize("pair", PAIRS, ids="|".join)
 @pytest.mark.parametrize("kind", INPUTS)
 def test_bytes_are_those_of_two_passes(kind, pair, shape):
-    """Whole tiles, and shapes that no kernel takes at once."""
+    """Whole tiles, tiles that end early, and shapes that no kernel takes at once."""
     z, dh = matrices(kind, *shape)
     sources = ["original", "rowwise_dequantized"] if all(pair) else ["original"]
     for row, column in OUTPUTS:
@@ -67,10 +67,11 @@ def test_bytes_are_those_of_two_passes(kind, pair, shape):
 
 
 @gpu
-@pytest.mark.parametrize("pair", PAIRS[:6], ids="|".join)
+@pytest.mark.parametrize("shape", [(256, 384), (160, 352)])
+@pytest.mark.parametrize("pair", PAIRS[:5], ids="|".join)
 @pytest.mark.parametrize("kind", INPUTS)
-def test_whole_tiles_take_one_pass(kind, pair, monkeypatch):
-    z, dh = matrices(kind, 256, 384)
+def test_one_pass_is_what_they_take(kind, pair, shape, monkeypatch):
+    z, dh = matrices(kind, *shape)
     monkeypatch.setattr(module, "activation", None)
     monkeypatch.setattr(module, "activation_backward", None)
     request = request_of(*pair, "original", "exact", "codes")
@@ -97,6 +98,12 @@ def test_other_formats_are_refused(text):
     request = request_of(text, "", "original", "codes", "codes")
     with pytest.raises(ValueError, match="draws random bits or has a global amax"):
         quantize_activated(request, torch.zeros(32, 32, dtype=torch.bfloat16), None, "gelu")
+
+
+def test_outputs_are_said_of_both_directions():
+    z = torch.zeros(32, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"exact is \[True\]; it takes one for rows and one for columns"):
+        module._by_operator(z, None, "gelu", "mxfp8", "", False, [True])
 
 
 def test_a_matrix_that_it_cannot_read_is_refused():
