@@ -265,22 +265,25 @@ def test_clipping_is_torchs_own(main_grads, max_norm):
         assert torch.equal(optimizers[0].master_param(p), optimizers[1].master_param(q))
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("max_norm", [1.0, 100.0])
-def test_gpu_clipping_within_the_kernel_is_torchs_own_up_to_rounding(max_norm):
-    (ours, theirs), copies = (model("cuda"), model()), []
-    for _ in range(2):
+def test_clipping_within_the_fused_kernel_is_torchs_own_up_to_rounding(max_norm, device):
+    ours, theirs = model(device), model()
+    options = {"fused": True} if device == "cpu" else {}
+    optimizers = FusedAdam(ours, **OPTIONS, **options), FusedAdam(theirs, **OPTIONS)
+    for step in range(2):
         for p, q in zip(ours, theirs, strict=True):
-            q.grad = None if p.grad is None else p.grad.cpu()
-            if hasattr(p, "main_grad"):
-                q.main_grad = p.main_grad.cpu()
-        copies = copies or [FusedAdam(ours, **OPTIONS), FusedAdam(theirs, **OPTIONS)]
-        norm, expected = (optimizer.clip_and_step(max_norm) for optimizer in copies)
-        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-3, atol=0)  # torch rounds norms of bf16 gradients
+            for name in ("main_grad",) if hasattr(p, "main_grad") else ("grad",):
+                gradient = getattr(p, name).mul_(step + 1)
+                setattr(q, name, gradient.to("cpu", copy=True))
+        norm, expected = (optimizer.clip_and_step(max_norm) for optimizer in optimizers)
+        torch.testing.assert_close(norm.cpu(), expected, rtol=2**-8, atol=0)  # torch rounds norms of bf16 gradients
         for p, q in zip(ours, theirs, strict=True):
-            masters = (optimizer.master_param(w).detach().cpu() for optimizer, w in zip(copies, (p, q), strict=True))
+            masters = (
+                optimizer.master_param(w).detach().cpu() for optimizer, w in zip(optimizers, (p, q), strict=True)
+            )
             torch.testing.assert_close(*masters, rtol=1e-5, atol=3e-5)
-            assert copies[0].state[p]["step"].is_cuda
+            assert optimizers[0].state[p]["step"].device.type == device
 
 
 @pytest.mark.gpu

@@ -61,11 +61,12 @@ def cross_entropy_(
     if logits.is_cuda and has_kernels("cuda") and takes(logits):
         return _cross_entropy(logits, targets, scale, gradient, amax)
     logs = torch.log_softmax(logits.float(), dim=1)
-    places = targets.unsqueeze(1)
-    losses = -logs.gather(1, places).squeeze(1)
+    places = torch.arange(len(targets), device=targets.device), targets
+    losses = -logs[places]
     if gradient:
         softmax = logs.exp_()
-        logits.copy_(softmax.scatter_add_(1, places, softmax.new_full((1, 1), -1.0).expand_as(places)).mul_(scale))
+        softmax[places] -= 1.0  # torch.use_deterministic_algorithms lets it pass, where scatter_add_ may be refused
+        logits.copy_(softmax.mul_(scale))
         if amax is not None and logits.numel():
             torch.maximum(amax, logits.abs().nan_to_num(0.0).max(), out=amax)
     return losses

@@ -64,6 +64,7 @@ def test_flat_and_steep_distributions(spread, device):
 
 
 @devices
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("vocabulary", [1, 7, 97, 50257])
 def test_what_the_kernel_does_not_take_is_computed_by_torch(vocabulary, device):
     logits, targets = inputs(3, vocabulary, device)
