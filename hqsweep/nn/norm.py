@@ -34,7 +34,7 @@ class _NormFunction(torch.autograd.Function):
         *wanted: bool | None,
     ) -> tuple[Tensor, ...]:
         h, statistics, *others = norm.norm(x, branch, gain, bias, epsilon, dtype, *wanted)
-        total = x if branch is None else others.pop(0)
+        total, others = (x, others) if branch is None else (others[0], others[1:])
         ctx.save_for_backward(total, gain, statistics)
         ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
         ctx.set_materialize_grads(False)

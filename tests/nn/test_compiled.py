@@ -1,8 +1,11 @@
 """torch.compile around modules: every byte stays, and one graph serves all steps where none has to break."""
 
+import sys
+
 import pytest
 import torch
 from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, gradients, held
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from hqsweep.config.model import ModelConfig
@@ -114,6 +117,27 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
             else:
                 assert torch.equal(got, expected)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr"])
+def test_what_a_gpu_runs_is_traced_on_any_machine(text, monkeypatch):
+    """A trace needs shapes alone; what it runs at last has no kernel here."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hqsweep.") and hasattr(module, "use_kernels"):
+            monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    torch.compiler.reset()
+    operators = []
+
+    def noted(graph, inputs):
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    module = MODULES["layer"](Recipe.from_config({"linear": text}))
+    compiled = torch.compile(module, backend=aot_autograd(fw_compiler=noted, bw_compiler=noted), fullgraph=True)
+    with quantization(seed=1, step=1), pytest.raises(NotImplementedError, match="hqsweep::norm"):
+        compiled(torch.zeros(2, 32, 64, requires_grad=True))
+    assert {"hqsweep.norm.default", "hqsweep.quantize.default"} <= set(operators)
 
 
 @pytest.mark.slow
