@@ -9,6 +9,7 @@ did. Results of a graph are good until another one, or eager work, runs.
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 _FAILED: list[torch.cuda.CUDAGraph] = []
 """Captures that failed, to which torch's allocators still refer."""
+
+
+@cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """One for all pools of a device, because cuBLAS keeps memory for each stream that it has worked on: here it takes
+    that from no pool, none of which could be given up otherwise."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        torch.cuda.current_blas_handle()
+    return stream
 
 
 class CudaGraph:
@@ -34,7 +45,7 @@ class GraphPool:
     threads would allocate elsewhere, so backward runs in the thread that calls it."""
 
     def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+        self.stream = _stream_of(torch.cuda.current_device())
         self.pool = torch.cuda.MemPool()
         self._live: frozenset[int] = frozenset()
 
