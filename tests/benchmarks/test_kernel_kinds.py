@@ -17,6 +17,7 @@ NAMES = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_f16": "attention",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "optimizer",
     "triton_poi_fused__to_copy_mul_silu_3": "elementwise",
+    "triton_poi_fused__scaled_dot_product_flash_attention_view_4": "elementwise",
     "void at::native::vectorized_elementwise_kernel<4, mul>": "elementwise",
     "Memcpy HtoD (Pinned -> Device)": "copies",
     "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>": "copies",

@@ -23,7 +23,7 @@ def test_a_sweep_that_cannot_run_is_an_error():
 
 def test_steps_count_while_all_train():
     """From second 4, when the later one is warm, to second 8, when the first one is done: 4 and 2 steps a second."""
-    samples = {"a": [(1.0, 4), (2.0, 8), (4.0, 16), (8.0, 32)], "b": [(3.0, 4), (4.0, 6), (7.0, 12), (20.0, 32)]}
+    samples = {"a": [(1.0, 4), (2.0, 12), (4.0, 16), (8.0, 32)], "b": [(3.0, 4), (4.0, 6), (7.0, 12), (20.0, 32)]}
     assert steps_a_second(samples, steps=32, warm=5) == 6.0
     with pytest.raises(RuntimeError, match="give more --steps"):
         steps_a_second({"a": [(0.0, 8), (1.0, 32)], "b": [(2.0, 8), (3.0, 32)]}, steps=32, warm=5)

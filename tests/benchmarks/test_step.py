@@ -119,6 +119,9 @@ def test_floors_of_the_docstring():
     quantized = 64 * inputs * (2 + 2 + 2 + 2 * codes) + 64 * outputs * 6 + weights * 8
     assert nbytes == pytest.approx(quantized + 96 * dim * 6)  # the head stays in bf16
     assert saved == 2 * 64 * 4 * (2 * dim + 192 + 2 * 192)
+    nbytes, saved = quantize_bytes(size, step.build_recipe("nvfp4"))  # all read twice; 4.5 bits, and an amax for all
+    quantized = 64 * inputs * (4 + 4 + 2 * 4.5 / 8) + 64 * outputs * 8 + weights * 12
+    assert nbytes == pytest.approx(quantized + 96 * dim * 6, rel=1e-3) and saved == 0
     rows = {row["case"]: row for row in floor_rows(size, UNIT, 3.0, {"bf16": step.build_recipe("bf16")})}
     assert rows["linears"]["tflop"] == pytest.approx(6 * 64 * (weights + 96 * dim) * 1e-12)
     assert rows["attention"]["tflop"] == pytest.approx(3.5 * 2 * 64 * 32 * dim * 2 * 1e-12)
