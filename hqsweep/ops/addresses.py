@@ -74,6 +74,11 @@ def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
     return _key_table(words, device)
 
 
+def key_tables() -> list[Tensor]:
+    """The tables that calls of now use, for who captures a CUDA graph to hold for as long as it is replayed."""
+    return list(_key_table.results.values())
+
+
 @memo
 def _key_table(words: tuple, device: torch.device) -> Tensor:
     return torch.tensor(_signed(words), dtype=torch.int32).view(-1, 2).to(device)

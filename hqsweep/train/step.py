@@ -20,6 +20,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.ops.addresses import key_tables
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train.graph import GraphPool
@@ -161,12 +162,13 @@ class StepRunner:
 
 
 class _Program:
-    """A function of a batch as a graph, and the tensors that it reads: the batch's own, and the counter of the step."""
+    """A function of a batch as a graph, and what it reads: the batch's own tensors, the step's counter, keys."""
 
     def __init__(self, pool: GraphPool, function: Update, batch: Batch, at: At) -> None:
         self.inputs = [tokens.to(at.counter.device, copy=True) for tokens in batch]
         self.counter = at.counter
         self.graph = pool.capture(partial(function, *self.inputs, at))
+        self.tables = key_tables()
 
     def __call__(self, batch: Batch) -> list[Tensor]:
         for static, tokens in zip(self.inputs, batch, strict=True):

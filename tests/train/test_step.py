@@ -10,6 +10,7 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.nn.saved import tensors_of
+from hqsweep.ops import addresses
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
@@ -166,6 +167,16 @@ def test_a_step_that_has_to_be_captured_and_cannot_is_refused():
     made.runner.mode = "graph"
     with pytest.raises(UserError, match=r"train.compile: graph, but the step cannot be captured: no such thing; give"):
         list(made.steps())
+
+
+def test_the_keys_of_experts_live_as_long_as_the_graph():
+    made = trainer(config("experts"), "cpu", graph=True)
+    list(made.steps(last=4))
+    assert made.runner._update.tables
+    tables = {id(table) for table in made.runner._update.tables}
+    addresses._key_table.results.clear()
+    list(made.steps(last=5))
+    assert {id(table) for table in made.runner._update.tables} == tables
 
 
 def test_held_weights_that_were_written_more_often_than_there_were_steps():
