@@ -36,7 +36,7 @@ void bind_norm(py::module_& m) {
                                 int h_dtype, uintptr_t statistics, uintptr_t amax, uintptr_t column_amax, bool signs,
                                 uintptr_t stream) {
     const int width = check_norm(rows, cols);
-    HQ_REQUIRE(rows == 0 || (x && gain && h && statistics && (sum || !branch)), "an array of the norm is at address 0");
+    HQ_REQUIRE(rows == 0 || (x && gain && statistics && (sum || !branch)), "an array of the norm is at address 0");
     check_aligned(gain | bias, 16, "gain or bias");
     check_aligned(statistics, 4, "statistics");
     const NormForward call{array_of(x, dtype, "x"), array_of(branch, branch_dtype, "branch"), array_of(sum, dtype, "sum"),
@@ -45,13 +45,27 @@ void bind_norm(py::module_& m) {
     HQ_REQUIRE(amax || !column_amax, "the amax of columns is found with that of h");
     if (!amax) return norm_forward_cuda(call, stream);
     check_aligned(amax | column_amax, 4, "an amax");
-    HQ_REQUIRE(rows % kNormStrip == 0 && cols <= kNormMostMeasured && call.h.dtype == Dtype::bf16,
+    HQ_REQUIRE(h && rows % kNormStrip == 0 && cols <= kNormMostMeasured && call.h.dtype == Dtype::bf16,
                "amaxes are found of bf16, of a multiple of " + text(kNormStrip) + " rows and at most " +
                    text(kNormMostMeasured) + " columns, got " + text(rows) + " x " + text(cols));
     norm_measured_cuda(call, {pointer<float>(amax), pointer<float>(column_amax), signs}, stream);
   }, "x"_a, "dtype"_a, "branch"_a, "branch_dtype"_a, "gain"_a, "bias"_a, "epsilon"_a, "rows"_a, "cols"_a, "sum"_a, "h"_a,
      "h_dtype"_a, "statistics"_a, "amax"_a = 0, "column_amax"_a = 0, "signs"_a = false, "stream"_a = 0,
-     "x + branch and its norm, by rows; bias 0: RMSNorm. branch and sum may be 0; amaxes are raised, or 0.");
+     "x + branch and its norm, by rows; bias 0: RMSNorm. branch, sum and h may be 0; amaxes are raised, or 0.");
+  m.def("quantize_normed_cuda", [](uintptr_t sum, uintptr_t gain, uintptr_t bias, uintptr_t statistics, int64_t rows,
+                                   int64_t cols, const Direction* row, const Direction* column, bool dequantized,
+                                   uintptr_t stream) {
+    const int width = check_norm(rows, cols);
+    make_call(sum, static_cast<int>(Dtype::bf16), rows, cols, cols, 1, row, column, dequantized);  // as quantize_cuda
+    HQ_REQUIRE(rows == 0 || (gain && statistics), "gain or statistics are at address 0");
+    check_aligned(sum | gain | bias, 16, "the least of sum, gain and bias");
+    check_aligned(statistics, 4, "statistics");
+    const Normed of{pointer<void>(sum), pointer<float>(gain), pointer<float>(bias), pointer<float>(statistics), rows,
+                    width};
+    return quantize_normed_cuda(of, row, column, dequantized, stream);
+  }, "sum"_a, "gain"_a, "bias"_a, "statistics"_a, "rows"_a, "cols"_a, "row"_a.none(true), "column"_a.none(true),
+     "dequantized"_a = false, "stream"_a = 0,
+     "quantize_cuda of norm_forward_cuda's h, of sums in bf16, without making it; False where no kernel does that.");
   m.def("norm_backward_cuda", [](uintptr_t dh, int dh_dtype, uintptr_t sum, int dtype, uintptr_t dsum, uintptr_t gain,
                                  uintptr_t statistics, int64_t rows, int64_t cols, uintptr_t dx, uintptr_t dbranch,
                                  int branch_dtype, bool centred, uintptr_t partials, int blocks, uintptr_t dgain,

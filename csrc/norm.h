@@ -24,7 +24,7 @@ struct NormArray {
 };
 
 struct NormForward {
-  NormArray x, branch, sum, h;  // sum: of x's dtype, null without a branch
+  NormArray x, branch, sum, h;  // sum: of x's dtype, null without a branch; h: null where only the rest is wanted
   const float *gain, *bias;     // bias: null for RMSNorm
   float* statistics;            // rstd [rows]; of LayerNorm mean [rows] after it
   float epsilon;
@@ -46,10 +46,22 @@ struct NormBackward {
   bool centred;  // LayerNorm
 };
 
+// What h is computed of, bf16: the sum, with what its norm has left.
+struct Normed {
+  const void* sum;
+  const float *gain, *bias, *statistics;
+  int64_t rows;
+  int cols;
+};
+
 #if defined(HQ_HAVE_CUDA)
 void norm_forward_cuda(const NormForward& call, uintptr_t stream);
 // The same, with the amaxes of h: bf16, of whole strips of rows and at most kNormMostMeasured columns. found.own is there.
 void norm_measured_cuda(const NormForward& call, const Amaxes& found, uintptr_t stream);
+// Quantizes h, rounded to bf16, without making it; as quantize_cuda. False, and nothing is done, where no kernel does that:
+// for shapes, formats and outputs that the fast encoders do not take, and for formats with global amaxes.
+bool quantize_normed_cuda(const Normed& of, const Direction* row, const Direction* column, bool dequantized,
+                          uintptr_t stream);
 void norm_backward_cuda(const NormBackward& call, uintptr_t stream);
 #endif
 

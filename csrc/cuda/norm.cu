@@ -52,6 +52,11 @@ __device__ __forceinline__ void make_row(const NormForward& call, int64_t row, i
     }
   const float variance = __fdiv_rn(row_sum(squares, own.threads, shared), count);
   const float rstd = __frsqrt_rn(__fadd_rn(variance, call.epsilon));
+  if (own.lane == 0 && units) {
+    call.statistics[row] = rstd;
+    if constexpr (kCentred) call.statistics[call.rows + row] = mean;
+  }
+  if (!call.h.data) return;
 #pragma unroll
   for (int k = 0; k < kUnits; ++k) {
     float gain[kNormUnit], bias[kNormUnit];
@@ -63,10 +68,6 @@ __device__ __forceinline__ void make_row(const NormForward& call, int64_t row, i
       if constexpr (kCentred) x[k][i] = __fadd_rn(x[k][i], bias[i]);
     }
   }
-  if (own.lane == 0 && units) {
-    call.statistics[row] = rstd;
-    if constexpr (kCentred) call.statistics[call.rows + row] = mean;
-  }
 }
 
 template <int kUnits, bool kCentred>
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kNormThreads) norm_forward(const __grid_consta
   const int units = row < call.rows ? call.cols / kNormUnit : 0;
   RowUnits<kUnits> h;
   make_row<kUnits, kCentred>(call, row, units, own, shared, h);
-  store_row<kUnits>(h, row, call.cols, units, own, call.h);
+  if (call.h.data) store_row<kUnits>(h, row, call.cols, units, own, call.h);
 }
 
 // A thread block has a strip of 16 rows, which it keeps as bf16 in shared memory: [16, cols]. A thread then has whole

@@ -1,9 +1,11 @@
 """LayerNormLinear: a norm, whose output is quantized as the input of the linear that follows."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hqsweep.nn.context import use_kernels
+from hqsweep.nn.context import current, use_kernels
 from hqsweep.nn.linear import Linear
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import LayerNormLinearOptions
@@ -37,14 +39,20 @@ class LayerNormLinear(AddsBranch, Linear):
         return self._added(x, None)[1]
 
     def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, h, *amaxes = self.normed(x, branch)
-        return total, self._product(h, amaxes)
+        total, h, known = self.normed(x, branch)
+        return total, self._product(h, known)
 
-    def normed(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, ...]:
-        """norm.added(x, branch, dtype), and what is known of the norm beforehand: the amaxes that the quantizer of the
-        input takes, where the norm's kernel finds them."""
+    def normed(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """norm.added(x, branch, dtype), and what the call of the linear is told of the norm, as fields of a LinearCall:
+        what it is computed of, where it is quantized as it is computed, and then has no values; or the amaxes that the
+        quantizer takes, where the norm's kernel finds them."""
         if not use_kernels(x) or torch.compiler.is_compiling():
-            return self.norm.added(x, branch, self.dtype)
+            return *self.norm.added(x, branch, self.dtype), {}
         kept = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
-        wanted = self.active_quantizers().input.takes_amaxes("codes", "codes" if kept else None)
-        return self.norm.measured(x, branch, self.dtype, *wanted)
+        quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if kept else None)
+        if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):
+            described = self.norm.described(x, branch, self.dtype)
+            if described is not None:
+                return *described[:2], {"normed": [described[2]]}
+        total, h, *amaxes = self.norm.measured(x, branch, self.dtype, *quantizer.takes_amaxes(*outputs))
+        return total, h, {"input_amaxes": amaxes}

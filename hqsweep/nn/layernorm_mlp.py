@@ -49,7 +49,7 @@ class LayerNormMLP(AddsBranch):
 
     def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
         if joins(self.fc1, self.fc2, self.activation, x):
-            total, h, *amaxes = self.fc1.normed(x, branch)
-            return total, joined(self.fc1, h, self.fc2, self.activation, amaxes)
+            total, h, known = self.fc1.normed(x, branch)
+            return total, joined(self.fc1, h, self.fc2, self.activation, known)
         total, z = self.fc1.added(x, branch)
         return total, self.fc2(activate(z, self.activation))

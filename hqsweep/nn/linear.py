@@ -1,7 +1,8 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -112,9 +115,9 @@ class Linear(LinearBase):
         return self._product(x)
 
     @outside_autocast
-    def _product(self, x: Tensor, amaxes: Sequence[Tensor] = ()) -> Tensor:
-        """forward(x), of whose input these amaxes are known (HybridQuantizer.takes_amaxes)."""
-        call = LinearCall(**self.linear_facts(), input_amaxes=amaxes)
+    def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
+        """forward(x), of whose input these fields of a LinearCall are known."""
+        call = LinearCall(**self.linear_facts(), **known)
         biases = () if self.bias is None else (self.bias,)
         y = LinearFunction.apply(in_dtype(as_rows(x), self.dtype), call, 1, self.weight, *biases)
         y = call.rounded("output", y)

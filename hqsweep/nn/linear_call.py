@@ -1,7 +1,8 @@
 """LinearCall: a call of a linear, which has one matrix of weights or one for each expert."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from hqsweep.nn.parameter import (
     weight_matrix,
 )
 from hqsweep.nn.workspace import WeightWorkspace
+from hqsweep.ops.quantize_normed import Normed
+from hqsweep.ops.request import Output
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
 from hqsweep.quant.operand import HybridOperand, Skeleton, unflatten
 from hqsweep.quant.tensor import HybridQuantizedTensor
@@ -43,6 +46,8 @@ class LinearCall(Call):
     workspace: WeightWorkspace | None
     input_amaxes: Sequence[Tensor] = ()
     """What is known of x beforehand (HybridQuantizer.takes_amaxes)."""
+    normed: list[Normed] = field(default_factory=list, compare=False)
+    """What x, which has no values then, is computed of; taken out where it is quantized, so that nothing keeps it."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> how it is computed for all experts."""
 
@@ -61,6 +66,20 @@ class LinearCall(Call):
     def by_rows(self, gemm: str) -> bool:
         """Whether the GEMM takes exact columns of experts as torch._grouped_mm does."""
         return self.plans is not None and self.plans[gemm].one_kernel
+
+    def quantize(
+        self,
+        tensor: str,
+        x: Tensor,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        **options: Any,
+    ) -> HybridOperand:
+        """Call.quantize; of an input that is only described, from what it is computed of."""
+        if tensor == "input" and self.normed:
+            return self.quantizer(tensor).quantize_normed(self.normed.pop(), rowwise=rowwise, columnwise=columnwise)
+        return super().quantize(tensor, x, rowwise=rowwise, columnwise=columnwise, **options)
 
     def product(self, gemm: str, a: AnyOperand, b: AnyOperand, out_dtype: torch.dtype) -> Tensor | Sequence[Tensor]:
         """ "fprop", "dgrad" or "wgrad", the last one for each expert. UserError, with the module's name, for what

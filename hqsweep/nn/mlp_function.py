@@ -4,14 +4,15 @@ gradient, are quantized as they are computed, and not written for a quantizer th
 Everything is to the byte what fc2(activate(fc1(x))) computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hqsweep.nn.call import Call
 from hqsweep.nn.context import current, use_kernels
-from hqsweep.nn.linear import Linear, as_rows
+from hqsweep.nn.linear import NOTHING, Linear, as_rows
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import Gradient, check_weights, delivered, dgrad, fprop, input_column, keep, wgrad
 from hqsweep.nn.products import once_differentiable, outside_autocast
@@ -87,9 +88,9 @@ def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
 
 
 @outside_autocast
-def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, amaxes: Sequence[Tensor] = ()) -> Tensor:
-    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one, with
-    the amaxes that are known of it."""
-    calls = (LinearCall(**fc1.linear_facts(), input_amaxes=amaxes), LinearCall(**fc2.linear_facts()))
+def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, known: Mapping[str, Any] = NOTHING) -> Tensor:
+    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one;
+    known: what is known of it, as fields of a LinearCall."""
+    calls = (LinearCall(**fc1.linear_facts(), **known), LinearCall(**fc2.linear_facts()))
     y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.weight, fc2.weight)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -1,5 +1,7 @@
 """Norm: LayerNorm or RMSNorm in float32, with a gain in the values of the recipe's `norm` quantizer."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from hqsweep.nn.residual import add_branch, is_observed
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.ops import norm
 from hqsweep.ops.kernels import in_dtype
+from hqsweep.ops.quantize_normed import Normed
+from hqsweep.ops.quantize_normed import takes as takes_normed
 
 NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 
@@ -44,16 +48,43 @@ class _NormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        """The stream's gradient is added in the pass that makes the norm's; both are rounded to the stream's dtype."""
-        total, gain, statistics = ctx.saved_tensors
-        branch_dtype = ctx.branch_dtype
-        if dh is None:
-            dbranch = None if dtotal is None or branch_dtype is None else in_dtype(dtotal, branch_dtype)
-            return dtotal, dbranch, *(None,) * 6
-        apart = branch_dtype if branch_dtype is not total.dtype else None
-        dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart)
-        dbranch = None if branch_dtype is None else rest[0] if rest else dx
-        return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None, *(None,) * 4
+        return *_gradients(ctx, dtotal, dh), None, None
+
+
+def _gradients(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of x, branch, gain and bias, and two for what has none. The stream's gradient is added in the pass that makes the
+    norm's; both are rounded to the stream's dtype."""
+    total, gain, statistics = ctx.saved_tensors
+    branch_dtype = ctx.branch_dtype
+    if dh is None:
+        dbranch = None if dtotal is None or branch_dtype is None else in_dtype(dtotal, branch_dtype)
+        return dtotal, dbranch, None, None, None, None
+    apart = branch_dtype if branch_dtype is not total.dtype else None
+    dx, dgain, *rest = norm.norm_backward(dh, total, dtotal, gain, statistics, apart)
+    dbranch = None if branch_dtype is None else rest[0] if rest else dx
+    return dx, dbranch, dgain[0], dgain[1] if len(dgain) == 2 else None, None, None
+
+
+class _NormedFunction(torch.autograd.Function):
+    """_NormFunction without the output: -> x + branch, a tensor of the output's shape and dtype whose gradient is the
+    output's, and which is one element, that nobody reads, expanded; and the statistics."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        statistics, *summed = norm.norm_statistics(x, branch, gain, bias, epsilon)
+        total = x if branch is None else summed[0]
+        ctx.save_for_backward(total, gain, statistics)
+        ctx.branch_dtype = branch.dtype if branch is not None and ctx.needs_input_grad[1] else None
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(statistics)
+        return total, statistics.new_empty((), dtype=dtype).expand(total.shape), statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dtotal: Tensor | None, dh: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, dtotal, dh)
 
 
 class Norm(QuantizedWeight):
@@ -93,6 +124,16 @@ class Norm(QuantizedWeight):
     ) -> tuple[Tensor, ...]:
         """added(), then the amaxes of the output that are wanted (HybridQuantizer.takes_amaxes), or none of them."""
         return self.added(x, branch, dtype) if is_observed(self) else self._normed(x, branch, dtype, amax, signs)
+
+    def described(self, x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, Normed] | None:
+        """added(), with the norm only described, for a quantizer that takes_normed(): its tensor holds no values. None
+        where no kernel takes that."""
+        weight = self.quantized_weight()
+        if is_observed(self) or not (use_kernels(x) and norm.takes(x, branch, weight, dtype) and takes_normed(x)):
+            return None
+        total, h, statistics = _NormedFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype)
+        rows = total.detach().flatten(0, -2)
+        return total, h, Normed(rows, weight.detach(), self.bias, statistics, self.epsilon)
 
     def _normed(
         self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool = False, signs: bool | None = None

@@ -53,13 +53,13 @@ def _check_rows(x: Tensor) -> None:
         raise ValueError(f"x is {described(x)}; it takes {takes}")
 
 
-def _ready(tensor: Tensor) -> Tensor:
+def ready(tensor: Tensor) -> Tensor:
     """Compact, at an address that whole units are read from."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-def _address(tensor: Tensor | None) -> tuple[int, int]:
+def _address(tensor: Tensor | None = None) -> tuple[int, int]:
     """Address and number of dtype; zeros for nothing."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
 
@@ -68,11 +68,14 @@ def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
+def _statistics(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((1 if bias is None else 2, x.numel() // x.shape[-1]), dtype=torch.float32)
+
+
 def _outputs(x: Tensor, branch: Tensor | None, bias: Tensor | None, dtype: torch.dtype, amaxes: int) -> list[Tensor]:
-    rows = x.numel() // x.shape[-1]
-    statistics = x.new_empty((1 if bias is None else 2, rows), dtype=torch.float32)
     summed = [] if branch is None else [_compact(x, x.dtype)]
-    return [_compact(x, dtype), statistics, *summed, *(x.new_zeros((1, 1), dtype=torch.float32) for _ in range(amaxes))]
+    found = [x.new_empty((1, 1), dtype=torch.float32) for _ in range(amaxes)]
+    return [_compact(x, dtype), _statistics(x, bias), *summed, *found]
 
 
 def _fake(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None):
@@ -105,27 +108,55 @@ def norm(
             that measures() does not tell of.
     """
     _check_rows(x)
-    _check("branch", branch, x, x.shape, STREAMS)
-    for name, tensor in (("gain", gain), ("bias", bias)):
-        _check(name, tensor, x, x.shape[-1:], (torch.float32,))
     if dtype not in STREAMS:
         raise ValueError(f"dtype is {dtype}; a norm is rounded to float32 or bfloat16")
     if (amax and not measures(x, dtype)) or (signs is not None and not amax):
-        takes = (
-            f"bfloat16, of a multiple of {STRIP} rows of at most {MOST_MEASURED} elements; with signs, with amax=True"
-        )
+        takes = f"bfloat16, of a multiple of {STRIP} rows of at most {MOST_MEASURED} elements, signs with amax=True"
         raise ValueError(f"amaxes of {described(x)} in {dtype} are wanted; they are found in {takes}")
-    outputs = _outputs(x, branch, bias, dtype, amax + (signs is not None))
-    h, statistics, *others = outputs
-    total = None if branch is None else others.pop(0)
-    x, gain = _ready(x), _ready(gain)
-    branch, bias = (None if each is None else _ready(each) for each in (branch, bias))
+    return _run(x, branch, gain, bias, epsilon, dtype, amax, signs)
+
+
+def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None) -> list[Tensor]:
+    """dtype: None where h is not wanted."""
+    _check_rows(x)
+    _check("branch", branch, x, x.shape, STREAMS)
+    for name, tensor in (("gain", gain), ("bias", bias)):
+        _check(name, tensor, x, x.shape[-1:], (torch.float32,))
+    summed = [] if branch is None else [_compact(x, x.dtype)]
+    amaxes = [x.new_zeros((1, 1), dtype=torch.float32) for _ in range(amax + (signs is not None))]
+    h, statistics = [] if dtype is None else [_compact(x, dtype)], _statistics(x, bias)
+    outputs = [*h, statistics, *summed, *amaxes]
+    x, gain = ready(x), ready(gain)
+    branch, bias = (None if each is None else ready(each) for each in (branch, bias))
     shape = (statistics.shape[1], x.shape[-1])
     call = (*_address(x), *_address(branch), gain.data_ptr(), _address(bias)[0], epsilon, *shape)
-    found = [each.data_ptr() for each in others] + [0] * (2 - len(others))
-    to = (_address(total)[0], *_address(h), statistics.data_ptr(), *found, bool(signs))
-    extension().norm_forward_cuda(*call, *to, *where(x))
+    to = (_address(*summed)[0], *_address(*h), statistics.data_ptr())
+    found = [each.data_ptr() for each in amaxes] + [0] * (2 - len(amaxes))
+    extension().norm_forward_cuda(*call, *to, *found, bool(signs), *where(x))
     return outputs
+
+
+@operator(
+    "norm_statistics(Tensor x, Tensor? branch, Tensor gain, Tensor? bias, float epsilon) -> Tensor[]",
+    fake=lambda x, branch, gain, bias, epsilon: _outputs(x, branch, bias, x.dtype, 0)[1:],
+    devices=("CUDA",),
+)
+def norm_statistics(
+    x: Tensor, branch: Tensor | None, gain: Tensor, bias: Tensor | None, epsilon: float
+) -> list[Tensor]:
+    """`norm` without its output h: the statistics, and with a branch the sum."""
+    return _run(x, branch, gain, bias, epsilon, None)
+
+
+def check_normed(total: Tensor, gain: Tensor, bias: Tensor | None, statistics: Tensor) -> None:
+    """ValueError for what the kernels cannot read of a sum [rows, D] in bfloat16, and of its norm."""
+    _check_rows(total)
+    if total.dim() != 2 or total.dtype is not torch.bfloat16:
+        raise ValueError(f"total is {described(total)}; it takes bfloat16 with two axes")
+    rows, cols = total.shape
+    for name, tensor in (("gain", gain), ("bias", bias)):
+        _check(name, tensor, total, (cols,), (torch.float32,))
+    _check("statistics", statistics, total, (1 if bias is None else 2, rows), (torch.float32,))
 
 
 @cache
@@ -169,8 +200,8 @@ def norm_backward(
     dx, dgain, dbranch = (*outputs, None)[:3]
     blocks = min(rows, BLOCKS_EACH * _multiprocessors(total.get_device()))
     partials = dgain.new_empty((len(statistics), blocks, cols))
-    dh, total, gain, statistics = (_ready(each) for each in (dh, total, gain, statistics))
-    dtotal = None if dtotal is None else _ready(dtotal)
+    dh, total, gain, statistics = (ready(each) for each in (dh, total, gain, statistics))
+    dtotal = None if dtotal is None else ready(dtotal)
     call = (*_address(dh), *_address(total), _address(dtotal)[0], gain.data_ptr(), statistics.data_ptr(), rows, cols)
     to = (dx.data_ptr(), *_address(dbranch), len(statistics) == 2, partials.data_ptr(), blocks, dgain.data_ptr())
     extension().norm_backward_cuda(*call, *to, *where(total))

@@ -17,11 +17,13 @@ from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.memo import cached_property
 from hqsweep.ops.activation import activation, activation_backward
+from hqsweep.ops.blocks import takes_formats
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import Result
 from hqsweep.ops.quantize import Quantized, quantize, quantized_of
-from hqsweep.ops.quantize_activated import quantize_activated, shape_of, takes_formats
-from hqsweep.ops.request import NO_TARGET, Output, Target, request_of, text_of
+from hqsweep.ops.quantize_activated import quantize_activated, shape_of
+from hqsweep.ops.quantize_normed import Normed, quantize_normed
+from hqsweep.ops.request import NO_TARGET, Output, Request, Target, request_of, text_of
 from hqsweep.ops.splits import Splits
 from hqsweep.ops.stats import gather
 from hqsweep.quant.delayed import SlotStates, grids_of, note
@@ -183,8 +185,7 @@ class HybridQuantizer:
             (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
             return self.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
         row, column = self._targets(rowwise, columnwise)
-        source = self.columnwise_source if column.format else "original"
-        request = request_of(text_of(row.format), text_of(column.format), source, row.output, column.output)
+        request = self._request(row, column)
         if takes_formats(request):
             results = quantized_of(request, quantize_activated(request, z, dh, kind))
             return self._operands(results, shape_of(z, dh, kind), z.dtype, None, rowwise)
@@ -194,6 +195,24 @@ class HybridQuantizer:
             row, column = self._under(row, column, amaxes)
         results = self._quantize(x, row, column, key, states)
         return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
+
+    def takes_normed(self, rowwise: Output | None, columnwise: Output | None) -> bool:
+        """Whether quantize_normed() takes these outputs: all scales are found in blocks, without random bits."""
+        return type(self) is HybridQuantizer and takes_formats(self._request(*self._targets(rowwise, columnwise)))
+
+    def quantize_normed(
+        self, of: Normed, *, rowwise: Output | None = None, columnwise: Output | None = None
+    ) -> HybridOperand:
+        """quantize() of a norm's output, on CUDA, for outputs that takes_normed(): in one pass from the sum that it is
+        the norm of. The bytes are the same."""
+        results = quantized_of(
+            request := self._request(*self._targets(rowwise, columnwise)), quantize_normed(request, of)
+        )
+        return self._operands(results, tuple(of.total.shape), of.total.dtype, None, rowwise)
+
+    def _request(self, row: Target, column: Target) -> Request:
+        source = self.columnwise_source if column.format else "original"
+        return request_of(text_of(row.format), text_of(column.format), source, row.output, column.output)
 
     def takes_amaxes(self, rowwise: Output | None, columnwise: Output | None) -> tuple[bool, bool | None]:
         """Which amaxes of a whole matrix quantize() takes for these outputs, each float32 [1, 1] with NaN aside.

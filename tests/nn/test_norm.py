@@ -9,6 +9,11 @@ from hqsweep.nn import LayerNormLinear, LayerNormMLP, layernorm_linear
 from hqsweep.nn import norm as norm_module
 from hqsweep.nn.context import current, quantization
 from hqsweep.nn.norm import EPSILON, Norm
+from hqsweep.nn.options import LayerNormLinearOptions as LinearOptions
+from hqsweep.nn.options import MLPOptions
+from hqsweep.ops import operators
+from hqsweep.ops.kernels import NO_KEY
+from hqsweep.quant import hybrid
 from hqsweep.recipe import Recipe
 
 BF16 = Recipe.from_config({"linear": "bf16"})
@@ -154,6 +159,47 @@ def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text,
         torch.manual_seed(1)
         made.append(results(build[kind]().to(device), x, branch))
     assert asked == [QUANTIZERS[text], (False, None)]
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def torchs_statistics(x, branch, gain, bias, epsilon):
+    return torchs(x, branch, gain, bias, epsilon, x.dtype)[1:]
+
+
+def torchs_quantize_normed(request, of):
+    h = _formula(of.total, of.gain, of.bias, of.epsilon).bfloat16()
+    options = (request.row_text, request.column_text, request.dequantized, request.row_exact, request.column_exact)
+    return operators.quantize(h, *options, NO_KEY, NO_KEY, None, None, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("text", ["mxfp8", "fp8_block", "mxfp8|fp8_block+2d", "mxfp8@rowwise_dequantized", "mxfp4"])
+def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, normalization, device, monkeypatch):
+    """With a stream of bfloat16 the norm itself is never made. On a CPU the kernels are replaced by torch."""
+    if device == "cpu":
+        for module in (norm_module, layernorm_linear):
+            monkeypatch.setattr(module, "use_kernels", lambda x: True)
+        for name, function in (("norm", torchs), ("norm_backward", torchs_backward)):
+            monkeypatch.setattr(norm_module.norm, name, function)
+        monkeypatch.setattr(norm_module.norm, "norm_statistics", torchs_statistics)
+        monkeypatch.setattr(hybrid, "quantize_normed", torchs_quantize_normed)
+    calls = []
+    for name in ("norm", "norm_statistics"):
+        kernel = getattr(norm_module.norm, name)
+        monkeypatch.setattr(norm_module.norm, name, lambda *a, k=kernel, n=name: calls.append(n) or k(*a))
+    recipe = Recipe.from_config({"linear": {"input": text, "weight": "mxfp8", "grad_output": "mxfp8"}})
+    options = {"normalization": normalization}
+    build = {"linear": lambda: LayerNormLinear(128, 96, name="m", recipe=recipe, options=LinearOptions(**options))}
+    build["mlp"] = lambda: LayerNormMLP(128, 128, name="m", recipe=recipe, options=MLPOptions(**options))
+    torch.manual_seed(0)
+    made, (x, branch) = [], torch.randn(2, 2, 128, 128, device=device).bfloat16()
+    for takes in (norm_module.takes_normed, lambda _: False):
+        monkeypatch.setattr(norm_module, "takes_normed", takes)
+        torch.manual_seed(1)
+        made.append(results(build[kind]().to(device), x, branch))
+    assert calls == ["norm_statistics", "norm"]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 

@@ -7,8 +7,9 @@ from torch._subclasses import FakeTensorMode
 from hqsweep.ops import operators
 from hqsweep.ops import quantize_activated as module
 from hqsweep.ops.activation import INPUTS, activation, activation_backward
+from hqsweep.ops.blocks import takes_formats
 from hqsweep.ops.kernels import NO_KEY
-from hqsweep.ops.quantize_activated import quantize_activated, takes_formats
+from hqsweep.ops.quantize_activated import quantize_activated
 from hqsweep.ops.request import request_of
 
 gpu = pytest.mark.gpu

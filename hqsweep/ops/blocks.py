@@ -1,0 +1,78 @@
+"""Matrices that are quantized as they are computed, in formats whose scales are all found in blocks, without random
+bits: those need nothing of the matrix beforehand."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hqsweep.ops.kernels import DTYPES, kernel_of
+from hqsweep.ops.library import extension, where
+from hqsweep.ops.outputs import NO_STREAM, Matrices, Wanted, allocations, direction, outputs_of
+from hqsweep.ops.request import Request
+
+
+class Formats(NamedTuple):
+    """Texts, "" where a direction is not wanted; columns are made of decoded rows; exact: of rows, and of columns."""
+
+    rowwise: str
+    columnwise: str
+    dequantized: bool
+    exact: Sequence[bool]
+
+
+def formats_of(request: Request) -> Formats:
+    exact = [request.row_exact, request.column_exact]
+    return Formats(request.row_text, request.column_text, request.dequantized, exact)
+
+
+def _is_of_blocks(text: str) -> bool:
+    spec = kernel_of(text)
+    return spec.amax_name is None and not spec.stochastic
+
+
+def takes_formats(request: Request) -> bool:
+    """Whether a matrix can be quantized as it is computed in these formats: they have kernels, find all scales in
+    blocks and draw no random bits."""
+    texts = [text for text in (request.row_text, request.column_text) if text]
+    return bool(texts) and request.kernels and all(map(_is_of_blocks, texts))
+
+
+def fake_outputs(x: Tensor, shape: tuple[int, int], formats: Formats) -> list[Tensor]:
+    """Those of hqsweep::quantize of a matrix of this shape, on x's device, in traced graphs."""
+    matrix, shapes = Matrices(*shape), []
+    for text, across, exact in zip(formats[:2], (False, True), formats.exact, strict=True):
+        if text:
+            shapes += allocations(matrix, Wanted(text, across, exact, False), True)
+    return [x.new_empty(size, dtype=dtype) for size, dtype in shapes]
+
+
+class Directions:
+    """What a kernel is given for these formats of a matrix [rows, cols] on x's device, and its `tensors`.
+
+    ValueError for formats that draw random bits or have a global amax.
+    """
+
+    def __init__(self, x: Tensor, shape: tuple[int, int], formats: Formats) -> None:
+        for text in filter(None, formats[:2]):
+            if not _is_of_blocks(text):
+                raise ValueError(f"{text} draws random bits or has a global amax; quantize() takes it")
+        if len(formats.exact) != 2:
+            raise ValueError(f"exact is {formats.exact}; it takes one for rows and one for columns")
+        row_exact, column_exact = formats.exact
+        of_rows, of_columns = outputs_of(
+            (*shape, None, None),
+            (formats.rowwise, False, row_exact, False) if formats.rowwise else None,
+            (formats.columnwise, True, column_exact, False) if formats.columnwise else None,
+            True,
+        )
+        self.tensors: list[Tensor] = []
+        self.scratch: list[Tensor] = []
+        row = direction(of_rows, x, self.tensors, self.scratch, NO_STREAM, None) if formats.rowwise else None
+        column = direction(of_columns, x, self.tensors, self.scratch, NO_STREAM, None) if formats.columnwise else None
+        self.given = (row, column, formats.dequantized)
+
+    def quantize(self, x: Tensor) -> None:
+        """Of the matrix itself, where no kernel computes and quantizes it."""
+        call = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), *self.given)
+        extension().quantize_cuda(*call, *where(x))
