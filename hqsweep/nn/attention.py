@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
@@ -24,6 +23,7 @@ from hqsweep.nn.call import Call
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.sdpa import attend
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
 from hqsweep.recipe.roles import TENSOR_TYPES
@@ -161,7 +161,7 @@ class DotProductAttention(QuantizedModule):
         if _is_high_precision(call.quantizers):
             if call.quantizers.grad_input is not None:
                 q, k, v = _RoundGradients.apply(q, k, v, call)
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+            o = attend(q, k, v, is_causal=is_causal)
         else:
             self._check(call, q.shape[-2])
             folded = (x.reshape(-1, *x.shape[-2:]).to(self.dtype) for x in (q, k, v))
