@@ -5,8 +5,8 @@ the order in which thread blocks come, so that torch leaves cuDNN out altogether
 torch.use_deterministic_algorithms. Here forward is cuDNN's then, and backward is flash attention's deterministic one,
 which takes what cuDNN's forward saves: the output, and the logarithm of the sum of exponentials of each row.
 
-Both are operators of torch without a promise for them. They are therefore tried once for every length and width, on one
-head, and torch chooses by itself where they do not agree with what it would have computed.
+Both are operators of torch without a promise for them. They are therefore tried once for every width of a head, at some
+lengths, and torch chooses by itself where they do not agree with what it would have computed.
 """
 
 from collections.abc import Hashable
@@ -24,6 +24,8 @@ MOST_WIDTH = 128
 """Of a head, for both kernels."""
 AGREES = 0.02
 """Relative distance of two attentions in bfloat16, at most."""
+LENGTHS = (2, 37, 256)
+"""Where they are tried."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
@@ -39,7 +41,7 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     if not alike or q.dim() != 4 or not use_kernels(q):
         return False
     length, width = q.shape[2:]
-    return length > 1 and width % 8 == 0 and width <= MOST_WIDTH and _tried(q.device, length, width, is_causal)
+    return length > 1 and width % 8 == 0 and width <= MOST_WIDTH and _tried(q.device, width, is_causal)
 
 
 @constant_result
@@ -49,21 +51,25 @@ def _tried(*case: Hashable) -> bool:
 
 
 @memo
-def _agree(device: torch.device, length: int, width: int, is_causal: bool) -> bool:
+def _agree(device: torch.device, width: int, is_causal: bool) -> bool:
     """Whether, on a Hopper, output and gradients of one head are those of flash attention both ways."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
     with torch.inference_mode(False), torch.no_grad():
-        angles = torch.arange(4 * length * width, device=device, dtype=torch.float32).view(4, 1, 1, length, width)
-        q, k, v, do = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
         try:
-            o, sums = _forward(q, k, v, is_causal)
-            expected, its_sums, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
-            ours = [o, sums, *_backward(do, q, k, v, o, sums, is_causal)]
-            theirs = [expected, its_sums, *_backward(do, q, k, v, expected, its_sums, is_causal)]
+            return all(_agree_at(device, length, width, is_causal) for length in LENGTHS)
         except RuntimeError:
             return False
-        return all((a - b).float().norm() <= AGREES * b.float().norm() for a, b in zip(ours, theirs, strict=True))
+
+
+def _agree_at(device: torch.device, length: int, width: int, is_causal: bool) -> bool:
+    angles = torch.arange(4 * length * width, device=device, dtype=torch.float32).view(4, 1, 1, length, width)
+    q, k, v, do = torch.sin(angles * angles.sqrt()).bfloat16().unbind(0)
+    o, sums = _forward(q, k, v, is_causal)
+    expected, its_sums, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
+    ours = [o, sums, *_backward(do, q, k, v, o, sums, is_causal)]
+    theirs = [expected, its_sums, *_backward(do, q, k, v, expected, its_sums, is_causal)]
+    return all((a - b).float().norm() <= AGREES * b.float().norm() for a, b in zip(ours, theirs, strict=True))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -74,11 +74,11 @@ def test_a_kernel_that_disagrees_or_raises_is_not_used(monkeypatch):
     def fails(*_):
         raise RuntimeError
 
-    assert sdpa._agree(device, 48, 64, True)
+    assert sdpa._agree(device, 64, True)
     for wrong in (lambda *args: (right(*args)[0], right(*args)[1] + 0.1), fails):
         sdpa._agree.results.clear()
         monkeypatch.setattr(sdpa, "_forward", wrong)
-        assert not sdpa._agree(device, 48, 64, True)
+        assert not sdpa._agree(device, 64, True)
     sdpa._agree.results.clear()
 
 
