@@ -129,7 +129,8 @@ class Norm(QuantizedWeight):
         """added(), with the norm only described, for a quantizer that takes_normed(): its tensor holds no values. None
         where no kernel takes that."""
         weight = self.quantized_weight()
-        if is_observed(self) or not (use_kernels(x) and norm.takes(x, branch, weight, dtype) and takes_normed(x)):
+        taken = dtype is torch.bfloat16 and norm.takes(x, branch, weight, dtype) and takes_normed(x)
+        if is_observed(self) or not (taken and use_kernels(x)):
             return None
         total, h, statistics = _NormedFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype)
         rows = total.detach().flatten(0, -2)

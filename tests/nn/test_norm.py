@@ -16,7 +16,7 @@ from hqsweep.ops.kernels import NO_KEY
 from hqsweep.quant import hybrid
 from hqsweep.recipe import Recipe
 
-BF16 = Recipe.from_config({"linear": "bf16"})
+BF16, MXFP8 = (Recipe.from_config({"linear": text}) for text in ("bf16", "mxfp8"))
 
 
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
@@ -201,6 +201,16 @@ def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, nor
         made.append(results(build[kind]().to(device), x, branch))
     assert calls == ["norm_statistics", "norm"]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_a_norm_of_another_dtype_than_the_quantizer_reads_is_made(monkeypatch):
+    for module in (norm_module, layernorm_linear):
+        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    monkeypatch.setattr(norm_module.norm, "norm", torchs)
+    module = LayerNormLinear(128, 96, name="m", recipe=MXFP8, dtype=torch.float32)
+    x = torch.randn(128, 128).bfloat16()
+    expected = module._product(torchs(x, None, module.norm.weight, None, EPSILON, torch.float32)[0])
+    assert torch.equal(module(x), expected)
 
 
 @pytest.mark.gpu
