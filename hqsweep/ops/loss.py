@@ -41,9 +41,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether logits have a dtype, shape and place that the kernel takes; it runs on CUDA."""
+    """Whether logits have a dtype, shape and place that the kernel takes; it runs on CUDA. A trace knows no place, and
+    what it allocates begins at a multiple of 16 bytes."""
     whole = logits.dtype == torch.bfloat16 and logits.dim() == 2 and logits.is_contiguous()
-    return whole and logits.shape[1] % MULTIPLE == 0 and logits.data_ptr() % 16 == 0
+    return whole and logits.shape[1] % MULTIPLE == 0 and (torch.compiler.is_compiling() or logits.data_ptr() % 16 == 0)
 
 
 def cross_entropy_(
