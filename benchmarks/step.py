@@ -4,7 +4,8 @@
 
 floors  what each part takes at least: benchmarks/step_floors.py, at the speed of a copy and of a product in this run
 time    milliseconds of a step, host included, in turns of some steps with torch.compile of the plain GPT, medians;
-        share: of its tokens a second; memory: of its peak, both of the case alone, at rest and what a step takes
+        share: of its tokens a second at its fastest, in this run so far (beside_ms: in these turns); memory: of its
+        peak, both of the case alone, at rest and what a step takes
 kinds   the device's time by what kernels do, how many run, and how many launches the host asks for
 
 A recipe is a name of conf/recipe, with ":native" for gemm=native. A mode is a value of train.compile. Our steps are
@@ -40,8 +41,8 @@ from hqsweep.train.loop import Step, Trainer
 SECTIONS = ("floors", "time", "kinds")
 COLUMNS = (
     "section", "size", "case", "recipe", "mode", "deterministic", "ran", "ms", "share", "goal", "pass", "compiled_ms",
-    "ktokens_s", "tflops", "peak_gb", "memory", "reserved_gb", "first_step_s", "case_s", "launches", "kernels",
-    "device_ms", *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs",
+    "beside_ms", "ktokens_s", "tflops", "peak_gb", "memory", "reserved_gb", "first_step_s", "case_s", "launches",
+    "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs",
     "matmul_tflops", "fp8_tflops",
 )  # fmt: skip
 WARM_STEPS = 8
@@ -162,52 +163,61 @@ class Bench:
         self.name, self.size, self.args, self.writer, self.deadline = name, SIZES[name], args, writer, deadline
         self.data = Data(self.size, args.device)
         self.compiled: Prepared | None = None
+        self.fastest = float("inf")
+        """Seconds of a step of `compiled`, of all its medians."""
 
-    def run(self) -> None:
+    def run(self, section: str) -> None:
         """Plain torch first, since what is ours is measured beside it."""
         for how in self.args.references:
-            keep = how == "compiled"
-            self._case({"case": f"torch {how}"}, partial(plain, self.size, self.data, how, self.args.device), keep=keep)
+            build = partial(plain, self.size, self.data, how, self.args.device)
+            self._case(section, {"case": f"torch {how}"}, build, keep=how == "compiled")
         for recipe in self.args.recipes:
             for mode, kernels in product(self.args.modes, self.args.deterministic):
                 build = partial(Ours, self.size, self.data, recipe, mode, self.args.device)
                 named = {"case": "hqsweep", "recipe": recipe, "mode": mode, "deterministic": kernels}
-                self._case(named, build, is_deterministic=kernels == "on")
+                self._case(section, named, build, is_deterministic=kernels == "on")
 
     def _case(
-        self, named: rows.Row, build: Callable[[], Call], *, keep: bool = False, is_deterministic: bool = False
+        self,
+        section: str,
+        named: rows.Row,
+        build: Callable[[], Call],
+        *,
+        keep: bool = False,
+        is_deterministic: bool = False,
     ) -> None:
-        """All sections of a case; one that fails is a row."""
-        named, began = {"size": self.name} | named, time.perf_counter()
+        """One section of a case; one that fails is a row."""
+        named, began = {"section": section, "size": self.name} | named, time.perf_counter()
         if began > self.deadline:
-            self.writer.add({"section": "time"} | named | {"error": "not begun in --seconds"})
+            self.writer.add(named | {"error": "not begun in --seconds"})
             return
         try:
-            prepared = Prepared(build, self.args.device, is_deterministic=is_deterministic)
+            known = self.compiled if keep else None
+            prepared = known or Prepared(build, self.args.device, is_deterministic=is_deterministic)
             if keep:
                 self.compiled = prepared
             if ran := getattr(prepared.call, "ran", None):
                 named["ran"] = ran
-            for section in self.args.only:
-                if measure := {"time": self._time, "kinds": self._kinds}.get(section):
-                    row = named | measure(prepared) | {"case_s": time.perf_counter() - began}
-                    self.writer.add({"section": section} | row | verdict(row))
+            row = named | {"time": self._time, "kinds": self._kinds}[section](prepared)
+            self.writer.add(row | {"case_s": time.perf_counter() - began} | verdict(row))
         except Exception as error:
             traceback.print_exc()
             text = " ".join(str(error).split())
-            self.writer.add({"section": "time"} | named | {"error": f"{type(error).__name__}: {text[:300]}"})
+            self.writer.add(named | {"error": f"{type(error).__name__}: {text[:300]}"})
 
     def _time(self, case: Prepared) -> rows.Row:
-        others = [self.compiled] if self.compiled and self.compiled is not case else []
-        seconds, *beside = alternated([case, *others], self.args.steps or self.size.turn, self.args.turns)
-        compiled = beside[0] if beside else seconds if case is self.compiled else None
+        both = [case] if self.compiled in (case, None) else [case, self.compiled]
+        seconds, *_ = medians = alternated(both, self.args.steps or self.size.turn, self.args.turns)
+        if self.compiled is not None:
+            self.fastest = min(self.fastest, medians[-1])
         row = {"ms": seconds * 1e3, "ktokens_s": self.size.tokens / seconds * 1e-3}
         row |= {"tflops": self.size.flop() / seconds * 1e-12} | case.facts
-        if compiled is None:
+        if self.compiled is None:
             return row
         memory = self.compiled.facts.get("peak_gb")
         row |= {"memory": case.facts["peak_gb"] / memory} if memory else {}
-        return row | {"compiled_ms": compiled * 1e3, "share": compiled / seconds}
+        row |= {"beside_ms": medians[-1] * 1e3} if len(both) > 1 else {}
+        return row | {"compiled_ms": self.fastest * 1e3, "share": self.fastest / seconds}
 
     def _kinds(self, case: Prepared) -> rows.Row:
         kernels, launches = profile(case.step)
@@ -259,9 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             floors(args, writer)
         except Exception as error:  # the cases come all the same
             writer.add({"section": "floors", "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
-    if {"time", "kinds"} & set(args.only):
-        for name in args.size:
-            Bench(name, args, writer, deadline).run()
+    benches = [Bench(name, args, writer, deadline) for name in args.size]
+    for section in ("time", "kinds"):  # a profiler slows down every launch that comes after it
+        for bench in benches if section in args.only else ():
+            bench.run(section)
     rows.finish(writer, COLUMNS)
 
 
