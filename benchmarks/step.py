@@ -42,8 +42,8 @@ SECTIONS = ("floors", "time", "kinds")
 COLUMNS = (
     "section", "size", "case", "recipe", "mode", "deterministic", "ran", "ms", "share", "goal", "pass", "compiled_ms",
     "beside_ms", "ktokens_s", "tflops", "peak_gb", "memory", "reserved_gb", "first_step_s", "case_s", "launches",
-    "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms", "copy_gbs",
-    "matmul_tflops", "fp8_tflops",
+    "kernels", "device_ms", *(f"{kind}_ms" for kind in KINDS), "gbytes", "tflop", "floor_ms", "fused_floor_ms",
+    "copy_gbs", "matmul_tflops", "fp8_tflops",
 )  # fmt: skip
 WARM_STEPS = 8
 """Steps before a case is timed: those that compile, that allocate, or that come before a graph is captured."""
