@@ -117,7 +117,7 @@ def test_the_operator_with_a_counter_keeps_the_rules_of_torch_library():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("members", [False, True])
-@pytest.mark.parametrize("pair", [PAIR, ("nvfp4+4over6", "nvfp4+sr"), ("nvfp4+row_scaled+sr", "mxfp8")], ids="|".join)
+@pytest.mark.parametrize("pair", [PAIR, ("nvfp4+4over6", "nvfp4+sr"), ("nvfp4+tensor+sr", "mxfp8")], ids="|".join)
 def test_a_cuda_graph_draws_the_bits_of_each_step(pair, members):
     x, counter = draw("heavy", 256, 384).bfloat16().cuda(), counter_at(0, "cuda")
     splits = Splits.of([128, 0, 128], 256) if members else None
