@@ -48,8 +48,8 @@ def losses_and_gradients(loss, head, h):
 
 
 def assert_same_training(ours, expected):
-    """Losses to float32's rounding, gradients to that of the operands in 8 bits."""
-    torch.testing.assert_close(ours[0], expected[0], rtol=1e-6, atol=0)
+    """Losses to float32's rounding, and on a GPU to that of a few logits; gradients to that of operands in 8 bits."""
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-5 if ours[0].is_cuda else 1e-6, atol=0)
     for gradient, other in zip(ours[1:], expected[1:], strict=True):
         assert gradient.dtype == other.dtype
         assert (gradient - other).norm() <= 1e-2 * other.norm()
