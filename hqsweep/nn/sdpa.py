@@ -24,8 +24,8 @@ MOST_WIDTH = 128
 """Of a head, for both kernels."""
 AGREES = 0.02
 """Relative distance of two attentions in bfloat16, at most."""
-LENGTHS = (2, 37, 256)
-"""Where they are tried."""
+LENGTHS = (32, 37, 256)
+"""Where they are tried, from the shortest for which they are used."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
@@ -41,7 +41,7 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
     if not alike or q.dim() != 4 or not use_kernels(q):
         return False
     length, width = q.shape[2:]
-    return length > 1 and width % 8 == 0 and width <= MOST_WIDTH and _tried(q.device, width, is_causal)
+    return length >= LENGTHS[0] and width % 8 == 0 and width <= MOST_WIDTH and _tried(q.device, width, is_causal)
 
 
 @constant_result
