@@ -74,8 +74,11 @@ def _plan(device: int, sizes: tuple, a: tuple, b: tuple, out: tuple):
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float, accumulate: bool) -> bool:
-    """Whether cuBLASLt has written out, which is contiguous."""
+    """Whether cuBLASLt has written out, which is contiguous. For a single row or column it has kernels that multiply by
+    alpha before they add, which is another rounding."""
     (m, k), n, count = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
+    if m == 1 or n == 1:
+        return False
     at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), out.data_ptr()
     addresses = [0 if factor is None else factor.data_ptr() for factor in factors]
     planned = _plan(

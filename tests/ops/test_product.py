@@ -135,7 +135,7 @@ def test_beside_the_float32_product_and_its_scaling(shape):
     assert ((low <= made) & (made <= high)).all()
     wide = product(a, b, on_gpu(0.3), on_gpu(7.1), 1 / 2688, torch.float32).double()
     exact = a.double() @ b.double().t() * alpha_of(*factors).double()
-    assert (wide - exact).norm() / exact.norm() < 2e-6
+    assert (wide - exact).norm() / exact.norm() < max(2e-6, 2e-9 * k)
 
 
 @gpu
@@ -163,7 +163,7 @@ def test_what_was_in_memory_before_is_not_read(shape, dtype):
         out = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
         written = multiply_into(out, a, b, (factor, None), 1.0, False)
         expected = (exact_sum(a, b) * (0.5 if factor is not None else 1.0)).to(dtype)
-        assert torch.equal(out, expected) if written else k % 8, "the library takes lines of whole 16 bytes"
+        assert torch.equal(out, expected) if written else k % 8 or 1 in (m, n), "the library takes whole 16 bytes"
 
 
 @gpu
