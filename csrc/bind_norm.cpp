@@ -45,7 +45,7 @@ void bind_norm(py::module_& m) {
     HQ_REQUIRE(amax || !column_amax, "the amax of columns is found with that of h");
     if (!amax) return norm_forward_cuda(call, stream);
     check_aligned(amax | column_amax, 4, "an amax");
-    HQ_REQUIRE(h && rows % kNormStrip == 0 && cols <= kNormMostMeasured && call.h.dtype == Dtype::bf16,
+    HQ_REQUIRE((h || rows == 0) && rows % kNormStrip == 0 && cols <= kNormMostMeasured && call.h.dtype == Dtype::bf16,
                "amaxes are found of bf16, of a multiple of " + text(kNormStrip) + " rows and at most " +
                    text(kNormMostMeasured) + " columns, got " + text(rows) + " x " + text(cols));
     norm_measured_cuda(call, {pointer<float>(amax), pointer<float>(column_amax), signs}, stream);
