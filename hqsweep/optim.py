@@ -161,6 +161,8 @@ class FusedAdam(torch.optim.AdamW):
             beta1=group["betas"][0],
             beta2=group["betas"][1],
         )
+        if fused:  # whose kernel leaves versions as they are, by which kept operands of weights are known to be old
+            torch.autograd.graph.increment_version(masters)
         written = [(p, master) for p, master in zip(grads, masters, strict=True) if p is not master]
         plain = [pair for pair in written if not isinstance(pair[0], HybridQuantizedTensor)]
         if plain:

@@ -11,9 +11,10 @@ from torch import nn
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import Linear, quantized_model_init
+from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam, use_main_grads
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.recipe import LinearQuantizers, Recipe
 
 OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 KEY = RngKey(seed=0, slot="w", step=1)
@@ -168,6 +169,19 @@ def test_main_grad_is_the_gradient_where_there_is_one():
     p.grad = value(1)
     with pytest.raises(UserError, match=r"a parameter of shape \(64, 96\) has both grad and main_grad"):
         first.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("step", [FusedAdam.step, lambda optimizer: optimizer.clip_and_step(1.0)], ids=["step", "clip"])
+def test_operands_of_weights_that_were_kept_are_made_anew_after_a_step(fused, step):
+    layer = Linear(32, 32, name="a", recipe=Recipe(linear=LinearQuantizers.parse("mxfp8", "test")))
+    optimizer, x = FusedAdam(layer.parameters(), lr=0.5, fused=fused), torch.ones(4, 32, dtype=torch.bfloat16)
+    with quantization(cache_weights=True):
+        y = layer(x)
+        y.float().square().sum().backward()
+        step(optimizer)
+        after = layer(x)
+    assert torch.equal(after, layer(x)) and not torch.equal(after, y)
 
 
 def test_what_has_no_gradient_stays_as_it_is():
