@@ -1,7 +1,7 @@
 // The arithmetic of activations: float32 inside, each output rounded once to bf16. All kernels take it from here, so that
 // fused ones have the bits of the others.
 //   sigmoid(x) = 1 / (1 + 2^(-x log2 e)), by the instructions ex2.approx and rcp.approx: relative error below 2^-20 for
-//   |x| < 32, where bf16 has 2^-9; 0 below -87.
+//   |x| < 32, where bf16 has 2^-8; 0 below -87.
 //   swiglu: h = (g * s) * u, s = sigmoid(g).  dg = ((dh * u) * s) * (1 + g * (1 - s)), du = dh * (g * s).
 //   gelu, the tanh approximation 0.5 z (1 + tanh(t)), t = sqrt(2 / pi) (z + 0.044715 z^3), as z * s, s = sigmoid(2 t).
 //   dz = dh * (s + ((z * s) * (1 - s)) * 2 dt/dz).

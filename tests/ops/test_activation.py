@@ -38,14 +38,16 @@ def reference(kind, z, dh):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_torch(kind, shape):
-    """Rounding to bf16 errs by 2^-9; float32 inside by little, beside the largest term of a sum that may cancel."""
+    """Rounding to bf16 errs by 2^-8; float32 inside by little, beside the largest term of a sum that may cancel. Far
+    below 0 torch's gelu errs by 2^-53 x in its 1 + tanh."""
     z, dh = matrices(kind, *shape)
     h, dz = reference(kind, z, dh)
-    torch.testing.assert_close(activation(z, kind)[0].double(), h, rtol=2**-8.9, atol=1e-30)
+    atol = 1e-13 if kind == "gelu" else 1e-30
+    torch.testing.assert_close(activation(z, kind)[0].double(), h, rtol=2**-7.9, atol=atol)
     largest = dh.double() * (1 + z.double().abs().amax(-1, keepdim=True))
     terms = torch.cat([largest] * INPUTS[kind], dim=-1).abs()
     error = (activation_backward(dh, z, kind)[0].double() - dz).abs()
-    assert (error <= 2**-8.9 * dz.abs() + 2**-20 * terms).all()
+    assert (error <= 2**-7.9 * dz.abs() + 2**-20 * terms).all()
 
 
 @gpu
