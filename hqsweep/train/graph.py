@@ -79,6 +79,8 @@ class GraphPool:
             _FAILED.append(graph)
             with suppress(RuntimeError):  # torch does not end it where the capture has failed
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool.id)
+            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
+                torch.zeros(1, device="cuda")  # for torch's generator a capture lasts until one succeeds
             raise error from None
         return CudaGraph(graph, results)
 
