@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hqsweep.formats import RngKey
@@ -14,8 +15,8 @@ class WeightWorkspace:
     """One operand a direction, of a weight or of a group: 2 bytes an element each where it is exact in bfloat16.
 
     Used inside quantization(cache_weights=True). An operand is made anew when a weight's memory, its version counter,
-    the quantizer, its form or, for +sr, the key of the random bits is another one. Writing through weight.data bypasses
-    torch's version counter and so this check.
+    the quantizer, its form, the step or, for +sr, the key of the random bits is another one. Writing by weight.data, or
+    as torch's fused optimizers do, bypasses torch's version counter, and is seen when the step is another one.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,9 @@ class WeightWorkspace:
         wanted = next(iter(forms))
         if quantizer.delayed or any(weight.is_inference() for weight in weights):
             return getattr(make([wanted]), wanted)  # weights are not all it depends on, or have no version counter
-        bits = (tuple((w.data_ptr(), w._version) for w in weights), quantizer, key if quantizer.stochastic else None)
+        step = None if torch.compiler.is_compiling() else key.step  # one trace serves all steps
+        written = tuple((w.data_ptr(), w._version) for w in weights)
+        bits = (written, quantizer, key if quantizer.stochastic else step)
         if not self._has(wanted, (bits, forms[wanted])):
             missing = {d: (bits, form) for d, form in forms.items() if not self._has(d, (bits, form))}
             for direction in missing:

@@ -10,6 +10,7 @@ from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, set_recipe
 from hqsweep.nn.linear_call import LinearCall
+from hqsweep.optim import FusedAdam
 from hqsweep.recipe import Recipe
 
 BOTH = ["rowwise", "columnwise"]
@@ -171,3 +172,29 @@ def test_a_module_pickles_without_its_workspace():
     with quantization(cache_weights=True):
         train(module, 0)
     assert len(module.workspace) == 2 and len(pickle.loads(pickle.dumps(module)).workspace) == 0
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, FusedAdam])
+def test_what_a_fused_optimizer_writes_is_seen_at_the_next_step(build):
+    """Torch's fused kernels do not count in a tensor's version that they wrote to it."""
+    modules = [linear(), linear()]
+    optimizers = [build(module.parameters(), lr=0.1, fused=True) for module in modules]
+    for step in (1, 2, 3):
+        for module, optimizer, cached in zip(modules, optimizers, (True, False), strict=True):
+            with quantization(step=step, cache_weights=cached):
+                train(module, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(*(module.weight for module in modules))
+
+
+def test_an_update_within_one_step_is_seen_where_our_fused_optimizer_makes_it():
+    module = linear()
+    optimizer = FusedAdam(module.parameters(), lr=0.1, fused=True)
+    x = draw("normal", 32, 64)
+    with quantization(step=1, cache_weights=True):
+        train(module, 1)
+        optimizer.step()
+        later = module(x)
+    with quantization(step=1):
+        assert torch.equal(later, module(x))
