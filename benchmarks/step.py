@@ -138,7 +138,7 @@ class Prepared:
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """As runs are on a GPU, or as torch is by default."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    before, fill = torch.backends.cuda.cudnn_sdp_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     if enabled:
         make_deterministic()
     try:
@@ -146,6 +146,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def alternated(cases: Sequence[Prepared], steps: int, turns: int) -> list[float]:

@@ -31,3 +31,4 @@ def deterministic():
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True

@@ -70,7 +70,9 @@ def act(run: RunDir, do: str) -> None:
         time.sleep(60)
     if do == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3, "slow": 1.0}.get(do, 0.02))
+    while do == "waits" and not (run.path.parent / "go").exists():
+        time.sleep(0.02)
+    time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3}.get(do, 0.02))
 
 
 def train_trunk(run: RunDir, do: str) -> None:
@@ -100,10 +102,10 @@ def work(run: RunDir) -> int:
     with (run.path / "starts").open("a") as starts:
         starts.write(f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     signal.signal(signal.SIGTERM, terminated)
-    attempt = run.written_status()["attempt"] + 1
+    attempt, do = run.written_status()["attempt"] + 1, run.config()["do"]  # from now on its status may be garbage
     run.write_status(state="running", reason=None, pid=os.getpid(), host=os.uname().nodename, attempt=attempt)
     try:
-        act(run, run.config()["do"])
+        act(run, do)
     except SystemExit:
         run.write_status(state="interrupted", reason="stopped by SIGTERM", exit_code=143)
         return 143

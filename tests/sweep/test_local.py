@@ -297,11 +297,12 @@ def test_a_folder_that_is_deleted_before_its_run_starts_is_named(make_runs):
 
 @pytest.mark.parametrize("garbage", ["[]", "", "{", '{"state": "running", "progress": []}'])
 def test_garbage_in_the_status_of_a_run_at_work_costs_nothing(make_runs, garbage):
-    runs = make_runs("slow", "quick")
+    runs = make_runs("waits", "quick")
 
     def spoil():
         wait_for(lambda: runs[0].seen()["state"] == "running")
         runs[0].status_path.write_text(garbage)
+        (runs[0].path.parent / "go").touch()
 
     spoiling = in_a_thread(spoil)
     statuses = run_local(runs, display=Lines())

@@ -50,6 +50,7 @@ def deterministic(request):
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def config(case, **train):
