@@ -70,6 +70,8 @@ def act(run: RunDir, do: str) -> None:
         time.sleep(60)
     if do == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if do == "waits":
+        (run.path / "waits").touch()  # all that is read of the run has been read
     while do == "waits" and not (run.path.parent / "go").exists():
         time.sleep(0.02)
     time.sleep({"sleep": 60, "stubborn": 60, "short": 0.3}.get(do, 0.02))
@@ -102,10 +104,10 @@ def work(run: RunDir) -> int:
     with (run.path / "starts").open("a") as starts:
         starts.write(f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     signal.signal(signal.SIGTERM, terminated)
-    attempt, do = run.written_status()["attempt"] + 1, run.config()["do"]  # from now on its status may be garbage
+    attempt = run.written_status()["attempt"] + 1
     run.write_status(state="running", reason=None, pid=os.getpid(), host=os.uname().nodename, attempt=attempt)
     try:
-        act(run, do)
+        act(run, run.config()["do"])
     except SystemExit:
         run.write_status(state="interrupted", reason="stopped by SIGTERM", exit_code=143)
         return 143

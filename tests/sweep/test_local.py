@@ -300,7 +300,7 @@ def test_garbage_in_the_status_of_a_run_at_work_costs_nothing(make_runs, garbage
     runs = make_runs("waits", "quick")
 
     def spoil():
-        wait_for(lambda: runs[0].seen()["state"] == "running")
+        wait_for((runs[0].path / "waits").exists)
         runs[0].status_path.write_text(garbage)
         (runs[0].path.parent / "go").touch()
 
