@@ -3,8 +3,10 @@
 Importing the package loads nothing heavy: neither torch nor the compiled extension (hqsweep._C).
 """
 
+import importlib
 import os
 import sys
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -12,3 +14,16 @@ __version__ = "0.1.0"
 # interpreter, and so not on PATH, in a virtual environment that nobody activated.
 if hasattr(__loader__, "rebuild"):
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+
+_HOME: dict[str, str] = {}
+"""Name of the Python interface -> the module that has it, which is imported when the name is first read."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hqsweep' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

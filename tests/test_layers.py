@@ -19,8 +19,8 @@ PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
     ("errors", "memo", "track.tables", "config.jobs"), ("verdicts", "config.format_text"), ("formats",), ("ops",),
     ("quant",), ("recipe",),
-    ("config", "gemm"), ("nn",), ("optim",), ("compat",), ("train",), ("jobs",), ("sweep",), ("track",), ("report",),
-    ("study",), ("worker", "doctor"), ("cli",), ("__main__",),
+    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("checkpoints",), ("compat",), ("train",), ("jobs",),
+    ("sweep",), ("track",), ("report",), ("study",), ("api",), ("worker", "doctor"), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and files that stand elsewhere than their package."""
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
