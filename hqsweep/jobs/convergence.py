@@ -17,7 +17,7 @@ from hqsweep.gemm import native
 from hqsweep.gemm.plan import gemm_plan
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
-from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.grouped import GroupedBase
 from hqsweep.nn.module import QuantizedModule, quantized_modules
 from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.ops.fingerprint import fingerprint
@@ -253,6 +253,6 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
 
 
 def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:
-    if not isinstance(module, GroupedLinear):
+    if not isinstance(module, GroupedBase):
         return str(gemm_plan(a, b, native.capability_of(device), gemm_mode))
     return str(module.plan(gemm, a, b, device, gemm_mode))

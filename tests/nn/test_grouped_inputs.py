@@ -20,7 +20,7 @@ from experts import (
     train,
 )
 
-import hqsweep.nn.grouped_linear
+import hqsweep.nn.grouped
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, set_recipe
@@ -146,7 +146,7 @@ def test_a_training_goes_on_after_an_evaluation_in_inference_mode(single):
 
 def test_experts_are_compared_once_for_a_recipe(monkeypatch):
     """When the module is built, when it takes a recipe, and at the first call under an autocast: never in a step."""
-    place, seen = hqsweep.nn.grouped_linear, []
+    place, seen = hqsweep.nn.grouped, []
     real = place.homogeneous
     monkeypatch.setattr(place, "homogeneous", lambda own, where: seen.append(where) or real(own, where))
     module, x, other = grouped("mxfp8"), draw("normal", ROWS, K), recipe_of("fp8_block")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from hqsweep.formats.inputs import draw
-from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, grouped_linear, moe, quantization, router
+from hqsweep.nn import LayerNormMoE, MoEOptions, Probe, grouped, moe, quantization, router
 from hqsweep.nn.activation import swiglu
 from hqsweep.nn.router import Router
 from hqsweep.ops.splits import Splits
@@ -221,8 +221,8 @@ def test_experts_that_only_a_device_knows_are_filled_up_as_by_each_linear(kernel
 
     monkeypatch.setattr(moe.Splits, "of", of_a_device)
     made, calls = [], []
-    right = grouped_linear.place_rows
-    monkeypatch.setattr(grouped_linear, "place_rows", lambda *a: (calls.append(a), right(*a))[1])
+    right = grouped.place_rows
+    monkeypatch.setattr(grouped, "place_rows", lambda *a: (calls.append(a), right(*a))[1])
     for moves in (moe.moves_by_kernels, lambda h, dtype: False):
         monkeypatch.setattr(moe, "moves_by_kernels", moves)
         made.append((results(module), len(calls)))
