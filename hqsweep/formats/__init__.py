@@ -8,7 +8,7 @@ from hqsweep.formats.mx import MX
 from hqsweep.formats.nvfp4 import NVFP4
 from hqsweep.formats.nvfp4_tensor import NVFP4Tensor
 from hqsweep.formats.parse import FORMATS, bases, parse, spellings
-from hqsweep.formats.random import RngKey, RngKeys
+from hqsweep.formats.random import RngKey, RngKeys, RngNumbers, numbers_of
 
 __all__ = [
     "FORMATS",
@@ -27,7 +27,9 @@ __all__ = [
     "NVFP4Tensor",
     "RngKey",
     "RngKeys",
+    "RngNumbers",
     "bases",
+    "numbers_of",
     "options",
     "parse",
     "spellings",

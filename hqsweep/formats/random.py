@@ -44,6 +44,38 @@ class RngKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RngNumbers:
+    """The streams of a slot's two directions, known by their numbers: a trace takes these as inputs, and serves slots
+    of every name."""
+
+    seed: int
+    numbers: list[int]
+    """The words of the slots NAME/rowwise and NAME/columnwise."""
+    step: int
+    counter: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def under(self, direction: str) -> "RngNumber":
+        """The stream of a direction."""
+        number = self.numbers[direction == "columnwise"]
+        return RngNumber(seed=self.seed, number=number, step=self.step, counter=self.counter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RngNumber:
+    """An RngKey whose slot is known by its word."""
+
+    seed: int
+    number: int
+    step: int
+    counter: Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """RngKey.words."""
+        return self.seed & _MASK, self.number
+
+
+@dataclass(frozen=True, kw_only=True)
 class RngKeys(Sequence[RngKey]):
     """The streams of the experts of a group in one step: keys that differ in their slots only.
 
@@ -71,9 +103,16 @@ class RngKeys(Sequence[RngKey]):
         return replace(self, slots=_parts(self.slots, name)[0])
 
 
-@memo
-def _slot_word(slot: str) -> int:
+def _hashed(slot: str) -> int:
     return int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
+
+
+_slot_word = memo(_hashed)
+
+
+def numbers_of(slot: str) -> list[int]:
+    """RngNumbers.numbers of the slot of this name."""
+    return [_hashed(f"{slot}/{direction}") for direction in ("rowwise", "columnwise")]
 
 
 @memo

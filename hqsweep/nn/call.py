@@ -1,6 +1,6 @@
 """Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey, RngKeys
+from hqsweep.formats import RngKey, RngKeys, RngNumbers, numbers_of
 from hqsweep.memo import memo
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
@@ -19,7 +19,7 @@ from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
-from hqsweep.recipe.roles import QuantizerRole
+from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 from hqsweep.recipe.sections import Section
 
 
@@ -34,6 +34,20 @@ def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part
 def slot_names(module_type: str, tensor: str, name: str, experts: int, part: int) -> tuple[str, ...]:
     """slot_name of every expert."""
     return tuple(slot_name(module_type, tensor, name, expert, part) for expert in range(experts))
+
+
+SlotNumbers = Mapping[str, list[list[int]]]
+"""Tensor of a module -> numbers_of its slot in each microbatch, the first ones. Lists, for torch.compile takes tuples
+of numbers for constants."""
+NUMBERED_PARTS = 8
+"""Microbatches of which SlotNumbers has the numbers."""
+
+
+def slot_numbers(name: str) -> SlotNumbers:
+    """Of the linear of that name."""
+    slots = {tensor: str(QuantizerRole("linear", tensor, name)) for tensor in TENSOR_TYPES["linear"]}
+    parts = ["", *(f"@{part}" for part in range(1, NUMBERED_PARTS))]
+    return {tensor: [numbers_of(f"{slot}{part}") for part in parts] for tensor, slot in slots.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +72,15 @@ class Call:
     """The rows of each expert in every tensor but the weight, or None: a tensor is one matrix."""
     weight_splits: Splits | None = None
     """The rows of each expert in all weights, one below the other."""
+    slot_numbers: SlotNumbers | None = None
+    """In a trace that does not depend on the module's name: what its random bits are keyed by instead."""
 
-    def key(self, tensor: str) -> RngKey | RngKeys:
+    def key(self, tensor: str) -> RngKey | RngKeys | RngNumbers:
         """The stream of one slot in this step and microbatch, or that of every expert; of a weight in this step."""
         # Microbatches are parts of the step's batch, in which weights do not differ.
         part = self.context.microbatch if tensor != "weight" else 0
+        if self.slot_numbers is not None:
+            return self.context.numbered_key(self.slot_numbers[tensor][part])
         if self.splits is None:
             return self.context.key(slot_name(self.module_type, tensor, self.name, self.expert, part))
         slots = slot_names(self.module_type, tensor, self.name, self.splits.count, part)

@@ -11,7 +11,7 @@ import torch.compiler.config
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey
+from hqsweep.formats import RngKey, RngNumbers
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
@@ -55,10 +55,17 @@ class Context:
             )
 
     def key(self, slot: str) -> RngKey:
+        return RngKey(slot=slot, **self._key_facts())
+
+    def numbered_key(self, numbers: list[int]) -> RngNumbers:
+        """key() of the slot with these numbers_of its name."""
+        return RngNumbers(numbers=numbers, **self._key_facts())
+
+    def _key_facts(self) -> dict[str, Any]:
         # TorchInductor records a CUDA graph for each number that one takes: a trace with a counter takes none.
         read = self.counter is not None and torch.compiler.is_compiling()
         step = 0 if self.step is None or read else self.step
-        return RngKey(seed=self.seed, slot=slot, step=step, counter=self.counter)
+        return {"seed": self.seed, "step": step, "counter": self.counter}
 
 
 HIGH_PRECISION = Recipe(linear=LinearQuantizers.parse("bf16", "recipe.linear"))
@@ -68,9 +75,12 @@ OUTSIDE = Context()
 _CONTEXT = Scoped(OUTSIDE)
 _RECIPE: Scoped[AnyRecipe | None] = Scoped(None)
 
-# torch.compile takes numbers of global variables for constants, and would trace a graph for every step.
+# torch.compile takes numbers of global variables and of modules for constants, and would trace a graph for every step,
+# and for the slots of random bits of every module.
 _DYNAMIC = torch.compiler.config.dynamic_sources
-torch.compiler.config.dynamic_sources = f"{_DYNAMIC}{',' * bool(_DYNAMIC)}.*_CONTEXT.*value[.]step"
+torch.compiler.config.dynamic_sources = ",".join(
+    [*([_DYNAMIC] if _DYNAMIC else []), ".*_CONTEXT.*value[.]step", ".*_slot_numbers.*"]
+)
 
 
 def current() -> Context:

@@ -2,7 +2,7 @@
 
 import torch
 
-from hqsweep.formats import RngKey, RngKeys
+from hqsweep.formats import RngKey, RngKeys, RngNumbers, numbers_of
 from hqsweep.ops.addresses import key_table
 
 SLOTS = tuple(f"layers.0.experts/grouped_linear/input/{e}" for e in range(5))
@@ -31,3 +31,10 @@ def test_the_table_of_a_kernel_is_the_same_however_keys_are_given():
         assert key_table(keys, cpu) is table
         tables.append(table)
     assert not torch.equal(*tables)
+
+
+def test_numbers_of_a_slot_are_the_words_of_its_directions():
+    key = RngKey(seed=SEED, slot=SLOTS[0], step=STEP)
+    numbered = RngNumbers(seed=SEED, numbers=numbers_of(SLOTS[0]), step=STEP)
+    for direction in ("rowwise", "columnwise"):
+        assert numbered.under(direction).words == key.under(direction).words

@@ -184,3 +184,40 @@ def test_a_trace_keeps_no_operands_of_weights():
         module.weight.mul_(2)
     assert torch.equal(results(module, compiled, "linear", "cpu", 1, cache_weights=True)[0], 2 * first)
     assert len(module.workspace) == 0
+
+
+class Block(torch.nn.Module):
+    """x plus two linears, named after a layer."""
+
+    def __init__(self, layer, text):
+        super().__init__()
+        self.up, self.down = (Linear(K, K, name=f"layers.{layer}.{name}", recipe=text) for name in ("up", "down"))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_one_graph_serves_all_blocks_that_are_compiled_one_by_one(device, text):
+    """Names are no part of it, and each block draws its own random bits."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*(Block(layer, text) for layer in range(3))).to(device)
+    compiled = torch.nn.Sequential(*(torch.compile(b, backend="aot_eager", fullgraph=True) for b in blocks))
+    for step, microbatch in ((1, 0), (2, 0), (2, 1)):
+        options = {"microbatch": microbatch}
+        expected, got = (results(blocks, call, "linear", device, step, **options) for call in (blocks, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert counters["stats"]["unique_graphs"] == 2  # one for each microbatch
+
+
+def test_a_trace_that_needs_a_name_has_it():
+    """For a quantizer of somebody else, a boundary, or a microbatch whose numbers are not kept."""
+    torch.compiler.reset()
+    module = Linear(K, N, name="l", recipe="nvfp4+sr")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    expected, got = (results(module, call, "linear", "cpu", 1, microbatch=9) for call in (module, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
