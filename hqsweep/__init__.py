@@ -15,7 +15,12 @@ __version__ = "0.1.0"
 if hasattr(__loader__, "rebuild"):
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
-_HOME: dict[str, str] = {}
+_HOME: dict[str, str] = {
+    "conversion_of": "hqsweep.models.convert",
+    "convert": "hqsweep.models.convert",
+    "converted": "hqsweep.models.convert",
+    "revert": "hqsweep.models.convert",
+}
 """Name of the Python interface -> the module that has it, which is imported when the name is first read."""
 
 

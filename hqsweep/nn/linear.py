@@ -44,6 +44,14 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+@outside_autocast
+def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call."""
+    biases = () if bias is None else (bias,)
+    y = call.rounded("output", LinearFunction.apply(in_dtype(as_rows(x), call.dtype), call, 1, weight, *biases))
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
 class LinearBase(QuantizedModule):
     """What single and grouped linears have in common: their settings, and the facts of a call."""
 
@@ -142,11 +150,6 @@ class Linear(LinearBase):
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x)
 
-    @outside_autocast
     def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
         """forward(x), of whose input these fields of a LinearCall are known."""
-        call = LinearCall(**self.linear_facts(), **known)
-        biases = () if self.bias is None else (self.bias,)
-        y = LinearFunction.apply(in_dtype(as_rows(x), self.dtype), call, 1, self.weight, *biases)
-        y = call.rounded("output", y)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+        return linear_product(LinearCall(**self.linear_facts(), **known), x, self.weight, self.bias)

@@ -180,9 +180,16 @@ class Boundary:
             module.quantizers = replace(module.quantizers, **{self.slot: None})
 
 
+PARTS = "_hqsweep_parts"
+"""Attribute of a module of somebody else: the QuantizedModules, outside of its tree, by which it computes."""
+
+
 def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
-    """All modules of a model that have quantizers, each once, in order."""
-    return [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    """All modules of a model that have quantizers, each once, in order; in place of converted ones, their PARTS."""
+    found = []
+    for module in model.modules():
+        found += [module] if isinstance(module, QuantizedModule) else getattr(module, PARTS, ())
+    return found
 
 
 def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
@@ -198,7 +205,15 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
     """
     modules = quantized_modules(model)
     if not modules:
-        raise UserError(f"set_recipe: {type(model).__name__} has no module of hqsweep.nn; build it of these")
+        raise UserError(
+            f"set_recipe: {type(model).__name__} has no module of hqsweep.nn; build it of these, or give it to"
+            " hqsweep.convert first"
+        )
+    return set_recipe_of(modules, recipe)
+
+
+def set_recipe_of(modules: Sequence[QuantizedModule], recipe: AnyRecipe) -> int:
+    """set_recipe of a model that has these modules."""
     roles = list(dict.fromkeys(role for module in modules for role in module.slot_roles().values() if role is not None))
     faults = Faults()
     faults.texts += unread_overrides(recipe, roles)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from hqsweep.errors import UserError, nearest
+from hqsweep.formats import Format
 from hqsweep.memo import cached_property
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
 from hqsweep.recipe.roles import TENSOR_TYPES
@@ -39,7 +40,7 @@ class Section:
     """Base of the sections; a subclass has one field for each tensor of its module type, named as the tensor."""
 
     def __post_init__(self) -> None:
-        _ = self.stochastic  # worked out now, as by HybridQuantizer
+        _ = self.stochastic, self.identity  # worked out now, as by HybridQuantizer
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
@@ -73,6 +74,16 @@ class Section:
     def stochastic(self) -> bool:
         """Whether a slot draws random bits."""
         return any(quantizer is not None and quantizer.stochastic for quantizer in slots(self).values())
+
+    @cached_property
+    def identity(self) -> Format | None:
+        """The high-precision format that all slots have in both directions; None where there is another, too, or a
+        quantizer of a class of somebody else."""
+        quantizers = [quantizer for quantizer in slots(self).values() if quantizer is not None]
+        formats = {format for q in quantizers for format in (q.rowwise, q.columnwise)}
+        first = next(iter(formats))
+        plain = all(type(q) is HybridQuantizer for q in quantizers)
+        return first if plain and len(formats) == 1 and first.high_precision else None
 
     def texts(self) -> dict[str, str]:
         """Tensor -> text of its quantizer: what parse takes."""

@@ -90,14 +90,17 @@ def validate(
     """
     first_step: dict[str, int] = {}
     for stage in stages(recipe, steps):
-        for text in _stage_faults(stage.recipe, modules, device_fault):
+        for text in recipe_faults(stage.recipe, modules, device_fault):
             first_step.setdefault(text, stage.first_step)
     if first_step:
         texts = [text + (f" (from step {step} on)" if step > 1 else "") for text, step in first_step.items()]
         raise UserError("recipe: " + "; ".join(texts))
 
 
-def _stage_faults(recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None) -> Iterator[str]:
+def recipe_faults(
+    recipe: AnyRecipe, modules: Sequence[GemmModule], device_fault: DeviceFault | None = None
+) -> Iterator[str]:
+    """What is wrong with a recipe without its schedule for a model of these modules: what validate raises."""
     roles = [role for module in modules for role in module.roles]
     yield from unread_overrides(recipe, roles)
     quantizers = recipe.resolve(roles)

@@ -1,0 +1,130 @@
+"""Conversion: what convert() did to a model, and what has happened to it since."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import torch
+
+from hqsweep.errors import UserError
+from hqsweep.models.kinds import CALLED
+from hqsweep.nn.module import QuantizedModule
+from hqsweep.recipe.roles import TENSOR_TYPES
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A module that computes by the recipe. `name` is its role's, `shape` that of its weight, [N, K]; `formats` has the
+    text of each tensor's quantizer as it is now."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    formats: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A module with products that was left as it is, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a converted module."""
+
+    kind: str
+    shape: tuple[int, ...]
+    module: QuantizedModule
+
+    @property
+    def converted(self) -> Converted:
+        texts = {t: str(getattr(self.module.quantizers, t)) for t in TENSOR_TYPES[self.module.module_type]}
+        return Converted(self.module.name, self.kind, self.shape, texts)
+
+
+@dataclass
+class Conversion:
+    """What convert() did. It keeps no parameter and no module of the model alive."""
+
+    parts: list[Part] = field(default_factory=list, repr=False)
+    skipped: list[Skipped] = field(default_factory=list)
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    """Names of parameters that are one and the same."""
+
+    @property
+    def modules(self) -> list[Converted]:
+        """Each module that was converted, in order, with its formats as they are now."""
+        return [part.converted for part in self.parts]
+
+    def unused(self) -> list[str]:
+        """Names of converted modules that our code computed nothing for since convert() or reset(): they were not
+        called, or something reads their weights and passes by their forward."""
+        return [part.module.name for part in self.parts if not getattr(part.module, CALLED, False)]
+
+    def reset(self) -> None:
+        """Have unused() count from now on."""
+        for part in self.parts:
+            part.module.__dict__.pop(CALLED, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of delayed scaling, "NAME.states.input_rowwise.history" and so on, which the model's own
+        state_dict has not; empty for recipes without any."""
+        return {
+            f"{part.module.name}.{key}": value for part in self.parts for key, value in part.module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the states of state_dict(); modules that it has none for begin anew. UserError for states of modules
+        that are not converted, and then nothing is changed."""
+        left, own = set(state), []
+        for part in self.parts:
+            prefix = f"{part.module.name}.states."
+            own.append(
+                {key.removeprefix(f"{part.module.name}."): v for key, v in state.items() if key.startswith(prefix)}
+            )
+            left -= {f"{part.module.name}.{key}" for key in own[-1]}
+        if left:
+            raise UserError(
+                f"Conversion.load_state_dict: {min(left)} belongs to no converted module; convert the model by the"
+                " filter and recipe of the checkpoint"
+            )
+        with torch.no_grad():
+            for part, states in zip(self.parts, own, strict=True):
+                part.module.load_state_dict(states, strict=False)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """name, kind, shape and why of every module, converted ones first; `why` is empty for these, and each tensor's
+        format for those."""
+        converted = [{"name": m.name, "kind": m.kind, "shape": m.shape, **m.formats, "why": ""} for m in self.modules]
+        return converted + [{"name": s.name, "kind": "skipped", "shape": s.shape, "why": s.why} for s in self.skipped]
+
+    def frame(self) -> Any:
+        """rows() as a pandas.DataFrame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows()).fillna("")
+
+    def __str__(self) -> str:
+        kinds = [part.kind for part in self.parts]
+        counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        text = f"converted {counted}"
+        return text + (f"; skipped {_reasons(self.skipped)}" if self.skipped else "")
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(str(self))}</p>{self.frame().to_html(index=False)}"
+
+
+def _reasons(skipped: Sequence[Skipped]) -> str:
+    """Each reason with the first name, and how many more there are."""
+    first: dict[str, list[str]] = {}
+    for each in skipped:
+        first.setdefault(each.why, []).append(each.name)
+    return "; ".join(
+        names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f" ({why})"
+        for why, names in first.items()
+    )

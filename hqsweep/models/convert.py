@@ -1,0 +1,232 @@
+"""convert: the modules of a user's model compute by a recipe from then on; revert undoes it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from hqsweep.errors import UserError
+from hqsweep.models.conversion import Conversion, Part, Skipped
+from hqsweep.models.heads import output_projection
+from hqsweep.models.kinds import Kind, parts_of
+from hqsweep.models.linear import LinearKind
+from hqsweep.models.names import clean_name
+from hqsweep.models.refusals import check_model, instance_fault
+from hqsweep.nn.module import PARTS, QuantizedModule, set_recipe_of
+from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.roles import HEAD
+from hqsweep.recipe.select import layers_of
+from hqsweep.recipe.validate import GemmModule, recipe_faults
+
+Filter = Callable[[nn.Module, str], bool]
+KINDS: tuple[Kind, ...] = (LinearKind(),)
+"""The first that matches a module has it."""
+CONVERSION = "_hqsweep_conversion"
+"""Attribute of the model that convert() was given: its Conversion."""
+NARROWEST = 16
+"""The least number of features, of either side, of linears that are taken without a filter_fn."""
+ADAPTERS = ("lora_", "modules_to_save")
+"""How parts of names begin that PEFT gives to what it trains, which is not taken without a filter_fn."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module that is taken."""
+
+    module: nn.Module
+    kind: Kind
+    name: str
+    """Of its roles."""
+    gemms: Sequence[GemmModule]
+
+
+def convert(
+    model: nn.Module,
+    recipe: RecipeArgument,
+    filter_fn: Filter | None = None,
+    *,
+    head: bool = False,
+    experts: bool = True,
+    attention: bool | None = None,
+) -> Conversion:
+    """Have the modules of a model compute by a recipe, in place.
+
+    Parameters, keys of state_dict, ties, hooks, devices, dtypes and isinstance(module, nn.Linear) stay as they are. The
+    roles of a module are named by its fully qualified name without wrappers (clean_name). The products are those of
+    hqsweep.nn.Linear in the dtype of the call: torch.autocast's where it is on, else the weight's. Inside
+    hqsweep.nn.quantization() modules draw the random bits of its step; set_recipe, autocast, probes and schedules work
+    as on modules of hqsweep.nn.
+
+    recipe: what modules of hqsweep.nn take: a Recipe or CustomRecipe, or the text or mapping of one; "mxfp8" is for all
+    products. filter_fn(module, name) says which modules are taken, in addition to the recipe's overrides; without one
+    all are but adapters (PEFT's lora_*) and linears of fewer than 16 features. head: take the output projection too,
+    by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture, and attention; by
+    default attention is taken if recipe.dpa quantizes it.
+
+    A model that is converted already takes the other recipe, as by set_recipe, and what is newly taken.
+
+    Raises:
+        UserError: nothing is taken; a module that is taken has a shape that a format cannot take, or products that
+            cannot meet; an override that matches nothing; a model that is sharded, or quantized by somebody else. The
+            model is then as it was.
+    """
+    check_model(model)
+    recipe = whole_recipe(recipe, "convert")
+    kinds = _kinds(recipe, {"experts": experts, "attention": attention})
+    targets, skipped = _plan(model, kinds, filter_fn, head)
+    if not targets:
+        raise UserError(_nothing(model, skipped, filter_fn))
+    faults = list(recipe_faults(recipe, [gemm for target in targets for gemm in target.gemms]))
+    if faults:
+        raise UserError(
+            f"convert: {'; '.join(faults)}; leave such modules out by filter_fn, or keep them in high precision by an"
+            " override of the recipe"
+        )
+    alone = recipe.for_layers(layers_of([role for target in targets for gemm in target.gemms for role in gemm.roles]))
+    new = [target for target in targets if not parts_of(target.module)]
+    made = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
+    before = getattr(model, CONVERSION, None)
+    known = [part for target in targets for part in parts_of(target.module)]
+    set_recipe_of([*known, *(part for parts in made for part in parts)], recipe)  # which has names in common, too
+    for target, parts in zip(new, made, strict=True):
+        target.module.__dict__[PARTS] = parts
+        target.kind.swap(target.module)
+    for kind in dict.fromkeys(target.kind for target in targets):
+        kind.swapped(model)
+    parts = [Part(target.kind.name, _shape(g), p) for target in targets for g, p in _pairs(target)]
+    conversion = Conversion(parts, skipped, _ties(model))
+    if before is not None:
+        names = {id(part.module) for part in parts}
+        conversion.parts = parts + [part for part in before.parts if id(part.module) not in names]
+    model.__dict__[CONVERSION] = conversion
+    return conversion
+
+
+def revert(model: nn.Module) -> int:
+    """Undo convert() of this model or of modules of it; returns how many modules there were, 0 for none.
+
+    UserError where a class was derived from a converted one afterwards, as FSDP does; nothing is reverted then.
+    """
+    found = [(module, _kind_of(module)) for module in model.modules() if parts_of(module)]
+    for module, kind in found:
+        kind.check_restore(module)
+    for module, kind in found:
+        kind.restore(module)
+        del module.__dict__[PARTS]
+    for kind in dict.fromkeys(kind for _, kind in found):
+        kind.restored(model)
+    for module in model.modules():
+        module.__dict__.pop(CONVERSION, None)
+    return len(found)
+
+
+@contextmanager
+def converted(
+    model: nn.Module,
+    recipe: RecipeArgument,
+    filter_fn: Filter | None = None,
+    *,
+    head: bool = False,
+    experts: bool = True,
+    attention: bool | None = None,
+) -> Iterator[Conversion]:
+    """convert() for a while: with converted(model, "mxfp8") as conversion: ... UserError for a model that is converted
+    already."""
+    if any(map(parts_of, model.modules())):
+        raise UserError("converted: the model is converted already; revert it first, or give it a recipe by set_recipe")
+    conversion = convert(model, recipe, filter_fn, head=head, experts=experts, attention=attention)
+    try:
+        yield conversion
+    finally:
+        revert(model)
+
+
+def conversion_of(model: nn.Module) -> Conversion:
+    """What convert() returned for this model, or for the first module of it that was given to it; UserError where none
+    was."""
+    found = (module.__dict__[CONVERSION] for module in model.modules() if CONVERSION in module.__dict__)
+    conversion = next(found, None)
+    if conversion is None:
+        raise UserError(f"conversion_of: {type(model).__name__} was not converted; call hqsweep.convert first")
+    return conversion
+
+
+def _kinds(recipe: AnyRecipe, options: Mapping[str, bool | None]) -> list[Kind]:
+    chosen = {kind: True if kind.option is None else options[kind.option] for kind in KINDS}
+    return [kind for kind, taken in chosen.items() if taken or (taken is None and kind.wanted(recipe))]
+
+
+def _kind_of(module: nn.Module) -> Kind:
+    return next(kind for kind in KINDS if kind.matches(module))
+
+
+def _plan(
+    model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
+) -> tuple[list[Target], list[Skipped]]:
+    """What is taken, and what is not, of all modules of these kinds."""
+    projection, targets, skipped = output_projection(model), [], []
+    for fqn, module in model.named_modules():
+        kind = next((kind for kind in kinds if kind.matches(module)), None)
+        if kind is None:
+            continue
+        name = clean_name(fqn)
+        why = instance_fault(module) or kind.fault(module)
+        gemms = [] if why else kind.gemm_modules(module, HEAD if module is projection else name)
+        if not why and module is projection and not head:
+            why = "the output projection; head=True takes it"
+        if not why:
+            why = _filtered(module, name, gemms, filter_fn)
+        if why:
+            skipped.append(Skipped(name, _shape(gemms[0]) if gemms else _weight_shape(module), why))
+        else:
+            targets.append(Target(module, kind, HEAD if module is projection else name, gemms))
+    return targets, skipped
+
+
+def _filtered(module: nn.Module, name: str, gemms: Sequence[GemmModule], filter_fn: Filter | None) -> str | None:
+    """Why a module that could be taken is not wanted."""
+    if filter_fn is not None:
+        return None if filter_fn(module, name) else "filter_fn said no"
+    if any(part.startswith(ADAPTERS) for part in name.split(".")):
+        return "an adapter; a filter_fn takes it"
+    if any(0 < min(_shape(gemm), default=NARROWEST) < NARROWEST for gemm in gemms):
+        return f"fewer than {NARROWEST} features; a filter_fn takes it"
+    return None
+
+
+def _shape(gemm: GemmModule) -> tuple[int, ...]:
+    """[N, K] of its weight; empty without one."""
+    return gemm.shapes["fprop"][1:] if "fprop" in gemm.shapes else ()
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    weight = getattr(module, "weight", None)
+    return () if weight is None or nn.parameter.is_lazy(weight) else tuple(weight.shape)
+
+
+def _pairs(target: Target) -> Iterator[tuple[GemmModule, QuantizedModule]]:
+    return zip(target.gemms, parts_of(target.module), strict=True)
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    """Names of parameters that are one and the same: the first, and each other one."""
+    first, tied = {}, []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            tied.append((clean_name(known), clean_name(name)))
+    return tied
+
+
+def _nothing(model: nn.Module, skipped: Sequence[Skipped], filter_fn: Filter | None) -> str:
+    """The sentence for a model of which nothing is taken."""
+    start = f"convert: nothing of {type(model).__name__} is taken"
+    if skipped:
+        names = "; ".join(f"{each.name or 'the module itself'}: {each.why}" for each in skipped[:3])
+        more = f", and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+        return f"{start}: {names}{more}"
+    kinds = ", ".join(kind.name for kind in KINDS)
+    leaves = dict.fromkeys(type(module).__name__ for module in model.modules() if not list(module.children()))
+    return f"{start}: it has no module of a kind that can be ({kinds}), but {', '.join(list(leaves)[:3])}"

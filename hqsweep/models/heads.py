@@ -1,0 +1,23 @@
+"""The output projection of a language model, which recipes leave in high precision unless they name it."""
+
+from torch import nn
+
+
+def output_projection(model: nn.Module) -> nn.Module | None:
+    """The linear that makes logits of the vocabulary: what the model says it is (get_output_embeddings, as Hugging Face
+    has it), or the last linear, where it shares its weight with an nn.Embedding or has a row for each of its entries.
+    None where there is none."""
+    said = getattr(model, "get_output_embeddings", None)
+    if callable(said):
+        try:
+            found = said()
+        except (AttributeError, NotImplementedError):
+            found = None
+        if isinstance(found, nn.Linear):
+            return found
+    modules = list(model.modules())
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    tables = [module.weight for module in modules if isinstance(module, nn.Embedding)]
+    if linears and any(linears[-1].weight is table or len(linears[-1].weight) == len(table) for table in tables):
+        return linears[-1]
+    return None
