@@ -20,6 +20,8 @@ _HOME: dict[str, str] = {
     "convert": "hqsweep.models.convert",
     "converted": "hqsweep.models.convert",
     "revert": "hqsweep.models.convert",
+    "inspect_checkpoint": "hqsweep.checkpoints.inspect",
+    "load_checkpoint": "hqsweep.checkpoints.load",
 }
 """Name of the Python interface -> the module that has it, which is imported when the name is first read."""
 

@@ -1,0 +1,94 @@
+"""Checkpoint: what is known of a checkpoint before any of its tensors is read. Nothing here imports torch."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hqsweep.errors import UserError
+from hqsweep.memo import cached_property
+
+Kind = Literal["safetensors", "torch", "dcp", "hqsweep"]
+Optimizer = Literal["none", "named", "indexed"]
+Tensors = Mapping[str, tuple[tuple[int, ...], str]]
+"""Name of a tensor -> its shape, and its dtype as torch names it, such as "bfloat16"."""
+
+LEAD_OF_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into names."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A checkpoint as its files describe it; no tensor was read.
+
+    kind: "safetensors" (a Hugging Face folder, or a file), "torch" (a file of torch.save), "dcp" (a folder of
+    torch.distributed.checkpoint, such as torchtitan's), "hqsweep" (step_N.pt of a run). tensors: those of the model, by
+    their names without what wrappers added. optimizer: whether moments are there, and whether by names or by indices.
+    problems: why it cannot be loaded, one sentence each; notes: what of it is not read.
+    """
+
+    path: Path
+    kind: Kind
+    step: int | None
+    tensors: Tensors
+    optimizer: Optimizer = "none"
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...] = field(repr=False)
+    """What its hash is of: weights and, where they are there, the optimizer's state and config.json."""
+    saved_as: Mapping[str, str] = field(repr=False)
+    """Name of a tensor -> how the checkpoint calls it."""
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its tensors hold."""
+        return sum(_product(shape) for shape, _ in self.tensors.values())
+
+    @property
+    def config(self) -> Path | None:
+        """The config.json of a Hugging Face folder."""
+        found = [path for path in self.files if path.name == "config.json"]
+        return found[0] if found else None
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of its files: of one file its own, of several that of their names and hashes. Reads them all."""
+        digests = {path.name: _sha256(path) for path in self.files}
+        if len(digests) == 1:
+            return next(iter(digests.values()))
+        lines = (f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def check(self) -> None:
+        """UserError with its first problem, and how many more there are."""
+        if self.problems:
+            more = f" (and {len(self.problems) - 1} more faults)" if len(self.problems) > 1 else ""
+            raise UserError(f"{self.path}: {self.problems[0]}{more}")
+
+
+def clean(name: str) -> str:
+    """The name of a tensor without what wrappers of its module added. "model." is a part of many a model's own names
+    and stays."""
+    for wrapper in LEAD_OF_WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+def first_names(names: Iterable[str], count: int = 3) -> str:
+    """ "a, b, c and 4 more"."""
+    names = list(names)
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

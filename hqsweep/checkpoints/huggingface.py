@@ -1,0 +1,211 @@
+"""Safetensors files and Hugging Face folders: what their headers say, and their tensors.
+
+The header of a safetensors file is its length, 8 bytes, and JSON of that length; offsets of tensors count from its end
+(https://github.com/huggingface/safetensors#format). A folder of several such files has an index, whose weight_map says
+in which file a tensor is. What is half written is found from headers and sizes alone.
+"""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, clean, first_names
+from hqsweep.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+MOST_HEADER = 100_000_000
+"""Bytes of a header at most, as the library has it."""
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+NOT_READ = {
+    "optimizer.bin": "the optimizer's state of FSDP, optimizer.bin, is not read",
+    "optimizer_0": "the optimizer's state of FSDP, optimizer_0, is not read",
+    "latest": "the optimizer's state of DeepSpeed is not read",
+}
+
+
+class Damage(Exception):
+    """Why a file is no whole safetensors file or index; a part of a sentence."""
+
+
+def inspect_file(path: Path) -> Checkpoint:
+    """A file of safetensors."""
+    return _inspected(path, [path], [])
+
+
+def inspect_folder(folder: Path) -> Checkpoint | None:
+    """A Hugging Face folder; None for a folder without safetensors."""
+    problems: list[str] = []
+    if (folder / INDEX).is_file():
+        try:
+            files = _indexed(folder / INDEX)
+        except Damage as damage:
+            files, problems = [], [str(damage)]
+    elif (folder / WEIGHTS).is_file():
+        files = [folder / WEIGHTS]
+    else:
+        files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_"))
+        if not files:
+            return None
+        if len(files) > 1:
+            problems = [f"{len(files)} files of weights and no {INDEX}: half a checkpoint; copy it again"]
+    return _inspected(folder, files, problems)
+
+
+def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint:
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+    saved_as: dict[str, str] = {}
+    for file in files:
+        try:
+            for name, facts in header(file).items():
+                tensors[clean(name)], saved_as[clean(name)] = facts, name
+        except Damage as damage:
+            problems.append(str(damage))
+    folder = path if path.is_dir() else path.parent
+    hashed = [file for file in files if file.is_file()]
+    optimizer, notes, step = "none", [], None
+    if path.is_dir():
+        if (folder / INDEX).is_file():
+            problems += _absent(folder / INDEX, tensors, saved_as, problems)
+        beside, more = _trainer_files(folder)
+        problems += more
+        hashed += [folder / name for name in ("config.json", *beside) if (folder / name).is_file()]
+        optimizer = "indexed" if beside else "none"
+        notes = [note for name, note in NOT_READ.items() if (folder / name).exists()]
+        step = _trainer_step(folder)
+    return Checkpoint(
+        path=path,
+        kind="safetensors",
+        step=step,
+        tensors=tensors,
+        optimizer=optimizer,
+        problems=tuple(problems),
+        notes=tuple(notes),
+        files=tuple(hashed),
+        saved_as=saved_as,
+    )
+
+
+def header(file: Path) -> Tensors:
+    """The tensors of a file, by its header. Raises Damage where it is cut short or none."""
+    document, start = _document(file)
+    tensors, ends = {}, [0]
+    try:
+        for name, facts in document.items():
+            if name == "__metadata__":
+                continue
+            shape, dtype = tuple(int(size) for size in facts["shape"]), str(facts["dtype"])
+            tensors[name] = (shape, DTYPES.get(dtype, dtype.lower()))
+            ends.append(int(facts["data_offsets"][1]))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError):
+        raise Damage(f"{file.name} is no safetensors file: its header describes no tensors") from None
+    size = file.stat().st_size
+    if size != start + max(ends):
+        raise Damage(f"{file.name} has {size} bytes, and its header describes {start + max(ends)}: copy it again")
+    return tensors
+
+
+def _document(file: Path) -> tuple[dict[str, Any], int]:
+    """The JSON of a header, and where the tensors begin."""
+    try:
+        with file.open("rb") as opened:
+            lead = opened.read(8)
+            length = int.from_bytes(lead, "little")
+            if len(lead) < 8 or length > MOST_HEADER:
+                raise Damage(f"{file.name} is no safetensors file")
+            text = opened.read(length)
+    except FileNotFoundError:
+        raise Damage(f"{file.name} is not there") from None
+    if len(text) < length:
+        raise Damage(f"{file.name} ends in its header: copy it again")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise Damage(f"{file.name} is no safetensors file: its header is no JSON")
+    return document, 8 + length
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, all in its folder. Raises Damage."""
+    names = sorted(set(_weight_map(index).values()))
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("..", "."):
+            raise Damage(f"{index.name} names the file {name!r}, which is none of its folder")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise Damage(f"{len(missing)} of the {len(names)} files of {index.name} are not there: {first_names(missing)}")
+    return [index.parent / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        if isinstance(found, dict) and found:
+            return found
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise Damage(f"{index.name} is no index: it has no weight_map")
+
+
+def _absent(index: Path, tensors: Tensors, saved_as: dict[str, str], known: list[str]) -> list[str]:
+    """What an index names and its files lack; nothing where files are damaged already."""
+    if known:
+        return []
+    there = set(saved_as.values())
+    absent = [name for name in _weight_map(index) if name not in there]
+    return [f"{index.name} names {len(absent)} tensors that its files lack: {first_names(absent)}"] if absent else []
+
+
+def _trainer_files(folder: Path) -> tuple[list[str], list[str]]:
+    """The optimizer's state of Hugging Face's Trainer, and what is wrong with it."""
+    state = folder / "optimizer.pt"
+    if not state.is_file():
+        return [], []
+    if not zipfile.is_zipfile(state):
+        return [], ["optimizer.pt is cut short, or no file of torch.save: copy it again, or take it out of the folder"]
+    return ["optimizer.pt"], []
+
+
+def _trainer_step(folder: Path) -> int | None:
+    """The step that Hugging Face's Trainer wrote, or that the folder's name says."""
+    try:
+        step = json.loads((folder / "trainer_state.json").read_bytes())["global_step"]
+        return int(step)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return step_in_name(folder)
+
+
+def step_in_name(path: Path) -> int | None:
+    """100 of "checkpoint-100", "step-100" or "step_100.pt"."""
+    word, _, number = path.stem.replace("_", "-").rpartition("-")
+    return int(number) if word in ("checkpoint", "step", "global-step", "iter") and number.isdecimal() else None
+
+
+def read(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The tensors of a checkpoint on the CPU, by their clean names; those that hqsweep stored once have both names.
+
+    Raises UserError for a file that the library refuses.
+    """
+    from safetensors import SafetensorError
+
+    from hqsweep.quant.serialize import load_safetensors
+
+    tensors: dict[str, Any] = {}
+    for file in _weights(checkpoint):
+        try:
+            tensors |= {clean(name): tensor for name, tensor in load_safetensors(file).items()}
+        except SafetensorError as error:
+            raise UserError(f"{file}: it is no whole safetensors file ({error})") from None
+    return tensors
+
+
+def _weights(checkpoint: Checkpoint) -> Iterator[Path]:
+    return (file for file in checkpoint.files if file.suffix == ".safetensors")

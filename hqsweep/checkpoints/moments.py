@@ -1,0 +1,167 @@
+"""Adam's moments of a checkpoint in an optimizer.
+
+They are kept by names (torchtitan, torch.distributed.checkpoint) or by indices: the place of a parameter among those of
+all groups, whose order is the optimizer's that was saved. The usual orders are tried, and the one is taken in which
+every shape fits.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.checkpoints import dcp, torch_file
+from hqsweep.checkpoints.checkpoint import Checkpoint, clean, first_names
+from hqsweep.checkpoints.names import Piece, Pieces, made
+from hqsweep.errors import UserError
+from hqsweep.optim import MASTER, FusedAdam
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OTHERS = ("step", "master_param")
+"""What a state may hold beside moments."""
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names whose parameters do not decay in Hugging Face's Trainer (Trainer.get_decay_parameter_names), lower case."""
+Moments = dict[str, dict[str, Tensor]]
+Order = list[list[str]]
+"""Names of parameters by the group that they are in."""
+
+
+def load_moments(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pieces: Pieces,
+    weights: Mapping[str, Tensor],
+) -> tuple[Callable[[], None] | None, int]:
+    """What writes the moments into the optimizer, after all checks, and of how many parameters; None and 0 where the
+    checkpoint has none. FusedAdam's masters become the checkpoint's weights.
+
+    Raises UserError for a state that is not Adam's, or does not fit the model.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    params = {name: p for name, p in model.named_parameters() if id(p) in held}
+    found: Moments = {}
+    if checkpoint.optimizer != "none":
+        found = _found(checkpoint, params, optimizer, pieces)
+        lacking = [name for name in params if name not in found]
+        if lacking:
+            raise UserError(
+                f"{checkpoint.path}: its optimizer's state lacks {len(lacking)} of {len(params)} parameters:"
+                f" {first_names(lacking)}; load the weights alone"
+            )
+        for name, p in params.items():
+            _check(checkpoint, name, found[name], p)
+
+    def write() -> None:
+        state = optimizer.state_dict()
+        names = {id(p): name for name, p in params.items()}
+        for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            name = names.get(id(p))
+            new = {key: found[name][key] for key in MOMENTS} if name in found else {}
+            if new:
+                new["step"] = torch.as_tensor(found[name]["step"], dtype=torch.float32).reshape(())
+            if isinstance(optimizer, FusedAdam) and name in weights and optimizer.master_param(p) is not p:
+                new[MASTER] = weights[name].to(torch.float32)
+            if new:
+                state["state"][index] = new
+        optimizer.load_state_dict(state)
+
+    return write, len(params) if found else 0
+
+
+def _found(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any, pieces: Pieces) -> Moments:
+    if checkpoint.kind == "dcp":
+        return _by_pieces(checkpoint, dcp.read_moments(checkpoint), pieces)
+    path = checkpoint.path
+    if checkpoint.kind == "safetensors":
+        path = path / "optimizer.pt"
+        document = {"optimizer": torch_file.read_file(path)}
+    else:
+        document = torch_file.read_file(path)
+    state = torch_file.optimizer_state(document)
+    if state is None:
+        raise UserError(f"{path}: it holds no state of an optimizer; load the weights alone")
+    groups = _groups(state, path)
+    if all(isinstance(key, str) for key in state["state"]):
+        return _by_pieces(checkpoint, {clean(name): dict(values) for name, values in state["state"].items()}, pieces)
+    if all("param_names" in group for group in state["param_groups"]):
+        named = [clean(str(name)) for group in state["param_groups"] for name in group["param_names"]]
+        found = {name: state["state"].get(i, {}) for name, i in zip(named, (i for g in groups for i in g), strict=True)}
+        return _by_pieces(checkpoint, found, pieces)
+    indexed = {i: state["state"].get(i, {}) for group in groups for i in group}
+    for order in _orders(checkpoint, params, optimizer):
+        if [len(names) for names in order] == [len(group) for group in groups]:
+            pairs = dict(zip((name for names in order for name in names), indexed.values(), strict=True))
+            permuted = {name: _of_one(pieces.get(name), values) for name, values in pairs.items()}
+            if all(_fits(values, params[name]) for name, values in permuted.items()):
+                return permuted
+    sizes = " and ".join(str(len(group)) for group in groups)
+    raise UserError(
+        f"{path}: its optimizer's state is by indices, of groups of {sizes} parameters, in no order that is known for"
+        f" the {len(params)} of the model; load the weights alone"
+    )
+
+
+def _groups(state: Mapping[str, Any], path: Any) -> list[list[Any]]:
+    try:
+        return [list(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        raise UserError(f"{path}: its optimizer's state has no param_groups; load the weights alone") from None
+
+
+def _orders(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any) -> Iterator[Order]:
+    """The usual orders of parameters: that of the given optimizer, of one group, of Hugging Face's Trainer (what
+    decays, then the rest), and of matrices before vectors."""
+    names = {id(p): name for name, p in params.items()}
+    own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+    trainer = _split(params, lambda name, p: not NO_DECAY.search(name.lower()))
+    matrices = _split(params, lambda name, p: p.dim() >= 2)
+    orders = [own, [list(params)], trainer, matrices]
+    yield from [trainer, *orders] if checkpoint.kind == "safetensors" else orders
+
+
+def _split(params: Mapping[str, Tensor], first: Callable[[str, Tensor], bool]) -> Order:
+    return [
+        [name for name, p in params.items() if first(name, p)],
+        [name for name, p in params.items() if not first(name, p)],
+    ]
+
+
+def _of_one(piece: Piece | None, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The moments of a parameter in the order of its weight."""
+    make = piece.make if piece is not None and len(piece.sources) == 1 else lambda tensor: tensor
+    return {key: make(value) if key in MOMENTS else value for key, value in values.items()}
+
+
+def _by_pieces(checkpoint: Checkpoint, named: Moments, pieces: Pieces) -> Moments:
+    """Moments by the names of the model. Those of parameters that the model has not are left out."""
+    found: Moments = {}
+    for name, piece in pieces.items():
+        if not all(source in named for source in piece.sources):
+            continue
+        first = named[piece.sources[0]]
+        strange = [key for key in first if key not in (*MOMENTS, *OTHERS)]
+        if strange or not all(key in first for key in MOMENTS):
+            raise UserError(
+                f"{checkpoint.path}: the optimizer's state of {piece.sources[0]} holds {', '.join(first)}, which is not"
+                " Adam's; load the weights alone"
+            )
+        parts = {key: {source: named[source][key] for source in piece.sources} for key in MOMENTS}
+        found[name] = {key: made(piece, tensors) for key, tensors in parts.items()} | {"step": first.get("step")}
+    return found
+
+
+def _fits(values: Mapping[str, Any], p: Tensor) -> bool:
+    return all(isinstance(values.get(key), Tensor) and values[key].shape == p.shape for key in MOMENTS)
+
+
+def _check(checkpoint: Checkpoint, name: str, values: Mapping[str, Any], p: Tensor) -> None:
+    """UserError for moments of another shape, or without a count of steps."""
+    if not _fits(values, p):
+        raise UserError(
+            f"{checkpoint.path}: the moments of {name} are not of its shape {list(p.shape)}; load the weights alone"
+        )
+    if not isinstance(values.get("step"), Tensor | int | float):
+        raise UserError(f"{checkpoint.path}: the moments of {name} have no count of steps; load the weights alone")

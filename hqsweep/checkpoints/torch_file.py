@@ -1,0 +1,137 @@
+"""Files of torch.save: a state_dict, bare or as training scripts wrap it. They are read by torch's weights_only
+unpickler, which builds tensors and plain containers and calls nothing else; tensors are mapped, not read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer, clean
+from hqsweep.checkpoints.huggingface import step_in_name
+from hqsweep.errors import UserError
+
+MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "network", "weights")
+OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizer_state")
+STEPS = ("step", "global_step", "iter_num", "iteration", "iter")
+OURS = {"loss_sum", "loss_count", "trunk", "optimizer", "model", "step"}
+"""Keys of the state of a run of hqsweep."""
+
+
+def inspect_file(path: Path) -> Checkpoint:
+    """What a file of torch.save holds. What torch refuses is its problem."""
+    tensors, saved_as, step, kind, optimizer, problems = {}, {}, None, "torch", "none", []
+    try:
+        document = read_file(path)
+        weights, step = state_dict(document, path), _step(document, path)
+    except UserError as error:
+        problems = [str(error).removeprefix(f"{path}: ")]
+    else:
+        for name, tensor in weights.items():
+            tensors[clean(name)] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            saved_as[clean(name)] = name
+        kind, optimizer = _kind(document), _optimizer(document)
+    return Checkpoint(
+        path=path,
+        kind=kind,
+        step=step,
+        tensors=tensors,
+        optimizer=optimizer,
+        problems=tuple(problems),
+        files=(path,),
+        saved_as=saved_as,
+    )
+
+
+def read_file(path: Path) -> Any:
+    """What torch.save wrote, its tensors mapped from the file. UserError for what is no such file, or needs more than
+    tensors and plain containers."""
+    import torch
+
+    def load(*, mmap: bool) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+    try:
+        try:
+            return load(mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            return load(mmap=False)  # the format before torch 1.6
+    except OSError:
+        raise
+    except Exception as error:  # what a file of others makes torch.load raise can be anything
+        raise UserError(f"{path}: {_why(error)}") from None
+
+
+def _why(error: Exception) -> str:
+    """What torch said, in a sentence of ours where it is one of the usual three."""
+    text = " ".join((str(error) or type(error).__name__).split())
+    if "GLOBAL " in text:
+        needed = text.split("GLOBAL ", 1)[1].split(" ")[0]
+        return f"it holds an object of Python, {needed}, which is not loaded; save the state_dict of the model alone"
+    if "TorchScript" in text:
+        return "it is a TorchScript archive; save the state_dict of the model"
+    if "central directory" in text or "PytorchStreamReader" in text or "Ran out of input" in text:
+        return "it is cut short, or no file of torch.save; copy it again"
+    return f"torch cannot load it ({text[:200]})"
+
+
+def state_dict(document: Any, path: Path) -> dict[str, Any]:
+    """The tensors of the model in a document, by their names there. UserError where there are none."""
+    from torch import Tensor
+
+    wrapped = document
+    if isinstance(document, Mapping):
+        for key in MODELS:
+            if isinstance(document.get(key), Mapping):
+                wrapped = document[key]
+                break
+    if isinstance(wrapped, Mapping):
+        found = {name: value for name, value in wrapped.items() if isinstance(name, str) and isinstance(value, Tensor)}
+        if found:
+            return found
+    there = (
+        f"keys {', '.join(map(str, list(document)[:5]))}" if isinstance(document, Mapping) else type(document).__name__
+    )
+    raise UserError(f"{path}: it holds no state_dict ({there}); save one, bare or under 'model'")
+
+
+def optimizer_state(document: Any) -> Mapping[str, Any] | None:
+    """The state_dict of the optimizer in a document; that of the first of several."""
+    if not isinstance(document, Mapping):
+        return None
+    for key in OPTIMIZERS:
+        found = document.get(key)
+        if isinstance(found, list) and len(found) == 1:
+            found = found[0]
+        if isinstance(found, Mapping) and isinstance(found.get("state"), Mapping) and found["state"]:
+            return found
+    return None
+
+
+def _optimizer(document: Any) -> Optimizer:
+    found = optimizer_state(document)
+    if found is None:
+        return "none"
+    named = all(isinstance(key, str) for key in found["state"]) or any(
+        "param_names" in group for group in found.get("param_groups", ()) if isinstance(group, Mapping)
+    )
+    return "named" if named else "indexed"
+
+
+def _kind(document: Any) -> Kind:
+    return "hqsweep" if isinstance(document, Mapping) and document.keys() >= OURS else "torch"
+
+
+def _step(document: Any, path: Path) -> int | None:
+    if isinstance(document, Mapping):
+        for key in STEPS:
+            value = document.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return step_in_name(path)
+
+
+def read(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The tensors of a checkpoint, mapped from its file, by their clean names."""
+    document = read_file(checkpoint.path)
+    return {clean(name): tensor for name, tensor in state_dict(document, checkpoint.path).items()}
