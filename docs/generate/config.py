@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generate.source import table
 from hqsweep.cli.candidates import groups, names
+from hqsweep.config.errors import sections
 from hqsweep.config.job import config_class
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.keys import Job
@@ -50,10 +51,10 @@ def _job(model: type[BaseModel], own: Iterable[str]) -> list[str]:
     top = [_row(name, field, {}) for name, field in fields.items() if not _section(field)]
     parts = [table(HEADER, top)]
     for name, field in fields.items():
-        if _section(field):
+        for tag, section in sections(field.annotation).items():
             comments = [pair for path in sorted((CONF / name).glob("*.yaml")) for pair in _comments(path).items()]
-            parts += [f"### {name}\n", inspect.getdoc(_section(field)), ""]
-            parts += [table(HEADER, _rows(name, field, dict(comments)))]
+            parts += [f"### {name}{f' ({name}={tag})' if tag else ''}\n", inspect.getdoc(section), ""]
+            parts += [table(HEADER, _rows(name, section, dict(comments)))]
     return parts
 
 
@@ -61,16 +62,16 @@ def _study() -> list[str]:
     """The keys of a sweep as a whole, with the comments of the YAML files that have all of them."""
     comments, rows = _comments(CONF / "fork.yaml") | _comments(CONF / "convergence.yaml"), []
     for name, field in StudyConfig.model_fields.items():
-        found = _rows(name, field, {}) if _section(field) else [_row(name, field, {})]
+        found = _rows(name, _section(field), {}) if _section(field) else [_row(name, field, {})]
         rows += [(*row[:3], comments.get(row[0], "")) for row in found]
     return [table(HEADER, rows)]
 
 
-def _rows(prefix: str, field: FieldInfo, comments: dict[str, str]) -> list[tuple[str, ...]]:
+def _rows(prefix: str, section: type[BaseModel], comments: dict[str, str]) -> list[tuple[str, ...]]:
     rows = []
-    for name, inner in _section(field).model_fields.items():
+    for name, inner in section.model_fields.items():
         key = f"{prefix}.{name}"
-        rows += _rows(key, inner, comments) if _section(inner) else [_row(key, inner, comments)]
+        rows += _rows(key, _section(inner), comments) if _section(inner) else [_row(key, inner, comments)]
     return rows
 
 
@@ -118,9 +119,8 @@ def _type(annotation: typing.Any) -> str:
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a key holds, always or where it is not null."""
-    held = [field.annotation, *typing.get_args(field.annotation)]
-    return next((each for each in held if isinstance(each, type) and issubclass(each, BaseModel)), None)
+    """The section that a key holds, always or where it is not null; the first where it may be of several classes."""
+    return next(iter(sections(field.annotation).values()), None)
 
 
 def _offers() -> list[tuple[str, str]]:

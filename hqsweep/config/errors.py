@@ -4,7 +4,7 @@ import difflib
 import typing
 from collections.abc import Iterator, Sequence
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from hqsweep.errors import UserError
 
@@ -26,40 +26,68 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys of a model, sections included: "train", "train.lr"."""
+    """Dotted paths of all keys of a model, sections included: "train", "train.lr"; of a section that may be of several
+    classes those of all, a key of two of them twice."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        section = _section(field.annotation)
-        if section:
+        for section in sections(field.annotation).values():
             yield from leaves(section, f"{prefix}{name}.")
 
 
+def sections(annotation: typing.Any) -> dict[str, type[BaseModel]]:
+    """The sections that a key may hold, by tag; {} for a key with a value, and the tag "" where there is only one."""
+    found: dict[str, type[BaseModel]] = {}
+    for each in (annotation, *typing.get_args(annotation)):
+        held, *marks = typing.get_args(each) if typing.get_origin(each) is typing.Annotated else (each,)
+        if isinstance(held, type) and issubclass(held, BaseModel):
+            found.setdefault(next((mark.tag for mark in marks if isinstance(mark, Tag)), ""), held)
+    return found
+
+
 def _fault(fault: typing.Any, model: type[BaseModel]) -> str:
-    path, kind = ".".join(map(str, fault["loc"])), fault["type"]
+    (path, within), kind = _placed(fault["loc"], model), fault["type"]
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return str(cause)
     if kind == "extra_forbidden":
-        return _unknown(path, model)
+        return _unknown(path, within, model)
     if kind == "missing":
         return f"{path}: missing; give {path}=VALUE"
     must = fault["msg"]
     for theirs, ours in RENAMED.items():
         must = must.replace(theirs, ours)
     if kind in ("model_type", "model_attributes_type"):
-        must = f"must be a section with the keys {', '.join(_section_keys(path, model))}"
+        must = f"must be a section with the keys {', '.join(within.model_fields)}"
     return f"{path}: got {fault['input']!r}; {must}{_nearest_literal(fault)}"
 
 
-def _unknown(path: str, model: type[BaseModel]) -> str:
+def _placed(location: Sequence[typing.Any], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
+    """The dotted path of a key, without the tags of sections that pydantic puts there; and the innermost section on it,
+    which is the key's own where it holds one."""
+    parts, ahead = [], list(map(str, location))
+    while ahead and ahead[0] in model.model_fields:
+        parts.append(ahead.pop(0))
+        held = sections(model.model_fields[parts[-1]].annotation)
+        if not held:
+            break
+        model = held[ahead.pop(0)] if ahead and ahead[0] in held else next(iter(held.values()))
+    return ".".join([*parts, *ahead]), model
+
+
+def _unknown(path: str, within: type[BaseModel], model: type[BaseModel]) -> str:
     """An unknown key, with the same key of another section, else the nearest sibling, else the nearest key anywhere."""
     parent, _, name = path.rpartition(".")
-    siblings = _section_keys(parent, model)
+    siblings = list(within.model_fields)
     by_name = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(leaves(model)))}  # the first of a name
     near = [f"{parent}.{key}".lstrip(".") for key in difflib.get_close_matches(name, siblings, 1)]
     near += [by_name[key] for key in difflib.get_close_matches(name, by_name, 1, 0.75)]
     meant = by_name.get(name) or next(iter(near), None)
     takes = f"; {parent or 'the top level'} takes {', '.join(siblings)}"
+    if meant == path:  # of a section of another kind
+        kinds = sections(model.model_fields[parent].annotation).items()
+        return (
+            f"{path}: no such key here, but with {parent}={next(t for t, s in kinds if name in s.model_fields)}{takes}"
+        )
     return f"{path}: no such key" + (f" (did you mean '{meant}'?)" if meant else takes)
 
 
@@ -69,15 +97,3 @@ def _nearest_literal(fault: typing.Any) -> str:
     allowed = [word.strip("' ") for word in fault["ctx"]["expected"].replace(" or ", ",").split(",")]
     near = difflib.get_close_matches(fault["input"], allowed, 1, 0.5)
     return f" (did you mean '{near[0]}'?)" if near else ""
-
-
-def _section(annotation: typing.Any) -> type[BaseModel] | None:
-    """The section that a key may hold; None for a key with a value."""
-    held = [annotation, *typing.get_args(annotation)]
-    return next((each for each in held if isinstance(each, type) and issubclass(each, BaseModel)), None)
-
-
-def _section_keys(path: str, model: type[BaseModel]) -> Sequence[str]:
-    for part in filter(None, path.split(".")):
-        model = _section(model.model_fields[part].annotation)
-    return list(model.model_fields)

@@ -8,7 +8,7 @@ canonical form, so that equal runs have equal dicts.
 
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
@@ -18,10 +18,12 @@ from hqsweep.config.errors import sentence
 from hqsweep.config.gemms import gemm_modules
 from hqsweep.config.jobs import JOBS
 from hqsweep.config.keys import Job, Training
+from hqsweep.config.model import ModelConfig
 from hqsweep.config.recipe import RecipeConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError, nearest
 from hqsweep.recipe.factories import FindFactory, factory_name
+from hqsweep.recipe.stages import stages
 from hqsweep.recipe.validate import DeviceFault, GemmModule, check_held_weights, validate
 
 
@@ -62,21 +64,33 @@ class ConvergenceConfig(Training):
 
     @model_validator(mode="after")
     def _recipe_fits(self) -> "ConvergenceConfig":
-        self.check_recipe(self.data.vocab_estimate)
-        if self.model.quantized_weights and not self.recipe.has_names:
-            check_held_weights(self.recipe.build(), self.own_steps, self._gemm_modules(self.data.vocab_estimate))
+        modules = self.gemm_modules(self.data.vocab_estimate)
+        self.check_recipe(modules)
+        if modules and self.model.quantized_weights and not self.recipe.has_names:
+            check_held_weights(self.recipe.build(), self.own_steps, modules)
         return self
 
-    def _gemm_modules(self, vocab_size: int) -> list[GemmModule]:
-        part = self.train.batch // self.train.microbatches
-        return gemm_modules(self.model, vocab_size, part, self.train.context)
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a microbatch."""
+        return self.train.batch // self.train.microbatches
 
-    def check_recipe(self, vocab_size: int, device_fault: DeviceFault | None = None) -> None:
-        """UserError with every GEMM of the model that the recipe, or for gemm=native a known device, cannot do. Nothing
-        is known of a Python factory that was not imported."""
+    def gemm_modules(self, vocab_size: int) -> list[GemmModule] | None:
+        """The modules of the GPT with matrix products; None for a model of a user's own, which has to be built for
+        them (models.shapes)."""
+        if not isinstance(self.model, ModelConfig):
+            return None
+        return gemm_modules(self.model, vocab_size, self.microbatch, self.train.context)
+
+    def check_recipe(self, modules: Sequence[GemmModule] | None, device_fault: DeviceFault | None = None) -> None:
+        """UserError with every GEMM of the modules that the recipe, or for gemm=native a known device, cannot do. With
+        None only the recipe's schedule is checked. Nothing is known of a Python factory that was not imported."""
         if self.recipe.has_names:
             return
-        validate(self.recipe.build(), self.own_steps, self._gemm_modules(vocab_size), device_fault)
+        if modules is None:
+            stages(self.recipe.build(), self.own_steps)
+        else:
+            validate(self.recipe.build(), self.own_steps, modules, device_fault)
 
 
 def _check_fork(config: ConvergenceConfig) -> None:

@@ -17,6 +17,7 @@ from hqsweep.config.model import ModelConfig
 from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.train import StatsConfig, TrainConfig
 from hqsweep.config.types import Name, Section
+from hqsweep.config.user_model import Model
 from hqsweep.errors import UserError
 
 
@@ -53,7 +54,7 @@ class Training(Job):
 
     job: Literal["convergence"]
     recipe: RecipeKeys | Any
-    model: ModelConfig = ModelConfig()
+    model: Model = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     stats: StatsConfig = StatsConfig()

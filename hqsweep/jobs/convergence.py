@@ -155,7 +155,7 @@ def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: in
     if missing := native.device_fault(capability):
         here = "the CPU" if capability is None else torch.cuda.get_device_name(device)
         raise UserError(f"recipe: {missing}; this run is on {here}; recipe.gemm=exact multiplies the same operands")
-    config.check_recipe(vocab_size, partial(native.refusal, capability))
+    config.check_recipe(config.gemm_modules(vocab_size), partial(native.refusal, capability))
 
 
 def make_deterministic() -> None:
@@ -202,9 +202,9 @@ def saved_facts(trainer: Trainer) -> dict[str, object]:
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
     inputs: dict[str, set[float]] = {}
-    for linear in trainer.model.linears():
+    for linear in trainer.adapter.linears():
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", linear.name), set()).add(saved_input_bytes(linear, tokens))
-    for grouped in trainer.model.grouped_linears():
+    for grouped in trainer.adapter.grouped_linears():
         rows = tokens * trainer.config.model.top_k
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", grouped.name), set()).add(saved_input_bytes(grouped, rows))
     per_element = {name: found.pop() if len(found) == 1 else sorted(found) for name, found in inputs.items()}

@@ -36,6 +36,9 @@ def run_id(config: Mapping[str, Any]) -> str:
     for name, values in NOT_IN_ID_AT.items():
         if name in content:
             content[name] = {key: v for key, v in content[name].items() if key not in values or v != values[key]}
+    model = content.get("model")
+    if isinstance(model, Mapping) and model.get("hash"):
+        content["model"] = {**model, "path": None}  # wherever the folder lies
     fork = fork_of(config)
     if fork is None:
         content.pop("fork", None)

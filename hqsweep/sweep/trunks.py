@@ -22,11 +22,11 @@ SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip"
 """Keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
 
 PARTS: dict[str, Callable[[str], bool]] = {
-    "model": lambda key: key != "init_noise",
+    "model": lambda key: key not in ("init_noise", "path"),
     "data": lambda key: key != "path",
     "train": lambda key: key in SAME_TRAIN,
 }
-"""Section -> which of its keys a fork shares with its trunk; the path of data may have changed, its hash not."""
+"""Section -> which of its keys a fork shares with its trunk; paths of models and data may have changed, hashes not."""
 
 Pair = tuple[GridPoint, Config]
 
@@ -113,7 +113,7 @@ def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[
     """Keys with the values of both, where a fork does not go on with what the trunk was."""
     theirs, ours = (dict(_leaves(config.model_dump(include=set(PARTS)))) for config in (trunk, fork))
     shared = [key for key in ours if PARTS[key.partition(".")[0]](key.partition(".")[2])]
-    return [(key, theirs[key], ours[key]) for key in shared if theirs[key] != ours[key]]
+    return [(key, theirs.get(key, "none"), ours[key]) for key in shared if theirs.get(key, "none") != ours[key]]
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

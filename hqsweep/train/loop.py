@@ -22,10 +22,11 @@ from hqsweep.nn.saved import SavedBytes
 from hqsweep.optim import FusedAdam
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
+from hqsweep.train.adapter import Balance, Losses, ModelAdapter
 from hqsweep.train.data import Dataset
 from hqsweep.train.fork import perturb as perturb_state
 from hqsweep.train.fork import start_from
-from hqsweep.train.model import GPT, Balance
+from hqsweep.train.model import GPT, GPTAdapter
 from hqsweep.train.step import At, StepRunner
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,11 +58,12 @@ class Trainer:
         self.kernels = config.train.compile != "off"
         self.stages = stages(recipe, config.own_steps, config.start)
         self.stage = self.stages[0]
-        self.model = build_model(config, dataset.vocab_size, self.stage.recipe).to(device)
-        self.optimizer = make_optimizer(self.model, config.train)
+        self.adapter = adapted(config, dataset.vocab_size, self.stage.recipe, device)
+        self.model = self.adapter.model
+        self.optimizer = make_optimizer(self.adapter, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)
-        self.runner = StepRunner(config.train, self.model, device)
+        self.runner = StepRunner(config.train, self.model, device, self.adapter.why_eager)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -111,8 +113,10 @@ class Trainer:
         if last or own % train.log_every == 0 or (fork and self.step == fork.constant_end):
             mean = (self.loss_sum / self.loss_count).item()
             metrics = {"train_loss": mean, "grad_norm": norm.item(), "lr": lr}
+            if self.adapter.has_aux:
+                metrics["aux_loss"] = balance.loss.item()
             if balance.tokens:
-                metrics |= {"aux_loss": balance.loss.item(), "expert_load_max": balance.greatest_load()}
+                metrics["expert_load_max"] = balance.greatest_load()
             self.loss_sum.zero_()
             self.loss_count = 0
         if last or own % train.eval_every == 0 or self.step in self.kept:
@@ -127,38 +131,34 @@ class Trainer:
         capture = self.step == stats.capture_at
         if not capture and (not stats.every or (self.step - self.config.start) % stats.every):
             return None
-        masters = {linear.name: self.optimizer.master_param(linear.weight) for linear in self.model.linears()}
-        for grouped in self.model.grouped_linears():
-            masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(self.optimizer.master_param(grouped.weight))}
+        masters = self.adapter.originals(self.optimizer.master_param)
         return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, at: At) -> tuple[Tensor, Balance]:
-        """The mean loss of the step's batch, whose gradients are accumulated over its microbatches, and the use of the
-        experts. What is minimized is the cross entropy plus model.load_balance times the loss of the balance."""
-        parts, weight = self.config.train.microbatches, self.config.model.load_balance
+        """The mean of what is minimized over the step's batch, whose gradients are accumulated over its microbatches,
+        and the use of the experts."""
+        parts = self.config.train.microbatches
         total, balances = torch.zeros((), device=self.device), []
         call = {"seed": self.config.seed, "step": at.step, "counter": at.counter, "probe": at.probe}
         call |= {"cache_weights": parts > 1, "kernels": self.kernels}
         for index, part in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
             with quantization(microbatch=index, **call):
-                loss, balance = self._loss(*part)
-                if balance.tokens:
-                    loss = loss + weight * balance.loss
-                loss = loss / parts
+                self.adapter.begin((self.config.seed, at.step, index))
+                losses = self._losses(*part)
+                loss = losses.minimized / parts
                 loss.backward()
             total += loss.detach()
-            balances.append(balance)
+            balances.append(losses.balance)
         return total, Balance.of(balances)
 
     def _batch(self, split: str, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU."""
         return self.dataset.batch(split, self.config.seed, index, self.config.train.batch, self.config.train.context)
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Balance]:
-        """The cross entropy, and how the experts were used."""
+    def _losses(self, inputs: Tensor, targets: Tensor) -> Losses:
         train = self.config.train
         count = torch.is_grad_enabled() and not (self.saved.nbytes or train.offload or train.recompute != "none")
-        return self.model.loss(inputs, targets, self.saved.counting if count else self.saving)
+        return self.adapter.losses(inputs, targets, self.saved.counting if count else self.saving)
 
     def evaluate(self) -> float:
         """Mean cross entropy in nats a token over the validation batches, which are the same for every run and step.
@@ -172,8 +172,8 @@ class Trainer:
     def _measure(self, inputs: Tensor, targets: Tensor, at: At) -> list[Tensor]:
         """The mean loss over batches of inputs and targets [batches, B, T], float64."""
         call = {"seed": self.config.seed, "step": at.step, "counter": at.counter}
-        with quantization(**call, cache_weights=True, kernels=self.kernels):
-            losses = [self._loss(*batch)[0].double() for batch in zip(inputs, targets, strict=True)]
+        with self.adapter.evaluating(), quantization(**call, cache_weights=True, kernels=self.kernels):
+            losses = [self._losses(*batch).cross_entropy.double() for batch in zip(inputs, targets, strict=True)]
         return [torch.stack(losses).mean()]
 
     @property
@@ -183,18 +183,23 @@ class Trainer:
 
     def state(self) -> dict:
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
-        return measured | {
-            "trunk": self.trunk,
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "loss_sum": self.loss_sum,
-            "loss_count": self.loss_count,
-        }
+        return (
+            measured
+            | self.adapter.state()
+            | {
+                "trunk": self.trunk,
+                "step": self.step,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "loss_sum": self.loss_sum,
+                "loss_count": self.loss_count,
+            }
+        )
 
     def fork_from(self, state: dict) -> None:
         """Begin as a fork of a Trainer in any recipe, whose state it is."""
         fork, seed = self.config.fork, self.config.seed
+        self.adapter.load_state(state)
         start_from(self.model, self.optimizer, state)
         if fork.noise:
             perturb_state(self.model, self.optimizer, fork.noise, (seed, fork.start))
@@ -204,6 +209,7 @@ class Trainer:
 
     def load_state(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
+        self.adapter.load_state(state)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum = state["loss_sum"].to(self.device)
@@ -213,6 +219,11 @@ class Trainer:
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:
     """The stage of a step, counted from 1."""
     return [stage for stage in stages if stage.first_step <= step][-1]
+
+
+def adapted(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, device: torch.device) -> ModelAdapter:
+    """The config's model on the device, in a recipe."""
+    return GPTAdapter(build_model(config, vocab_size, recipe).to(device), config.model.load_balance)
 
 
 def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:
@@ -239,12 +250,12 @@ def perturb(model: GPT, noise: float) -> None:
         parameter.mul_(1 + noise * torch.randn(parameter.shape))
 
 
-def make_optimizer(model: GPT, train: TrainConfig) -> FusedAdam:
-    """AdamW, on FP32 masters where weights are quantized; matrices decay, gains and embeddings do not."""
-    matrices = {id(weight) for weight in model.matrices()} - {id(model.embedding.weight)}
+def make_optimizer(adapter: ModelAdapter, train: TrainConfig) -> FusedAdam:
+    """AdamW, on FP32 masters where weights are quantized; what decays, the adapter says."""
+    decayed, parameters = {id(weight) for weight in adapter.decayed()}, list(adapter.model.parameters())
     groups = [
-        {"params": [p for p in model.parameters() if id(p) in matrices], "weight_decay": train.weight_decay},
-        {"params": [p for p in model.parameters() if id(p) not in matrices], "weight_decay": 0.0},
+        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
     ]
     return FusedAdam(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
 

@@ -5,9 +5,9 @@ The residual stream and norms are FP32; linears read and write train.dtype. Atte
 precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
+from hqsweep.train.adapter import Balance, Losses, Saving
 
 EMBEDDING_STD = 0.02
 
@@ -45,26 +46,6 @@ class Embedding(QuantizedWeight):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.quantized_weight())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Balance:
-    """How the L layers with experts of a model shared out the tokens of a forward."""
-
-    loss: Tensor
-    """float32 []: the mean over layers of Routing.balance; 0 without experts."""
-    tokens: list[Tensor]
-    """int64 [E] for each such layer."""
-
-    @classmethod
-    def of(cls, parts: Sequence["Balance"]) -> "Balance":
-        """Of the parts of a batch, without gradients."""
-        loss = torch.stack([part.loss.detach() for part in parts]).mean()
-        return cls(loss=loss, tokens=[torch.stack(c).sum(dim=0) for c in zip(*(p.tokens for p in parts), strict=True)])
-
-    def greatest_load(self) -> float:
-        """The most tokens that an expert got over the mean of its layer; the largest of all layers."""
-        return max((counts.max() / counts.float().mean()).item() for counts in self.tokens)
 
 
 class GPT(nn.Module):
@@ -110,9 +91,7 @@ class GPT(nn.Module):
         h, balance = self.hidden(tokens)
         return self.head(h).float(), balance
 
-    def loss(
-        self, tokens: Tensor, targets: Tensor, saving: Callable[[], AbstractContextManager] = nullcontext
-    ) -> tuple[Tensor, Balance]:
+    def loss(self, tokens: Tensor, targets: Tensor, saving: Saving = nullcontext) -> tuple[Tensor, Balance]:
         """The mean cross entropy of the tokens' logits with targets [B, T], float32 [], and how the experts were used.
 
         The logits are computed whole or by chunks (nn.linear_loss). saving: the context that the model itself runs in,
@@ -153,6 +132,56 @@ class GPT(nn.Module):
         mixtures = [module for module in self.modules() if isinstance(module, LayerNormMoE)]
         weights = [linear.weight for linear in self.linears()] + [mixture.router.weight for mixture in mixtures]
         return weights + [weight for grouped in self.grouped_linears() for weight in grouped.weights]
+
+
+class GPTAdapter:
+    """hqsweep's own GPT as the training loop's model (adapter.ModelAdapter), with this weight of the auxiliary loss."""
+
+    why_eager = None
+
+    def __init__(self, model: GPT, load_balance: float) -> None:
+        self.model, self.load_balance = model, load_balance
+        self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
+
+    def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
+        """Minimized is the cross entropy plus load_balance times the loss of the balance."""
+        loss, balance = self.model.loss(inputs, targets, saving)
+        minimized = loss + self.load_balance * balance.loss if balance.tokens else loss
+        return Losses(cross_entropy=loss, minimized=minimized, balance=balance)
+
+    def begin(self, key: tuple[int, int, int]) -> None:
+        """Nothing is drawn from torch's generator."""
+
+    def evaluating(self) -> AbstractContextManager:
+        """It computes the same."""
+        return nullcontext()
+
+    def decayed(self) -> list[Tensor]:
+        """Matrices; gains and embeddings do not decay."""
+        return [weight for weight in self.model.matrices() if weight is not self.model.embedding.weight]
+
+    def linears(self) -> Iterator[Linear]:
+        return self.model.linears()
+
+    def grouped_linears(self) -> Iterator[GroupedLinear]:
+        return self.model.grouped_linears()
+
+    def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        masters = {linear.name: master(linear.weight) for linear in self.linears()}
+        for grouped in self.grouped_linears():
+            masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(master(grouped.weight))}
+        return masters
+
+    def state(self) -> dict[str, Any]:
+        """All of it is in state_dict()."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def unused(self) -> list[str]:
+        """Each of its modules takes part in every step."""
+        return []
 
 
 def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:

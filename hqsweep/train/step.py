@@ -51,11 +51,13 @@ class NotCapturable(Exception):
 
 
 class StepRunner:
-    """Runs updates as train.compile says. `reason` is why they are no graph, or None."""
+    """Runs updates as train.compile says. `reason` is why they are no graph, or None; why_eager: of the model."""
 
-    def __init__(self, train: TrainConfig, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, train: TrainConfig, model: nn.Module, device: torch.device, why_eager: str | None = None
+    ) -> None:
         self.mode, self.model, self.device = train.compile, model, device
-        self.reason = _reason(train, device)
+        self.reason = _reason(train, device) or why_eager
         self.pool = GraphPool() if self.reason is None else None
         self._memory = _PythonMemory(model, device)
         self._update: _Program | None = None

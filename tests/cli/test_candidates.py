@@ -27,9 +27,10 @@ def test_keys_are_those_of_the_typed_configs() -> None:
     free = ("recipe.", "calibrate.students")  # mappings, with keys of the user's
     typed = {leaf for model in (*map(config_class, JOBS), StudyConfig) for leaf in leaves(model)}
     values = {key for key in typed if not any(other.startswith(f"{key}.") for other in typed)}
-    of_runs = {"sweep", "fork.trunk_hash", "fork.noise"}  # which the grid of a fork study sets
+    of_runs = {"sweep", "fork.trunk_hash", "fork.noise", "model.hash"}  # which the command sets
+    of_runs |= {"model.target", "model.args"}  # given as model._target_, and as keys of the user's
     assert {key for key in values - offered if not key.startswith(free)} == of_runs
-    assert {key for key in offered - typed if not key.startswith(free)} <= {"fork"}
+    assert {key for key in offered - typed if not key.startswith(free)} <= {"fork", "model._target_"}
     assert {"recipe.linear.input", "recipe.dpa.qkv", "recipe.gemm"} - offered <= {"recipe.gemm"}
 
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from hqsweep.config import engine as config_engine
 from hqsweep.config.data import TOKENS_VOCAB
-from hqsweep.config.errors import leaves
+from hqsweep.config.errors import leaves, sections
 from hqsweep.config.job import ConvergenceConfig, ParityConfig, parse
 from hqsweep.errors import UserError
 from hqsweep.sweep.compose import expand
@@ -83,7 +83,9 @@ def test_zoo_is_complete() -> None:
     [(g, o) for g in ("model", "data", "train", "stats", "engine") for o in sorted(names(g))] + [("track", "none")],
 )
 def test_packaged_options_are_valid(group: str, option: str, tmp_path) -> None:
-    words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens") else [])
+    needs = dict.fromkeys(("text", "tokens"), f"data.path={tmp_path}")
+    needs |= {"hf": f"model.path={tmp_path}", "factory": "model._target_=my.build"}
+    words = [f"{group}={option}", *([needs[option]] if option in needs else [])]
     parse(expand("convergence", words).points[0].config)
 
 
@@ -151,16 +153,26 @@ def test_all_faults_in_one_line() -> None:
         assert part in text
 
 
-def _leaf_paths() -> list[str]:
-    sections = {path.rpartition(".")[0] for path in leaves(ConvergenceConfig)}
-    return [p for p in leaves(ConvergenceConfig) if p not in sections and not p.startswith(("job", "recipe"))]
+FREE = ("job", "recipe", "model.kind", "model.args")
+"""What these hold is told of elsewhere, or may be a mapping."""
 
 
-@pytest.mark.parametrize("path", _leaf_paths())
-def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str) -> None:
+def _leaf_paths() -> list[tuple[str, str]]:
+    """(path, kind of the model that has it)."""
+    sections_of = {path.rpartition(".")[0] for path in leaves(ConvergenceConfig)}
+    plain = [p for p in leaves(ConvergenceConfig) if p not in sections_of and not p.startswith((*FREE, "model."))]
+    kinds = sections(ConvergenceConfig.model_fields["model"].annotation).items()
+    own = [(f"model.{name}", kind) for kind, section in kinds for name in section.model_fields]
+    return [(path, "gpt") for path in plain] + [pair for pair in own if pair[0] not in FREE]
+
+
+@pytest.mark.parametrize(("path", "kind"), _leaf_paths())
+def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str, kind: str) -> None:
     value: object = {"wrong": "type"}
     for key in reversed(path.split(".")):
         value = {key: value}
+    if kind != "gpt":
+        value["model"]["kind"] = kind
     with pytest.raises(UserError, match=rf"(^|; ){path}: got \{{'wrong': 'type'\}}; must be "):
         parse(smallest(**value))
 

@@ -15,6 +15,7 @@ from hqsweep.sweep.launch import plan
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer, build_model, make_optimizer
+from hqsweep.train.model import GPTAdapter
 
 COMPOSER2 = {
     "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
@@ -65,7 +66,8 @@ def test_names_and_shapes_are_known_before_building():
 
 def test_every_matrix_decays_and_nothing_else():
     model = trainer(config()).model
-    matrices, others = (group["params"] for group in make_optimizer(model, config().train).param_groups)
+    groups = make_optimizer(GPTAdapter(model, 0.01), config().train).param_groups
+    matrices, others = (group["params"] for group in groups)
     assert model.layers[1].mlp.router.weight.shape in [p.shape for p in matrices]
     assert all(p.dim() >= 2 for p in matrices) and [p.shape for p in others if p.dim() > 1] == [(16, 32)]
 

@@ -1,0 +1,100 @@
+"""The section `model` of the config for models that are the user's own: one of Hugging Face, or one that a Python
+function builds. Nothing here reads a file or imports code."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
+
+from hqsweep.config.model import ModelConfig
+from hqsweep.config.types import Section
+from hqsweep.errors import UserError
+
+TARGET = "_target_"
+HELD = (
+    "model.quantized_weights: is for hqsweep's own GPT; a model of your own keeps its weights as they are, so leave it"
+    " out"
+)
+
+
+class UserModel(Section):
+    """What all models of users have.
+
+    head: whether the output projection takes the recipe's `head` section, instead of staying as it is. attention:
+    whether attention computes by the recipe's `dpa`; None: where the recipe says something of it. init_noise: every
+    initial weight is multiplied by 1 + init_noise * N(0, 1), for a null arm.
+    """
+
+    head: bool = False
+    attention: bool | None = None
+    init_noise: Annotated[float, Field(ge=0)] = 0.0
+
+
+class HFModelConfig(UserModel):
+    """A causal language model of Hugging Face, from a folder with config.json and safetensors, or, without its trained
+    weights (pretrained=false), from config.json alone; nothing is downloaded, and no code of the folder is run.
+
+    hash: of its config and, where they are read, its weights; the sweep's command fills it in.
+    """
+
+    kind: Literal["hf"]
+    path: str
+    pretrained: bool = True
+    hash: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_held(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and "quantized_weights" in given:
+            raise UserError(HELD)
+        return given
+
+
+class FactoryModelConfig(UserModel):
+    """A model that the function `target` ("package.module.function", also given as model._target_) returns for `args`,
+    which are all keys of the section that it does not have itself. Only `hqsweep run` imports it."""
+
+    kind: Literal["factory"]
+    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+    args: Annotated[dict[str, Any], Field(default_factory=dict)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments(cls, given: Any) -> Any:
+        """The keys that are arguments go to `args`."""
+        if not isinstance(given, Mapping):
+            return given
+        if "quantized_weights" in given:
+            raise UserError(HELD)
+        own = {key: value for key, value in given.items() if key in cls.model_fields}
+        own.setdefault("kind", "factory")
+        if TARGET in given:
+            own["target"] = given[TARGET]
+        args = {key: value for key, value in given.items() if key not in (*cls.model_fields, TARGET)}
+        return own | ({"args": {**own.get("args", {}), **args}} if args else {})
+
+    @model_validator(mode="after")
+    def _found(self, info: ValidationInfo) -> "FactoryModelConfig":
+        """By whoever may import it; a name elsewhere."""
+        if find := (info.context or {}).get("find"):
+            find(self.target, f"model.{TARGET}")
+        return self
+
+
+def model_kind(given: Any) -> str:
+    """The kind of a section: "gpt", "hf" or "factory"; what is none of them is told of as "gpt"."""
+    if isinstance(given, UserModel):
+        return given.kind
+    if not isinstance(given, Mapping):
+        return "gpt"
+    kind = given.get("kind", "factory" if TARGET in given else "gpt")
+    if "kind" in given and kind not in ("hf", "factory"):
+        raise UserError(f"model.kind: got {kind!r}; must be hf or factory, and the GPT's section (model=gpt) has none")
+    return kind
+
+
+_GPT = Annotated[ModelConfig, Tag("gpt")]
+_HF = Annotated[HFModelConfig, Tag("hf")]
+_FACTORY = Annotated[FactoryModelConfig, Tag("factory")]
+Model = Annotated[_GPT | _HF | _FACTORY, Discriminator(model_kind)]
+"""The section: hqsweep's own GPT, which has no key `kind`, or a model of the user's own, which has."""
