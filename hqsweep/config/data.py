@@ -1,5 +1,7 @@
 """The section `data` of the config: where tokens come from."""
 
+import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,9 +27,9 @@ class MarkovConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from; `path` is read by text and tokens, `markov` by markov."""
+    """Where tokens come from; `path` is read by text, tokens and shards, `markov` by markov."""
 
-    source: Literal["stdlib", "site", "text", "tokens", "markov"] = "stdlib"
+    source: Literal["stdlib", "site", "text", "tokens", "shards", "markov"] = "stdlib"
     path: str | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     max_bytes: Count | None = None
@@ -35,16 +37,30 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _path(self) -> "DataConfig":
-        if self.source in ("text", "tokens"):
+        if self.source in ("text", "tokens", "shards"):
             if self.path is None:
                 raise UserError(f"data.path: missing; data.source={self.source} needs data.path=FILE_OR_FOLDER")
             if not Path(self.path).exists():
                 raise UserError(f"data.path: '{self.path}' does not exist; it must be a file or a folder")
         elif self.path is not None:
-            raise UserError(f"data.path: data.source={self.source} reads no path; add data=text or data=tokens")
+            raise UserError(f"data.path: data.source={self.source} reads no path; add data=text, tokens or shards")
         return self
 
     @property
     def vocab_estimate(self) -> int:
-        """Vocabulary size before the data is read: exact for bytes and markov."""
+        """Vocabulary size before the data is read: exact for bytes, markov, and shards that say it."""
+        if self.source == "shards":
+            path = Path(self.path)
+            return _stated_vocab(path if path.is_dir() else path.parent) or TOKENS_VOCAB
         return {"markov": self.markov.vocab, "tokens": TOKENS_VOCAB}.get(self.source, 256)
+
+
+@lru_cache
+def _stated_vocab(folder: Path) -> int | None:
+    """What manifest.json or meta.json says, if there is one that can be read: what is wrong with it is said later."""
+    for name in ("manifest.json", "meta.json"):
+        try:
+            return int(json.loads((folder / name).read_bytes())["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from hqsweep.errors import UserError
+from hqsweep.shards.reader import is_llm_c
 
 SNIFF_BYTES = 8192  # a NUL byte this early says that a file is not text (the rule of git and grep)
 NOT_SOURCES = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}  # not part of the standard library
@@ -196,6 +197,8 @@ def _map(path: Path, dtype: np.dtype | type, max_bytes: int | None) -> np.ndarra
     size = path.stat().st_size
     if size == 0:  # which cannot be mapped
         raise UserError(f"data.path: {path} is empty; give a file with data in it")
+    if width > 1 and is_llm_c(path):
+        raise UserError(f"data.path: {path} begins with the header of llm.c's shards; read it with data=shards")
     if size % width:
         raise UserError(f"data.path: {path} has {size} bytes, an odd number; tokens are uint16, two bytes each")
     count = min(size, size if max_bytes is None else max_bytes) // width

@@ -7,9 +7,9 @@ sees identical batches, and a resumed run needs no state of the data. Randomness
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,10 @@ import torch
 
 from hqsweep.config.data import LEARNT_NATS, DataConfig
 from hqsweep.errors import UserError, nearest
+from hqsweep.shards.order import window_starts
+from hqsweep.shards.reader import Shards
+from hqsweep.shards.stream import Stream
+from hqsweep.shards.stream import unigram_entropy as entropy_of
 from hqsweep.train import corpus
 from hqsweep.train.corpus import Corpus
 from hqsweep.train.markov import MarkovSource
@@ -31,15 +35,16 @@ BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Tokens of both splits. train, val: 1-D uint8 or uint16 (possibly memory-mapped), values in [0, vocab_size).
+    """Tokens of both splits. train, val: 1-D uint8 or uint16 (possibly memory-mapped), values in [0, vocab_size);
+    of shards a Stream.
 
     hash: SHA-256 over source, split and content, in hex. facts: JSON values for the manifest; among them
     unigram_entropy_nats, what val costs under its own token frequencies (a trained model must beat it), and for a
     Markov source entropy_rate_nats, which no model can beat.
     """
 
-    train: np.ndarray
-    val: np.ndarray
+    train: np.ndarray | Stream
+    val: np.ndarray | Stream
     vocab_size: int
     hash: str
     facts: dict
@@ -53,14 +58,22 @@ class Dataset:
         Raises:
             UserError: the split is shorter than context + 1 tokens.
         """
-        data = {"train": self.train, "val": self.val}[split]
-        _check_window(split, len(data), context)
+        _check_window(split, len({"train": self.train, "val": self.val}[split]), context)
         if split == "train":
-            starts = _random_starts(seed, step, batch, len(data) - context)
+            windows = self._train_windows(seed, step, batch, context)
         else:
-            starts = context * _spread_starts(step * batch, batch, (len(data) - 1) // context)
-        windows = torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            starts = context * _spread_starts(step * batch, batch, (len(self.val) - 1) // context)
+            windows = self._windows(self.val, starts, context + 1)
+        tokens = torch.from_numpy(windows)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _train_windows(self, seed: int, step: int, batch: int, context: int) -> np.ndarray:
+        """int64 [batch, context + 1] at random offsets."""
+        return self._windows(self.train, _random_starts(seed, step, batch, len(self.train) - context), context + 1)
+
+    def _windows(self, data: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+        """int64 [starts, length], the tokens from each start on."""
+        return data[starts[:, None] + np.arange(length)].astype(np.int64)
 
     def epochs(self, tokens: int) -> float:
         """How often a run that trains on `tokens` tokens reads the train split."""
@@ -88,37 +101,98 @@ class Dataset:
         ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardedDataset(Dataset):
+    """Tokens that stay on the disk: train and val are streams, and an epoch reads each window of train once."""
+
+    def _train_windows(self, seed: int, step: int, batch: int, context: int) -> np.ndarray:
+        samples = np.arange(step * batch, (step + 1) * batch, dtype=np.int64)
+        return self._windows(self.train, window_starts(seed, samples, len(self.train), context), context + 1)
+
+    def _windows(self, data: Stream, starts: np.ndarray, length: int) -> np.ndarray:
+        windows = data.windows(starts, length)
+        if windows.min() < 0 or windows.max() >= self.vocab_size:
+            wrong = windows.min() if windows.min() < 0 else windows.max()
+            raise UserError(
+                f"data.path: the shards hold token {wrong}, and their vocabulary has {self.vocab_size}; mend"
+                " vocab_size in meta.json, or prepare them anew"
+            )
+        return windows
+
+
 def load(config: DataConfig) -> Dataset:
     """Read or generate the data that config names (source, path, val_fraction, max_bytes, markov).
 
     Raises:
         UserError: an unknown source, or data that is missing, unreadable, empty or too short to be split.
+        Damaged: shards that are not what was written.
     """
     if config.source not in SOURCES:
         raise UserError(
             f"data.source: {config.source!r} is not known{nearest(config.source, SOURCES)}; choose {', '.join(SOURCES)}"
         )
     try:
-        source = SOURCES[config.source](config)
+        return SOURCES[config.source](config)
     except OSError as error:
         raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from None
-    for name, array in (("train", source.train), ("val", source.val)):
-        if len(array) < 2:
-            raise UserError(
-                f"data: the {name} split of data.source={config.source} has {len(array)} tokens, at least 2 are needed;"
-                " give more data, or change data.val_fraction or data.max_bytes"
-            )
+
+
+def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], Dataset]:
+    """The Dataset of a source whose tokens are arrays."""
+
+    def dataset(config: DataConfig) -> Dataset:
+        source = read(config)
+        _check_split(config, source.train, source.val)
+        facts = {
+            "source": config.source,
+            "split": source.split,
+            "bytes": source.train.nbytes + source.val.nbytes,
+            "unigram_entropy_nats": unigram_entropy(source.val),
+            **source.facts,
+        }
+        if max(source.train.nbytes, source.val.nbytes) > HASH_WHOLE_BYTES:
+            facts["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
+        digest = _hash([config.source, source.split, source.vocab_size], [source.train, source.val])
+        return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=facts)
+
+    return dataset
+
+
+def _shards(config: DataConfig) -> Dataset:
+    """Shards of a folder; max_bytes leaves the beginnings of both splits."""
+    if config.path is None or not Path(config.path).exists():
+        raise UserError(f"data.path: '{config.path}' does not exist; data.source=shards reads a folder of shards")
+    shards = Shards(config.path, val_fraction=config.val_fraction)
+    train, val = shards.train, shards.val
+    _check_split(config, train, val)
+    entropy = shards.unigram_entropy
+    if config.max_bytes is not None and config.max_bytes < train.nbytes + val.nbytes:
+        share = config.max_bytes / (train.nbytes + val.nbytes)
+        train, val = (each.cut(0, int(len(each) * share)) for each in (train, val))
+        _check_split(config, train, val)
+        entropy = partial(entropy_of, val.chunks())
     facts = {
         "source": config.source,
-        "split": source.split,
-        "bytes": source.train.nbytes + source.val.nbytes,
-        "unigram_entropy_nats": unigram_entropy(source.val),
-        **source.facts,
+        "layout": shards.layout,
+        "split": shards.split,
+        "bytes": train.nbytes + val.nbytes,
+        "files": len(train.parts) + len(val.parts),
+        "documents": shards.documents,
+        "unigram_entropy_nats": entropy(),
     }
-    if max(source.train.nbytes, source.val.nbytes) > HASH_WHOLE_BYTES:
-        facts["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
-    digest = _hash([config.source, source.split, source.vocab_size], [source.train, source.val])
-    return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=facts)
+    if shards.manifest:
+        facts |= {"tokenizer": shards.manifest.tokenizer.sha256, "separator": shards.manifest.separator.id}
+    digest = _hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
+    return ShardedDataset(train=train, val=val, vocab_size=shards.vocab_size, hash=digest, facts=facts)
+
+
+def _check_split(config: DataConfig, train: Sized, val: Sized) -> None:
+    for name, tokens in (("train", train), ("val", val)):
+        if len(tokens) < 2:
+            raise UserError(
+                f"data: the {name} split of data.source={config.source} has {len(tokens)} tokens, at least 2 are"
+                " needed; give more data, or change data.val_fraction or data.max_bytes"
+            )
 
 
 @lru_cache(maxsize=1)
@@ -132,7 +206,7 @@ def check_length(config: DataConfig, context: int) -> None:
     plenty by their sizes are not read for it."""
     if config.source == "markov":
         sizes = {"train": config.markov.length, "val": round(config.markov.length * config.val_fraction)}
-    elif _expected(config) > PLENTY * context:
+    elif config.source != "shards" and _expected(config) > PLENTY * context:
         return
     else:
         dataset = loaded(config)
@@ -163,11 +237,7 @@ def _expected(config: DataConfig) -> float:
 
 def unigram_entropy(tokens: np.ndarray) -> float:
     """-sum_t p[t] ln p[t] in nats, p being the frequencies in `tokens` itself (1-D, uint8 or uint16)."""
-    counts = np.zeros(np.iinfo(tokens.dtype).max + 1, np.int64)
-    for at in range(0, len(tokens), CHUNK):
-        counts += np.bincount(tokens[at : at + CHUNK], minlength=len(counts))
-    p = counts[counts > 0] / len(tokens)
-    return float(-(p * np.log(p)).sum())
+    return entropy_of(tokens[at : at + CHUNK] for at in range(0, len(tokens), CHUNK))
 
 
 def _markov(config: DataConfig) -> Corpus:
@@ -185,12 +255,13 @@ def _markov(config: DataConfig) -> Corpus:
     )
 
 
-SOURCES: dict[str, Callable[[DataConfig], Corpus]] = {
-    "stdlib": lambda config: corpus.stdlib(config.val_fraction, config.max_bytes),
-    "site": lambda config: corpus.site(config.val_fraction, config.max_bytes),
-    "text": lambda config: corpus.text(config.path, config.val_fraction, config.max_bytes),
-    "tokens": lambda config: corpus.tokens(config.path, config.val_fraction, config.max_bytes),
-    "markov": _markov,
+SOURCES: dict[str, Callable[[DataConfig], Dataset]] = {
+    "stdlib": _in_memory(lambda config: corpus.stdlib(config.val_fraction, config.max_bytes)),
+    "site": _in_memory(lambda config: corpus.site(config.val_fraction, config.max_bytes)),
+    "text": _in_memory(lambda config: corpus.text(config.path, config.val_fraction, config.max_bytes)),
+    "tokens": _in_memory(lambda config: corpus.tokens(config.path, config.val_fraction, config.max_bytes)),
+    "shards": _shards,
+    "markov": _in_memory(_markov),
 }
 
 

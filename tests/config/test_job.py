@@ -83,7 +83,7 @@ def test_zoo_is_complete() -> None:
     [(g, o) for g in ("model", "data", "train", "stats", "engine") for o in sorted(names(g))] + [("track", "none")],
 )
 def test_packaged_options_are_valid(group: str, option: str, tmp_path) -> None:
-    needs = dict.fromkeys(("text", "tokens"), f"data.path={tmp_path}")
+    needs = dict.fromkeys(("text", "tokens", "shards"), f"data.path={tmp_path}")
     needs |= {"hf": f"model.path={tmp_path}", "factory": "model._target_=my.build"}
     words = [f"{group}={option}", *([needs[option]] if option in needs else [])]
     parse(expand("convergence", words).points[0].config)

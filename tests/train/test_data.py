@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from written import write_llm_c, write_megatron, write_ours
 
 from hqsweep.config.data import DataConfig
 from hqsweep.errors import UserError
@@ -233,6 +234,51 @@ class TestTokens:
     def test_wrong_input(self, tmp_path, files, path, message):
         with pytest.raises(UserError, match=message):
             load(config("tokens", write_folder(tmp_path, files) / path))
+
+
+class TestShards:
+    def test_an_epoch_reads_every_window_once_whatever_the_batch(self, tmp_path):
+        dataset = load(
+            config("shards", write_ours(tmp_path, {"train": [range(100), range(100, 266)], "val": [range(9)]}))
+        )
+        starts = [torch.cat([dataset.batch("train", 3, step, batch, 10)[0][:, 0] for step in range(25 // batch)])
+                  for batch in (1, 5, 25)]  # fmt: skip
+        assert torch.equal(starts[0], starts[1]) and torch.equal(starts[0], starts[2])
+        assert set(torch.diff(starts[0].sort().values).tolist()) == {10}
+        inputs, targets = dataset.batch("train", 3, 7, 4, 10)
+        assert torch.equal(targets, inputs + 1) and inputs.dtype == torch.int64 and inputs.shape == (4, 10)
+
+    def test_what_is_said_of_them(self, tmp_path):
+        dataset = load(config("shards", write_ours(tmp_path, {"train": [range(100)], "val": [range(9)]})))
+        assert dataset.vocab_size == 300 and dataset.epochs(50) == 0.5
+        assert (dataset.facts["documents"], dataset.facts["bytes"]) == ({"train": 1, "val": 1}, 218)
+        assert json.loads(json.dumps(dataset.facts)) == dataset.facts
+        part = load(config("shards", tmp_path, max_bytes=109))
+        assert (len(part.train), len(part.val)) == (50, 4) and part.hash != dataset.hash
+
+    @pytest.mark.parametrize(("write", "layout"), [(write_llm_c, "llm.c"), (write_megatron, "megatron")])
+    def test_layouts_of_others(self, tmp_path, write, layout):
+        write(tmp_path / "a_train.bin", [range(90)] if layout == "megatron" else range(90))
+        write(tmp_path / "a_val.bin", [range(30)] if layout == "megatron" else range(30))
+        dataset = load(config("shards", tmp_path))
+        assert (dataset.facts["layout"], len(dataset.train), len(dataset.val)) == (layout, 90, 30)
+        assert dataset.vocab_size == 128 and dataset.facts["unigram_entropy_nats"] == pytest.approx(math.log(30))
+
+    def test_the_vocabulary_is_known_before_they_are_read(self, tmp_path):
+        write_ours(tmp_path, {"train": [range(100)], "val": [range(9)]}, vocab=277)
+        assert DataConfig(source="shards", path=str(tmp_path)).vocab_estimate == 277
+        data.check_length(DataConfig(source="shards", path=str(tmp_path)), context=8)
+        with pytest.raises(UserError, match=r"the val split has 9 tokens, too short for train.context=9"):
+            data.check_length(DataConfig(source="shards", path=str(tmp_path)), context=9)
+
+    def test_a_token_beyond_the_vocabulary_is_not_trained_on(self, tmp_path):
+        write_ours(tmp_path, {"train": [range(100)], "val": [range(9)]}, vocab=50)
+        with pytest.raises(UserError, match=r"the shards hold token \d+, and their vocabulary has 50"):
+            load(config("shards", tmp_path)).batch("train", 0, 0, 8, 30)
+
+    def test_headers_are_not_read_as_tokens(self, tmp_path):
+        with pytest.raises(UserError, match=r"begins with the header of llm.c's shards; read it with data=shards"):
+            load(config("tokens", write_llm_c(tmp_path / "a.bin", range(90))))
 
 
 class TestMarkov:

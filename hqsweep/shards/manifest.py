@@ -1,0 +1,145 @@
+"""manifest.json: what a folder of shards says of itself. It is written last, so a folder that has it is whole."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hqsweep.errors import Damaged
+
+NAME = "manifest.json"
+VERSION = 1
+WIDE = 65_500
+"""From this vocabulary on tokens are int32, as in Megatron; below, uint16."""
+SPLITS = ("train", "val")
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Shard(Section):
+    """One pair of files NAME.bin and NAME.idx; sha256 is that of the .bin, index_sha256 that of the .idx."""
+
+    name: str
+    tokens: int
+    documents: int
+    sha256: str
+    index_sha256: str
+
+
+class Source(Section):
+    """What the shards were made of: bytes are those of the files, text_bytes those of all documents in UTF-8.
+
+    empty: documents without text, which are left out. replaced: documents with bytes that are no UTF-8, which became
+    U+FFFD. unknown: tokens for text that the tokenizer does not cover.
+    """
+
+    files: int
+    bytes: int
+    column: str
+    piece_bytes: int
+    text_bytes: int
+    empty: int
+    replaced: int
+    unknown: int
+
+
+class Separator(Section):
+    """The token after each document."""
+
+    token: str
+    id: int
+
+
+class TokenizerFacts(Section):
+    """The tokenizer.json that is kept beside the manifest."""
+
+    sha256: str
+    library: str
+
+
+class Manifest(Section):
+    """All of it. hash: SHA-256 over dtype, vocabulary, separator and the hashes of the shards, so over every token.
+
+    unigram_entropy_nats: what the val split costs under its own token frequencies.
+    """
+
+    version: Literal[1] = VERSION
+    dtype: Literal["uint16", "int32"]
+    vocab_size: int
+    separator: Separator
+    tokenizer: TokenizerFacts
+    source: Source
+    val_fraction: float
+    unigram_entropy_nats: float
+    train: tuple[Shard, ...]
+    val: tuple[Shard, ...]
+    hash: str
+
+    def tokens(self, split: str) -> int:
+        """Tokens of "train" or "val", separators counted."""
+        return sum(shard.tokens for shard in getattr(self, split))
+
+    def documents(self, split: str) -> int:
+        """Documents of "train" or "val"."""
+        return sum(shard.documents for shard in getattr(self, split))
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """dtype of the tokens on disk."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+
+def token_hash(dtype: str, vocab_size: int, separator: int, shards: dict[str, list[Shard]]) -> str:
+    """SHA-256, in hex, of what a training reads."""
+    listed = {split: [shard.sha256 for shard in shards[split]] for split in SPLITS}
+    return hashlib.sha256(json.dumps([dtype, vocab_size, separator, listed]).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a folder that has one.
+
+    Raises:
+        Damaged: it is not what prepare wrote.
+    """
+    path = folder / NAME
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(path, f"is no manifest of shards ({where}: {first['msg']})", REMEDY) from None
+    parts = {split: list(getattr(manifest, split)) for split in SPLITS}
+    if manifest.hash != token_hash(manifest.dtype, manifest.vocab_size, manifest.separator.id, parts):
+        raise Damaged(path, "has another hash than its shards give", REMEDY)
+    outside = [shard.name for part in parts.values() for shard in part if not _inside(shard.name)]
+    if outside:
+        raise Damaged(path, f"names {outside[0]!r}, which is not in its folder", REMEDY)
+    return manifest
+
+
+REMEDY = "copy the folder again, or prepare it anew"
+
+
+def _inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: on the disk as a whole, or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

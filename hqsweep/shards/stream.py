@@ -1,0 +1,104 @@
+"""Shards as one sequence of tokens, of which windows are read.
+
+Windows are read by `pread`, not from a memory map: pages of a map count as memory of the process while the system has
+room for them, and 100 GB of shards must not look like 100 GB of memory.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from hqsweep.errors import Damaged
+
+CHUNK = 1 << 22
+OPEN_FILES = 64
+REMEDY = "copy the folder again, or prepare it anew"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """`tokens` tokens of a file, from byte `offset` on."""
+
+    path: Path
+    offset: int
+    tokens: int
+
+
+class Stream:
+    """Tokens of several files one after another; dtype is that of the files, little-endian.
+
+    Raises:
+        Damaged: a file is missing, or shorter than its part.
+    """
+
+    def __init__(self, parts: Iterable[Part], dtype: np.dtype) -> None:
+        self.parts = tuple(part for part in parts if part.tokens)
+        self.dtype = np.dtype(dtype)
+        self._opened = lru_cache(OPEN_FILES)(lambda path: path.open("rb", buffering=0))
+        self.ends = np.cumsum([part.tokens for part in self.parts], dtype=np.int64)
+        for part in self.parts:
+            size = part.path.stat().st_size if part.path.is_file() else -1
+            if size < (end := part.offset + part.tokens * self.dtype.itemsize):
+                fault = "is missing" if size < 0 else f"has {size:,} bytes, and its tokens end at byte {end:,}"
+                raise Damaged(part.path, fault, REMEDY)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.parts else 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * self.dtype.itemsize
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count), dtype of the files."""
+        read = np.empty(count, self.dtype)
+        at, part = 0, int(np.searchsorted(self.ends, start, side="right"))
+        while at < count:
+            first = int(self.ends[part]) - self.parts[part].tokens
+            inside = start + at - first
+            number = min(count - at, self.parts[part].tokens - inside)
+            self._read(self.parts[part], inside, read[at : at + number])
+            at, part = at + number, part + 1
+        return read
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Tokens [start, start + length) for each start: int64 [starts, length]."""
+        return np.stack([self.read(int(start), length) for start in starts]).astype(np.int64)
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """All tokens, a few million at a time."""
+        for start in range(0, len(self), CHUNK):
+            yield self.read(start, min(CHUNK, len(self) - start))
+
+    def cut(self, start: int, stop: int) -> "Stream":
+        """Tokens [start, stop) as a stream of their own."""
+        first, parts = 0, []
+        for part in self.parts:
+            low, high = max(start - first, 0), min(stop - first, part.tokens)
+            if low < high:
+                parts.append(replace(part, offset=part.offset + low * self.dtype.itemsize, tokens=high - low))
+            first += part.tokens
+        return Stream(parts, self.dtype)
+
+    def _read(self, part: Part, inside: int, into: np.ndarray) -> None:
+        view, at = memoryview(into.view(np.uint8)), part.offset + inside * self.dtype.itemsize
+        while view:
+            got = os.preadv(self._opened(part.path).fileno(), [view], at)
+            if not got:
+                raise Damaged(part.path, "became shorter while it was read", REMEDY)
+            view, at = view[got:], at + got
+
+
+def unigram_entropy(chunks: Iterable[np.ndarray]) -> float:
+    """-sum_t p[t] ln p[t] in nats a token, p being the frequencies in the chunks themselves (1-D, integers >= 0)."""
+    counts = np.zeros(1, np.int64)
+    for chunk in chunks:
+        found = np.bincount(chunk, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
