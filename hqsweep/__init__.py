@@ -22,6 +22,11 @@ _HOME: dict[str, str] = {
     "revert": "hqsweep.models.convert",
     "inspect_checkpoint": "hqsweep.checkpoints.inspect",
     "load_checkpoint": "hqsweep.checkpoints.load",
+    "Comparison": "hqsweep.api.comparison",
+    "Run": "hqsweep.api.sweep",
+    "Sweep": "hqsweep.api.sweep",
+    "compare": "hqsweep.api.comparison",
+    "run": "hqsweep.api.run",
 }
 """Name of the Python interface -> the module that has it, which is imported when the name is first read."""
 

@@ -88,7 +88,7 @@ def test_formats_and_options_of_the_table_exist():
 
 
 def test_the_python_shown_runs():
-    code = PAGES["python.md"].split("# From Python\n\n")[1].split("\n\n- ")[0]
+    code = PAGES["python.md"].split("## Modules\n\n")[1].split("\n\n- ")[0]
     names = {}
     exec(compile(textwrap.dedent(code), "python.md", "exec"), names)
     assert names["y"].isfinite().all() and str(names["layer"].mlp.fc1.quantizers.input) == "bf16"

@@ -33,6 +33,11 @@ def compare(
     partial: Annotated[
         bool, typer.Option("--partial", help="Exit 0 though runs are missing or not finished; damaged ones stay 3.")
     ] = False,
+    figures: Annotated[
+        str | None,
+        typer.Option(metavar="svg|png", help="Also write every figure as a file of its own, into paper/ there."),
+    ] = None,
+    latex: Annotated[bool, typer.Option("--latex", help="Also write the tables as LaTeX, into paper/ there.")] = False,
     junit_file: Junit = None,
     runs_dir: RunsDir = Path("runs"),
     as_json: AsJson = False,
@@ -43,26 +48,31 @@ def compare(
     not finished: they are named and left out.
     """
     with waiting("reading the runs and writing the report"):
+        from hqsweep.api.comparison import compared
         from hqsweep.report import junit
         from hqsweep.report.check import checked, verdict_rows
-        from hqsweep.report.compare import compare, document, write
+        from hqsweep.report.compare import document, write
         from hqsweep.report.left_out import exit_code
+        from hqsweep.report.paper import check_kind, write_figures, write_latex
         from hqsweep.report.tables import rich_table
-        from hqsweep.study import noise
         from hqsweep.sweep.store import RunStore
         from hqsweep.track.mirror import mirror_report
 
+        if figures:
+            check_kind(figures)
         selected = RunStore(runs_dir).resolve(runs)
-        comparison = compare(selected, baseline, window, margin)
-        noise.record(comparison, selected[0].sweep_path.parent)
+        comparison = compared(selected, baseline, window, margin)
         page = write(comparison, out or Path("reports", "+".join(dict.fromkeys(run.sweep for run in selected))))
+        paper = write_figures(comparison, figures, page.parent / "paper") if figures else []
+        paper += write_latex(comparison, page.parent / "paper") if latex else []
     if junit_file:
         junit.write(junit_file, "compare", verdict_rows(comparison))
     good, line = checked(comparison) if check else (True, "")
-    result = document(comparison) | {"report": str(page), "check": line or None}
+    result = document(comparison) | {"report": str(page), "paper": [str(path) for path in paper], "check": line or None}
     lines = [
         f"baseline: {comparison.baseline} ({comparison.baseline_why})",
         f"report: {page}",
+        *([f"for paper: {len(paper)} files in {paper[0].parent}"] if paper else []),
         *([line] if line else []),
     ]
     if track and not mirror_report(selected, page.parent, result["arms"]):

@@ -15,7 +15,6 @@ from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import dry_run as cli_dry_run
 from hqsweep.cli import gate as cli_gate
-from hqsweep.cli import growth as cli_growth
 from hqsweep.cli import house as cli_house
 from hqsweep.cli import longer as cli_longer
 from hqsweep.cli import plan as cli_plan
@@ -127,11 +126,11 @@ def run(
     launch.check(plan)
     if plan.baseline_line:
         say(plan.baseline_line, err=True)
-    study, shown = None, []
-    if plan.study.seeds.until == "decided":
-        runs, study, shown = cli_growth.grow(plan, words, planned, force=force, to_stderr=as_json)
-    else:
-        runs = launch.start(plan, open_display(SafeConsole(stderr=True)), force=force)
+    from hqsweep.api.finish import finish
+
+    display = open_display(SafeConsole(stderr=True))
+    ended = finish(plan, words, planned, display, say=partial(say, err=as_json), force=force)
+    runs, growth = ended.runs, ended.growth
     results = [launch.result(run) for run in runs]
     if plan.first.engine.slurm.detach:
         print_result(as_json, results)
@@ -141,9 +140,15 @@ def run(
     if junit_file:
         junit.write(junit_file, plan.first.sweep, [*junit.run_rows(runs), *checked])
     failed = any(result["state"] != "finished" for result in results)
-    tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or shown) else []
-    document = results if study is None else {"runs": results} | study
-    print_result(as_json, document, *job_tables(rows), *tables, *shown)
+    decided = growth.comparison if growth else None
+    tables = [rows_table("results", results, RESULT_COLUMNS)] if failed or not (checked or decided) else []
+    said: Any = {"runs": results, "looks": ended.looks} if growth else results
+    if decided:
+        from hqsweep.report.compare import document
+        from hqsweep.report.tables import rich_table
+
+        said, tables = said | document(decided), [*tables, rich_table(decided)]
+    print_result(as_json, said, *job_tables(rows), *tables)
     _hint(as_json, results, plan.first.sweep)
     if failed:
         raise typer.Exit(EXIT_FAILED)
@@ -224,27 +229,10 @@ app.add_typer(cli_recipe.app, name="recipe")
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:
     """Print each warning of the runs once, then what to type next, on stderr beside JSON: the log of the first failed
     run, else the comparison."""
-    from collections import Counter
+    from hqsweep.api.finish import after_failures, warnings_of
 
-    for warning, count in Counter(line for result in results for line in result["warnings"]).items():
-        say(f"warning: {warning} ({count} of {len(results)} runs)", err=as_json)
-    failed = [result for result in results if result["state"] != "finished"]
-    arms = [result["arm"] for result in results]
-    if failed:
-        line = _after_failures(failed, len(results))
-    elif len(set(arms)) > 1:
-        line = f"next: hqsweep compare {sweep}"
-    else:
-        line = f"next: hqsweep show {results[0]['run']}"
-    say(line, err=as_json)
-
-
-def _after_failures(failed: list[dict[str, Any]], count: int) -> str:
-    """What to do about the runs that did not finish. One whose loss diverged would do so again."""
-    others = [result for result in failed if not str(result["reason"]).startswith("loss is ")]
-    lines = []
-    if others:
-        lines.append(f"{len(others)} of {count} runs did not finish; see {others[0]['path']}/log.txt, then run again")
-    if diverged := len(failed) - len(others):
-        lines.append(f"{diverged} of {count} runs diverged, and would again; change what the reason names")
-    return "; ".join(lines)
+    for warning in warnings_of(results):
+        say(warning, err=as_json)
+    several = len({result["arm"] for result in results}) > 1
+    then = f"hqsweep compare {sweep}" if several else f"hqsweep show {results[0]['run']}"
+    say(after_failures(results) or f"next: {then}", err=as_json)

@@ -89,3 +89,14 @@ def test_no_tracker_hears_of_a_comparison_unless_asked(folder, monkeypatch):
     assert compare("study").exit_code == 0 and asked == []
     done = compare("study", "--track")
     assert len(asked) == 1 and "neither W&B nor TensorBoard has taken the report" in done.stdout
+
+
+def test_figures_and_tables_for_paper(folder):
+    write_sweep(folder / "runs/study", three_arms())
+    done = compare("study", "--figures", "svg", "--latex", "--json")
+    paper = [Path(path) for path in json.loads(done.stdout)["paper"]]
+    assert done.exit_code == 0 and {path.parent for path in paper} == {Path("reports/study/paper")}
+    assert {"forest.svg", "val_loss.svg", "arms.tex"} <= {path.name for path in paper if path.is_file()}
+    other = compare("study", "--figures", "pgn", "--out", "elsewhere")
+    assert other.exit_code == 2 and not (folder / "elsewhere").exists()
+    assert "figures: 'pgn' (did you mean 'png'?); they are written as svg or png" in other.stderr

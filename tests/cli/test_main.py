@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hqsweep import __version__
-from hqsweep.cli.main import _after_failures, app
+from hqsweep.api.finish import after_failures
+from hqsweep.cli.main import app
 from hqsweep.sweep import launch
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
@@ -350,8 +351,9 @@ def test_a_gpu_that_is_not_there_stops_before_anything_starts(folder: Path, monk
 
 
 def test_a_run_that_diverged_is_not_to_be_repeated():
-    lost = {"reason": "killed by SIGKILL", "path": "runs/a/b"}
-    diverged = {"reason": "loss is nan at step 3; a repeat would say the same", "path": "runs/a/c"}
-    assert _after_failures([diverged], 3) == "1 of 3 runs diverged, and would again; change what the reason names"
-    both = _after_failures([diverged, lost], 3)
+    good = [{"state": "finished", "reason": None, "path": f"runs/a/{name}"} for name in "de"]
+    lost = {"state": "failed", "reason": "killed by SIGKILL", "path": "runs/a/b"}
+    diverged = {"state": "failed", "reason": "loss is nan at step 3; a repeat would say the same", "path": "runs/a/c"}
+    assert after_failures([diverged, *good]) == "1 of 3 runs diverged, and would again; change what the reason names"
+    both = after_failures([diverged, lost, good[0]])
     assert both.startswith("1 of 3 runs did not finish; see runs/a/b/log.txt, then run again; 1 of 3 runs diverged")

@@ -1,0 +1,145 @@
+"""hqsweep.compare: verdicts, tables and figures of `hqsweep compare`, for Python, notebooks and paper."""
+
+import base64
+from collections.abc import Iterable
+from functools import cached_property
+from html import escape
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from hqsweep.report import arms, html, tables
+from hqsweep.report.compare import compare as judge
+from hqsweep.report.compare import write
+from hqsweep.report.forest import forest_of
+from hqsweep.report.headline import headline
+from hqsweep.report.left_out import LeftOut
+from hqsweep.report.paper import latex, paper_tables, write_figures, write_latex
+from hqsweep.report.plots import plots
+from hqsweep.report.text import legal
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
+
+
+def compare(
+    *words: str | Path,
+    baseline: str | None = None,
+    window: float = 0.1,
+    margin: float | str | None = None,
+    runs_dir: str | Path = "runs",
+) -> "Comparison":
+    """Compare the arms of runs: which are worse, better or equivalent.
+
+    words     sweeps, runs, beginnings of runs' names, or folders
+    baseline  arm, or recipe, that the others are measured against; None: the sweep's, else bf16
+    window    of whole runs: last steps (50), or last part of a run (0.1), over which losses are averaged
+    margin    the largest gap that counts as none, in % of the baseline's loss (0.25, "0.25%"); None: the sweep's
+    runs_dir  folder of the sweeps, for names
+
+    Raises UserError as `hqsweep compare` does: no convergence run, whole runs beside forks, an unknown baseline, a
+    margin or window that is none. Runs that cannot be used are in Comparison.left_out; no number is taken from them.
+    """
+    return Comparison(compared(RunStore(Path(runs_dir)).resolve(list(map(str, words))), baseline, window, margin))
+
+
+def compared(
+    run_dirs: Iterable[RunDir],
+    baseline: str | None = None,
+    window: float = 0.1,
+    margin: float | str | None = None,
+    *,
+    keep: bool = True,
+) -> arms.Comparison:
+    """The comparison of `hqsweep compare`; `keep`: what it says of noise is kept for later plans."""
+    runs = list(run_dirs)
+    comparison = judge(runs, baseline, window, margin)
+    if keep:
+        from hqsweep.study import noise  # which imports torch
+
+        noise.record(comparison, runs[0].sweep_path.parent)
+    return comparison
+
+
+class Comparison:
+    """What hqsweep.compare returns. Losses are in nats, gaps in % of the baseline's loss unless a name says nats."""
+
+    def __init__(self, comparison: arms.Comparison) -> None:
+        self._comparison = comparison
+
+    @property
+    def baseline(self) -> str:
+        """The arm that the others are measured against."""
+        return self._comparison.baseline
+
+    @property
+    def headline(self) -> str:
+        """The verdict of the whole study in one sentence."""
+        return headline(self._comparison)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about the study as a whole: what entered, what it covers, what it does not see."""
+        return self._comparison.notes
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Runs without a result, and those that cannot be believed."""
+        return self._comparison.left_out
+
+    @property
+    def verdicts(self) -> pd.DataFrame:
+        """One row an arm, the baseline first, then by gap, as numbers: arm, verdict (better, worse, equivalent,
+        undecided; baseline; or why there is none), sentence, n, gap (nats), gap_pct, ci_low_pct, ci_high_pct, p,
+        margin_pct, final_loss, tokens_per_s, and more: the columns of compare.csv."""
+        leading = ["arm", "verdict", "gap_pct", "ci_low_pct", "ci_high_pct", "n", "final_loss", "tokens_per_s"]
+        rows = tables.by_gap(self._comparison)
+        return rows[[*leading, *(name for name in rows if name not in leading)]]
+
+    @property
+    def points(self) -> pd.DataFrame:
+        """One row for every paired replicate (and fork point): the columns of points.csv."""
+        return self._comparison.points.copy()
+
+    @cached_property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Name -> table of the report, as ready text."""
+        return {
+            name: pd.DataFrame(table.rows, columns=list(table.header))
+            for name, table in paper_tables(self._comparison).items()
+        }
+
+    @cached_property
+    def figures(self) -> dict[str, go.Figure]:
+        """Name -> figure of the report, for plotly."""
+        return plots(self._comparison)
+
+    def latex(self, table: str = "arms") -> str:
+        """A table of `tables` as LaTeX, for the packages booktabs and (where it is long) longtable. Raises UserError
+        for another name."""
+        return latex(paper_tables(self._comparison), table)
+
+    def save(self, kind: str, folder: str | Path) -> list[Path]:
+        """Write every figure ("svg" or "png") or every table ("latex") as a file into a folder; returns the files.
+
+        PNG takes the extra hqsweep[figures]. Raises UserError without it, and for another kind.
+        """
+        if kind == "latex":
+            return write_latex(self._comparison, Path(folder))
+        return write_figures(self._comparison, kind, Path(folder))
+
+    def report(self, folder: str | Path) -> Path:
+        """Write the report that `hqsweep compare` writes into a folder; returns its page."""
+        return write(self._comparison, Path(folder))
+
+    def __repr__(self) -> str:
+        return f"<Comparison {tables.title(self._comparison)}: {self.headline}>"
+
+    def _repr_html_(self) -> str:
+        forest, picture = forest_of(self._comparison), ""
+        if forest:
+            encoded = base64.b64encode(legal(html.forest_svg(forest)).encode()).decode()
+            picture = f'<p><img alt="{escape(forest.says)}" src="data:image/svg+xml;base64,{encoded}"></p>'
+        table = self.tables["arms"].to_html(index=False, border=0)
+        title = f"<p><b>{escape(tables.title(self._comparison))}</b></p><p>{escape(self.headline)}</p>"
+        return f"{title}{picture}{table}"

@@ -1,0 +1,79 @@
+"""A checked plan of a sweep brought to its end, for `hqsweep run` and for Python alike.
+
+What a study that grows needs (pandas, plotly, statistics) is imported for one alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.sweep.progress import Display
+from hqsweep.sweep.run_dir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The runs of a plan in grid order; of a study that grows (seeds.until=decided) also its sequential.Growth."""
+
+    runs: tuple[RunDir, ...]
+    growth: Any = None
+
+    @property
+    def looks(self) -> list[dict[str, Any]]:
+        """The looks as plain data."""
+        return [asdict(look) for look in self.growth.looks] if self.growth else []
+
+
+def finish(
+    plan: Any,
+    words: Sequence[str],
+    replan: Callable[[Sequence[str]], Any],
+    display: Display,
+    *,
+    say: Callable[[str], None],
+    force: bool = False,
+) -> Ended:
+    """Run all of the plan that is not finished, and grow the study where it says so.
+
+    plan    what launch.check let pass
+    words   conf=NAME and overrides that the plan was made of; `replan` makes a plan of other words
+    say     takes a line a look of a study that grows
+    force   repeat what is finished
+    """
+    from hqsweep.sweep import launch
+
+    if plan.study.seeds.until != "decided":
+        return Ended(runs=tuple(launch.start(plan, display, force=force)))
+    from hqsweep.study import noise
+    from hqsweep.study.sequential import grow, with_seeds
+
+    growth = grow(
+        plan,
+        lambda seeds: replan(with_seeds(words, seeds)),
+        lambda batch, again: launch.start(batch, display, force=again),
+        say=say,
+        force=force,
+    )
+    if growth.comparison is not None:
+        noise.record(growth.comparison, Path(plan.first.runs_dir))
+    return Ended(runs=growth.runs, growth=growth)
+
+
+def warnings_of(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each warning of runs, given as launch.result gives them."""
+    counts = Counter(line for result in results for line in result["warnings"])
+    return [f"warning: {warning} ({count} of {len(results)} runs)" for warning, count in counts.items()]
+
+
+def after_failures(results: Sequence[dict[str, Any]]) -> str | None:
+    """What to do about the runs that did not finish; None where all did. One whose loss diverged would do so again."""
+    failed = [result for result in results if result["state"] != "finished"]
+    others = [result for result in failed if not str(result["reason"]).startswith("loss is ")]
+    lines, count = [], len(results)
+    if others:
+        lines.append(f"{len(others)} of {count} runs did not finish; see {others[0]['path']}/log.txt, then run again")
+    if diverged := len(failed) - len(others):
+        lines.append(f"{diverged} of {count} runs diverged, and would again; change what the reason names")
+    return "; ".join(lines) or None

@@ -1,0 +1,93 @@
+"""hqsweep.run: what `hqsweep run` does, from Python."""
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from hqsweep.api.sweep import Sweep
+from hqsweep.errors import UserError, visible
+from hqsweep.sweep.words import read
+
+NO_IMPORT = "which no_import=True refuses; give one that is none, or leave no_import out"
+
+
+def run(
+    conf: str,
+    overrides: Sequence[str] = (),
+    *,
+    out: str | Path | None = None,
+    config_dir: str | Path | None = None,
+    force: bool = False,
+    no_import: bool = False,
+    quiet: bool = False,
+) -> Sweep:
+    """Run a sweep, all of its grid that is not finished, and return it. To be called from the main thread.
+
+    conf        a packaged sweep, one in ./conf or config_dir, or the path of a YAML file
+    overrides   KEY=VALUE and KEY=V1,V2 as the command line takes them, without a shell's quotes
+    out         folder of the sweeps (runs_dir); None: what the config says, which is ./runs
+    config_dir  folder of the user's configs
+    force       repeat finished runs
+    no_import   refuse what is a Python factory, instead of importing it
+    quiet       print nothing; else progress and warnings go to stderr
+
+    A run that fails raises nothing: its state and reason are in Sweep.runs. The same call goes on where one was
+    interrupted.
+
+    Raises:
+        UserError: whatever is wrong in any point of the grid, before anything starts; what `hqsweep run` refuses.
+    """
+    words = _words(conf, overrides, out)
+    folder = None if config_dir is None else Path(config_dir)
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"config_dir: {folder} is no folder; give the folder of your configs")
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("run: it stops its workers at a signal, which Python gives to the main thread; call it there")
+    say = _silent if quiet else _say
+    read(words, config_dir=folder)  # a mistyped word is told before torch is imported
+    from hqsweep.api.finish import after_failures, finish, warnings_of
+    from hqsweep.recipe.factories import Importer
+    from hqsweep.sweep import launch
+    from hqsweep.sweep.console import SafeConsole
+    from hqsweep.sweep.progress import PlainDisplay, open_display
+
+    importer = Importer(say, allowed=() if no_import else None, refusal=NO_IMPORT)
+    planned = partial(launch.plan, config_dir=folder, importer=importer)
+    plan = planned(words)
+    launch.check(plan)
+    if plan.baseline_line:
+        say(plan.baseline_line)
+    console = SafeConsole(stderr=True, quiet=quiet, force_jupyter=False)
+    display = PlainDisplay(console) if quiet else open_display(console)
+    try:
+        runs = finish(plan, words, planned, display, say=say, force=force).runs
+    except SystemExit as stopped:
+        if stopped.code == 128 + signal.SIGINT:  # in Python, ^C and a notebook's button are this exception
+            raise KeyboardInterrupt from None
+        raise
+    results = [launch.result(each) for each in runs]
+    for line in [*warnings_of(results), *filter(None, [after_failures(results)])]:
+        say(line)
+    return Sweep(*(each.path for each in runs))
+
+
+def _words(conf: str, overrides: Sequence[str], out: str | Path | None) -> list[str]:
+    """The words of `hqsweep run` that mean the same."""
+    if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides):
+        raise UserError(f"overrides: got {overrides!r}; give a list of texts, such as ['train.steps=100', 'seed=0,1']")
+    words = [f"conf={conf}", *overrides]
+    if out is not None:
+        quoted = str(out).replace("\\", "\\\\").replace("'", "\\'")
+        words.append(f"runs_dir='{quoted}'")
+    return words
+
+
+def _say(line: str) -> None:
+    print(visible(line, keep="\n"), file=sys.stderr)
+
+
+def _silent(line: str) -> None:
+    """Nobody is told."""

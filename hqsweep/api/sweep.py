@@ -1,0 +1,212 @@
+"""hqsweep.Sweep: the runs of a sweep as DataFrames, read once and changed never.
+
+    sweep = hqsweep.Sweep("runs/quickstart")
+    sweep.runs[["arm", "seed", "val_loss"]]
+    sweep.metrics.query("metric == 'val_loss'").pivot_table(index="step", columns="arm", values="value")
+    sweep[0].config["train"]["lr"]
+
+Nothing is sampled: `metrics` and `stats` have every row. Make another Sweep to read a sweep again that goes on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from hqsweep.api.comparison import Comparison, compared
+from hqsweep.config.jobs import CHECKED_TABLES
+from hqsweep.errors import UserError, nearest
+from hqsweep.report.frames import FORK, TRUNK, Frames, load
+from hqsweep.report.left_out import LeftOut
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
+
+FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "reason", "diverged", "step", "steps",
+         "seconds", "tokens_per_s")  # fmt: skip
+"""Columns of Sweep.runs that every sweep has, but for those of forks."""
+OF_FORKS = ("design", "trunk", "point")
+SHOWN_ROWS = 20
+"""Of the table that a notebook shows of a sweep."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep; what is read is what stands in its folder now."""
+
+    folder: RunDir
+
+    @property
+    def name(self) -> str:
+        """Its folder's name: arm, seed, and the run's id."""
+        return self.folder.name
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def state(self) -> str:
+        """pending, running, finished, failed, interrupted; damaged or missing."""
+        return self.folder.seen()["state"]
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is in that state, where there is more to say."""
+        return self.folder.seen()["reason"]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config, every leaf of it. Raises Damaged, as all below do."""
+        return self.folder.config()
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What it was computed with: versions, commit, device, threads, hash of the data, plans of the GEMMs."""
+        return self.folder.manifest()
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """Every row: step, metric, value."""
+        return pd.DataFrame(self.folder.rows("metrics"), columns=["step", "metric", "value"])
+
+    @property
+    def stats(self) -> pd.DataFrame:
+        """Every row of the sampled errors, as docs/reference/statistics.md has the columns."""
+        return pd.DataFrame(self.folder.rows("stats"))
+
+    @property
+    def log(self) -> str:
+        """What its process printed."""
+        return self.folder.log.read_text(encoding="utf-8", errors="replace") if self.folder.log.is_file() else ""
+
+    def __repr__(self) -> str:
+        return f"<Run {self.folder.sweep}/{self.name}: {self.state}>"
+
+
+class Sweep(Sequence[Run]):
+    """The runs of one sweep, or of several: a sequence of Run, and tables of them all.
+
+    words     a sweep's name or folder, a run's, or the beginning of runs' names, as the commands take them
+    runs_dir  folder of the sweeps, for names
+
+    sweep[0], sweep["NAME"] (its beginning will do where it is one run's) and sweep[2:5] are runs. Raises UserError for
+    a word that fits nothing, Damaged where no run can be believed; runs that cannot are in left_out.
+    """
+
+    def __init__(self, *words: str | Path, runs_dir: str | Path = "runs") -> None:
+        if not words:
+            raise UserError("Sweep: give the name of a sweep or the path of its folder, as in Sweep('runs/quickstart')")
+        self._folders = RunStore(Path(runs_dir)).resolve([str(word) for word in words])
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return [Run(folder) for folder in self._folders[which]]
+        if isinstance(which, str):
+            return Run(self._named(which))
+        return Run(self._folders[which])
+
+    def _named(self, word: str) -> RunDir:
+        names = {f"{folder.sweep}/{folder.name}": folder for folder in self._folders}
+        exact = [folder for name, folder in names.items() if word in (name, folder.name)]
+        found = exact or [f for name, f in names.items() if name.startswith(word) or f.name.startswith(word)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UserError(f"'{word}' means {len(found)} runs; name one of {', '.join(run.name for run in found)}")
+        known = [folder.name for folder in self._folders]
+        raise UserError(f"'{word}' is no run of {self.name}{nearest(word, known)}; .runs lists them")
+
+    @property
+    def name(self) -> str:
+        """The name of the sweep, or of the sweeps."""
+        return ", ".join(dict.fromkeys(folder.sweep for folder in self._folders))
+
+    @cached_property
+    def _frames(self) -> Frames:
+        return load(self._folders)
+
+    @cached_property
+    def _runs(self) -> pd.DataFrame:
+        frames = self._frames
+        runs, forked = frames.runs, frames.runs["design"].isin((FORK, TRUNK)).any()
+        facts = [name for name in FACTS if forked or name not in OF_FORKS]
+        last = frames.metrics.sort_values("step", kind="stable").groupby(["run", "metric"], sort=False)["value"].last()
+        finals = last.unstack("metric").reindex(runs["run"]).reset_index(drop=True).rename_axis(columns=None)
+        finals = finals.drop(columns=[name for name in finals if name in facts])
+        settings = {
+            name.removeprefix("config."): runs[name]
+            for name in runs
+            if name.startswith("config.") and name != "config.seed" and runs[name].astype(str).nunique() > 1
+        }
+        return pd.concat([runs[facts], finals, pd.DataFrame(settings), runs[["run_id", "path"]]], axis=1)
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """One row a run: run (SWEEP/NAME), arm, recipe, seed, of forks design, trunk and point, state, reason,
+        diverged, step, steps, seconds, tokens_per_s; the last value of every metric under its name (val_loss and
+        train_loss in nats); every key of the config that is not the same in all runs, under its dotted name; run_id,
+        path."""
+        return self._runs.copy()
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """Every row that the runs logged: run, arm, seed, step, metric, value (float64, NaN and inf as they came)."""
+        return self._frames.metrics.copy()
+
+    @property
+    def stats(self) -> pd.DataFrame:
+        """Every row of the sampled errors: run, arm, seed, step, layer, tensor, direction, format, and the statistics
+        (SQNR in dB, underflow and saturation in %)."""
+        return self._frames.stats.copy()
+
+    @property
+    def checks(self) -> pd.DataFrame:
+        """The rows of parity and calibrate jobs, with their run and their table; status is PASS, FAIL or SKIP."""
+        rows = [
+            {"run": run.name, "table": table} | row
+            for run in self._folders
+            for table in CHECKED_TABLES
+            for row in run.rows(table)
+        ]
+        return pd.DataFrame(rows)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Runs of which nothing is believed: each with run, state, file, fault and remedy."""
+        return self._frames.left_out
+
+    @cached_property
+    def _compared(self) -> Comparison:
+        return Comparison(compared(self._folders, keep=False))
+
+    @property
+    def verdicts(self) -> pd.DataFrame:
+        """Comparison.verdicts against the sweep's baseline, within its margin."""
+        return self._compared.verdicts
+
+    def compare(
+        self, baseline: str | None = None, *, window: float = 0.1, margin: float | str | None = None
+    ) -> Comparison:
+        """The arms against `baseline`, as hqsweep.compare."""
+        return Comparison(compared(self._folders, baseline, window, margin))
+
+    def __repr__(self) -> str:
+        return f"<Sweep {self.name}: {self._counts()}>"
+
+    def _counts(self) -> str:
+        states = [run.seen()["state"] for run in self._folders]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        return f"{len(states)} run{'s' * (len(states) != 1)}, {counts}"
+
+    def _repr_html_(self) -> str:
+        shown = [name for name in self._runs if name not in ("run_id", "path", "recipe", "reason", "diverged", "steps")]
+        table = self._runs[shown].to_html(max_rows=SHOWN_ROWS, max_cols=SHOWN_ROWS, index=False, border=0)
+        faults = "".join(f"<p>left out: {escape(each.line)}</p>" for each in self.left_out)
+        return f"<p><b>{escape(self.name)}</b>: {escape(self._counts())}</p>{table}{faults}"
