@@ -14,9 +14,6 @@ Optimizer = Literal["none", "named", "indexed"]
 Tensors = Mapping[str, tuple[tuple[int, ...], str]]
 """Name of a tensor -> its shape, and its dtype as torch names it, such as "bfloat16"."""
 
-LEAD_OF_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What torch.compile, FSDP and activation checkpointing put into names."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Checkpoint:
@@ -65,14 +62,6 @@ class Checkpoint:
         if self.problems:
             more = f" (and {len(self.problems) - 1} more faults)" if len(self.problems) > 1 else ""
             raise UserError(f"{self.path}: {self.problems[0]}{more}")
-
-
-def clean(name: str) -> str:
-    """The name of a tensor without what wrappers of its module added. "model." is a part of many a model's own names
-    and stays."""
-    for wrapper in LEAD_OF_WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
 
 
 def first_names(names: Iterable[str], count: int = 3) -> str:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.checkpoint import Checkpoint, clean, first_names
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.huggingface import step_in_name
 from hqsweep.errors import UserError
+from hqsweep.models.names import clean_name
 
 METADATA = ".metadata"
 MOST_METADATA = 2**30
@@ -234,9 +235,9 @@ def _weights(stored: dict[str, Stored]) -> dict[str, str]:
     for saved, each in stored.items():
         first, *rest = each.path
         if rest and first in MODELS:
-            found[clean(".".join(rest))] = saved
+            found[clean_name(".".join(rest))] = saved
         elif saved.partition(".")[0] not in NOT_MODEL:
-            found[clean(saved)] = saved
+            found[clean_name(saved)] = saved
     return found
 
 
@@ -246,7 +247,7 @@ def _moment(each: Stored) -> tuple[str, str] | None:
         return None
     words = ".".join(each.path[1:]).removeprefix("state.")
     name, _, kind = words.rpartition(".")
-    return (clean(name), kind) if name and not words.startswith("param_groups.") else None
+    return (clean_name(name), kind) if name and not words.startswith("param_groups.") else None
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, clean, first_names
+from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, first_names
 from hqsweep.errors import UserError
+from hqsweep.models.names import clean_name
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
@@ -64,7 +65,7 @@ def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint
     for file in files:
         try:
             for name, facts in header(file).items():
-                tensors[clean(name)], saved_as[clean(name)] = facts, name
+                tensors[clean_name(name)], saved_as[clean_name(name)] = facts, name
         except Damage as damage:
             problems.append(str(damage))
     folder = path if path.is_dir() else path.parent
@@ -201,7 +202,7 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file in _weights(checkpoint):
         try:
-            tensors |= {clean(name): tensor for name, tensor in load_safetensors(file).items()}
+            tensors |= {clean_name(name): tensor for name, tensor in load_safetensors(file).items()}
         except SafetensorError as error:
             raise UserError(f"{file}: it is no whole safetensors file ({error})") from None
     return tensors

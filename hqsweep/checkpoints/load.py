@@ -4,7 +4,8 @@ Everything is checked before anything is written: a model that a checkpoint does
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,9 +107,10 @@ def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 
 def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The state_dict that transformers makes of saved names, such as of experts that are saved one by one."""
-    made, told = type(model).from_pretrained(
-        None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
-    )
+    with _silent():
+        made, told = type(model).from_pretrained(
+            None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
+        )
     if told["unexpected_keys"]:
         _refuse_strange(checkpoint, sorted(told["unexpected_keys"]), made.state_dict())
     if told["mismatched_keys"]:
@@ -116,6 +118,22 @@ def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint
         _refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
     lacking = set(told["missing_keys"])
     return {name: value for name, value in made.state_dict().items() if name not in lacking}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the table and the progress bars of transformers: what it says is an error of ours, or nothing."""
+    from transformers.utils import logging
+
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def _check(checkpoint: Checkpoint, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module) -> list:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.checkpoints import dcp, torch_file
-from hqsweep.checkpoints.checkpoint import Checkpoint, clean, first_names
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.names import Piece, Pieces, made
 from hqsweep.errors import UserError
+from hqsweep.models.names import clean_name
 from hqsweep.optim import MASTER, FusedAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,6 +65,8 @@ def load_moments(
                 new["step"] = torch.as_tensor(found[name]["step"], dtype=torch.float32).reshape(())
             if isinstance(optimizer, FusedAdam) and name in weights and optimizer.master_param(p) is not p:
                 new[MASTER] = weights[name].to(torch.float32)
+            if MASTER in new and "step" not in new:  # as before a first step
+                new |= {key: torch.zeros_like(new[MASTER]) for key in MOMENTS} | {"step": torch.zeros(())}
             if new:
                 state["state"][index] = new
         optimizer.load_state_dict(state)
@@ -85,12 +88,15 @@ def _found(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any,
         raise UserError(f"{path}: it holds no state of an optimizer; load the weights alone")
     groups = _groups(state, path)
     if all(isinstance(key, str) for key in state["state"]):
-        return _by_pieces(checkpoint, {clean(name): dict(values) for name, values in state["state"].items()}, pieces)
+        return _by_pieces(
+            checkpoint, {clean_name(name): dict(values) for name, values in state["state"].items()}, pieces
+        )
     if all("param_names" in group for group in state["param_groups"]):
-        named = [clean(str(name)) for group in state["param_groups"] for name in group["param_names"]]
+        named = [clean_name(str(name)) for group in state["param_groups"] for name in group["param_names"]]
         found = {name: state["state"].get(i, {}) for name, i in zip(named, (i for g in groups for i in g), strict=True)}
         return _by_pieces(checkpoint, found, pieces)
     indexed = {i: state["state"].get(i, {}) for group in groups for i in group}
+    _check_adam(checkpoint, "its first parameter", next(iter(state["state"].values())))
     for order in _orders(checkpoint, params, optimizer):
         if [len(names) for names in order] == [len(group) for group in groups]:
             pairs = dict(zip((name for names in order for name in names), indexed.values(), strict=True))
@@ -142,15 +148,20 @@ def _by_pieces(checkpoint: Checkpoint, named: Moments, pieces: Pieces) -> Moment
         if not all(source in named for source in piece.sources):
             continue
         first = named[piece.sources[0]]
-        strange = [key for key in first if key not in (*MOMENTS, *OTHERS)]
-        if strange or not all(key in first for key in MOMENTS):
-            raise UserError(
-                f"{checkpoint.path}: the optimizer's state of {piece.sources[0]} holds {', '.join(first)}, which is not"
-                " Adam's; load the weights alone"
-            )
+        _check_adam(checkpoint, piece.sources[0], first)
         parts = {key: {source: named[source][key] for source in piece.sources} for key in MOMENTS}
         found[name] = {key: made(piece, tensors) for key, tensors in parts.items()} | {"step": first.get("step")}
     return found
+
+
+def _check_adam(checkpoint: Checkpoint, name: str, values: Mapping[str, Any]) -> None:
+    """UserError for the state of another optimizer."""
+    strange = [key for key in values if key not in (*MOMENTS, *OTHERS)]
+    if strange or not all(key in values for key in MOMENTS):
+        raise UserError(
+            f"{checkpoint.path}: the optimizer's state of {name} holds {', '.join(map(str, values))}, which is not"
+            " Adam's; load the weights alone"
+        )
 
 
 def _fits(values: Mapping[str, Any], p: Tensor) -> bool:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer, clean
+from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer
 from hqsweep.checkpoints.huggingface import step_in_name
 from hqsweep.errors import UserError
+from hqsweep.models.names import clean_name
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "network", "weights")
 OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizer_state")
@@ -26,8 +27,8 @@ def inspect_file(path: Path) -> Checkpoint:
         problems = [str(error).removeprefix(f"{path}: ")]
     else:
         for name, tensor in weights.items():
-            tensors[clean(name)] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            saved_as[clean(name)] = name
+            tensors[clean_name(name)] = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            saved_as[clean_name(name)] = name
         kind, optimizer = _kind(document), _optimizer(document)
     return Checkpoint(
         path=path,
@@ -64,13 +65,13 @@ def read_file(path: Path) -> Any:
 
 def _why(error: Exception) -> str:
     """What torch said, in a sentence of ours where it is one of the usual three."""
-    text = " ".join((str(error) or type(error).__name__).split())
+    text = " ".join(str(error).split()) or type(error).__name__
     if "GLOBAL " in text:
         needed = text.split("GLOBAL ", 1)[1].split(" ")[0]
         return f"it holds an object of Python, {needed}, which is not loaded; save the state_dict of the model alone"
     if "TorchScript" in text:
         return "it is a TorchScript archive; save the state_dict of the model"
-    if "central directory" in text or "PytorchStreamReader" in text or "Ran out of input" in text:
+    if "central directory" in text or "PytorchStreamReader" in text or isinstance(error, EOFError):
         return "it is cut short, or no file of torch.save; copy it again"
     return f"torch cannot load it ({text[:200]})"
 
@@ -134,4 +135,4 @@ def _step(document: Any, path: Path) -> int | None:
 def read(checkpoint: Checkpoint) -> dict[str, Any]:
     """The tensors of a checkpoint, mapped from its file, by their clean names."""
     document = read_file(checkpoint.path)
-    return {clean(name): tensor for name, tensor in state_dict(document, checkpoint.path).items()}
+    return {clean_name(name): tensor for name, tensor in state_dict(document, checkpoint.path).items()}
