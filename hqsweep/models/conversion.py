@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hqsweep.errors import UserError
-from hqsweep.models.kinds import CALLED
+from hqsweep.models.kinds import CALLED, was_called
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.recipe.roles import TENSOR_TYPES
 
@@ -64,7 +64,7 @@ class Conversion:
     def unused(self) -> list[str]:
         """Names of converted modules that our code computed nothing for since convert() or reset(): they were not
         called, or something reads their weights and passes by their forward."""
-        return [part.module.name for part in self.parts if not getattr(part.module, CALLED, False)]
+        return [part.module.name for part in self.parts if not was_called(part.module)]
 
     def reset(self) -> None:
         """Have unused() count from now on."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.conversion import Conversion, Part, Skipped
+from hqsweep.models.first_step import FirstStep
 from hqsweep.models.heads import output_projection
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.linear import LinearKind
@@ -101,6 +102,7 @@ def convert(
         names = {id(part.module) for part in parts}
         conversion.parts = parts + [part for part in before.parts if id(part.module) not in names]
     model.__dict__[CONVERSION] = conversion
+    FirstStep([part.module for part in conversion.parts])
     return conversion
 
 

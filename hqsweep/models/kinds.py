@@ -7,6 +7,7 @@ and no parameter: those stay where they are.
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from hqsweep.nn.module import PARTS, QuantizedModule
@@ -69,5 +70,13 @@ def parts_of(module: nn.Module) -> tuple[QuantizedModule, ...]:
 
 
 def note_call(part: QuantizedModule) -> None:
-    """Note that our code computes a product of this part."""
-    part.__dict__[CALLED] = True
+    """Note that our code computes a product of this part; a compiled call notes it each time that it runs."""
+    if torch.compiler.is_compiling():
+        part.called = True  # as torch.compile replays it
+    else:
+        part.__dict__[CALLED] = True
+
+
+def was_called(part: QuantizedModule) -> bool:
+    """Whether note_call was called since the part was made, or since Conversion.reset()."""
+    return part.__dict__.get(CALLED, False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hqsweep.errors import UserError
+from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import Kind, note_call, parts_of
 from hqsweep.nn.context import current
 from hqsweep.nn.linear import LinearBase, linear_product
@@ -56,12 +57,11 @@ class ConvertedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         part = getattr(self, PARTS)[0]
-        if not torch.compiler.is_compiling():
-            note_call(part)
+        note_call(part)
         dtype = call_dtype(input, self.weight)
         if part.is_identity(dtype):
-            return super().forward(input)
-        return part.product(input, self.weight, self.bias, dtype)
+            return watched(part, super().forward(input))
+        return watched(part, part.product(input, self.weight, self.bias, dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {getattr(self, PARTS)[0].extra_repr()}"

@@ -1,0 +1,63 @@
+"""Converted modules that computed nothing in the first step are named at its end, in whatever loop it runs."""
+
+import warnings
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+
+from hqsweep.models.kinds import was_called
+from hqsweep.nn.module import QuantizedModule
+
+SHOWN = 8
+"""Names in a warning; the others are counted."""
+
+
+class FirstStep:
+    """Warns at the end of the first backward pass that goes through one of these parts, and then never again."""
+
+    def __init__(self, parts: Sequence[QuantizedModule]) -> None:
+        self.parts = [ref(part) for part in parts]
+        self.is_over = False
+        for part in parts:
+            _WAITING[part] = self
+
+    def seen(self, gradient: Tensor) -> None:
+        """A hook of the output of a part."""
+        if not self.is_over:
+            self.is_over = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        parts = [part for part in (known() for known in self.parts) if part is not None]
+        for part in parts:
+            if _WAITING.get(part) is self:
+                del _WAITING[part]
+        names = [part.name for part in parts if not was_called(part)]
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            warnings.warn(
+                f"hqsweep.convert: {len(names)} of {len(parts)} converted modules computed nothing in the first step,"
+                f" so the recipe has no effect there: {', '.join(names[:SHOWN])}{more}. They were not called, or their"
+                " weights were read by something else, such as a fused loss or a hook that replaces forward",
+                stacklevel=2,
+            )
+
+
+_WAITING: WeakKeyDictionary[QuantizedModule, FirstStep] = WeakKeyDictionary()
+"""Of every part that has seen no backward pass yet. No attribute of a part, which copies and pickles would carry."""
+
+
+def watched(part: QuantizedModule, y: Tensor) -> Tensor:
+    """y, the output of this part, whose gradient says that a backward pass has come.
+
+    Not in a trace: it has no hooks, and one that read _WAITING would take the parts in it for its inputs, so that every
+    block which shares the graph would compute by those.
+    """
+    if torch.compiler.is_compiling() or not _WAITING or not y.requires_grad:
+        return y
+    first = _WAITING.get(part)
+    if first is not None:
+        y.register_hook(first.seen)
+    return y

@@ -1,0 +1,75 @@
+"""PEFT's LoRA on a converted model: the frozen base computes by the recipe, the adapters train as they are."""
+
+import pytest
+import torch
+from llamas import differences, llama, loss_of, results
+from peft import LoraConfig, get_peft_model
+
+import hqsweep
+from hqsweep.nn import quantization
+from hqsweep.nn.module import quantized_modules
+from hqsweep.nn.probe import Probe
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+
+
+def adapted(order, recipe="nvfp4+sr"):
+    """A Llama with adapters that was converted before or after it got them."""
+    model = llama()
+    if order == "convert first":
+        hqsweep.convert(model, recipe)
+    torch.manual_seed(1)
+    model = get_peft_model(model, LORA)
+    if order == "adapters first":
+        hqsweep.convert(model, recipe)
+    return model
+
+
+@pytest.mark.parametrize("order", ["convert first", "adapters first"])
+def test_the_base_is_converted_and_frozen_and_adapters_are_neither(order):
+    """No product of a gradient is formed for a weight that takes none."""
+    model = adapted(order)
+    conversion = hqsweep.conversion_of(model)
+    names = [module.name for module in conversion.modules]
+    assert len(names) == 14 and "model.layers.0.self_attn.q_proj" in names
+    assert not any("lora" in name for name in names)
+    probe = Probe(step=1)
+    with quantization(seed=1, step=1, probe=probe):
+        found = results(model)
+    assert {row["tensor"] for row in probe.rows} >= {"fprop", "dgrad"}
+    assert not [row for row in probe.rows if row["tensor"] == "wgrad"]
+    assert len(found) == 1 + 2 * 4 and all("lora_" in name for name in found if name != "loss")
+    assert all(found[name].any() for name in found)
+
+
+def test_the_order_changes_no_bit():
+    found = []
+    for order in ("convert first", "adapters first"):
+        with quantization(seed=1, step=1):
+            found.append(results(adapted(order)))
+    assert not differences(*found)
+
+
+def test_adapters_that_are_skipped_are_told():
+    model = adapted("adapters first")
+    skipped = {each.name: each.why for each in hqsweep.conversion_of(model).skipped}
+    name = next(name for name in skipped if "layers.0.self_attn.q_proj" in name and "lora_A" in name)
+    assert "adapter" in skipped[name] and skipped["lm_head"]
+
+
+def test_a_merge_is_seen_by_operands_of_weights_that_are_kept():
+    """They are made of the merged weight, and again of the first one after unmerging."""
+    model = adapted("adapters first", "mxfp8")
+    losses = []
+    with torch.no_grad(), quantization(step=1, cache_weights=True):
+        for change in (lambda: None, model.merge_adapter, model.unmerge_adapter):
+            change()
+            kept = loss_of(model)
+            with quantization(step=1):
+                losses.append(loss_of(model))
+            assert kept == losses[-1]
+    assert losses[0] != losses[1]
+    merged = model.merge_and_unload()
+    assert len(quantized_modules(merged)) == 14 and torch.allclose(loss_of(merged), losses[1])
+    assert hqsweep.revert(merged) == 14
+    assert type(merged.model.layers[0].self_attn.q_proj) is torch.nn.Linear
