@@ -12,7 +12,7 @@ def show(plan: Any, *, force: bool, as_json: bool) -> None:
 
     ahead = outlook(plan, plan.rows(), force=force)
     columns = FORK_COLUMNS if plan.study.fork else GRID_COLUMNS
-    lines = [line for line in (plan.baseline_line, _time(ahead)) if line]
+    lines = [*plan.lines, _time(ahead)]
     print_result(as_json, list(ahead.rows), rows_table(plan.heading, list(ahead.rows), columns), *lines)
     launch.check(plan)
 

@@ -124,8 +124,8 @@ def run(
         cli_dry_run.show(plan, force=force, as_json=as_json)
         return
     launch.check(plan)
-    if plan.baseline_line:
-        say(plan.baseline_line, err=True)
+    for line in plan.lines:
+        say(line, err=True)
     from hqsweep.api.finish import finish
 
     display = open_display(SafeConsole(stderr=True))

@@ -11,6 +11,12 @@ from hqsweep.errors import UserError
 NULL_NOISE = 0.01
 """Noise of the null arm's forks: of the size of quantization noise."""
 
+LOOKS = 10
+"""Evaluations between a foreign checkpoint and the first fork of the trunk that begins from it."""
+
+SETTLED_PCT = 0.25
+"""How far above its checkpoint's a trunk's val_loss may be, in % of it, to count as back there."""
+
 
 class ForkConfig(Section):
     """A run of a fork study.
@@ -19,7 +25,8 @@ class ForkConfig(Section):
     at each step of `at`. With it the run is a fork of the run of that name in the same sweep, or of a checkpoint file:
     it starts from the state at the one step of `at`, and goes on for `steps` steps at train.lr and `decay` more, over
     which the rate falls linearly to 0. trunk_hash: sha256 of a checkpoint file. noise: every weight is multiplied by
-    1 + noise * N(0, 1) at the fork.
+    1 + noise * N(0, 1) at the fork. source: a checkpoint of another program, from which a trunk begins instead of
+    random weights, and source_hash: its sha256.
     """
 
     at: Annotated[list[Count], Field(min_length=1)]
@@ -29,6 +36,8 @@ class ForkConfig(Section):
     trunk: str | None = None
     trunk_hash: str | None = None
     noise: Annotated[float, Field(ge=0)] = 0.0
+    source: str | None = None
+    source_hash: str | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> "ForkConfig":
@@ -36,6 +45,8 @@ class ForkConfig(Section):
             raise UserError(f"fork.at: a fork starts at one step, and got {self.at}; give one")
         if self.trunk is None and (self.trunk_hash or self.noise):
             raise UserError("fork.trunk: missing, but fork.trunk_hash or fork.noise is given, which a trunk has not")
+        if self.trunk is not None and (self.source or self.source_hash):
+            raise UserError("fork.source: given to a fork, which starts from its trunk; only a trunk has one")
         return self
 
     @property
@@ -61,6 +72,10 @@ class ForkConfig(Section):
     def last(self) -> int:
         """The last step."""
         return max(self.at) if self.is_trunk else self.at[0] + self.steps + self.decay
+
+    def looks_at(self, step: int) -> bool:
+        """Whether a trunk that begins from a foreign checkpoint is evaluated at a step before its first point."""
+        return self.source is not None and step < min(self.at) and step % max(1, min(self.at) // LOOKS) == 0
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, from 1, as a part of train.lr."""

@@ -56,7 +56,9 @@ class ForkStudy(Section):
     """A fork study: a trunk in the baseline's recipe at a constant learning rate, after `warmup` steps, from whose
     state at each step of `at` every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
 
-    trunk: instead, a checkpoint of an earlier run, or the folder of that run; at may then be left out for a file.
+    trunk: instead, a checkpoint of an earlier run, or the folder of that run; at may then be left out for a file. Or a
+    checkpoint of another program, from which the trunks begin: the rate rises over `rewarm` steps, null for as many as
+    its optimizer's state asks for, and `warmup` is not read.
     """
 
     at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
@@ -64,6 +66,7 @@ class ForkStudy(Section):
     decay: Count = 160
     warmup: Index = 30
     trunk: str | None = None
+    rewarm: Index | None = None
 
     @field_validator("at")
     @classmethod
@@ -75,15 +78,29 @@ class ForkStudy(Section):
 
     @model_validator(mode="after")
     def _somewhere(self) -> "ForkStudy":
+        if self.trunk == "":
+            raise UserError("fork.trunk: empty; give the path of a checkpoint, or null")
         if not self.at and self.file_step is None:
             raise UserError("fork.at: empty; give the steps of the trunk at which arms fork, as in fork.at=200,400")
         return self
 
     @property
     def file_step(self) -> int | None:
-        """The step of a trunk that is given as a file step_N.pt."""
+        """The step of a trunk that is given as a file step_N.pt of a run."""
         match = re.fullmatch(r"step_(\d+)\.pt", Path(self.trunk or "").name)
-        return int(match[1]) if match else None
+        return int(match[1]) if match and not self.is_foreign else None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether trunk is something that no run wrote: a folder without checkpoint/, or a file outside of one."""
+        if self.trunk is None or not (path := Path(self.trunk)).exists():
+            return False
+        return not (path / "checkpoint").is_dir() if path.is_dir() else path.resolve().parent.name != "checkpoint"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the forks start from states that an earlier run has kept, and no trunk is trained."""
+        return self.trunk is not None and not self.is_foreign
 
 
 class StudyConfig(Section):

@@ -28,6 +28,7 @@ from hqsweep.train.checkpoint import newest, read_state, save_checkpoint, step_o
 from hqsweep.train.data import Dataset
 from hqsweep.train.loop import Throughput, Trainer, is_finite, pick_device
 from hqsweep.train.record import ANOTHER_RUN, ID_DIGITS, NotAsWritten, discard, fault_of, is_point, read_record
+from hqsweep.train.source import UNSETTLED, begin_source, unsettled
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
@@ -56,8 +57,8 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         print(f"warning: {line}", flush=True)
     if path is not None:
         trainer.load_state(read_state(path, device))
-    elif config.start:
-        begin_fork(trainer, workspace)
+    else:
+        begin(trainer, workspace)
     sink.manifest(**trainer.trunk)
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
@@ -79,11 +80,14 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         sink.progress(done.step, train.steps, loss, throughput.at(done.step))
         if not is_finite(done.loss):
             raise Diverged(done.step, done.loss, train.lr)
+        if line := unsettled(trainer):
+            print(f"warning: {line}", flush=True)
+            sink.manifest(**trainer.trunk)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
             save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
-    if untrained := dataset.untrained(trainer.val_loss):
-        sink.manifest(warnings=[*warnings, *untrained])
+    if late := [*trainer.trunk.get(UNSETTLED, ()), *dataset.untrained(trainer.val_loss)]:
+        sink.manifest(warnings=[*warnings, *late])
     if config.start:
         shutil.rmtree(folder, ignore_errors=True)  # a fork is short, and its trunk is there
     elif trainer.step not in trainer.kept:
@@ -102,8 +106,11 @@ def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, s
     missing, trainer = [at for at, path in states.items() if not is_point(path)], None
     for point in missing:
         sink.phase("training again to fork points that it had passed")
-        trainer = trainer or Trainer(config, dataset, config.recipe.build(), device)
         start, _ = newest(last.parent, before, before=point + 1)
+        if trainer is None:
+            trainer = Trainer(config, dataset, config.recipe.build(), device)
+            if start is None:
+                begin(trainer, last.parent.parent)
         if start is not None and trainer.step < step_of(start):
             trainer.load_state(read_state(start, device))
             trainer.val_loss = trainer.evaluate() if trainer.step == point else None
@@ -111,6 +118,14 @@ def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, s
             if done.loss is not None:
                 sink.progress(done.step, config.train.steps, done.loss, None)
         save_checkpoint(trainer, last.parent, rows=sink.mark(point), run=sink.run_id)
+
+
+def begin(trainer: Trainer, workspace: Path) -> None:
+    """Give a trainer that has made no step what it begins with, where that is not its initial state."""
+    if trainer.config.start:
+        begin_fork(trainer, workspace)
+    elif trainer.config.fork and trainer.config.fork.source:
+        begin_source(trainer, trainer.config.fork)
 
 
 def begin_fork(trainer: Trainer, workspace: Path) -> None:

@@ -25,6 +25,7 @@ from hqsweep.report.left_out import note, without_result
 from hqsweep.report.left_out import rows as rows_of
 from hqsweep.report.markdown_page import report_markdown
 from hqsweep.report.notes import study_notes
+from hqsweep.report.rewarm import rewarm_notes
 from hqsweep.report.studies import Study, study_of
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.verdicts.estimate import VERDICTS
@@ -69,6 +70,7 @@ def compare(
     finals["overhead_pct"] = np.nan if design == FORK else overheads(frames, finals, partners(finals, baseline_of))
     rule = Rule(design=design, margin=study.margin, maximum=study.maximum)
     nulls = null_arms(frames.runs, baseline_of)
+    rewarm = rewarm_notes(trunks, sorted(frames.runs["point"].unique()))
     left_out = (*frames.left_out, *without_result(trunks.runs), *without_result(frames.runs))
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
     families = {name: judge(rows, name, nulls.get(name), rule) for name, rows in groups}
@@ -78,7 +80,8 @@ def compare(
         arms=_arms(frames, trunks, finals, families, study),
         estimates={arm: each for family in families.values() for arm, each in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
-        notes=(*note(left_out), *study_notes(list(families.values()), frames, finals, study)), left_out=left_out,
+        notes=(*note(left_out), *study_notes(list(families.values()), frames, finals, study), *rewarm),
+        left_out=left_out,
     )  # fmt: skip
 
 

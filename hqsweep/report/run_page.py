@@ -123,7 +123,8 @@ def _place_lines(fork: ForkConfig | None) -> list[str]:
     if fork is None:
         return []
     if fork.is_trunk:
-        return [f"trunk: constant rate after {fork.warmup} steps, forked at {', '.join(map(str, fork.at))}"]
+        begun = f"begins from {fork.source}: " * bool(fork.source)
+        return [f"trunk: {begun}constant rate after {fork.warmup} steps, forked at {', '.join(map(str, fork.at))}"]
     noise = f", its weights times 1 + {fork.noise:g} N(0, 1) there" * bool(fork.noise)
     return [
         f"fork of {fork.trunk_name} at step {fork.start}{noise}: {fork.steps} steps at the constant rate,"

@@ -132,7 +132,7 @@ def _wanted(plan: Plan) -> _Wanted:
     if fork:
         starts = {config.start for _, config in pairs}
         whole = sum(starts) // len(starts) + fork.steps + fork.decay
-        trunk = 0 if fork.trunk else max(starts)
+        trunk = 0 if fork.goes_on else max(starts)
         replicate[FORK] = (trunk + len(names) * len(starts) * (fork.steps + fork.decay)) * step
     replicate[WHOLE] = len(names) * whole * step
     return _Wanted(

@@ -142,7 +142,7 @@ def _checked(plan: Plan) -> int:
     maximum, engine = plan.study.seeds.max, plan.first.engine
     if plan.study.fork and maximum < FIRST_TRUNKS:
         raise UserError(f"seeds.max: {maximum}; a verdict on forks needs {FIRST_TRUNKS} trunks at least")
-    if plan.study.fork and plan.study.fork.trunk:
+    if plan.study.fork and plan.study.fork.goes_on:
         raise UserError(
             "seeds.until: decided adds trunks, but fork.trunk names the only one; use seeds.until=fixed and more points"
             " in fork.at, or leave fork.trunk out"

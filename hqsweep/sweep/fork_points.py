@@ -29,7 +29,7 @@ def fork_points(
     recipe, trunks, forks = section(baseline, "recipe"), {}, []
     null = [replace(p, arm=NAME + p.settings) for p in points if p.variant == baseline.variant]
     for point, noise in [*((p, 0.0) for p in points), *((p, NULL_NOISE) for p in (null if null_arm else []))]:
-        trunk = None if study.trunk else _trunk(point, study, recipe)
+        trunk = None if study.goes_on else _trunk(point, study, recipe)
         if trunk is not None:
             trunk = trunks.setdefault(json.dumps(trunk.config), trunk)
             _check_alone(trunk, trunks.values(), point)
@@ -55,11 +55,16 @@ def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPo
             f"fork.at: step {last} is beyond the trunk, which has {longest} steps (train.steps); give at most that, or"
             " more of train.steps"
         )
-    fork = study.model_dump() | {"trunk": None}
+    fork = _section(study, trunk=None)
     unsampled = section(point, "stats") | {"every": 0}
     config = {"recipe": recipe, "train": train | {"steps": last}, "stats": unsampled, "fork": fork}
     changed = tuple(text for text in point.changed if not _key(text).startswith("recipe"))
     return replace(point, config=point.config | config, changed=changed, arm=TRUNK + point.settings)
+
+
+def _section(study: ForkStudy, **changes: Any) -> dict[str, Any]:
+    """The section fork of a run."""
+    return study.model_dump(exclude={"rewarm"}) | changes
 
 
 def _key(override: str) -> str:
@@ -67,7 +72,7 @@ def _key(override: str) -> str:
 
 
 def _fork(point: GridPoint, study: ForkStudy, at: int, trunk: GridPoint | None, noise: float) -> GridPoint:
-    fork = study.model_dump() | {"at": [at], "trunk": study.trunk or TRUNK, "noise": noise}
+    fork = _section(study, at=[at], trunk=study.trunk if study.goes_on else TRUNK, noise=noise)
     config = {"train": section(point, "train") | {"steps": at + study.steps + study.decay}, "fork": fork}
     changed, overrides = (*point.changed, f"fork.at={at}"), (*without(point.overrides, "fork.at"), f"fork.at={at}")
     if noise:

@@ -42,6 +42,8 @@ class SweepPlan:
     configs: tuple[Config, ...]
     study: StudyConfig
     baseline_why: str = ""
+    begun: str = ""
+    """What the trunks of a fork study begin from, "" for random weights."""
     imports: tuple[str, ...] = ()
     """What its workers have to be told of the Python factories that were imported for it."""
 
@@ -63,6 +65,11 @@ class SweepPlan:
     def baseline_line(self) -> str | None:
         """Which arm the others are measured against and why; None where there is only one."""
         return f"baseline: {self.study.baseline} ({self.baseline_why})" if self.baseline_why else None
+
+    @property
+    def lines(self) -> list[str]:
+        """What is said of the plan before anything starts."""
+        return [line for line in (self.baseline_line, self.begun) if line]
 
     def rows(self) -> list[dict[str, Any]]:
         """Per run: run (its folder's name), arm, seed, changed, config; of a fork study also point and trunk, None for
@@ -104,10 +111,18 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
         importer.folders = words.folders
     configs = each(grid.points, partial(parse, find=importer or factory_name))
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
+    begun = ""
     if grid.study.fork is not None:
-        typed, configs = zip(*linked(grid.points, configs, grid.study.fork), strict=True)
+        pairs, begun = linked(grid.points, configs, grid.study.fork)
+        typed, configs = zip(*pairs, strict=True)
     check_twins(typed)
-    fields = {"conf": words.conf, "words": words.overrides, "study": grid.study, "baseline_why": grid.baseline_why}
+    fields = {
+        "begun": begun,
+        "conf": words.conf,
+        "words": words.overrides,
+        "study": grid.study,
+        "baseline_why": grid.baseline_why,
+    }
     fields["imports"] = tuple(importer.arguments) if importer is not None else ()
     return SweepPlan(points=tuple(typed), configs=tuple(configs), **fields)
 

@@ -9,11 +9,12 @@ from typing import Any
 NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
 """Top-level config keys that cannot change a number, so they do not make another run."""
 
-NOT_IN_ID_AT = {"train": {"compile": "auto"}}
+NOT_IN_ID_AT = {"train": {"compile": "auto"}, "fork": {"source": None, "source_hash": None}}
 """Section -> key -> the value with which it makes no other run: runs from before the key existed keep their ids."""
 
 NOT_IN_TRUNK_ID = {
-    "train": ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"), "fork": ("at", "steps", "decay"),
+    "train": ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
+    "fork": ("at", "steps", "decay", "source"),
 }  # fmt: skip
 """Section -> keys that cannot change a number of a trunk's forks, so that other points, or another cadence, make no
 other trunk; nor does `stats`."""
@@ -34,7 +35,7 @@ def run_id(config: Mapping[str, Any]) -> str:
     NOT_IN_ID_AT names; of a trunk also without NOT_IN_TRUNK_ID."""
     content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
     for name, values in NOT_IN_ID_AT.items():
-        if name in content:
+        if content.get(name):
             content[name] = {key: v for key, v in content[name].items() if key not in values or v != values[key]}
     model = content.get("model")
     if isinstance(model, Mapping) and model.get("hash"):

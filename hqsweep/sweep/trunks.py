@@ -15,6 +15,7 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.names import run_name
 from hqsweep.sweep.point import GridPoint, is_trunk, section
 from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.sources import begin_from_sources
 from hqsweep.train import data
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
@@ -31,14 +32,21 @@ PARTS: dict[str, Callable[[str], bool]] = {
 Pair = tuple[GridPoint, Config]
 
 
-def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy) -> list[Pair]:
+def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy) -> tuple[list[Pair], str]:
     """The runs of a fork study with canonical configs in which every fork says what it starts from; a trunk that
-    several points of the grid share is there once.
+    several points of the grid share is there once. And a line on what trunks begin from, "" for random weights.
 
     Raises:
         UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
     """
-    files = _files(study) if study.trunk else {}
+    if study.goes_on and study.rewarm is not None:
+        raise UserError(
+            "fork.rewarm: is of trunks that begin from a checkpoint of another program, and fork.trunk names that of a"
+            " run, from whose whole state forks go on; leave it out"
+        )
+    files, begun = _files(study) if study.goes_on else {}, ""
+    if not files:
+        configs, begun = begin_from_sources(configs, study)
     names = {id(point): run_name(config.model_dump(mode="json")) for point, config in zip(grid, configs, strict=True)}
     pairs: dict[str, Pair] = {}
     for point, config in zip(grid, configs, strict=True):
@@ -51,7 +59,7 @@ def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStud
         pairs.setdefault(run_name(dump), (replace(point, config=dump), config))
     if files:
         _check_outside(next(iter(files.values()))[0], [config for _, config in pairs.values()])
-    return list(pairs.values())
+    return list(pairs.values()), begun
 
 
 def _started(config: ConvergenceConfig, **known: str) -> ConvergenceConfig:
@@ -67,7 +75,8 @@ def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
         found = [study.file_step] if source.is_file() else []
     if not found:
         raise UserError(
-            f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, or the folder of a run that has some"
+            f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, or the folder of a run that has some, or"
+            " one of another program: a folder of Hugging Face's or of torch.distributed.checkpoint, or a file"
         )
     missing = [at for at in study.at if at not in found]
     if missing:

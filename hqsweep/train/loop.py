@@ -119,7 +119,8 @@ class Trainer:
                 metrics["expert_load_max"] = balance.greatest_load()
             self.loss_sum.zero_()
             self.loss_count = 0
-        if last or own % train.eval_every == 0 or self.step in self.kept:
+        looked = fork is not None and fork.looks_at(self.step)
+        if last or looked or own % train.eval_every == 0 or self.step in self.kept:
             metrics["val_loss"] = self.val_loss = self.evaluate()
         if len(self.stages) > 1 and self.step == self.stage.first_step:
             metrics["recipe_stage"] = float(self.stages.index(self.stage))

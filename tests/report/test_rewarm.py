@@ -1,0 +1,51 @@
+"""What a report says of a checkpoint whose trunks rose to their rate without an optimizer's state."""
+
+import pandas as pd
+
+from hqsweep.report.frames import Frames
+from hqsweep.report.rewarm import rewarm_notes
+
+
+def trunks(*curves: dict[int, float], before: float = 3.0) -> Frames:
+    """Trunks from one checkpoint with these validation losses by step."""
+    names = [f"trunk-s{seed}" for seed in range(len(curves))]
+    runs = pd.DataFrame({"run": names, "config.fork.source": "/models/mine", "config.fork.source_hash": "ab",
+                         "config.fork.warmup": 100, "manifest.source_val_loss": before})  # fmt: skip
+    rows = [
+        {"run": name, "arm": "trunk", "seed": seed, "step": step, "metric": "val_loss", "value": value}
+        for seed, (name, curve) in enumerate(zip(names, curves, strict=True))
+        for step, value in curve.items()
+    ]
+    columns = ["run", "arm", "seed", "step", "metric", "value"]
+    return Frames(runs=runs, metrics=pd.DataFrame(rows, columns=columns), stats=pd.DataFrame())
+
+
+def test_a_loss_that_came_back_is_told_with_its_peak_and_its_steps():
+    curve = {50: 3.2, 100: 3.3, 150: 3.1, 200: 3.007, 300: 2.9}
+    other = {step: value + 0.02 * (step == 50) for step, value in curve.items()}
+    assert rewarm_notes(trunks(curve, other | {250: 9.0}), [200, 300]) == (
+        "Re-warm: val_loss of the checkpoint mine is 3.0000; over 100 steps of rising rate it rises to 3.3000 at step"
+        " 100 and is back after 200 steps (mean of 2 trunks; back is within 0.25 %).",
+    )
+
+
+def test_a_loss_that_never_rose_is_told():
+    (note,) = rewarm_notes(trunks({100: 2.99, 200: 2.95}), [200])
+    assert "over 100 steps of rising rate it never rises (mean of 1 trunk; back is within 0.25 %)." in note
+
+
+def test_points_before_the_loss_is_back_are_warned_of():
+    told, warning = rewarm_notes(trunks({100: 3.3, 200: 3.03, 300: 3.0}), [100, 200, 300])
+    assert "rises to 3.3000 at step 100 and is back after 300 steps" in told
+    assert warning.startswith(
+        "The re-warm has not settled: the trunks are 10.00 % above it at step 100, 1.00 % above it at step 200, so"
+    )
+    told, _ = rewarm_notes(trunks({100: 3.3, 200: 3.03}), [200])
+    assert "is not back after 200" in told
+
+
+def test_nothing_is_said_of_other_trunks():
+    plain = trunks({100: 3.0})
+    assert rewarm_notes(Frames(runs=plain.runs.drop(columns="manifest.source_val_loss"), metrics=plain.metrics,
+                               stats=plain.stats), [100]) == ()  # fmt: skip
+    assert rewarm_notes(trunks({}), [100]) == ()
