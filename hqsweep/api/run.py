@@ -58,8 +58,8 @@ def run(
     planned = partial(launch.plan, config_dir=folder, importer=importer)
     plan = planned(words)
     launch.check(plan)
-    if plan.baseline_line:
-        say(plan.baseline_line)
+    for line in plan.lines:
+        say(line)
     console = SafeConsole(stderr=True, quiet=quiet, force_jupyter=False)
     display = PlainDisplay(console) if quiet else open_display(console)
     try:
