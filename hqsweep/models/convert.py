@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from hqsweep.errors import UserError
+from hqsweep.models.attention import AttentionKind
 from hqsweep.models.conversion import Conversion, Part, Skipped
+from hqsweep.models.experts import EXPERT_KINDS
 from hqsweep.models.first_step import FirstStep
 from hqsweep.models.heads import output_projection
 from hqsweep.models.kinds import Kind, parts_of
@@ -22,7 +24,7 @@ from hqsweep.recipe.select import layers_of
 from hqsweep.recipe.validate import GemmModule, recipe_faults
 
 Filter = Callable[[nn.Module, str], bool]
-KINDS: tuple[Kind, ...] = (LinearKind(),)
+KINDS: tuple[Kind, ...] = (LinearKind(), AttentionKind(), *EXPERT_KINDS)
 """The first that matches a module has it."""
 CONVERSION = "_hqsweep_conversion"
 """Attribute of the model that convert() was given: its Conversion."""

@@ -7,6 +7,9 @@ T positions, E width of a head, S the softmax's output, dS the gradient of its i
   dS: do v^T       do rowwise,   qkv rowwise      (blocks along E)
   dq = dS k        dp rowwise,   qkv columnwise   (blocks along T)
   dk = dS^T q      dp columnwise, qkv columnwise  (blocks along T)
+
+Positions may be masked, and a sink may take part of each row's softmax: a logit of each head that has no value, whose
+gradient is -sum(S_sink sum_j(dS_j S_j)). Neither is an operand.
 """
 
 import math
@@ -34,11 +37,13 @@ TENSORS = TENSOR_TYPES["dpa"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Call(Call):
+class AttentionCall(Call):
     """A call of dot-product attention."""
 
     quantizers: DpaQuantizers
     causal: bool
+    scale: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(E)."""
 
     def fold(self, tensor: str, x: Tensor, **outputs: Output | None) -> HybridOperand:
         """x [n, T, C], probed, folded to rows, so that one amax serves all matrices."""
@@ -73,30 +78,53 @@ def _bmm_t(a: ExactOperand, b: ExactOperand) -> Tensor:
     return mm_t(a, b, out_dtype=torch.float32)
 
 
+def _softmax(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """float32 [n, T, T] with a mask [B, 1 or H, T, T] and sinks [H] -> the softmax of each row, and its part that the
+    sink has, [n, T, 1]. A row that attends to nothing is zero, as torch's scaled_dot_product_attention has it."""
+    n, t, _ = scores.shape
+    if mask is not None:
+        by_heads = scores.view(mask.shape[0], -1, t, t)
+        by_heads = by_heads.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_heads + mask
+        scores = by_heads.view(n, t, t)
+    if sinks is not None:
+        column = sinks.float().repeat(n // len(sinks)).view(n, 1, 1).expand(n, t, 1)
+        s, of_sink = torch.cat([scores, column], dim=-1).softmax(dim=-1).split([t, 1], dim=-1)
+        return s, of_sink
+    s = scores.softmax(dim=-1)
+    if mask is not None and mask.dtype == torch.bool:
+        s = s.view(mask.shape[0], -1, t, t).masked_fill(~mask.any(dim=-1, keepdim=True), 0.0).view(n, t, t)
+    return s, None
+
+
 class _AttentionFunction(torch.autograd.Function):
-    """Saves q, k and v in both directions and S columnwise, all as codes, and S itself in the call's dtype."""
+    """Saves q, k and v in both directions and S columnwise, all as codes, S itself in the call's dtype, and of a sink
+    its part of each softmax."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, call: AttentionCall
+    ) -> Tensor:
         t, width = q.shape[1:]
         qkv = call.fold("qkv", torch.cat([q, k, v]), rowwise="codes", columnwise="codes")
         row, column = _rows(qkv.rowwise, t), _columns(qkv.columnwise, t)
-        scores = _bmm_t(_third(row, 0), _third(row, 1)) * (1 / math.sqrt(width))
+        ctx.scale = 1 / math.sqrt(width) if call.scale is None else call.scale
+        scores = _bmm_t(_third(row, 0), _third(row, 1)) * ctx.scale
         if call.causal:
             scores = scores.masked_fill(torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-        s = scores.softmax(dim=-1).to(call.dtype)
+        s, of_sink = _softmax(scores, mask, sinks)
+        s = s.to(call.dtype)
         s_operand = call.fold("s", s, rowwise="exact", columnwise="codes")
         o = _bmm_t(_rows(s_operand.rowwise, t), _third(column, 2)).to(call.dtype)
         parts = [flatten(x) for x in (qkv.rowwise, qkv.columnwise, s_operand.columnwise)]
         ctx.skeletons, ctx.counts = [skeleton for _, skeleton in parts], [len(tensors) for tensors, _ in parts]
-        ctx.call = call
-        ctx.save_for_backward(s, *(tensor for tensors, _ in parts for tensor in tensors))
+        ctx.call, ctx.sinks = call, None if sinks is None else (len(sinks), sinks.dtype)
+        ctx.save_for_backward(s, of_sink, *(tensor for tensors, _ in parts for tensor in tensors))
         return o
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, do: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        call, (s, *saved) = ctx.call, ctx.saved_tensors
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+        call, (s, of_sink, *saved) = ctx.call, ctx.saved_tensors
         spans = pairwise(accumulate(ctx.counts, initial=0))
         operands = [unflatten(saved[a:b], k) for (a, b), k in zip(spans, ctx.skeletons, strict=True)]
         t = s.shape[1]
@@ -104,19 +132,39 @@ class _AttentionFunction(torch.autograd.Function):
         do_operand = call.fold("do", do.to(call.dtype), rowwise="exact", columnwise="exact")
         dv = _bmm_t(s_column, _columns(do_operand.columnwise, t))
         ds = _bmm_t(_rows(do_operand.rowwise, t), _third(row, 2))
-        ds = s.float() * (ds - (ds * s).sum(dim=-1, keepdim=True))
+        mean = (ds * s).sum(dim=-1, keepdim=True)
+        ds = s.float() * (ds - mean)
+        dsinks = None
+        if of_sink is not None:
+            heads, dtype = ctx.sinks
+            dsinks = -(of_sink * mean).view(-1, heads, t).sum(dim=(0, 2)).to(dtype)
         ds_operand = call.fold("dp", ds.to(call.dtype), rowwise="exact", columnwise="exact")
-        scale = 1 / math.sqrt(do.shape[-1])
-        dq = _bmm_t(_rows(ds_operand.rowwise, t), _third(column, 1)) * scale
-        dk = _bmm_t(_columns(ds_operand.columnwise, t), _third(column, 0)) * scale
-        return *call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3), None
+        dq = _bmm_t(_rows(ds_operand.rowwise, t), _third(column, 1)) * ctx.scale
+        dk = _bmm_t(_columns(ds_operand.columnwise, t), _third(column, 0)) * ctx.scale
+        gradients = call.rounded("grad_input", torch.cat([dq, dk, dv]).to(call.dtype)).chunk(3)
+        return *gradients, None, dsinks, None
+
+
+def quantized_attention(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, mask: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """q, k, v [..., T, E] -> [..., T, E] in the call's dtype.
+
+    mask: [B, 1 or H, T, T] for q [B, H, T, E]: bool, True where a position is attended to, or floats that are added to
+    scores. sinks: [H]. UserError, with the module's name, for a T that blocks do not divide.
+    """
+    faults = "; ".join(attention_faults({x: call.quantizer(x) for x in TENSORS}, q.shape[-2]))
+    if faults:
+        raise UserError(f"{call.name} dpa: {faults}")
+    folded = (x.reshape(-1, *x.shape[-2:]).to(call.dtype) for x in (q, k, v))
+    return _AttentionFunction.apply(*folded, mask, sinks, call).view(q.shape)
 
 
 class _RoundGradients(torch.autograd.Function):
     """q, k and v as they are; backward rounds their gradients, together, as the boundary slot grad_input says."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         ctx.call = call
         return q.view_as(q), k.view_as(k), v.view_as(v)
 
@@ -153,32 +201,26 @@ class DotProductAttention(QuantizedModule):
     @property
     def high_precision(self) -> bool:
         """Whether nothing is quantized."""
-        return _is_high_precision(self.quantizers)
+        return is_high_precision(self.quantizers)
 
     @outside_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tensor:
-        call = _Call(**self.call_facts(), causal=is_causal)
-        if _is_high_precision(call.quantizers):
+        call = AttentionCall(**self.call_facts(), causal=is_causal)
+        if is_high_precision(call.quantizers):
             if call.quantizers.grad_input is not None:
                 q, k, v = _RoundGradients.apply(q, k, v, call)
             o = attend(q, k, v, is_causal=is_causal)
         else:
-            self._check(call, q.shape[-2])
-            folded = (x.reshape(-1, *x.shape[-2:]).to(self.dtype) for x in (q, k, v))
-            o = _AttentionFunction.apply(*folded, call).view(q.shape)
+            o = quantized_attention(q, k, v, call)
         if call.quantizers.output is None:
             return o
         return call.rounded("output", o.to(self.dtype))
-
-    def _check(self, call: _Call, t: int) -> None:
-        faults = "; ".join(attention_faults({x: call.quantizer(x) for x in TENSORS}, t))
-        if faults:
-            raise UserError(f"{self.name} dpa: {faults}")
 
     def extra_repr(self) -> str:
         return f"{self.name}: " + ", ".join(f"{tensor} {getattr(self.quantizers, tensor)}" for tensor in TENSORS)
 
 
-def _is_high_precision(quantizers: DpaQuantizers) -> bool:
+def is_high_precision(quantizers: DpaQuantizers) -> bool:
+    """Whether all four tensors have one high precision."""
     formats = {f for x in TENSORS for q in [getattr(quantizers, x)] for f in (q.rowwise, q.columnwise)}
     return len(formats) == 1 and formats.pop().high_precision

@@ -1,0 +1,276 @@
+"""Stacked experts by a recipe: [E, out, in] parameters whose products go through torch._grouped_mm, as groups.
+
+They are parameters and no modules, so that who looks for linears alone passes by most weights of a mixture without a
+word. The class of the module that holds them is swapped, as that of linears is. Its forward is then that of the
+original (routing, gate, weighted sum) with other products, whose bytes are those of hqsweep.nn.GroupedLinear of the
+same rows.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.models.classes import plain_class, swapped_class
+from hqsweep.models.kinds import Kind, note_call, parts_of
+from hqsweep.models.linear import call_dtype
+from hqsweep.nn.context import current
+from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
+from hqsweep.nn.options import GroupedLinearOptions
+from hqsweep.ops.kernels import DTYPES
+from hqsweep.ops.splits import Splits
+from hqsweep.recipe.base import AnyRecipe
+from hqsweep.recipe.validate import GemmModule, grouped_linear_module
+
+TITAN_NAMES = (("w1_EFD", "w2_EDF", "w3_EFD"), ("w1", "w2", "w3"))
+"""Parameters of torchtitan's experts, by its versions: gate, down and up projection."""
+
+
+class Stack(NamedTuple):
+    """Where the weights of one product of all experts are."""
+
+    weight: str
+    """Attribute of the module, which also ends the name of the product's roles."""
+    bias: str | None = None
+    transposed: bool = False
+    """Whether the weights are [E, in, out] instead of [E, out, in]."""
+
+    def weight_of(self, module: nn.Module) -> Tensor:
+        """[E, out, in], a view where they lie the other way; read by attribute, which a parametrization may compute."""
+        weight = getattr(module, self.weight)
+        return weight.transpose(1, 2) if self.transposed else weight
+
+    def sizes_of(self, module: nn.Module) -> ExpertSizes:
+        experts, out_features, in_features = self.weight_of(module).shape
+        return ExpertSizes(experts, in_features, out_features)
+
+
+class ExpertsPart(GroupedBase):
+    """One product of all experts: y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]), of weights that it is
+    called with, in the dtype of the call."""
+
+    def __init__(self, sizes: ExpertSizes, *, name: str, recipe: AnyRecipe, weight_dtype: torch.dtype) -> None:
+        super().__init__(sizes, name=name, recipe=recipe, dtype=weight_dtype, options=GroupedLinearOptions())
+        self._weight_dtype = weight_dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return self._weight_dtype
+
+    def is_plain(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+        """Whether the plain product of these weights is what the recipe says, and no probe looks. torch.autocast does
+        not reach the plain one."""
+        identity = self.active_quantizers().identity
+        return identity is not None and identity.dtype is dtype is weight_dtype and current().probe is None
+
+    def forward(self, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x [M, K], weight [E, N, K], bias [E, N]. UserError as GroupedLinear has it, and for another dtype than
+        float32, bfloat16 and float16."""
+        if dtype not in DTYPES:
+            raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
+        self.dtype, self._weight_dtype = dtype, weight.dtype
+        return self.product(x, splits, ExpertParameters([weight], [] if bias is None else [bias]))
+
+
+class ConvertedStacks:
+    """Base of the classes that take the place of a class of experts."""
+
+    @staticmethod
+    @abstractmethod
+    def stacks(module: nn.Module) -> Sequence[Stack]:
+        """The products of such a module, converted or not, in the order in which forward unpacks them."""
+
+    def _products(self, x: Tensor) -> "list[_Product] | None":
+        """The products of a call with x, in order; None where the plain forward is what the recipe says."""
+        parts = parts_of(self)
+        products = [_Product.of(self, stack, part, x) for stack, part in zip(self.stacks(self), parts, strict=True)]
+        if not torch.compiler.is_compiling():
+            for part in parts:
+                note_call(part)
+        if all(each.part.is_plain(each.dtype, each.weight.dtype) for each in products):
+            return None
+        return products
+
+    def _splits(self, counts: Tensor, rows: int) -> Splits:
+        """Counts [E] of rows, for all products of a call; a probe is told of them."""
+        part = parts_of(self)[0]
+        splits = Splits.of(counts, rows, experts=part.num_experts)
+        if probe := current().probe:
+            probe.experts(part.name.rpartition(".")[0], splits.host)
+        return splits
+
+    def extra_repr(self) -> str:
+        return "\n".join([super().extra_repr(), *(part.extra_repr() for part in parts_of(self))]).strip()
+
+
+class _Product(NamedTuple):
+    """A product of one call."""
+
+    part: ExpertsPart
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, module: nn.Module, stack: Stack, part: ExpertsPart, x: Tensor) -> "_Product":
+        weight, bias = stack.weight_of(module), None if stack.bias is None else getattr(module, stack.bias)
+        return cls(part, weight, bias, call_dtype(x, weight))
+
+    def __call__(self, rows: Tensor, splits: Splits) -> Tensor:
+        return self.part(rows, splits, self.weight, self.bias, self.dtype)
+
+
+class ConvertedExperts(ConvertedStacks):
+    """Experts of Hugging Face (use_experts_implementation): the routing, gate and sums of its grouped_mm forward."""
+
+    @staticmethod
+    def stacks(module: nn.Module) -> list[Stack]:
+        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        return [Stack(n, f"{n}_bias" if module.has_bias else None, module.is_transposed) for n in names]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        products = self._products(hidden_states)
+        if products is None:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        up, down = products
+        (tokens, top_k), experts = top_k_index.shape, up.part.num_experts
+        chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
+        splits = self._splits(ends.diff(), len(chosen))
+        hidden = up(hidden_states[order // top_k], splits)
+        hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        y = down(hidden, splits)
+        if getattr(self, "has_post_expert_norm", False):
+            y = self.post_expert_norm(y)
+        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return y[places].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+class ConvertedGroupedExperts(ConvertedStacks):
+    """torchtitan's GroupedExperts: w2(silu(w1 x) * w3 x) of rows that are sorted by their experts already."""
+
+    @staticmethod
+    def stacks(module: nn.Module) -> list[Stack]:
+        return [Stack(name) for name in titan_names(module)]
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        products = self._products(x)
+        if products is None:
+            return super().forward(x, num_tokens_per_expert)
+        gate, down, up = products
+        splits = self._splits(num_tokens_per_expert.to(torch.int64), len(x))
+        activation = getattr(self, "activation_fn", None)
+        gated, linear = gate(x, splits), up(x, splits)
+        hidden = F.silu(gated) * linear if activation is None else activation(gated, linear)
+        return down(hidden, splits).type_as(x)
+
+
+class ExpertsKind(Kind):
+    """What the kinds of experts have in common."""
+
+    name = "experts"
+    option = "experts"
+    converted: type[ConvertedStacks]
+
+    def fault(self, module: nn.Module) -> str | None:
+        for stack in self.converted.stacks(module):
+            weight = getattr(module, stack.weight)
+            if type(weight) not in (Tensor, nn.Parameter):
+                return f"its {stack.weight} is a {type(weight).__name__}, no plain tensor"
+            if weight.dim() != 3 or weight.dtype not in DTYPES:
+                takes = f"it takes {', '.join(map(str, DTYPES))} [E, N, K]"
+                return f"its {stack.weight} is {weight.dtype} {tuple(weight.shape)}; {takes}"
+        return None
+
+    def gemm_modules(self, module: nn.Module, name: str) -> list[GemmModule]:
+        sizes = {stack.weight: stack.sizes_of(module) for stack in self.converted.stacks(module)}
+        return [grouped_linear_module(f"{name}.{w}", k, n) for w, (_, k, n) in sizes.items()]
+
+    def parts(self, module: nn.Module, name: str, recipe: AnyRecipe) -> list[ExpertsPart]:
+        return [
+            ExpertsPart(
+                stack.sizes_of(module),
+                name=f"{name}.{stack.weight}",
+                recipe=recipe,
+                weight_dtype=getattr(module, stack.weight).dtype,
+            )
+            for stack in self.converted.stacks(module)
+        ]
+
+    def swap(self, module: nn.Module) -> None:
+        module.__class__ = swapped_class(self.converted, type(module))
+
+    def check_restore(self, module: nn.Module) -> None:
+        if plain_class(type(module)) is None:
+            raise UserError(
+                f"{parts_of(module)[0].name}: {type(module).__name__} was made of the converted class afterwards, as"
+                " parametrizations do; undo that before revert"
+            )
+
+    def restore(self, module: nn.Module) -> None:
+        module.__class__ = plain_class(type(module))
+
+
+class HuggingFaceExperts(ExpertsKind):
+    """Modules that transformers lets compute by functions of its ExpertsInterface."""
+
+    converted = ConvertedExperts
+
+    def matches(self, module: nn.Module) -> bool:
+        forward = type(module).forward
+        by_interface = getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
+        return by_interface or isinstance(module, ConvertedExperts)
+
+    def fault(self, module: nn.Module) -> str | None:
+        if getattr(module, "_is_expert_parallel", False):
+            return "its experts are spread over ranks"
+        return super().fault(module)
+
+
+class TorchtitanExperts(ExpertsKind):
+    """GroupedExperts of torchtitan, whose forward takes (x, num_tokens_per_expert)."""
+
+    converted = ConvertedGroupedExperts
+
+    def matches(self, module: nn.Module) -> bool:
+        if isinstance(module, ConvertedGroupedExperts):
+            return True
+        code = getattr(type(module).forward, "__code__", None)
+        arguments = () if code is None else code.co_varnames[1 : code.co_argcount]
+        takes_counts = len(arguments) == 2 and arguments[1].startswith("num_tokens_per_expert")
+        return takes_counts and type(module).__name__ == "GroupedExperts" and bool(titan_names(module))
+
+
+def titan_names(module: nn.Module) -> Sequence[str]:
+    """The parameters of gate, down and up projection of a module that has these alone; empty for any other."""
+    return next((names for names in TITAN_NAMES if _own(module).keys() == set(names)), ())
+
+
+class UnknownExperts(ExpertsKind):
+    """Modules with stacked weights whose forward is not known: named among what is skipped."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return not type(module).__module__.startswith("torch.") and any(map(_is_stack, _own(module).values()))
+
+    def fault(self, module: nn.Module) -> str:
+        stacks = {name: tuple(weight.shape) for name, weight in _own(module).items() if _is_stack(weight)}
+        named = " and ".join(f"{name} {shape}" for name, shape in stacks.items())
+        return f"what {type(module).__name__} computes of its stacked weights is not known: {named}"
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _is_stack(weight: Tensor) -> bool:
+    """Whether it may be one matrix for each expert."""
+    return weight.dim() == 3 and weight.is_floating_point() and min(weight.shape) > 1
+
+
+EXPERT_KINDS = (HuggingFaceExperts(), TorchtitanExperts(), UnknownExperts())
