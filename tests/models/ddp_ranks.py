@@ -1,0 +1,58 @@
+"""One rank of a data-parallel training of a converted model: its rows of every batch, under DistributedDataParallel."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hqsweep
+from hqsweep.models.conversion import Conversion
+from hqsweep.models.names import clean_name
+from hqsweep.nn import quantization
+
+RANKS, ROWS, WIDTH = 2, 64, 32
+RECIPES = ("nvfp4+sr", "fp8_delayed")
+
+
+def model() -> nn.Module:
+    """Of plain torch."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(48, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+def rows(rank: int) -> Tensor:
+    """int64 [ROWS]: what a rank has of the batch, no token of which the other one has."""
+    half = WIDTH // RANKS
+    return torch.randint(half * rank, half * (rank + 1), (ROWS,), generator=torch.Generator().manual_seed(rank))
+
+
+def gradients(module: nn.Module, rank: int, step: int = 1) -> dict[str, Tensor]:
+    """By the names of the plain model."""
+    module.zero_grad()
+    x = rows(rank)
+    with quantization(seed=1, step=step):
+        F.cross_entropy(module(x), x).backward()
+    return {clean_name(name): p.grad.clone() for name, p in module.named_parameters()}
+
+
+def run(rank: int, folder: str) -> None:
+    """Saves what test_with_ddp.py compares."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    seen = {}
+    for recipe in RECIPES:
+        plain = model()
+        conversion = hqsweep.convert(plain, recipe)
+        found = gradients(DistributedDataParallel(plain), rank)
+        seen[recipe] = {"gradients": found, "states": conversion.state_dict(), "names": _names(conversion)}
+    wrapped = DistributedDataParallel(model())
+    conversion = hqsweep.convert(wrapped, RECIPES[0])
+    seen["converted later"] = {"gradients": gradients(wrapped, rank), "names": _names(conversion)}
+    torch.save(seen, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _names(conversion: Conversion) -> list[str]:
+    return [module.name for module in conversion.modules]
