@@ -22,6 +22,7 @@ _HOME: dict[str, str] = {
     "revert": "hqsweep.models.convert",
     "inspect_checkpoint": "hqsweep.checkpoints.inspect",
     "load_checkpoint": "hqsweep.checkpoints.load",
+    "save_model": "hqsweep.checkpoints.save",
     "Comparison": "hqsweep.api.comparison",
     "Run": "hqsweep.api.sweep",
     "Sweep": "hqsweep.api.sweep",

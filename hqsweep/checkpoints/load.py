@@ -107,7 +107,7 @@ def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 
 def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The state_dict that transformers makes of saved names, such as of experts that are saved one by one."""
-    with _silent():
+    with silent():
         made, told = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
         )
@@ -121,7 +121,7 @@ def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Without the table and the progress bars of transformers: what it says is an error of ours, or nothing."""
     from transformers.utils import logging
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hqsweep import __version__
+from hqsweep.cli import checkpoint as cli_checkpoint
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
 from hqsweep.cli import dry_run as cli_dry_run
@@ -224,6 +225,7 @@ app.add_typer(cli_status.app)
 app.add_typer(cli_house.app)
 app.add_typer(cli_gate.app, name="baseline")
 app.add_typer(cli_recipe.app, name="recipe")
+app.add_typer(cli_checkpoint.app, name="checkpoint")
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:

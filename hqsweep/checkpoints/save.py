@@ -1,0 +1,75 @@
+"""save_model: weights under the plain model's own names, as other programs read them."""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.checkpoints.huggingface import WEIGHTS
+from hqsweep.checkpoints.load import own_state, silent
+from hqsweep.errors import UserError
+from hqsweep.models.names import clean_name
+from hqsweep.quant.serialize import save_safetensors
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+
+def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write a model's weights, converted or not, and return where they are.
+
+    A model of Hugging Face becomes a folder that from_pretrained reads: its config.json beside safetensors, names as
+    transformers saves them. Of another model `path` is a file NAME.safetensors, or a folder for model.safetensors, with
+    the names of its state_dict; tied tensors are stored once, and the other names stand in the file's metadata.
+    Quantized weights are written as the float32 numbers that they stand for.
+
+    What is written is whole or not there. Raises UserError where something is there already.
+    """
+    path = Path(path)
+    if hasattr(model, "save_pretrained"):
+        return save_pretrained(model, path)
+    state = {clean_name(name): value for name, value in own_state(model).items()}
+    return save_state({name: _plain(value) for name, value in state.items()}, path)
+
+
+def save_pretrained(model: nn.Module, folder: Path, beside: Mapping[str, bytes] | None = None) -> Path:
+    """A Hugging Face model as a folder. beside: other files of it, such as the tokenizer's, by name."""
+    with _whole(folder) as partial, silent():
+        model.save_pretrained(partial)
+        for name, content in (beside or {}).items():
+            (partial / name).write_bytes(content)
+    return folder
+
+
+def save_state(state: Mapping[str, Tensor], path: Path) -> Path:
+    """Plain tensors by name as a file of safetensors."""
+    if path.suffix == ".safetensors":
+        if path.exists():
+            raise UserError(f"'{path}' is there already; give another name, or remove it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_safetensors(state, path)
+        return path
+    with _whole(path) as partial:
+        save_safetensors(state, partial / WEIGHTS)
+    return path / WEIGHTS
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.dequantize(torch.float32) if isinstance(value, HybridQuantizedTensor) else value.detach()
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder that gets its name when it is written; UserError for one that holds something."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"'{folder}' is there already; give a folder that is new or empty")
+    partial = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

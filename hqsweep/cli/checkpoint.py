@@ -1,0 +1,84 @@
+"""`hqsweep checkpoint`: what a checkpoint holds, and the trained weights of a run for other programs."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hqsweep.cli import completion as cli_completion
+from hqsweep.cli.output import AsJson, OneSentence, RunsDir, Shown, print_result, rows_table, say
+
+app = typer.Typer(cls=OneSentence, no_args_is_help=True, help="Look at checkpoints of others; export those of runs.")
+
+COLUMNS = {"tensor": "tensor", "count": "count", "shape": "shape", "dtype": "dtype"}
+
+
+@app.command()
+def show(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A Hugging Face folder, .safetensors, .pt, or a folder of torch.distributed.checkpoint.",
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds, by its headers: no tensor is read, and no code of it is run.
+
+    Exit code 2 for half a checkpoint, and for what is none.
+    """
+    from hqsweep.checkpoints.inspect import inspect_checkpoint
+
+    found = inspect_checkpoint(path)
+    facts = {"path": str(found.path), "kind": found.kind, "step": found.step, "optimizer": found.optimizer}
+    facts |= {"parameters": found.parameters, "problems": list(found.problems), "notes": list(found.notes)}
+    tensors = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in found.tensors.items()}
+    print_result(as_json, facts | {"tensors": tensors}, *_page(facts, _folded(tensors)))
+    found.check()
+
+
+def _page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> list[Shown]:
+    step = "" if facts["step"] is None else f", step {facts['step']}"
+    moments = {"none": "no moments", "named": "moments by name", "indexed": "moments by index"}[facts["optimizer"]]
+    table = rows_table(f"{facts['parameters']:,} parameters", rows, COLUMNS)
+    lines = [f"note: {note}" for note in facts["notes"]] + [f"problem: {problem}" for problem in facts["problems"]]
+    return [*([table] if rows else []), f"{facts['kind']}{step}, {moments}: {facts['path']}", *lines]
+
+
+def _folded(tensors: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for tensors whose names differ in numbers alone, and which have the same shape and dtype."""
+    rows: dict[tuple[str, str, str], int] = {}
+    for name, facts in tensors.items():
+        shape = " x ".join(map(str, facts["shape"])) or "-"
+        key = (re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), shape, facts["dtype"])
+        rows[key] = rows.get(key, 0) + 1
+    return [
+        {"tensor": name, "count": count, "shape": shape, "dtype": dtype} for (name, shape, dtype), count in rows.items()
+    ]
+
+
+@app.command()
+def export(
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
+    ],
+    out: Annotated[Path, typer.Argument(help="A new folder, or NAME.safetensors.")],
+    step: Annotated[int | None, typer.Option(min=1, help="Of this step; the last that is there by default.")] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write the trained weights of a run for other programs.
+
+    A Hugging Face model becomes a folder that from_pretrained reads; any other model safetensors by its own names.
+    """
+    from hqsweep.errors import UserError
+    from hqsweep.sweep.export import export_run
+    from hqsweep.sweep.store import RunStore
+
+    selected = RunStore(runs_dir).resolve([run])
+    if len(selected) > 1:
+        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(each.name for each in selected)}")
+    written, at = export_run(selected[0], out, step)
+    say(f"wrote the weights of {selected[0].name} at step {at} to {written}")
