@@ -60,8 +60,7 @@ def load_checkpoint(
     checkpoint = path if isinstance(path, Checkpoint) else inspect_checkpoint(path)
     checkpoint.check()
     tensors = READERS[checkpoint.kind](checkpoint)
-    wanted = own_state(model)
-    config = getattr(model, "config", None) if hasattr(model, "from_pretrained") else None
+    wanted, config = own_state(model), _config(model)
     pieces = pieces_of(names, tensors.keys(), wanted.keys(), config)
     state, left = _made(pieces, tensors, checkpoint), unused(pieces, tensors)
     if config is not None and _strange(state, wanted):
@@ -81,6 +80,27 @@ def load_checkpoint(
         moments=moments,
         step=checkpoint.step,
     )
+
+
+def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """UserError for the names and shapes for which load_checkpoint would refuse a checkpoint; no tensor is read, and
+    the model may be on the meta device. Names that only transformers knows, as of experts that are saved one by one,
+    are taken as right."""
+    checkpoint.check()
+    tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in checkpoint.tensors.items()}
+    wanted, config = own_state(model), _config(model)
+    state = _made(pieces_of(None, tensors.keys(), wanted.keys(), config), tensors, checkpoint)
+    if config is None or not _strange(state, wanted):
+        _check(checkpoint, state, wanted, model)
+        return
+    for name, value in state.items():
+        if name in wanted and value.shape != wanted[name].shape:
+            _refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
+
+
+def _config(model: nn.Module) -> Any:
+    """The config of a Hugging Face model; None of other models."""
+    return getattr(model, "config", None) if hasattr(model, "from_pretrained") else None
 
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
@@ -154,12 +174,17 @@ def _check(checkpoint: Checkpoint, state: Mapping[str, Tensor], wanted: Mapping[
             _refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
     for name in state:
         for other in groups.get(name, ()):
-            if other in state and other != name and not torch.equal(state[name], state[other]):
+            if other in state and other != name and not _equal(state[name], state[other]):
                 raise UserError(
                     f"{checkpoint.path}: the model ties {name} and {other}, and the checkpoint has two that differ;"
                     " give tie_word_embeddings: false in the model's config.json"
                 )
     return missing
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same; of the meta device they may."""
+    return a.is_meta or torch.equal(a, b)
 
 
 def _tied(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -3,20 +3,25 @@ what is in them, and with how many steps of a rising learning rate.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from hqsweep.checkpoints.inspect import Checkpoint, inspect_checkpoint
+from hqsweep.checkpoints.load import check_fits
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.study import ForkStudy
 from hqsweep.errors import UserError
+from hqsweep.recipe.sectioned import Recipe
 from hqsweep.train import data
-from hqsweep.train.model import gpt_shapes
+from hqsweep.train.model import GPT
 
 LEAST_REWARM = 100
 """Steps of re-warm at least, where the first fork leaves room for them."""
-VOCABULARY = ("embedding.weight", "head.weight")
+BF16 = Recipe.from_config({"linear": "bf16"})
 
 
 def begin_from_sources(configs: Iterable[ConvergenceConfig], study: ForkStudy) -> tuple[list[ConvergenceConfig], str]:
@@ -34,9 +39,10 @@ def begin_from_sources(configs: Iterable[ConvergenceConfig], study: ForkStudy) -
             begun.append(config)
             continue
         checkpoint = known.get(path) or known.setdefault(path, _sound(path))
-        if isinstance(config.model, ModelConfig) and (path, config.model, config.data) not in checked:
-            _check_own(checkpoint, config)
-            checked.add((path, config.model, config.data))
+        content = config.model_dump_json(include={"model", "data"})
+        if content not in checked:
+            _check_fits(checkpoint, config)
+            checked.add(content)
         steps, line = _rewarm(config, study, checkpoint)
         source = {"source": str(path), "source_hash": checkpoint.sha256} if config.fork.is_trunk else {}
         begun.append(config.model_copy(update={"fork": config.fork.model_copy(update={"warmup": steps, **source})}))
@@ -96,27 +102,19 @@ def _sound(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _check_own(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
-    """UserError for names and shapes that are not those of a GPT of the config."""
-    model = gpt_shapes(config.model, data.loaded(config.data).vocab_size)
-    found = {name: tuple(shape) for name, (shape, _) in checkpoint.tensors.items()}
-    aliases = {"head.weight", "embedding.weight"} if config.model.tied else set()
-    missing = [name for name in model if name not in found and not (name in aliases and aliases & found.keys())]
-    unexpected = [name for name in found if name not in model]
-    other = [name for name in found if name in model and found[name] != model[name]]
-    where = f"fork.trunk: {checkpoint.path}"
-    if missing or unexpected:
-        said = [f"lacks {_few(missing)}"] * bool(missing) + [f"has {_few(unexpected)}"] * bool(unexpected)
-        raise UserError(f"{where} is of another model than model.* says: it {' and '.join(said)}")
-    if other:
-        raise UserError(
-            f"{where} is of another model than model.* says: {other[0]} is {list(found[other[0]])} in it, and"
-            f" {list(model[other[0]])} here"
-            + (" (the first number is that of the vocabulary's tokens)" if other[0] in VOCABULARY else "")
-        )
+def _check_fits(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
+    """UserError for names and shapes that are not those of the model."""
+    if (model := _outline(config)) is None:
+        return
+    try:
+        check_fits(checkpoint, model)
+    except UserError as error:
+        raise UserError(f"fork.trunk: {error}") from None
 
 
-def _few(names: Sequence[str]) -> str:
-    """As in: a.weight, b.weight and 7 more."""
-    rest = len(names) - 2
-    return ", ".join(names[:2]) + (f" and {rest} more" if rest > 0 else "")
+def _outline(config: ConvergenceConfig) -> nn.Module | None:
+    """The model without memory for its weights; None where that cannot be had before the run."""
+    if not isinstance(config.model, ModelConfig):
+        return None
+    with torch.device("meta"):
+        return GPT(config.model, data.loaded(config.data).vocab_size, BF16, torch.float32)

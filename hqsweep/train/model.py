@@ -27,7 +27,6 @@ from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
-from hqsweep.recipe.sectioned import Recipe
 from hqsweep.train.adapter import Balance, Losses, Saving
 
 EMBEDDING_STD = 0.02
@@ -183,13 +182,6 @@ class GPTAdapter:
     def unused(self) -> list[str]:
         """Each of its modules takes part in every step."""
         return []
-
-
-def gpt_shapes(config: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a GPT's state_dict, by name; no weight is made."""
-    with torch.device("meta"):
-        model = GPT(config, vocab_size, Recipe.from_config({"linear": "bf16"}), torch.float32)
-    return {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
 
 
 def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:
