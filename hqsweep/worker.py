@@ -90,11 +90,11 @@ def _among_others(run: RunDir, find: FindFactory) -> int | None:
 
 
 def _is_ours(run: RunDir) -> bool:
-    """Whether it is a training in which no Python factory makes the quantizers."""
+    """Whether it is a training in which no Python factory makes the quantizers or the model."""
     config: Mapping[str, Any] = {"job": None}
     with contextlib.suppress(Damaged):
         config = run.config()
-    if config["job"] != "convergence":
+    if config["job"] != "convergence" or (config.get("model") or {}).get("kind") == "factory":
         return False
     return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
 

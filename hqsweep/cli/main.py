@@ -36,7 +36,7 @@ from hqsweep.cli.output import (
 )
 from hqsweep.errors import EXIT_FAILED, EXIT_MISMATCH, UserError
 
-NO_IMPORT = "which --no-import refuses; give a recipe that is none, or leave --no-import out"
+NO_IMPORT = "which --no-import refuses; give one that is none, or leave --no-import out"
 
 app = typer.Typer(
     cls=OneSentence, add_completion=False, pretty_exceptions_enable=False,
@@ -93,7 +93,8 @@ def run(
     junit_file: Junit = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Runs at a time (engine.workers).")] = None,
     no_import: Annotated[
-        bool, typer.Option("--no-import", help="Refuse recipes that are Python factories, instead of importing them.")
+        bool,
+        typer.Option("--no-import", help="Refuse Python factories of recipes and models, instead of importing them."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

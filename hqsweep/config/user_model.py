@@ -1,10 +1,10 @@
 """The section `model` of the config for models that are the user's own: one of Hugging Face, or one that a Python
 function builds. Nothing here reads a file or imports code."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, Tag, ValidationInfo, model_validator
 
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.types import Section
@@ -54,6 +54,7 @@ class FactoryModelConfig(UserModel):
     """A model that the function `target` ("package.module.function", also given as model._target_) returns for `args`,
     which are all keys of the section that it does not have itself. Only `hqsweep run` imports it."""
 
+    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
     kind: Literal["factory"]
     target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
     args: Annotated[dict[str, Any], Field(default_factory=dict)]
@@ -77,8 +78,13 @@ class FactoryModelConfig(UserModel):
     def _found(self, info: ValidationInfo) -> "FactoryModelConfig":
         """By whoever may import it; a name elsewhere."""
         if find := (info.context or {}).get("find"):
-            find(self.target, f"model.{TARGET}")
+            self._factory = find(self.target, f"model.{TARGET}")
         return self
+
+    @property
+    def factory(self) -> Callable[..., Any] | None:
+        """The function, or its name (recipe.factories.FactoryName) where nobody might import it."""
+        return self._factory
 
 
 def model_kind(given: Any) -> str:

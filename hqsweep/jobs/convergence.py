@@ -17,9 +17,9 @@ from hqsweep.gemm import native
 from hqsweep.gemm.plan import gemm_plan
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
+from hqsweep.models.build import gemm_modules
 from hqsweep.nn.grouped import GroupedBase
 from hqsweep.nn.module import QuantizedModule, quantized_modules
-from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
@@ -68,6 +68,10 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         if done.step == first:
             sink.manifest(saved_for_backward=saved_facts(trainer))
             sink.phase(None)
+            if lines := unused_warnings(trainer):
+                warnings = [*warnings, *lines]
+                sink.manifest(unused=trainer.adapter.unused(), warnings=warnings)
+                print(*(f"warning: {line}" for line in lines), sep="\n", flush=True)
         if (now := steps_facts(trainer)) != ran:
             ran = now
             sink.manifest(steps=ran)
@@ -170,7 +174,7 @@ def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: in
     if missing := native.device_fault(capability):
         here = "the CPU" if capability is None else torch.cuda.get_device_name(device)
         raise UserError(f"recipe: {missing}; this run is on {here}; recipe.gemm=exact multiplies the same operands")
-    config.check_recipe(config.gemm_modules(vocab_size), partial(native.refusal, capability))
+    config.check_recipe(gemm_modules(config, vocab_size), partial(native.refusal, capability))
 
 
 def make_deterministic() -> None:
@@ -217,16 +221,25 @@ def saved_facts(trainer: Trainer) -> dict[str, object]:
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
     inputs: dict[str, set[float]] = {}
-    for linear in trainer.adapter.linears():
-        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", linear.name), set()).add(saved_input_bytes(linear, tokens))
-    for grouped in trainer.adapter.grouped_linears():
-        rows = tokens * trainer.config.model.top_k
-        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", grouped.name), set()).add(saved_input_bytes(grouped, rows))
+    for name, nbytes in trainer.adapter.saved_inputs(tokens):
+        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(nbytes)
     per_element = {name: found.pop() if len(found) == 1 else sorted(found) for name, found in inputs.items()}
     facts: dict[str, object] = {"input_bytes_per_element": per_element}
     if trainer.saved.nbytes:
         facts |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
     return facts
+
+
+def unused_warnings(trainer: Trainer) -> list[str]:
+    """What a person must know of a model of which modules that were to compute by the recipe did not in a step."""
+    unused = trainer.adapter.unused()
+    if not unused:
+        return []
+    more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+    return [
+        f"{', '.join(unused[:3])}{more}: converted, but not used in the first step; something reads the weights and"
+        " passes by the module, or never calls it, so the recipe says nothing of it"
+    ]
 
 
 def steps_facts(trainer: Trainer) -> dict[str, str | None]:

@@ -108,6 +108,18 @@ def convert(
     return conversion
 
 
+def gemm_modules_of(
+    model: nn.Module, recipe: AnyRecipe, *, head: bool = False, attention: bool | None = None
+) -> list[GemmModule]:
+    """The products that convert() would take of a model, which may be on the meta device, with the rows of their inputs
+    counted as 0. UserError where it would take none, or refuse the model."""
+    check_model(model)
+    targets, skipped = _plan(model, _kinds(recipe, {"experts": True, "attention": attention}), None, head)
+    if not targets:
+        raise UserError(_nothing(model, skipped, None))
+    return [gemm for target in targets for gemm in target.gemms]
+
+
 def revert(model: nn.Module) -> int:
     """Undo convert() of this model or of modules of it; returns how many modules there were, 0 for none.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear import Linear, LinearBase
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
@@ -48,7 +48,12 @@ def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
     """Bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or x
     itself under save_original_input. Of a grouped linear rows are those of one expert, 1 or more."""
     weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
-    quantizer, columns = linear.quantizers.input, weight.shape[-1]
+    return input_bytes(linear, weight.shape[-1], rows)
+
+
+def input_bytes(linear: LinearBase, columns: int, rows: int) -> float:
+    """saved_input_bytes of a linear that need not hold its weight, for x [rows, columns]."""
+    quantizer = linear.quantizers.input
     if linear.save_original_input and quantizer.may_save_original:
         return float(linear.dtype.itemsize)
     format = quantizer.columnwise

@@ -94,7 +94,8 @@ class Importer:
         if self.allowed is not None and path not in self.allowed:
             raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
         if path not in self.imported:
-            self.say(f"importing {path.rpartition('.')[0]} for recipe {recipe or path}")
+            whose = "model" if where.startswith("model.") else "recipe"
+            self.say(f"importing {path.rpartition('.')[0]} for {whose} {recipe or path}")
         with _searched(self.folders):
             factory = _find(path, where, f", from {' or '.join(['the installed packages', *self.folders])}")
         if path not in self.imported:

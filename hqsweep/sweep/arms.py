@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -68,7 +69,10 @@ def labels(differences: Iterable[Difference]) -> dict[Difference, Label]:
 
 
 def _text(pairs: Sequence[Pair], form: Callable[[Sequence[Pair]], list[Pair]], last: Mapping[str, int]) -> str:
-    return "".join(f"_{key}-{value}" for key, value in form([(_key(key, last), _plain(value)) for key, value in pairs]))
+    return "".join(
+        f"_{key}-{value}"
+        for key, value in form([(_key(key, last), _plain(_named(key, value))) for key, value in pairs])
+    )
 
 
 def _told_apart(texts: Mapping[K, str], room: Mapping[K, int]) -> dict[K, str]:
@@ -97,6 +101,14 @@ def _key(key: str, last: Mapping[str, int]) -> str:
 
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
+
+
+def _named(key: str, value: str) -> str:
+    """The folder's name alone of a model's path; another model of that name has another label (_told_apart)."""
+    if key != "model.path":
+        return value
+    path = Path(value.strip("'\""))
+    return path.parent.name if path.suffix == ".json" else path.name
 
 
 def _plain(value: str) -> str:

@@ -27,6 +27,7 @@ from hqsweep.sweep.stated import check_stated
 from hqsweep.sweep.store import RunStore
 from hqsweep.sweep.sweep_file import Unsealed
 from hqsweep.sweep.trunks import check_twins, linked
+from hqsweep.sweep.user_models import check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.words import Words, each, read
 from hqsweep.train import data
 from hqsweep.train.loop import pick_device
@@ -109,7 +110,8 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
     grid = words.grid
     if importer is not None:
         importer.folders = words.folders
-    configs = each(grid.points, partial(parse, find=importer or factory_name))
+    configs = [hashed(config) for config in each(grid.points, partial(parse, find=importer or factory_name))]
+    check_recipes(grid.points, configs)
     typed = [replace(p, config=c.model_dump(mode="json")) for p, c in zip(grid.points, configs, strict=True)]
     begun = ""
     if grid.study.fork is not None:
@@ -134,6 +136,7 @@ def check(plan: SweepPlan) -> None:
         for config in plan.configs:
             _check_device(config)
         trainings = [config for config in plan.configs if isinstance(config, ConvergenceConfig)]
+        check_vocabularies(trainings)
         for source, context in dict.fromkeys((config.data, config.train.context) for config in trainings):
             data.check_length(source, context)
     try:

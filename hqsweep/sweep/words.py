@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hqsweep.checkpoints.user_model import check_model_files
 from hqsweep.config.keys import check_keys
 from hqsweep.errors import UserError
 from hqsweep.sweep.compose import expand, factory_folders, known_confs
@@ -35,6 +36,7 @@ def read(words: Sequence[str], *, config_dir: Path | None = None, workers: int |
         overrides = [*overrides, f"engine.workers={workers}"]
     grid = expand(conf, overrides, config_dir)
     each(grid.points, check_keys)
+    each(grid.points, check_model_files)
     folders = factory_folders(conf, overrides, config_dir)
     return Words(conf=conf, overrides=tuple(overrides), grid=grid, folders=folders)
 

@@ -63,11 +63,8 @@ class ModelAdapter(Protocol):
     def decayed(self) -> list[Tensor]:
         """The parameters that weight decay is for."""
 
-    def linears(self) -> Iterable[Any]:
-        """The linears that compute by the recipe, grouped ones apart, in order."""
-
-    def grouped_linears(self) -> Iterable[Any]:
-        """The grouped linears that compute by the recipe, in order."""
+    def saved_inputs(self, tokens: int) -> Iterable[tuple[str, float]]:
+        """(name, bytes an element that it keeps of its input) of linears, for a microbatch of so many tokens."""
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Name of a linear, or of an expert of a grouped one (NAME.EXPERT), -> the master of its weight, for error

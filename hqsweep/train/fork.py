@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,6 +20,7 @@ from hqsweep.nn.parameter import link_states
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
+from hqsweep.train.keyed import keyed_seed
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any])
 @torch.no_grad()
 def perturb(model: nn.Module, optimizer: FusedAdam, noise: float, key: tuple[int, int]) -> None:
     """Multiply every weight (its master, where it has one) by 1 + noise * eps, eps ~ N(0, 1) keyed by (seed, step)."""
-    drawn = torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+    drawn = torch.Generator().manual_seed(keyed_seed(*key))
     for p in model.parameters():
         master = optimizer.master_param(p)
         master.mul_(1 + noise * torch.randn(p.shape, generator=drawn).to(master.device))

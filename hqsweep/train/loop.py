@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.model import ModelConfig
 from hqsweep.config.train import TrainConfig
 from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
 from hqsweep.nn.offload import ActivationOffload
@@ -28,6 +29,7 @@ from hqsweep.train.fork import perturb as perturb_state
 from hqsweep.train.fork import start_from
 from hqsweep.train.model import GPT, GPTAdapter
 from hqsweep.train.step import At, StepRunner
+from hqsweep.train.user_model import user_adapter
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -223,8 +225,10 @@ def stage_at(stages: Sequence[Stage], step: int) -> Stage:
 
 
 def adapted(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, device: torch.device) -> ModelAdapter:
-    """The config's model on the device, in a recipe."""
-    return GPTAdapter(build_model(config, vocab_size, recipe).to(device), config.model.load_balance)
+    """The config's model on the device, in a recipe. UserError where a user's own model cannot be had."""
+    if isinstance(config.model, ModelConfig):
+        return GPTAdapter(build_model(config, vocab_size, recipe).to(device), config.model)
+    return user_adapter(config, vocab_size, recipe, device, DTYPES[config.train.dtype])
 
 
 def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:

@@ -23,6 +23,7 @@ from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.nn.recompute import recomputed
+from hqsweep.nn.saved import saved_input_bytes
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.recipe.base import AnyRecipe
@@ -135,12 +136,12 @@ class GPT(nn.Module):
 
 
 class GPTAdapter:
-    """hqsweep's own GPT as the training loop's model (adapter.ModelAdapter), with this weight of the auxiliary loss."""
+    """hqsweep's own GPT as the training loop's model (adapter.ModelAdapter)."""
 
     why_eager = None
 
-    def __init__(self, model: GPT, load_balance: float) -> None:
-        self.model, self.load_balance = model, load_balance
+    def __init__(self, model: GPT, config: ModelConfig) -> None:
+        self.model, self.load_balance, self.top_k = model, config.load_balance, config.top_k
         self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
@@ -160,15 +161,15 @@ class GPTAdapter:
         """Matrices; gains and embeddings do not decay."""
         return [weight for weight in self.model.matrices() if weight is not self.model.embedding.weight]
 
-    def linears(self) -> Iterator[Linear]:
-        return self.model.linears()
-
-    def grouped_linears(self) -> Iterator[GroupedLinear]:
-        return self.model.grouped_linears()
+    def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
+        for linear in self.model.linears():
+            yield linear.name, saved_input_bytes(linear, tokens)
+        for grouped in self.model.grouped_linears():
+            yield grouped.name, saved_input_bytes(grouped, tokens * self.top_k)
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        masters = {linear.name: master(linear.weight) for linear in self.linears()}
-        for grouped in self.grouped_linears():
+        masters = {linear.name: master(linear.weight) for linear in self.model.linears()}
+        for grouped in self.model.grouped_linears():
             masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(master(grouped.weight))}
         return masters
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hqsweep.config.train import TrainConfig
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.addresses import key_tables
@@ -205,11 +206,17 @@ class _PythonMemory:
         self._counters: dict[int, Tensor] = {}
         """By how far keys are ahead of the training: held weights count how often they were written."""
 
+    def _modules(self) -> Iterator[nn.Module]:
+        """Those of the model, and of the parts of converted ones, which stand outside of it."""
+        yield from self.model.modules()
+        for part in quantized_modules(self.model):
+            yield from part.modules()
+
     def begin(self, step: int) -> Tensor:
         """Before a capture: note everything, and have held weights draw their next bits by counters. Returns the
         counter of the training's step."""
         self.clear_workspaces()
-        self._states = {part: part.step for part in self.model.modules() if isinstance(part, DelayedState)}
+        self._states = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
         held = [p for p in self.model.parameters() if isinstance(p, HybridQuantizedTensor)]
         self._keys = {p: p.metadata.key for p in held if p.quantizer.stochastic}
         self._ahead = {p: key.step + 1 - step for p, key in self._keys.items()}
@@ -227,7 +234,7 @@ class _PythonMemory:
 
     def learn(self, step: int) -> None:
         """After the capture: what it did to states and keys. NotCapturable for what is no step like others."""
-        after = {part: part.step for part in self.model.modules() if isinstance(part, DelayedState)}
+        after = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
         self._following = [state for state, now in after.items() if now == step]
         others = [state for state in after if after[state] not in (step, self._states.get(state))]
         if others or after.keys() != self._states.keys():
@@ -253,6 +260,6 @@ class _PythonMemory:
 
     def clear_workspaces(self) -> None:
         """Operands of weights that were kept would be in the memory of the graph."""
-        for module in self.model.modules():
+        for module in self._modules():
             if isinstance(workspace := getattr(module, "workspace", None), WeightWorkspace):
                 workspace.clear()

@@ -66,7 +66,7 @@ def test_names_and_shapes_are_known_before_building():
 
 def test_every_matrix_decays_and_nothing_else():
     model = trainer(config()).model
-    groups = make_optimizer(GPTAdapter(model, 0.01), config().train).param_groups
+    groups = make_optimizer(GPTAdapter(model, config().model), config().train).param_groups
     matrices, others = (group["params"] for group in groups)
     assert model.layers[1].mlp.router.weight.shape in [p.shape for p in matrices]
     assert all(p.dim() >= 2 for p in matrices) and [p.shape for p in others if p.dim() > 1] == [(16, 32)]

@@ -1,0 +1,139 @@
+"""The models of the config's section `model` that are a user's own: built for training, or on the meta device, which
+has shapes and no memory, for what is checked before anything starts."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.train import Recompute
+from hqsweep.config.user_model import TARGET, FactoryModelConfig, HFModelConfig, UserModel
+from hqsweep.errors import UserError
+from hqsweep.models.convert import gemm_modules_of
+from hqsweep.models.heads import output_projection
+from hqsweep.models.hf import load_model, meta_model
+from hqsweep.models.hf_config import read_hf_config
+from hqsweep.recipe.factories import FactoryName
+from hqsweep.recipe.validate import GemmModule, attention_module, linear_module
+
+
+def build(config: UserModel, seed: int) -> nn.Module:
+    """The model on the CPU in training mode, with weights that depend on the seed and its checkpoint alone; the
+    caller's random state is left as it was. UserError where it cannot be had."""
+    if isinstance(config, HFModelConfig):
+        return load_model(config.path, pretrained=config.pretrained, seed=seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _made(config).train()
+
+
+def outline(config: UserModel) -> nn.Module | None:
+    """The model without memory for its weights, on the meta device where it can be built there; None where a Python
+    function builds it that nobody might import."""
+    if isinstance(config, FactoryModelConfig) and _is_name(config):
+        return None
+    what = read_hf_config(config.path).digest if isinstance(config, HFModelConfig) else [config.target, config.args]
+    key = json.dumps(what, sort_keys=True, default=str)
+    if key not in _OUTLINES:
+        _OUTLINES[key] = _outlined(config)
+    return _OUTLINES[key]
+
+
+_OUTLINES: dict[str, nn.Module] = {}
+"""Of the models of this process: a grid asks for the same one for every recipe and seed."""
+
+
+def _outlined(config: UserModel) -> nn.Module:
+    if isinstance(config, HFModelConfig):
+        return meta_model(read_hf_config(config.path))
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            return _made(config)
+    except UserError:  # what cannot be built there may be built with memory
+        return build(config, seed=0)
+
+
+def _is_name(config: FactoryModelConfig) -> bool:
+    """Whether nobody might import the function."""
+    return config.factory is None or isinstance(config.factory, FactoryName)
+
+
+def _made(config: FactoryModelConfig) -> nn.Module:
+    where, call = f"model.{TARGET}", f"{config.target}({', '.join(f'{k}={v!r}' for k, v in config.args.items())})"
+    if _is_name(config):
+        raise UserError(f"{where}: {config.target} is a Python function, which is not imported here")
+    try:
+        model = config.factory(**config.args)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: {call} raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{where}: {call} gave {type(model).__name__}; it must give a torch.nn.Module")
+    return model
+
+
+def vocab_fault(model: nn.Module, vocab_size: int) -> str | None:
+    """Why a model cannot take this many tokens: no embedding of it has rows for them, or its output projection has
+    not; a part of a sentence."""
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if tables and max(tables) < vocab_size:
+        return f"its embedding has {max(tables)} rows"
+    head = output_projection(model)
+    if head is not None and len(head.weight) < vocab_size:
+        return f"its output projection has {len(head.weight)} rows"
+    return None
+
+
+def check_recompute(model: nn.Module, recompute: Recompute) -> None:
+    """UserError for what a user's model cannot compute again."""
+    if recompute == "attention":
+        raise UserError(
+            "train.recompute: attention alone is computed again by hqsweep's own GPT; give none, or layer, which a"
+            " Hugging Face model does by its gradient checkpointing"
+        )
+    if recompute == "layer" and not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(
+            f"train.recompute: layer is Hugging Face's gradient checkpointing, which {type(model).__name__} has not;"
+            " give none, and torch.utils.checkpoint in the model itself"
+        )
+
+
+def gemm_modules(config: ConvergenceConfig, vocab_size: int) -> list[GemmModule] | None:
+    """Every module with matrix products that the config's recipe is for, for a step of one microbatch; None where a
+    Python function builds the model that nobody might import. UserError where the recipe could take none of it."""
+    if not isinstance(config.model, UserModel):
+        return config.gemm_modules(vocab_size)
+    model = outline(config.model)
+    if model is None or config.recipe.has_names:
+        return None
+    options: dict[str, Any] = {"head": config.model.head, "attention": config.model.attention}
+    found = gemm_modules_of(model, config.recipe.build(), **options)
+    return _in_step(found, config.microbatch * config.train.context, config.train.context)
+
+
+def _in_step(found: Sequence[GemmModule], tokens: int, context: int) -> list[GemmModule]:
+    """The modules with the rows of a step; of experts they are not known."""
+    return [_sized(module, tokens, context) for module in found]
+
+
+def _sized(module: GemmModule, tokens: int, context: int) -> GemmModule:
+    if module.module_type == "linear":
+        _, out_features, in_features = module.shapes["fprop"]
+        return linear_module(module.name, in_features, out_features, tokens)
+    if module.module_type == "dpa" and "qk" in module.shapes:
+        return attention_module(module.name, module.shapes["qk"][2], context)
+    return replace(module, context=context) if module.module_type == "dpa" else module
+
+
+def parameters(config: ConvergenceConfig) -> int | None:
+    """Parameters of a user's model but those of embeddings; None where it cannot be built here."""
+    model = outline(config.model)
+    if model is None:
+        return None
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(p.numel() for p in model.parameters() if id(p) not in tables)

@@ -1,0 +1,126 @@
+"""Causal language models of Hugging Face: how they are loaded, and their loss. Nothing is downloaded, and no code that
+lies beside weights is run. transformers, which takes seconds to import, is imported by these functions alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.models.hf_config import HFConfig, read_hf_config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: str = "float32", seed: int = 0) -> Any:
+    """A causal language model in training mode, on the CPU, its parameters in `dtype`.
+
+    path_or_config: a folder with config.json and safetensors; with pretrained=False, which makes random weights by the
+    seed and leaves the caller's random state as it was, also a config.json.
+
+    Raises:
+        UserError: there is no such model, transformers is not installed or does not know it, or the weights are not
+            those of the config: some are missing, of other names, or of other shapes.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"load_model: dtype got {dtype!r}; must be one of {', '.join(DTYPES)}")
+    config = read_hf_config(path_or_config)
+    auto = _transformers().AutoModelForCausalLM
+    if not pretrained:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
+    facts = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+    with _quietly():
+        model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **facts)
+    _check_loaded(config, told)
+    return model.train()
+
+
+def meta_model(config: HFConfig) -> Any:
+    """The model of a config without memory for its weights."""
+    made = hf_config(config)
+    with torch.device("meta"):
+        return _explained(config, _transformers().AutoModelForCausalLM.from_config, made, dtype=torch.float32)
+
+
+def hf_config(config: HFConfig) -> Any:
+    """transformers' own object of a config. UserError for a type of model that it does not know."""
+    auto = _transformers().AutoConfig
+    return _explained(config, auto.from_pretrained, str(config.path), local_files_only=True, trust_remote_code=False)
+
+
+def causal_lm_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
+    them; what it would minimize is their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again.
+    The auxiliary loss is the term of a mixture that was told to have one (output_router_logits); None otherwise."""
+    targets = targets.contiguous()  # which it takes a view of
+    out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    aux = getattr(out, "aux_loss", None)
+    if aux is None or not isinstance(aux, Tensor) or not aux.is_floating_point():
+        return out.loss, None
+    weighted = aux.to(out.loss.device) * _aux_weight(model)
+    return out.loss - weighted, weighted
+
+
+def _aux_weight(model: nn.Module) -> float:
+    """By what the model multiplies its auxiliary loss."""
+    weight = getattr(model, "router_aux_loss_coef", None)
+    config = getattr(model, "config", None)
+    return getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "model: a Hugging Face model needs the package transformers; pip install 'hqsweep[models]'"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' bars of progress, which are for terminals."""
+    logging = _transformers().utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _explained(config: HFConfig, function: Any, *args: Any, **options: Any) -> Any:
+    """What transformers raises as a UserError of one line, which names the config; it may raise anything."""
+    try:
+        return function(*args, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model.path: '{config.path}' ({config.model_type}): {why}") from None
+
+
+def _check_loaded(config: HFConfig, told: Any) -> None:
+    """UserError unless every weight of the model was read, and every one of the checkpoint was the model's."""
+    told = told if isinstance(told, dict) else vars(told)
+    words = {
+        "missing_keys": "lack",
+        "unexpected_keys": "have, and the model has not,",
+        "mismatched_keys": "have other shapes of",
+    }
+    for key, verb in words.items():
+        found = sorted(str(each[0]) if isinstance(each, tuple | list) else str(each) for each in told.get(key) or ())
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            raise UserError(
+                f"model.path: the weights in '{config.folder}' {verb} {found[0]}{more}; they are not those of its"
+                f" {config.path.name}"
+            )

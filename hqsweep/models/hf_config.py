@@ -1,0 +1,105 @@
+"""What config.json of a Hugging Face model says, read without torch and without transformers."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.errors import UserError
+
+CONFIG = "config.json"
+WANTED = "give the folder of a Hugging Face model, or its config.json"
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+"""Keys for the most positions of a sequence, by families of models."""
+WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Keys that say how a config was written, or what its weights are saved in; weights are always read as float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFConfig:
+    """A config.json. The keys of the language model of a larger one stand in its text_config."""
+
+    path: Path
+    keys: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+    @property
+    def model_type(self) -> str:
+        return self.keys["model_type"]
+
+    @property
+    def text(self) -> Mapping[str, Any]:
+        """The keys of the language model."""
+        nested = self.keys.get("text_config")
+        return nested if isinstance(nested, Mapping) else self.keys
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; None where it does not say."""
+        return self._count("vocab_size")
+
+    @property
+    def context(self) -> int | None:
+        """The most positions of a sequence; None where it does not say."""
+        return next(filter(None, map(self._count, CONTEXT)), None)
+
+    @property
+    def tied(self) -> bool | None:
+        """Whether the output projection shares the embedding's weight; None where that is its family's default."""
+        said = self.text.get("tie_word_embeddings", self.keys.get("tie_word_embeddings"))
+        return said if isinstance(said, bool) else None
+
+    @property
+    def dropout(self) -> bool:
+        """Whether training draws random numbers."""
+        return any("drop" in key and isinstance(v, int | float) and v > 0 for key, v in self.text.items())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it says, in hex, whoever wrote it."""
+        content = {key: value for key, value in self.keys.items() if key not in WRITER}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def _count(self, key: str) -> int | None:
+        value = self.text.get(key, self.keys.get(key))
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
+    """The config of a folder, or in a file. UserError, led by `where`, where there is none, or one that needs code of
+    its author to be run."""
+    path = Path(path)
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        has = f"has no {CONFIG}" if path.is_dir() else "is not there"
+        raise UserError(f"{where}: '{path}' {has}; {WANTED}")
+    try:
+        keys = json.loads(file.read_text())
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"{where}: '{file}' is no JSON ({str(error).splitlines()[0]}); {WANTED}") from None
+    if not isinstance(keys, dict) or not isinstance(keys.get("model_type"), str):
+        raise UserError(f"{where}: '{file}' has no model_type, so it is no config of a Hugging Face model; {WANTED}")
+    own_code = next((name for name in _code(keys)), None)
+    if own_code is not None:
+        raise UserError(
+            f"{where}: '{file}' has auto_map, so the model is code of its own ({own_code}), which is never run; build"
+            " it by model._target_ from a module that you trust"
+        )
+    if "quantization_config" in keys:
+        raise UserError(
+            f"{where}: '{file}' has quantization_config, so its weights are quantized; give the model that they were"
+            " made from"
+        )
+    return HFConfig(path=file, keys=keys)
+
+
+def _code(keys: Mapping[str, Any]) -> list[str]:
+    """What auto_map names, here or in a part."""
+    parts = [keys, *(part for part in keys.values() if isinstance(part, Mapping))]
+    maps = [part["auto_map"] for part in parts if part.get("auto_map")]
+    return [str(next(iter(each.values()))) if isinstance(each, Mapping) else str(each) for each in maps]

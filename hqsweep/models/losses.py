@@ -1,0 +1,47 @@
+"""The loss of a user's model as it defines it."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hqsweep.errors import UserError
+from hqsweep.models.hf import causal_lm_loss
+
+TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or give logits [B, T, V] for [B, T]"
+
+
+def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(cross entropy, auxiliary loss or None), each [], of inputs and targets, int64 [B, T]; their sum is minimized.
+
+    Of a Hugging Face model its own loss; of one with a method `loss` what loss(inputs, targets) returns, one of them or
+    both; of any other the mean cross entropy in float32 of the logits [B, T, V] that it returns, bare, first in a tuple
+    or as `logits`. UserError for what is none of these.
+    """
+    if hasattr(model, "loss_function") and hasattr(model, "config"):
+        return causal_lm_loss(model, inputs, targets)
+    own = getattr(model, "loss", None)
+    if callable(own):
+        return _own(own(inputs, targets), type(model).__name__)
+    logits = _logits(model(inputs))
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != inputs.shape:
+        came = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserError(f"model: {type(model).__name__} gave {came} for tokens {tuple(inputs.shape)}; {TAKES}")
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()), None
+
+
+def _logits(out: Any) -> Any:
+    if isinstance(out, tuple | list) and out:
+        return out[0]
+    return getattr(out, "logits", out)
+
+
+def _own(out: Any, model: str) -> tuple[Tensor, Tensor | None]:
+    loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    for each in (loss, *(() if aux is None else (aux,))):
+        if not isinstance(each, Tensor) or each.numel() != 1 or not each.is_floating_point():
+            came = f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+            raise UserError(
+                f"model: {model}.loss gave {came}; it must give a loss [], or that and an auxiliary loss []"
+            )
+    return loss.reshape(()), None if aux is None else aux.reshape(())

@@ -1,0 +1,61 @@
+"""What a plan checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, and
+the vocabulary of data that has to be read for it. Files are checked before torch is imported (checkpoints.user_model).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from hqsweep.checkpoints.user_model import KNOWN_VOCABULARY, model_digest
+from hqsweep.config.job import Config, ConvergenceConfig
+from hqsweep.config.user_model import HFModelConfig, UserModel
+from hqsweep.errors import UserError
+from hqsweep.sweep.point import GridPoint
+
+
+def hashed(config: Config) -> Config:
+    """The config with the hash of its Hugging Face model."""
+    if not isinstance(config, ConvergenceConfig) or not isinstance(config.model, HFModelConfig):
+        return config
+    model = config.model.model_copy(update={"hash": model_digest(config.model)})
+    return config.model_copy(update={"model": model})
+
+
+def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> None:
+    """UserError for a recipe that a user's model cannot take, with what was swept of its run."""
+    own = [pair for pair in zip(points, configs, strict=True) if _is_users(pair[1])]
+    if not own:
+        return
+    from hqsweep.models.build import check_recompute, gemm_modules, outline
+
+    known: set[str] = set()
+    for point, config in own:
+        content = config.model_dump_json(include={"model", "recipe", "train"})
+        if content in known:
+            continue
+        known.add(content)
+        try:
+            if config.train.recompute != "none" and (model := outline(config.model)) is not None:
+                check_recompute(model, config.train.recompute)
+            config.check_recipe(gemm_modules(config, config.data.vocab_estimate))
+        except UserError as error:
+            where = f" (in the run with {' '.join(point.changed)})" if point.changed and len(points) > 1 else ""
+            raise UserError(f"{error}{where}") from None
+
+
+def check_vocabularies(configs: Iterable[ConvergenceConfig]) -> None:
+    """UserError for a user's model that has fewer tokens than the data; reads the data where only it knows them."""
+    own = [config for config in configs if _is_users(config)]
+    if not own:
+        return
+    from hqsweep.models.build import outline, vocab_fault
+    from hqsweep.train import data
+
+    for config in own:
+        model = outline(config.model)
+        known = config.data.source in KNOWN_VOCABULARY
+        vocab_size = config.data.vocab_estimate if known else data.loaded(config.data).vocab_size
+        if model is not None and (fault := vocab_fault(model, vocab_size)):
+            raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
+
+
+def _is_users(config: Config) -> bool:
+    return isinstance(config, ConvergenceConfig) and isinstance(config.model, UserModel)
