@@ -29,7 +29,6 @@ from hqsweep.train.fork import perturb as perturb_state
 from hqsweep.train.fork import start_from
 from hqsweep.train.model import GPT, GPTAdapter
 from hqsweep.train.step import At, StepRunner
-from hqsweep.train.user_model import user_adapter
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -228,6 +227,8 @@ def adapted(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, devic
     """The config's model on the device, in a recipe. UserError where a user's own model cannot be had."""
     if isinstance(config.model, ModelConfig):
         return GPTAdapter(build_model(config, vocab_size, recipe).to(device), config.model)
+    from hqsweep.train.user_model import user_adapter  # which a run of the GPT need not wait for
+
     return user_adapter(config, vocab_size, recipe, device, DTYPES[config.train.dtype])
 
 
