@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.kinds import Kind, note_call, parts_of
+from hqsweep.models.kinds import Kind, parts_of
+from hqsweep.models.seen import note_call
 from hqsweep.nn.attention import AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.nn.products import outside_autocast
 from hqsweep.recipe.base import AnyRecipe
@@ -93,8 +94,7 @@ class Interface:
         if not parts:
             return self._plain(module)(module, q, k, v, attention_mask, **options)
         part = parts[0]
-        if not torch.compiler.is_compiling():
-            note_call(part)
+        note_call(part)
         device = q.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         identity = part.active_quantizers().identity

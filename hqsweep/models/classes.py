@@ -1,17 +1,30 @@
-"""Classes that take the place of a user's class in a module, and give it back."""
+"""Classes that take the place of a user's class in a module, and give it back.
+
+A parameter of another class would break ties and be replaced by load_state_dict(assign=True); a `forward` in the
+instance would go on computing with the module that a copy was made of. With the class swapped, state_dict, parameters,
+ties, hooks, copies and isinstance stay as they are.
+"""
 
 from functools import cache
 from typing import Any
 
 from torch import nn
 
+from hqsweep.errors import UserError
+from hqsweep.models.kinds import Kind, parts_of
+
 PLAIN = "_hqsweep_plain"
-"""Attribute of a swapped class: the class whose place it takes."""
+"""Attribute of a swapped class itself: the class that computes by parts, and the one whose place both take."""
+FORWARD = "_old_forward"
+"""Attribute of a module, by accelerate: its forward, which another one in the instance calls."""
 
 
 @cache
 def swapped_class(converted: type, plain: type) -> type[nn.Module]:
-    """The class of `converted` on top of `plain`: one for each pair, since torch.compile guards classes."""
+    """The class of `converted` on top of `plain`: one for each pair, since torch.compile guards classes; `converted`
+    itself where it is made for that one."""
+    if plain_class(converted) is plain:
+        return converted
     contents = {"__reduce__": _reduce, "__module__": converted.__module__, PLAIN: (converted, plain)}
     return type(f"{converted.__name__}[{plain.__name__}]", (converted, plain), contents)
 
@@ -29,3 +42,29 @@ def _reduce(module: nn.Module) -> tuple[Any, ...]:
 def _rebuilt(converted: type, plain: type) -> nn.Module:
     made = swapped_class(converted, plain)
     return made.__new__(made)
+
+
+class SwapKind(Kind):
+    """A kind whose modules have their class swapped. A subclass sets `converted`."""
+
+    converted: type
+    """The class whose forward computes by parts."""
+
+    def swap(self, module: nn.Module) -> None:
+        _give_class(module, swapped_class(self.converted, type(module)))
+
+    def restore(self, module: nn.Module) -> None:
+        _give_class(module, plain_class(type(module)))
+
+    def check_restore(self, module: nn.Module) -> None:
+        if plain_class(type(module)) is None:
+            raise UserError(
+                f"{parts_of(module)[0].name}: {type(module).__name__} was made of the converted class afterwards, as"
+                " parametrizations and FSDP do; undo that before revert"
+            )
+
+
+def _give_class(module: nn.Module, own: type[nn.Module]) -> None:
+    module.__class__ = own
+    if FORWARD in module.__dict__:  # accelerate calls what it has found
+        module.__dict__[FORWARD] = own.forward.__get__(module)

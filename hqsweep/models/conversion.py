@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hqsweep.errors import UserError
-from hqsweep.models.kinds import CALLED, was_called
+from hqsweep.models.seen import forget_call, was_called
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.recipe.roles import TENSOR_TYPES
 
@@ -69,7 +69,7 @@ class Conversion:
     def reset(self) -> None:
         """Have unused() count from now on."""
         for part in self.parts:
-            part.module.__dict__.pop(CALLED, None)
+            forget_call(part.module)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of delayed scaling, "NAME.states.input_rowwise.history" and so on, which the model's own

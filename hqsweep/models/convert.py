@@ -13,9 +13,9 @@ from hqsweep.models.experts import EXPERT_KINDS
 from hqsweep.models.first_step import FirstStep
 from hqsweep.models.heads import output_projection
 from hqsweep.models.kinds import Kind, parts_of
-from hqsweep.models.linear import LinearKind
+from hqsweep.models.linear import Conv1DKind, LinearKind
 from hqsweep.models.names import clean_name
-from hqsweep.models.refusals import check_model, instance_fault
+from hqsweep.models.refusals import bypassed, check_model, instance_fault
 from hqsweep.nn.module import PARTS, QuantizedModule, set_recipe_of
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.recipe.base import AnyRecipe
@@ -24,7 +24,7 @@ from hqsweep.recipe.select import layers_of
 from hqsweep.recipe.validate import GemmModule, recipe_faults
 
 Filter = Callable[[nn.Module, str], bool]
-KINDS: tuple[Kind, ...] = (LinearKind(), AttentionKind(), *EXPERT_KINDS)
+KINDS: tuple[Kind, ...] = (LinearKind(), Conv1DKind(), AttentionKind(), *EXPERT_KINDS)
 """The first that matches a module has it."""
 CONVERSION = "_hqsweep_conversion"
 """Attribute of the model that convert() was given: its Conversion."""
@@ -182,13 +182,13 @@ def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped]]:
     """What is taken, and what is not, of all modules of these kinds."""
-    projection, targets, skipped = output_projection(model), [], []
+    projection, unheard, targets, skipped = output_projection(model), bypassed(model), [], []
     for fqn, module in model.named_modules():
         kind = next((kind for kind in kinds if kind.matches(module)), None)
         if kind is None:
             continue
         name = clean_name(fqn)
-        why = instance_fault(module) or kind.fault(module)
+        why = unheard.get(module) or instance_fault(module) or kind.fault(module)
         gemms = [] if why else kind.gemm_modules(module, HEAD if module is projection else name)
         if not why and module is projection and not head:
             why = "the output projection; head=True takes it"

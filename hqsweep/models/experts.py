@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.classes import plain_class, swapped_class
-from hqsweep.models.kinds import Kind, note_call, parts_of
+from hqsweep.models.classes import SwapKind
+from hqsweep.models.kinds import parts_of
 from hqsweep.models.linear import call_dtype
+from hqsweep.models.seen import note_call
 from hqsweep.nn.context import current
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.nn.options import GroupedLinearOptions
@@ -88,9 +89,8 @@ class ConvertedStacks:
         """The products of a call with x, in order; None where the plain forward is what the recipe says."""
         parts = parts_of(self)
         products = [_Product.of(self, stack, part, x) for stack, part in zip(self.stacks(self), parts, strict=True)]
-        if not torch.compiler.is_compiling():
-            for part in parts:
-                note_call(part)
+        for part in parts:
+            note_call(part)
         if all(each.part.is_plain(each.dtype, each.weight.dtype) for each in products):
             return None
         return products
@@ -171,7 +171,7 @@ class ConvertedGroupedExperts(ConvertedStacks):
         return down(hidden, splits).type_as(x)
 
 
-class ExpertsKind(Kind):
+class ExpertsKind(SwapKind):
     """What the kinds of experts have in common."""
 
     name = "experts"
@@ -202,19 +202,6 @@ class ExpertsKind(Kind):
             )
             for stack in self.converted.stacks(module)
         ]
-
-    def swap(self, module: nn.Module) -> None:
-        module.__class__ = swapped_class(self.converted, type(module))
-
-    def check_restore(self, module: nn.Module) -> None:
-        if plain_class(type(module)) is None:
-            raise UserError(
-                f"{parts_of(module)[0].name}: {type(module).__name__} was made of the converted class afterwards, as"
-                " parametrizations do; undo that before revert"
-            )
-
-    def restore(self, module: nn.Module) -> None:
-        module.__class__ = plain_class(type(module))
 
 
 class HuggingFaceExperts(ExpertsKind):

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 
-from hqsweep.models.kinds import was_called
+from hqsweep.models.seen import was_called
 from hqsweep.nn.module import QuantizedModule
 
 SHOWN = 8

@@ -2,20 +2,17 @@
 
 A converted module has, outside of its tree of modules and its state_dict, QuantizedModules for its products (PARTS):
 the part of a linear is one, mlp.experts has two. They hold quantizers, states of delayed scaling and cached operands,
-and no parameter: those stay where they are.
+and no parameter: those stay where they are. The code that computes a part's product calls seen.note_call(part), and
+gives what it returns through first_step.watched(part, y).
 """
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from hqsweep.nn.module import PARTS, QuantizedModule
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule
-
-CALLED = "called"
-"""Attribute of a part: whether our code computed its product since it was made, or since Conversion.reset()."""
 
 
 class Kind:
@@ -67,16 +64,3 @@ class Kind:
 def parts_of(module: nn.Module) -> tuple[QuantizedModule, ...]:
     """The parts of a converted module; none of another one."""
     return module.__dict__.get(PARTS, ())
-
-
-def note_call(part: QuantizedModule) -> None:
-    """Note that our code computes a product of this part; a compiled call notes it each time that it runs."""
-    if torch.compiler.is_compiling():
-        part.called = True  # as torch.compile replays it
-    else:
-        part.__dict__[CALLED] = True
-
-
-def was_called(part: QuantizedModule) -> bool:
-    """Whether note_call was called since the part was made, or since Conversion.reset()."""
-    return part.__dict__.get(CALLED, False)

@@ -1,20 +1,17 @@
-"""nn.Linear by a recipe: the class of the module is swapped, and nothing else about it.
+"""nn.Linear, and Hugging Face's Conv1D, by a recipe."""
 
-A parameter of another class would break ties and be replaced by load_state_dict(assign=True); a `forward` in the
-instance would go on computing with the module that a copy was made of. With the class swapped, state_dict, parameters,
-ties, hooks, copies and isinstance(module, nn.Linear) stay as they are.
-"""
-
-from functools import cache
-from typing import Any
+import sys
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hqsweep.errors import UserError
+from hqsweep.models.classes import PLAIN, SwapKind
 from hqsweep.models.first_step import watched
-from hqsweep.models.kinds import Kind, note_call, parts_of
+from hqsweep.models.probed import probed_product
+from hqsweep.models.seen import note_call
 from hqsweep.nn.context import current
 from hqsweep.nn.linear import LinearBase, linear_product
 from hqsweep.nn.linear_call import LinearCall
@@ -27,22 +24,21 @@ from hqsweep.recipe.validate import GemmModule, linear_module
 
 
 class LinearPart(LinearBase):
-    """The product of a converted linear: y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]), which it is called
-    with. Everything is as in hqsweep.nn.Linear, whose bytes it gives, with the dtype of the call."""
+    """The product of a converted linear: y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]), of the tensors that it
+    is called with. Everything is as in hqsweep.nn.Linear, whose bytes it gives, with the dtype of the call."""
 
     module_type = "linear"
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def call(self, dtype: torch.dtype) -> LinearCall:
         """UserError for a dtype that is not float32, bfloat16 or float16."""
         if dtype not in DTYPES:
             raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
-        call = LinearCall(**(self.linear_facts() | {"dtype": dtype}))
-        return linear_product(call, x, weight, bias)
+        return LinearCall(**(self.linear_facts() | {"dtype": dtype}))
 
     def is_identity(self, dtype: torch.dtype) -> bool:
-        """Whether the plain product in this dtype is what the recipe says, and no probe looks."""
+        """Whether the plain product in this dtype is what the recipe says."""
         identity = self.active_quantizers().identity
-        return identity is not None and identity.dtype is dtype and current().probe is None
+        return identity is not None and identity.dtype is dtype
 
 
 def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -51,48 +47,60 @@ def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-class ConvertedLinear(nn.Linear):
-    """An nn.Linear that computes by its part. Where every slot is an identity of the call's dtype, and no probe looks,
-    its own forward runs, so that it is equal to the bit."""
+class ByPart:
+    """Forward of a converted module with one product. Where every slot is an identity of the call's dtype, its own
+    forward runs, so that it is equal to the bit; on a step with a probe, the same product."""
 
     def forward(self, input: Tensor) -> Tensor:
         part = getattr(self, PARTS)[0]
         note_call(part)
         dtype = call_dtype(input, self.weight)
-        if part.is_identity(dtype):
-            return watched(part, super().forward(input))
-        return watched(part, part.product(input, self.weight, self.bias, dtype))
+        if not part.is_identity(dtype):
+            y = linear_product(part.call(dtype), input, self.matrix(self.weight), self.bias)
+        elif current().probe is None:
+            y = super().forward(input)
+        else:
+            y = probed_product(part.call(dtype), self.product, input, self.matrix(self.weight))
+        return watched(part, y)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {getattr(self, PARTS)[0].extra_repr()}"
+        own = super().extra_repr()
+        return f"{own}{', ' if own else ''}{getattr(self, PARTS)[0].extra_repr()}"
 
 
-@cache
-def converted_class(plain: type[nn.Linear]) -> type[nn.Linear]:
-    """The class that takes the place of a class of linears: one for each, since torch.compile guards classes."""
-    if plain is nn.Linear:
-        return ConvertedLinear
-    return type(f"Converted{plain.__name__}", (ConvertedLinear, plain), {"__reduce__": _reduce, "plain": plain})
+class ConvertedLinear(ByPart, nn.Linear):
+    """An nn.Linear that computes by its part."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """weight [N, K]."""
+        return weight
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Its own forward, of matrix(weight)."""
+        return F.linear(x, weight, self.bias)
 
 
-def _reduce(module: nn.Module) -> tuple[Any, ...]:
-    return _rebuilt, (module.plain,), module.__getstate__()
+setattr(ConvertedLinear, PLAIN, (ConvertedLinear, nn.Linear))
 
 
-def _rebuilt(plain: type[nn.Linear]) -> nn.Module:
-    converted = converted_class(plain)
-    return converted.__new__(converted)
+class ConvertedConv1D(ByPart):
+    """A Conv1D of transformers, whose weight is [K, N], that computes by its part."""
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """weight [N, K], as a view."""
+        return weight.t()
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Its own forward, of matrix(weight)."""
+        y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), weight.t())
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def plain_class(converted: type) -> type | None:
-    """The class whose place this one takes; None for any other."""
-    return nn.Linear if converted is ConvertedLinear else converted.__dict__.get("plain")
-
-
-class LinearKind(Kind):
+class LinearKind(SwapKind):
     """nn.Linear, and its subclasses with its forward."""
 
     name = "linear"
+    converted = ConvertedLinear
 
     def matches(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
@@ -104,26 +112,34 @@ class LinearKind(Kind):
             return "nn.MultiheadAttention reads its weight and never calls it"
         return weight_fault(module.weight)
 
-    def gemm_modules(self, module: nn.Linear, name: str) -> list[GemmModule]:
+    def gemm_modules(self, module: nn.Module, name: str) -> list[GemmModule]:
         n, k = module.weight.shape
         return [linear_module(name, k, n, 0)]
 
-    def parts(self, module: nn.Linear, name: str, recipe: AnyRecipe) -> list[LinearPart]:
+    def parts(self, module: nn.Module, name: str, recipe: AnyRecipe) -> list[LinearPart]:
         quantizers, gemm = module_quantizers(recipe, "linear", name)
         return [LinearPart(name, quantizers, gemm, module.weight.dtype, LinearOptions())]
 
-    def swap(self, module: nn.Module) -> None:
-        module.__class__ = converted_class(type(module))
 
-    def restore(self, module: nn.Module) -> None:
-        module.__class__ = plain_class(type(module))
+class Conv1DKind(LinearKind):
+    """transformers.pytorch_utils.Conv1D, as in GPT-2."""
 
-    def check_restore(self, module: nn.Module) -> None:
-        if plain_class(type(module)) is None:
-            raise UserError(
-                f"{parts_of(module)[0].name}: {type(module).__name__} was made of the converted class afterwards, as"
-                " parametrizations and FSDP do; undo that before revert"
-            )
+    name = "conv1d"
+    converted = ConvertedConv1D
+
+    def matches(self, module: nn.Module) -> bool:
+        library = sys.modules.get("transformers.pytorch_utils")
+        return library is not None and isinstance(module, library.Conv1D)
+
+    def fault(self, module: nn.Module) -> str | None:
+        own = sys.modules["transformers.pytorch_utils"].Conv1D.forward
+        if type(module).forward not in (own, ByPart.forward):
+            return f"{type(module).__name__} has a forward of its own"
+        return weight_fault(module.weight)
+
+    def gemm_modules(self, module: nn.Module, name: str) -> list[GemmModule]:
+        k, n = module.weight.shape
+        return [linear_module(name, k, n, 0)]
 
 
 def weight_fault(weight: Tensor) -> str | None:

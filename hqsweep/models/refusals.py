@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from hqsweep.errors import UserError
@@ -54,3 +55,15 @@ def instance_fault(module: nn.Module) -> str | None:
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return "its forward was replaced in the instance, which would pass by the recipe"
     return None
+
+
+def bypassed(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules whose weights another module reads in evaluation without calling them, and what to do."""
+    if not torch.backends.mha.get_fastpath_enabled():
+        return {}
+    why = (
+        "nn.TransformerEncoderLayer reads its weight in evaluation and does not call it; with"
+        " torch.backends.mha.set_fastpath_enabled(False) before, it is taken"
+    )
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    return {linear: why for layer in layers for linear in (layer.linear1, layer.linear2)}

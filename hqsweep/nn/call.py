@@ -130,7 +130,10 @@ class Call:
         states = self.states_of(tensor, x) if quantizer.delayed else None
         if self.splits is None:
             known = {"amaxes": amaxes} if amaxes else {}
-            return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states, **known)
+            try:
+                return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, key=key, states=states, **known)
+            except UserError as error:
+                raise UserError(f"{self.layer}: {tensor}: {error}") from None
         splits = self.weight_splits if tensor == "weight" else self.splits
         options = {"keys": key, "states": states, "by_rows": by_rows}
         try:

@@ -1,0 +1,50 @@
+"""A probe on products in high precision: no bit changes, and the rows are those of hqsweep.nn.Linear."""
+
+import pytest
+import torch
+from torch import nn
+
+import hqsweep
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import Linear, Probe, quantization
+
+
+def run(module, dtype, probe=None):
+    module.zero_grad()
+    x = draw("heavy", 32, 64).clamp(-9, 9).to(dtype).requires_grad_()
+    with quantization(seed=1, step=4, probe=probe):
+        y = module(x)
+    torch.relu_(y).backward(draw("normal", 32, 96, 1).to(dtype))
+    return [y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)], ids=str)
+def test_a_probe_changes_no_bit_and_sees_all(recipe, dtype):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 96, dtype=dtype))
+    ours = Linear(64, 96, name="0", recipe=recipe, dtype=dtype, bias=True).to(dtype)
+    ours.load_state_dict(plain[0].state_dict())
+    expected = run(plain, dtype)
+    hqsweep.convert(plain, recipe)
+    probe, of_ours = Probe(step=4, capture=True), Probe(step=4, capture=True)
+    assert all(map(torch.equal, run(plain, dtype, probe), expected))
+    run(ours, dtype, of_ours)
+    assert [row["tensor"] for row in probe.rows] == [row["tensor"] for row in of_ours.rows]
+    assert probe.captured.keys() == {"0.input", "0.weight", "0.grad_output"}
+    assert all(torch.equal(probe.captured[name], of_ours.captured[name]) for name in probe.captured)
+    for row, of in zip(probe.rows, of_ours.rows, strict=True):
+        same = [key for key in row if row["tensor"] in ("input", "weight", "grad_output") or key != "sqnr_db"]
+        assert {k: row[k] for k in same if row[k] is None} == {k: of[k] for k in same if of[k] is None}
+
+
+def test_a_probe_works_without_gradients_and_on_frozen_weights():
+    model, probe = nn.Sequential(nn.Linear(64, 96)), Probe(step=1)
+    hqsweep.convert(model, "fp32")
+    with torch.no_grad(), quantization(step=1, probe=probe):
+        model(torch.ones(4, 64))
+    assert {row["tensor"] for row in probe.rows} == {"input", "weight", "fprop"}
+    model.requires_grad_(False)
+    x, probe = torch.ones(4, 64, requires_grad=True), Probe(step=2)
+    with quantization(step=2, probe=probe):
+        model(x).sum().backward()
+    assert {row["tensor"] for row in probe.rows} == {"input", "weight", "fprop", "grad_output", "dgrad"}

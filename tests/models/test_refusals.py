@@ -1,0 +1,170 @@
+"""What convert leaves alone, and what it refuses: the model is as it was, and the sentence names the module."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import hqsweep
+from hqsweep.errors import UserError
+from hqsweep.models.linear import ConvertedLinear
+from hqsweep.nn.module import quantized_modules
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).topk(1)
+
+
+class Plain(nn.Linear):
+    """A subclass that computes as its base."""
+
+
+def skipped(model, recipe="mxfp8", **options):
+    return {s.name: s.why for s in hqsweep.convert(model, recipe, **options).skipped}
+
+
+def test_reasons_of_what_is_left_alone():
+    model = nn.ModuleDict(
+        {
+            "taken": nn.Linear(64, 64),
+            "router": Router(64, 64),
+            "attention": nn.MultiheadAttention(64, 2),
+            "wide": nn.Linear(64, 64, dtype=torch.float64),
+            "narrow": nn.Linear(64, 4),
+            "replaced": nn.Linear(64, 64),
+            "encoder": nn.TransformerEncoderLayer(64, 2, 96),
+            "lora_A": nn.ModuleDict({"default": nn.Linear(64, 64)}),
+            "lazy": nn.LazyLinear(64),
+        }
+    )
+    model["replaced"].forward = lambda x: x
+    reasons = skipped(model)
+    for name, word in {
+        "router": "Router has a forward of its own",
+        "attention.out_proj": "reads its weight and never calls it",
+        "wide": "its weight is torch.float64",
+        "narrow": "fewer than 16 features",
+        "replaced": "its forward was replaced in the instance",
+        "encoder.linear1": "set_fastpath_enabled",
+        "encoder.self_attn.out_proj": "never calls it",
+        "lora_A.default": "an adapter",
+        "lazy": "LazyLinear has a forward of its own" if "forward" in vars(nn.LazyLinear) else "its shape",
+    }.items():
+        assert word in reasons.pop(name), name
+    assert list(reasons) == ["encoder.linear2"] and len(quantized_modules(model)) == 1
+
+
+def test_a_filter_takes_what_is_left_alone_by_default():
+    model = nn.ModuleDict({"lora_A": nn.Linear(64, 4), "narrow": nn.Linear(64, 8), "router": Router(64, 64)})
+    conversion = hqsweep.convert(model, "mxfp8", lambda module, name: True)
+    assert [m.name for m in conversion.modules] == ["lora_A", "narrow"] and conversion.skipped[0].name == "router"
+
+
+def test_layers_of_an_encoder_are_taken_without_the_path_around_them():
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 96), 1, enable_nested_tensor=False)
+        conversion = hqsweep.convert(model, "nvfp4")
+        assert len(conversion.modules) == 2
+        with torch.no_grad():
+            model.eval()(torch.ones(16, 1, 64))
+        assert not conversion.unused()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_a_subclass_keeps_its_class_and_can_be_parametrized():
+    model = nn.Sequential(Plain(64, 64), parametrizations.weight_norm(nn.Linear(64, 64)))
+    classes = [type(module) for module in model]
+    hqsweep.convert(model, "mxfp8")
+    assert all(isinstance(m, (ConvertedLinear, c)) for m, c in zip(model, classes, strict=True))
+    x = torch.randn(32, 64)
+    low = model(x)
+    low.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert hqsweep.revert(model) == 2 and [type(module) for module in model] == classes
+    assert not torch.equal(model(x), low)
+
+
+def test_a_class_made_of_the_converted_one_is_not_reverted():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    hqsweep.convert(model, "mxfp8")
+    parametrizations.weight_norm(model[1])
+    with pytest.raises(UserError, match=r"^1: ParametrizedConvertedLinear was made of the converted class afterwards"):
+        hqsweep.revert(model)
+    assert len(quantized_modules(model)) == 2 and type(model[0]) is ConvertedLinear
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(2, 2, 1)), {}, r"nothing of Sequential is taken: it has no module .*Conv1d"),
+        (
+            lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))),
+            {"filter_fn": lambda module, name: False},
+            r"nothing of Sequential is taken: 0: filter_fn said no; 1: .*; 2: filter_fn said no, and 1 more",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(64, 60), nn.Linear(60, 64)),
+            {"recipe": "nvfp4"},
+            r"0 dgrad: the contracted axis has 60 elements.* takes a multiple of 16",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(64, 64)),
+            {"recipe": {"linear": "mxfp8", "overrides": [{"name": "1", "linear": "bf16"}]}},
+            r"overrides\[0\] .* matches no module",
+        ),
+        (lambda: nn.Sequential(nn.Linear(64, 64)), {"recipe": "mxfp9"}, "mxfp9"),
+        (lambda: nn.Sequential(nn.Linear(64, 64)), {"recipe": "nvfp4+rht|mxfp8"}, "rht"),
+    ],
+)
+def test_a_model_that_cannot_be_converted_stays_as_it_was(model, options, message):
+    model = model()
+    attributes = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
+    with pytest.raises(UserError, match=message):
+        hqsweep.convert(model, **({"recipe": "mxfp8"} | options))
+    assert {name: (type(module), set(vars(module))) for name, module in model.named_modules()} == attributes
+
+
+def test_rows_that_a_format_cannot_take_are_named_at_the_call():
+    model = nn.Sequential()
+    model.add_module("fc", nn.Linear(64, 64))
+    hqsweep.convert(model, "nvfp4")
+    with pytest.raises(UserError, match=r"^fc: input: .*takes a multiple of 16 rows.*\(30, 64\)"):
+        model(torch.ones(30, 64)).sum().backward()
+
+
+def test_a_model_that_is_quantized_by_others_is_refused():
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.is_quantized = True
+    with pytest.raises(UserError, match=r"Sequential is quantized by another library .*quantization_config"):
+        hqsweep.convert(model, "mxfp8")
+
+
+def test_a_sharded_model_is_refused(tmp_path):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        fully_shard(model[0], mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        with pytest.raises(UserError, match=r"0 is sharded by FSDP.*convert first"):
+            hqsweep.convert(model, "mxfp8")
+        whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        hqsweep.convert(whole, "mxfp8")
+        fully_shard(whole, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        whole(torch.randn(32, 64)).sum().backward()
+        assert whole[0].weight.grad is not None
+    finally:
+        destroy_process_group()
+
+
+def test_ways_to_call_it_wrongly():
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(UserError, match="Sequential was not converted"):
+        hqsweep.conversion_of(model)
+    hqsweep.convert(model, "mxfp8")
+    with pytest.raises(UserError, match="converted already"), hqsweep.converted(model, "nvfp4"):
+        pass
