@@ -14,6 +14,7 @@ from hqsweep import __version__
 from hqsweep.cli import checkpoint as cli_checkpoint
 from hqsweep.cli import compare as cli_compare
 from hqsweep.cli import completion as cli_completion
+from hqsweep.cli import data as cli_data
 from hqsweep.cli import dry_run as cli_dry_run
 from hqsweep.cli import gate as cli_gate
 from hqsweep.cli import house as cli_house
@@ -227,6 +228,7 @@ app.add_typer(cli_house.app)
 app.add_typer(cli_gate.app, name="baseline")
 app.add_typer(cli_recipe.app, name="recipe")
 app.add_typer(cli_checkpoint.app, name="checkpoint")
+app.add_typer(cli_data.app, name="data")
 
 
 def _hint(as_json: bool, results: list[dict[str, Any]], sweep: str) -> None:

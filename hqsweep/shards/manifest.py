@@ -37,14 +37,17 @@ class Shard(Section):
 class Source(Section):
     """What the shards were made of: bytes are those of the files, text_bytes those of all documents in UTF-8.
 
+    listing: SHA-256 over the names, formats and sizes of the files. piece_bytes: text of a shard, about.
     empty: documents without text, which are left out. replaced: documents with bytes that are no UTF-8, which became
     U+FFFD. unknown: tokens for text that the tokenizer does not cover.
     """
 
     files: int
     bytes: int
+    listing: str
     column: str
     piece_bytes: int
+    allow_unknown: float
     text_bytes: int
     empty: int
     replaced: int

@@ -33,9 +33,10 @@ def write_ours(folder: Path, splits: dict[str, list], *, vocab: int = 300, separ
 def write_manifest(folder: Path, shards: dict[str, list[dict]], *, vocab: int = 300, separator: int = 0) -> None:
     listed = {split: [shard["sha256"] for shard in shards[split]] for split in ("train", "val")}
     source = dict.fromkeys(("files", "bytes", "piece_bytes", "text_bytes", "empty", "replaced", "unknown"), 0)
+    source |= {"listing": "", "column": "text", "allow_unknown": 0.0}
     document = {
         "version": 1, "dtype": "uint16", "vocab_size": vocab, "separator": {"token": "<end>", "id": separator},
-        "tokenizer": {"sha256": "", "library": ""}, "source": source | {"column": "text"}, "val_fraction": 0.1,
+        "tokenizer": {"sha256": "", "library": ""}, "source": source, "val_fraction": 0.1,
         "unigram_entropy_nats": 1.5, **shards,
         "hash": _sha(json.dumps(["uint16", vocab, separator, listed]).encode()),
     }  # fmt: skip

@@ -1,0 +1,145 @@
+"""A piece of documents becomes one shard of each split."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hqsweep.errors import UserError
+from hqsweep.shards.documents import documents
+from hqsweep.shards.index import encode_index
+from hqsweep.shards.sources import Segment
+from hqsweep.shards.tokenizer import Coverage, open_tokenizer
+
+BATCH_CHARACTERS = 1 << 20
+SHOWN = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What all pieces of a job share. out: folder of the shards. work: of files that are not finished. val_fraction: of
+    all documents. separator: the id after each of them. allow_unknown: the share of tokens that may be unknown."""
+
+    out: Path
+    work: Path
+    tokenizer: Path
+    separator: int
+    dtype: str
+    column: str
+    val_fraction: float
+    allow_unknown: float
+
+
+class Encoder:
+    """Turns pieces into shards, one after another."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.tokenizer = open_tokenizer(setup.tokenizer)
+        self.coverage = Coverage(self.tokenizer)
+        self.below = int(setup.val_fraction * 2**64)
+
+    def shard(self, number: int, piece: list[Segment]) -> dict[str, Any]:
+        """Write train/NUMBER and val/NUMBER, .bin and .idx, and say what they have.
+
+        The record: for each split None or the fields of a Shard, and text_bytes, empty, replaced, unknown, as Source
+        has them. A split without documents gets no files.
+
+        Raises:
+            UserError: documents that cannot be read, or that the tokenizer does not cover.
+        """
+        counts = dict.fromkeys(("text_bytes", "empty", "replaced", "unknown"), 0)
+        with _Writer(self.setup, number, "train") as train, _Writer(self.setup, number, "val") as val:
+            for name, batch in self._batches(piece, counts):
+                for text, data, encoding in zip(*batch, self._encoded(batch[0]), strict=True):
+                    ids = np.array(encoding.ids, self.setup.dtype)
+                    if unknown := self.coverage.unknown(text, ids):
+                        counts["unknown"] += unknown
+                        self._check(name, text, counts["unknown"], train.tokens + val.tokens + len(ids))
+                    (val if _draw(data) < self.below else train).add(ids)
+            return counts | {"train": train.finish(), "val": val.finish()}
+
+    def _batches(self, piece: list[Segment], counts: dict[str, int]) -> Iterator[tuple[str, tuple[list, list]]]:
+        """(name of the file, (texts, their UTF-8)) of documents that are not empty, a megabyte at a time."""
+        for segment in piece:
+            texts: list[str] = []
+            encoded: list[bytes] = []
+            length = 0
+            for text, replaced in documents(segment, self.setup.column):
+                counts["empty"] += not text
+                counts["replaced"] += replaced
+                if text:
+                    texts.append(text)
+                    encoded.append(text.encode())
+                    length += len(text)
+                    counts["text_bytes"] += len(encoded[-1])
+                if length >= BATCH_CHARACTERS:
+                    yield segment.name, (texts, encoded)
+                    texts, encoded, length = [], [], 0
+            if texts:
+                yield segment.name, (texts, encoded)
+
+    def _encoded(self, texts: list[str]) -> list[Any]:
+        return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+    def _check(self, name: str, text: str, unknown: int, tokens: int) -> None:
+        """UserError where more is unknown than is allowed; of a share it is judged after a thousand tokens."""
+        if unknown > self.setup.allow_unknown * max(tokens, 1000):
+            missed = self.coverage.example(text)[:SHOWN]
+            points = " ".join(f"U+{ord(character):04X}" for character in missed[:4])
+            raise UserError(
+                f"{name}: the tokenizer has no token for {missed!r} ({points}), so it does not cover this text; give a"
+                " byte-level one, or allow a share of unknown tokens with --allow-unknown"
+            )
+
+
+def _draw(data: bytes) -> int:
+    """A number below 2**64 that depends on the text alone: a document stays in its split when others are added."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+class _Writer:
+    """The shard of a split: written in the folder of work, and moved to its place when it is whole."""
+
+    def __init__(self, setup: Setup, number: int, split: str) -> None:
+        self.setup, self.name = setup, f"{split}/{number:05}"
+        self.separator = np.array([setup.separator], setup.dtype)
+        self.paths = {end: setup.work / f"{number:05}.{split}.{end}" for end in ("bin", "idx")}
+        self.digest, self.lengths, self.tokens = hashlib.sha256(), [], 0
+
+    def __enter__(self) -> "_Writer":
+        self.file = self.paths["bin"].open("wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        for path in self.paths.values():
+            path.unlink(missing_ok=True)
+
+    def add(self, ids: np.ndarray) -> None:
+        """One document, and the separator after it."""
+        data = ids.tobytes() + self.separator.tobytes()
+        self.file.write(data)
+        self.digest.update(data)
+        self.lengths.append(len(ids) + 1)
+        self.tokens += len(ids) + 1
+
+    def finish(self) -> dict[str, Any] | None:
+        """The files are in their places, and what a Shard says of them; None without documents."""
+        if not self.lengths:
+            return None
+        index = encode_index(np.dtype(self.setup.dtype), np.array(self.lengths))
+        self.paths["idx"].write_bytes(index)
+        for end, path in self.paths.items():
+            with path.open("rb+") if end == "idx" else self.file as file:
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path, self.setup.out / f"{self.name}.{end}")
+        return {
+            "name": self.name, "tokens": self.tokens, "documents": len(self.lengths),
+            "sha256": self.digest.hexdigest(), "index_sha256": hashlib.sha256(index).hexdigest(),
+        }  # fmt: skip

@@ -1,0 +1,283 @@
+"""Text becomes shards: `hqsweep data prepare`.
+
+Each piece of the source becomes a shard of its own, which is written beside and moved to its place, and then a record
+in OUT/.prepare says so. After a kill the same call does the pieces that have no record. As pieces and their shards
+depend on the source and the tokenizer alone, the bytes are the same for any number of workers and of kills. The
+manifest comes last, and OUT/.prepare goes.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from hqsweep.errors import UserError
+from hqsweep.shards import manifest as manifests
+from hqsweep.shards import sources
+from hqsweep.shards.encode import Setup
+from hqsweep.shards.manifest import SPLITS, WIDE, Manifest, Section, Separator, Shard, Source, TokenizerFacts
+from hqsweep.shards.pool import Piece, encode_all, usable_cpus
+from hqsweep.shards.stream import Part, Stream, unigram_entropy
+from hqsweep.shards.tokenizer import open_tokenizer, separator, tokenizer_file, vocab_size
+
+WORK = ".prepare"
+OTHER = "give another --out, or delete that folder"
+
+
+class Options(Section):
+    """What is made of the source.
+
+    column: key of JSON lines, or column of Parquet. format: None by the names of files. val_fraction: share of
+    documents that are held out. separator: token after each document, None for the tokenizer's own. allow_unknown:
+    share of tokens that may stand for text which the tokenizer does not cover.
+    """
+
+    column: str = "text"
+    format: sources.Format | None = None
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    separator: str | None = None
+    allow_unknown: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How far a call of prepare is: bytes of the source, tokens so far, and pieces that an earlier call had done."""
+
+    bytes: int
+    total: int
+    tokens: int
+    kept: int
+
+
+Progress = Callable[[Done], None]
+
+
+def prepare(
+    source: str | Path,
+    tokenizer: str | Path,
+    out: str | Path,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Manifest:
+    """Make shards in the folder `out` of all text of a file or folder: text, JSON lines or Parquet, also .gz and .zst.
+
+    tokenizer: a tokenizer.json of Hugging Face, or its folder. workers: processes, by default one for each processor.
+    progress: called after each piece. options: those of Options. What is there already is not done again.
+
+    Raises:
+        UserError: what is wrong with the source, the tokenizer, the folder or an option, in one sentence.
+    """
+    try:
+        asked = Options.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {first['input']!r}") from None
+    if workers is not None and workers < 1:
+        raise UserError(f"workers: {workers} is less than 1")
+    job = _job(Path(source), Path(tokenizer), Path(out), asked)
+    if (found := _finished(job)) is not None:
+        return found
+    with _begun(job):
+        records = _records(job, workers or usable_cpus(), progress or (lambda done: None))
+        manifest = _manifest(job, records)
+        manifests.write_whole(job.out / manifests.NAME, manifest.model_dump_json(indent=1).encode() + b"\n")
+    shutil.rmtree(job.work, ignore_errors=True)
+    return manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A call of prepare, read and checked. facts: what the manifest says of it before anything is tokenized."""
+
+    out: Path
+    files: list[sources.File]
+    tokenizer: Path
+    facts: dict[str, Any]
+    piece_bytes: int
+    options: Options
+
+    @property
+    def work(self) -> Path:
+        return self.out / WORK
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What must not change from one call to the next."""
+        times = {file.name: file.path.stat().st_mtime_ns for file in self.files}
+        return self.facts | {"times": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
+
+
+def _job(source: Path, tokenizer: Path, out: Path, options: Options) -> _Job:
+    opened = open_tokenizer(tokenizer)
+    file = tokenizer_file(tokenizer)
+    token = separator(opened, tokenizer, options.separator)
+    vocab = vocab_size(opened)
+    files = sources.find(source, options.format, without=out)
+    listing = [[file.name, file.format, file.codec, file.size] for file in files]
+    facts = {
+        "dtype": "int32" if vocab >= WIDE else "uint16",
+        "vocab_size": vocab,
+        "separator": {"token": token, "id": opened.token_to_id(token)},
+        "tokenizer": {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "library": _library()},
+        "listing": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
+        "column": options.column,
+        "val_fraction": options.val_fraction,
+        "allow_unknown": options.allow_unknown,
+    }
+    size = sources.piece_bytes(files)
+    return _Job(out=out, files=files, tokenizer=file, facts=facts, piece_bytes=size, options=options)
+
+
+def _library() -> str:
+    from importlib.metadata import version
+
+    return f"tokenizers {version('tokenizers')}"
+
+
+def _finished(job: _Job) -> Manifest | None:
+    """The manifest of an earlier call that did all of this; UserError where it did something else."""
+    if not (job.out / manifests.NAME).is_file():
+        return None
+    manifest = manifests.read_manifest(job.out)
+    said = {
+        "dtype": manifest.dtype, "vocab_size": manifest.vocab_size, "separator": manifest.separator.model_dump(),
+        "tokenizer": manifest.tokenizer.model_dump(), "listing": manifest.source.listing,
+        "column": manifest.source.column, "val_fraction": manifest.val_fraction,
+        "allow_unknown": manifest.source.allow_unknown,
+    }  # fmt: skip
+    _refuse_other(job, said, job.facts, "holds shards of")
+    shutil.rmtree(job.work, ignore_errors=True)
+    return manifest
+
+
+def _refuse_other(job: _Job, said: dict[str, Any], asked: dict[str, Any], holds: str) -> None:
+    words = {
+        "listing": "other files", "times": "files that have changed since", "tokenizer": "another tokenizer",
+        "vocab_size": "another vocabulary", "separator": "another separator", "dtype": "another vocabulary",
+    }  # fmt: skip
+    for key in sorted(asked, key=lambda key: key not in ("tokenizer", "listing")):
+        if said.get(key) != asked[key]:
+            what = words.get(key) or f"{key} {said.get(key)}, not {asked[key]}"
+            raise UserError(f"{job.out} {holds} {what}; {OTHER}")
+
+
+@contextmanager
+def _begun(job: _Job) -> Iterator[None]:
+    """The folders of a job that goes on, or begins, with a lock on them."""
+    if job.out.is_dir() and not job.work.is_dir() and any(job.out.iterdir()):
+        raise UserError(f"{job.out} is not empty, and holds no shards; give a new folder as --out")
+    job.work.mkdir(parents=True, exist_ok=True)
+    with (job.work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{job.out} is being prepared by another process; wait until it ends") from None
+        plan = job.work / "plan.json"
+        if plan.is_file():
+            _refuse_other(job, json.loads(plan.read_bytes()), job.plan, "was begun with")
+        else:
+            for split in SPLITS:
+                (job.out / split).mkdir(exist_ok=True)
+            manifests.write_whole(job.out / "tokenizer.json", job.tokenizer.read_bytes())
+            manifests.write_whole(plan, json.dumps(job.plan).encode())
+        yield
+
+
+def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]]:
+    """What is said of each piece, in their order, when all are done."""
+    setup = Setup(
+        out=job.out, work=job.work, tokenizer=job.out / "tokenizer.json", separator=job.facts["separator"]["id"],
+        dtype=job.facts["dtype"], column=job.options.column, val_fraction=job.options.val_fraction,
+        allow_unknown=job.options.allow_unknown,
+    )  # fmt: skip
+    records: dict[int, dict[str, Any]] = {}
+    total = sum(file.size for file in job.files)
+    kept = seen = 0
+
+    def to_do() -> Iterator[Piece]:
+        nonlocal kept, seen
+        cut = sources.pieces(job.files, job.piece_bytes, job.options.column, job.work / "unpacked")
+        for number, piece in enumerate(cut):
+            if (record := _record(job, number)) is None:
+                yield number, piece
+            else:
+                records[number] = record
+                kept, seen = kept + 1, seen + _weight(piece)
+                progress(_far(seen, total, records, kept))
+
+    for (number, piece), record in encode_all(setup, to_do(), workers):
+        manifests.write_whole(_record_file(job, number), json.dumps(record).encode())
+        records[number] = record
+        seen += _weight(piece)
+        progress(_far(seen, total, records, kept))
+    if json.loads((job.work / "plan.json").read_bytes()) != job.plan:
+        raise UserError(f"files of the source changed while they were read; delete {job.out}, and start again")
+    return [records[number] for number in range(len(records))]
+
+
+def _weight(piece: list[sources.Segment]) -> int:
+    return sum(segment.weight for segment in piece)
+
+
+def _far(seen: int, total: int, records: dict[int, dict[str, Any]], kept: int) -> Done:
+    tokens = sum(record[split]["tokens"] for record in records.values() for split in SPLITS if record[split])
+    return Done(bytes=seen, total=total, tokens=tokens, kept=kept)
+
+
+def _record_file(job: _Job, number: int) -> Path:
+    return job.work / f"{number:05}.json"
+
+
+def _record(job: _Job, number: int) -> dict[str, Any] | None:
+    """What an earlier call said of a piece, whose shards are there in their lengths."""
+    try:
+        record = json.loads(_record_file(job, number).read_bytes())
+        width = 4 if job.facts["dtype"] == "int32" else 2
+        for shard in filter(None, (record[split] for split in SPLITS)):
+            if (job.out / f"{shard['name']}.bin").stat().st_size != shard["tokens"] * width:
+                return None
+            (job.out / f"{shard['name']}.idx").stat()
+    except (OSError, ValueError):
+        return None
+    return record
+
+
+def _manifest(job: _Job, records: list[dict[str, Any]]) -> Manifest:
+    facts = dict(job.facts)
+    shards = {split: [Shard(**record[split]) for record in records if record[split]] for split in SPLITS}
+    found = {split: sum(shard.documents for shard in each) for split, each in shards.items()}
+    for split in (split for split in SPLITS if not found[split]):
+        raise UserError(
+            f"of {sum(found.values())} documents none was drawn for {split} with --val-fraction"
+            f" {facts['val_fraction']:g}; change it or give more text, and {OTHER}"
+        )
+    counts = {key: sum(record[key] for record in records) for key in ("text_bytes", "empty", "replaced", "unknown")}
+    dtype = facts["dtype"]
+    parts = [Part(path=job.out / f"{s.name}.bin", offset=0, tokens=s.tokens) for s in shards["val"]]
+    return Manifest(
+        dtype=dtype,
+        vocab_size=facts["vocab_size"],
+        separator=Separator(**facts["separator"]),
+        tokenizer=TokenizerFacts(**facts["tokenizer"]),
+        source=Source(
+            files=len(job.files),
+            bytes=sum(file.size for file in job.files),
+            piece_bytes=job.piece_bytes,
+            **{key: facts[key] for key in ("listing", "column", "allow_unknown")},
+            **counts,
+        ),
+        val_fraction=facts["val_fraction"],
+        unigram_entropy_nats=unigram_entropy(Stream(parts, dtype).chunks()),
+        train=tuple(shards["train"]),
+        val=tuple(shards["val"]),
+        hash=manifests.token_hash(dtype, facts["vocab_size"], facts["separator"]["id"], shards),
+    )

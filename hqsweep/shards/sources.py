@@ -1,0 +1,238 @@
+"""Which files are read, and how they are cut into pieces.
+
+A piece is what one worker does at a time and what becomes one shard: stretches of files, so that pieces are a function
+of the source alone and not of how many workers there are. Files are taken by their names. Of plain files a piece has
+ranges of bytes or row groups, which its worker reads; compressed ones are unpacked here, which is much faster than
+tokenizing, and travel with the piece.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hqsweep.errors import UserError
+from hqsweep.shards.parquet import open_parquet
+
+Format = Literal["text", "lines", "jsonl", "parquet"]
+SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+UNPACKED = 4
+"""How much longer compressed text is taken to be once unpacked; its length is not known before."""
+SNIFF_BYTES = 8192
+WHOLE_BYTES = 1 << 20
+"""A text file up to this size is one document."""
+READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    """A file of the source: its name in it, its format, and how it is compressed, if it is."""
+
+    path: Path
+    name: str
+    format: Format
+    codec: str | None
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A stretch of a file: bytes [start, stop), of Parquet row groups; or `data`, whole lines that were unpacked.
+
+    whole: all of a text file, which is one document. weight: bytes on the disk.
+    """
+
+    path: Path
+    name: str
+    format: Format
+    start: int
+    stop: int
+    weight: int
+    whole: bool = False
+    data: bytes | None = None
+
+
+def find(source: Path, given: Format | None, without: Path) -> list[File]:
+    """Files of a source, sorted by name: a file alone, or what a folder holds that is not hidden and not empty.
+
+    given: read all as this format; None: by suffix, and as text whatever has none of them and no NUL byte early.
+    without: a folder that is no part of the source, where it stands in it.
+
+    Raises:
+        UserError: no such source, or nothing in it to read.
+    """
+    if not source.exists():
+        raise UserError(f"{source} does not exist; give a file, or a folder of files")
+    if source.is_file():
+        files = [_file(source, source.name, given)]
+        if not files[0].size:
+            raise UserError(f"{source} is empty; give a file with text in it")
+        if files[0].format == "text" and not _is_text(files[0]):
+            raise UserError(f"{source} is no text: a NUL byte is in its first {SNIFF_BYTES} bytes; --format says else")
+        return files
+    found = [_file(path, name, given) for name, path in _walk(source, without.resolve())]
+    kinds = {file.name: _by_suffix(file.name)[0] for file in found}
+    if given in ("jsonl", "parquet"):
+        found = [file for file in found if kinds[file.name] == given] or [f for f in found if kinds[f.name] is None]
+    elif given is not None:
+        found = [file for file in found if kinds[file.name] is None]
+    found = [file for file in found if file.format not in ("text", "lines") or _is_text(file)]
+    if not found:
+        kind = "text, JSON lines or Parquet" if given is None else given
+        raise UserError(f"{source} holds no file of {kind}; give the folder that has them, or another --format")
+    return found
+
+
+def piece_bytes(files: list[File]) -> int:
+    """Bytes of text that a piece has, about: a 32nd of the source, from 1 MiB to 64 MiB."""
+    total = sum(file.size * (UNPACKED if file.codec else 1) for file in files)
+    return min(max(total // 32, 1 << 20), 64 << 20)
+
+
+def pieces(files: list[File], size: int, column: str, unpacked: Path) -> Iterator[list[Segment]]:
+    """All of the source, in pieces of about `size` bytes of text, always the same ones.
+
+    unpacked: a folder for compressed Parquet files, which cannot be read as a stream.
+
+    Raises:
+        UserError: a file that is not what its name says, or ends too early.
+    """
+    piece: list[Segment] = []
+    filled = 0
+    for segment, length in (each for file in files for each in _segments(file, files, size, column, unpacked)):
+        piece.append(segment)
+        filled += length
+        if filled >= size:
+            yield piece
+            piece, filled = [], 0
+    if piece:
+        yield piece
+
+
+def _segments(file: File, files: list[File], size: int, column: str, unpacked: Path) -> Iterator[tuple[Segment, int]]:
+    """(segment, its bytes of text) of one file."""
+    whole = WHOLE_BYTES if len(files) > 1 else 0  # of a file alone there would be one document
+    common: dict[str, Any] = {"path": file.path, "name": file.name, "format": file.format}
+    if file.format == "parquet":
+        yield from _row_groups(file, size, column, unpacked)
+    elif file.codec:
+        yield from _unpacked_segments(file, common, size, whole)
+    elif file.format == "text" and file.size <= whole:
+        yield Segment(**common, start=0, stop=file.size, weight=file.size, whole=True), file.size
+    else:
+        for start in range(0, file.size, size):
+            stop = min(start + size, file.size)
+            yield Segment(**common, start=start, stop=stop, weight=stop - start), stop - start
+
+
+def _unpacked_segments(file: File, common: dict[str, Any], size: int, whole: int) -> Iterator[tuple[Segment, int]]:
+    """Whole lines, of about `size` bytes."""
+    start, read, rest, ended = 0, 0, b"", False
+    with _unpacking(file) as (stream, packed):
+        while not ended:
+            data, cut = bytearray(rest), 0
+            while not ended and not cut:  # a line may be longer than a piece
+                ended = not _fill(stream, data, size if len(data) < size else len(data) + READ_BYTES)
+                cut = len(data) if ended else data.rfind(b"\n") + 1
+            rest, data = bytes(data[cut:]), bytes(data[:cut])
+            if not data:
+                return
+            alone = ended and start == 0 and file.format == "text" and len(data) <= whole
+            weight, read = packed() - read, packed()
+            stop = start + len(data)
+            yield Segment(**common, start=start, stop=stop, weight=weight, whole=alone, data=data), len(data)
+            start = stop
+
+
+def _fill(stream: Any, data: bytearray, size: int) -> bool:
+    """Read until data has `size` bytes; False where the stream ends before."""
+    while len(data) < size:
+        if not (more := stream.read(min(READ_BYTES, size - len(data)))):
+            return False
+        data += more
+    return True
+
+
+def _row_groups(file: File, size: int, column: str, unpacked: Path) -> Iterator[tuple[Segment, int]]:
+    path = _unpack(file, unpacked) if file.codec else file.path
+    with open_parquet(path, file.name, column) as table:
+        index = table.schema_arrow.names.index(column)
+        sizes = [_column_bytes(table.metadata.row_group(i), column, index) for i in range(table.num_row_groups)]
+    start, held, total = 0, 0, max(sum(sizes), 1)
+    for group, length in enumerate(sizes):
+        held += length
+        if held >= size or group == len(sizes) - 1:
+            weight = file.size * held // total
+            common = {"path": path, "name": file.name, "format": file.format}
+            yield Segment(**common, start=start, stop=group + 1, weight=weight), held
+            start, held = group + 1, 0
+
+
+def _column_bytes(group: Any, column: str, index: int) -> int:
+    """Bytes of a column in a row group, unpacked. Nested columns before it move its place among the chunks."""
+    chunks = (group.column(i) for i in range(index, group.num_columns))
+    return next(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+
+
+def _unpack(file: File, folder: Path) -> Path:
+    """A compressed Parquet file as a plain one; kept, as its pieces are read one by one."""
+    path = folder / f"{file.name.replace('/', '_')}.parquet"
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with _unpacking(file) as (stream, _), temporary.open("wb") as out:
+        while data := stream.read(READ_BYTES):
+            out.write(data)
+    os.replace(temporary, path)
+    return path
+
+
+@contextmanager
+def _unpacking(file: File) -> Iterator[tuple[Any, Any]]:
+    """(a stream of the unpacked bytes, a function that says how many packed bytes it has read)."""
+    import pyarrow
+
+    raw = pyarrow.OSFile(str(file.path))
+    try:
+        with pyarrow.CompressedInputStream(raw, file.codec) as stream:
+            yield stream, raw.tell
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UserError(f"{file.name}: is no whole {file.codec} file ({error}); copy it again") from None
+    finally:
+        raw.close()
+
+
+def _file(path: Path, name: str, given: Format | None) -> File:
+    kind, codec = _by_suffix(name)
+    return File(path=path, name=name, format=given or kind or "text", codec=codec, size=path.stat().st_size)
+
+
+def _by_suffix(name: str) -> tuple[Format | None, str | None]:
+    """(format, codec) that a name says."""
+    stem, ending = os.path.splitext(name.lower())
+    codec = CODECS.get(ending)
+    return SUFFIXES.get(os.path.splitext(stem)[1] if codec else ending), codec
+
+
+def _walk(root: Path, without: Path) -> list[tuple[str, Path]]:
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        below = Path(folder)
+        subfolders[:] = [n for n in subfolders if not n.startswith(".") and (below / n).resolve() != without]
+        paths = [below / name for name in names if not name.startswith(".")]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file() and path.stat().st_size]
+    return sorted(found)
+
+
+def _is_text(file: File) -> bool:
+    if file.codec:
+        with _unpacking(file) as (stream, _):
+            return b"\0" not in stream.read(SNIFF_BYTES)
+    with file.path.open("rb") as opened:
+        return b"\0" not in opened.read(SNIFF_BYTES)
