@@ -28,6 +28,8 @@ _HOME: dict[str, str] = {
     "Sweep": "hqsweep.api.sweep",
     "compare": "hqsweep.api.comparison",
     "run": "hqsweep.api.run",
+    "Shards": "hqsweep.shards.reader",
+    "prepare": "hqsweep.shards.prepare",
 }
 """Name of the Python interface -> the module that has it, which is imported when the name is first read."""
 

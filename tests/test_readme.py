@@ -39,7 +39,7 @@ def test_sweeps_compose(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if " run " not in c])
 def test_commands_and_their_options_exist(command):
     _, name, *words = shlex.split(command)
-    path = [] if name.startswith("-") else [name, *words[: name in ("recipe", "baseline")]]
+    path = [] if name.startswith("-") else [name, *words[: name in ("recipe", "baseline", "data")]]
     shown = CliRunner().invoke(app, [*path, "--help"]).output
     assert shown and all(word in shown for word in (name, *words) if word.startswith("--")), command
 
