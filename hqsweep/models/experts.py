@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.classes import SwapKind
+from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import parts_of
 from hqsweep.models.linear import call_dtype
 from hqsweep.models.seen import note_call
@@ -74,7 +75,8 @@ class ExpertsPart(GroupedBase):
         if dtype not in DTYPES:
             raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
         self.dtype, self._weight_dtype = dtype, weight.dtype
-        return self.product(x, splits, ExpertParameters([weight], [] if bias is None else [bias]))
+        y = self.product(x, splits, ExpertParameters([weight], [] if bias is None else [bias]))
+        return watched(self, y)
 
 
 class ConvertedStacks:

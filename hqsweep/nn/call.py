@@ -1,6 +1,6 @@
 """Call: what one call of a module needs beside its tensors, from forward through recomputation to backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey, RngKeys, RngNumbers, numbers_of
+from hqsweep.formats import RngKey, RngKeys, RngNumbers
 from hqsweep.memo import memo
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.rounding import rounded_by
+from hqsweep.nn.slot_numbers import SlotNumbers
 from hqsweep.ops.request import Output
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
-from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
+from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import Section
 
 
@@ -34,20 +35,6 @@ def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part
 def slot_names(module_type: str, tensor: str, name: str, experts: int, part: int) -> tuple[str, ...]:
     """slot_name of every expert."""
     return tuple(slot_name(module_type, tensor, name, expert, part) for expert in range(experts))
-
-
-SlotNumbers = Mapping[str, list[list[int]]]
-"""Tensor of a module -> numbers_of its slot in each microbatch, the first ones. Lists, for torch.compile takes tuples
-of numbers for constants."""
-NUMBERED_PARTS = 8
-"""Microbatches of which SlotNumbers has the numbers."""
-
-
-def slot_numbers(name: str) -> SlotNumbers:
-    """Of the linear of that name."""
-    slots = {tensor: str(QuantizerRole("linear", tensor, name)) for tensor in TENSOR_TYPES["linear"]}
-    parts = ["", *(f"@{part}" for part in range(1, NUMBERED_PARTS))]
-    return {tensor: [numbers_of(f"{slot}{part}") for part in parts] for tensor, slot in slots.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.nn.call import NUMBERED_PARTS, slot_numbers
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
@@ -18,25 +17,10 @@ from hqsweep.nn.products import outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
-from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import LinearQuantizers
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-IN_A_TRACE = "a linear under torch.compile (without it this message has its name)"
-
-
-def _is_nameless(fields: Mapping[str, Any]) -> bool:
-    """Whether the call of these facts needs the name of its module for messages alone: bits that are drawn are keyed by
-    the numbers of its slots."""
-    q = fields["quantizers"]
-    plain = all(
-        type(quantizer) is HybridQuantizer and not quantizer.delayed for quantizer in (q.input, q.weight, q.grad_output)
-    )
-    alone = q.output is None and q.grad_input is None
-    return plain and alone and fields["context"].microbatch < NUMBERED_PARTS
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -76,22 +60,10 @@ class LinearBase(QuantizedModule):
         self.save_original_input = options.save_original_input
         self.workspace = WeightWorkspace()
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._name = name
-        self._slot_numbers = slot_numbers(name) if self.module_type == "linear" else {}
-
     def linear_facts(self) -> dict[str, Any]:
-        """The fields of a LinearCall, as they are now. A trace has no name where that decides nothing, so that it
-        serves all blocks of a model that are compiled one by one."""
+        """The fields of a LinearCall, as they are now."""
         fields = self.call_facts()
         tracing = torch.compiler.is_compiling()  # a trace cannot ask whether somebody has written to a weight
-        if tracing and self._slot_numbers and _is_nameless(fields):
-            fields |= {"name": IN_A_TRACE, "slot_numbers": self._slot_numbers}
         cache = fields["context"].cache_weights and not tracing
         if not cache and not tracing:
             self.workspace.clear()

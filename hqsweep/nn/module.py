@@ -16,6 +16,7 @@ from torch import nn
 from hqsweep.errors import UserError
 from hqsweep.nn.context import OUTSIDE, Context, autocast_recipe, current
 from hqsweep.nn.delayed import DelayedStates
+from hqsweep.nn.slot_numbers import NUMBERED_PARTS, slot_numbers
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import GRADIENTS, TENSOR_TYPES, QuantizerRole
@@ -26,14 +27,15 @@ BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": 
 """QuantizedModule.BOUNDARIES of linears and attention."""
 
 _AUTOCAST, _QUANTIZATION = 1, 2
+_NUMBERED = ("linear", "dpa")
+"""Types of modules whose traces have no name, where that decides nothing."""
+_IN_A_TRACE = "a module under torch.compile (without it this message has its name)"
 
 
 class QuantizedModule(nn.Module):
     """A subclass sets module_type, name and quantizers, and reads its quantizers from active_quantizers()."""
 
     module_type: str
-    name: str
-
     gemm: str = "exact"
     """The mode of its GEMMs outside of autocast."""
 
@@ -48,6 +50,16 @@ class QuantizedModule(nn.Module):
         self.states = DelayedStates()
         self._autocast: tuple[AnyRecipe, Section] | None = None
         self._last_scope = 0
+
+    @property
+    def name(self) -> str:
+        """The fully qualified name, which its roles and its slots of random bits have."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        self._slot_numbers = slot_numbers(self.module_type, name) if self.module_type in _NUMBERED else {}
 
     @property
     def quantizers(self) -> Section:
@@ -109,15 +121,18 @@ class QuantizedModule(nn.Module):
         return self._autocast[1]
 
     def call_facts(self) -> dict[str, Any]:
-        """The fields of a Call, as they are now."""
+        """The fields of a Call, as they are now. A trace has no name where that decides nothing, so that it serves all
+        blocks of a model that are compiled one by one."""
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(recipe, context)
         if quantizers.stochastic:
             self.claim_bits(context)
+        nameless = torch.compiler.is_compiling() and self._slot_numbers and _is_nameless(quantizers, context)
         return {
             "module_type": self.module_type,
-            "name": self.name,
+            "name": _IN_A_TRACE if nameless else self.name,
+            "slot_numbers": self._slot_numbers if nameless else None,
             "expert": self.expert,
             "dtype": self.dtype,
             "gemm": self.gemm if recipe is None else recipe.gemm,
@@ -158,6 +173,15 @@ class QuantizedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None, "_last_scope": 0}
+
+
+def _is_nameless(quantizers: Section, context: Context) -> bool:
+    """Whether a call needs the name of its module for messages alone: bits that are drawn are keyed by the numbers of
+    its slots."""
+    own = [quantizer for quantizer in slots(quantizers).values() if quantizer is not None]
+    plain = all(type(quantizer) is HybridQuantizer and not quantizer.delayed for quantizer in own)
+    alone = quantizers.output is None and quantizers.grad_input is None
+    return plain and alone and context.microbatch < NUMBERED_PARTS
 
 
 class Boundary:

@@ -37,7 +37,8 @@ def test_a_whole_model_is_one_graph_for_every_step():
 def test_blocks_that_are_compiled_one_by_one_are_one_graph():
     """The names of their modules, by which random bits are keyed, are no guards."""
     model, compiled = llama(layers=3), llama(layers=3)
-    _, conversion = (hqsweep.convert(each, "nvfp4+sr") for each in (model, compiled))
+    recipe = {"linear": "nvfp4+sr", "dpa": {"qkv": "nvfp4", "s": "nvfp4", "do": "nvfp4+sr", "dp": "nvfp4+sr"}}
+    _, conversion = (hqsweep.convert(each, recipe) for each in (model, compiled))
     for layer in compiled.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     check(model, compiled, (1, 2))
