@@ -24,6 +24,10 @@ EXIT_BUSY = 75
 class UserError(ValueError):
     """Wrong input by a person; `str(error)` is the whole message."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows of it, in place of a traceback."""
+        return [f"{type(self).__name__}: {visible(str(self))}"]
+
 
 class Damaged(UserError):
     """A file of a run or a sweep is not what was written there. The message names the file, says what is wrong with it,

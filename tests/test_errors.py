@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.errors import visible
+from hqsweep.errors import Damaged, visible
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,7 @@ def test_what_is_not_printable_is_shown_as_an_escape(text, shown):
 
 def test_what_is_to_be_kept_is_kept():
     assert visible("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
+
+
+def test_a_notebook_shows_the_sentence_and_no_traceback():
+    assert Damaged("a\x1b", "is gone", "run again")._render_traceback_() == ["Damaged: a\\x1b: is gone; run again"]

@@ -5,6 +5,7 @@ What the words mean is in hqsweep.formats, whose classes take their options from
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hqsweep.errors import UserError, nearest
@@ -67,8 +68,58 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "nvfp4+tensor": ("nvfp4_tensor", {}),
 }
 """Name -> its class, and the fields that the name fixes. Some have a second word, which stands among the options."""
+SCALINGS: dict[str, str | None] = {
+    "identity": None, "fp8_current": "tensor", "fp8_delayed": "tensor", "fp8_block": "block", "mx": "mx",
+    "nvfp4": "nvfp4", "nvfp4_tensor": "tensor",
+}  # fmt: skip
+"""Class of formats -> how a tensor core scales the codes; None in high precision."""
+COLUMNWISE_ONLY = ("rht", "rht_signed")
+"""Fields that a rowwise operand does not have: one text for both directions says them of the columnwise one."""
 QUANTIZER_FIELDS = ("rowwise", "columnwise", "columnwise_source")
 SOURCES = ("original", "rowwise_dequantized")
+
+
+@dataclass(frozen=True)
+class FormatText:
+    """A format as far as its text tells what may meet in a product (hqsweep.recipe.pairs)."""
+
+    text: str
+    scaling: str | None
+    two_d: bool
+    rht: bool
+    rht_signed: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "FormatText":
+        """UserError as fields_of."""
+        name, fields = fields_of(text)
+        said = {"two_d": False, "rht": False, "rht_signed": True} | fields
+        return cls(text.strip(), SCALINGS[NAMES[name][0]], said["two_d"], said["rht"], said["rht_signed"])
+
+    @property
+    def high_precision(self) -> bool:
+        return self.scaling is None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def directions(value: Any) -> tuple[str, str, str]:
+    """The texts of rowwise and columnwise format and the source of a quantizer, as quantizer_texts takes it; what one
+    text for both says of columnwise operands alone, is left out of the rowwise one.
+
+    Raises:
+        UserError: as quantizer_texts and fields_of do.
+    """
+    row, column, source = quantizer_texts(value)
+    if column is not None:
+        return row.strip(), column.strip(), source
+    fields_of(row)
+    name, words = words_of(row)
+    said = OPTIONS[NAMES[name][0]]
+    rowwise = [word for word in words if word not in said or not said[word].keys() <= set(COLUMNWISE_ONLY)]
+    return "+".join([name, *rowwise]), row.strip(), source
+
 
 _NUMBER = re.compile(r"([a-z]+)(\d+(\.\d*)?(e-?\d+)?)")
 

@@ -13,8 +13,8 @@ from hqsweep.config.data import DataConfig
 from hqsweep.config.engine import EngineConfig, TrackConfig
 from hqsweep.config.errors import sentence
 from hqsweep.config.fork import ForkConfig
-from hqsweep.config.model import ModelConfig
-from hqsweep.config.recipe_text import check_texts
+from hqsweep.config.model import ModelConfig, has_experts
+from hqsweep.config.recipe_text import check_pairs, check_texts
 from hqsweep.config.train import StatsConfig, TrainConfig
 from hqsweep.config.types import Name, Section
 from hqsweep.config.user_model import Model
@@ -62,11 +62,17 @@ class Training(Job):
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """UserError with all that is wrong with the config of a training but for what its recipe means, in one line."""
+    """UserError with all that is wrong with the config of a training but for what its recipe means, in one line; then
+    with the pairs of formats that no product takes, of the parts that every model of its kind has."""
     if config.get("job") != "convergence":
         return
     check_texts("recipe", config.get("recipe"))
     try:
-        Training.model_validate(dict(config))
+        model = Training.model_validate(dict(config)).model
     except ValidationError as error:
         raise UserError(sentence(error, Training)) from None
+    if not isinstance(model, ModelConfig):
+        check_pairs(config["recipe"], ["linear"])
+        return
+    grouped = ["grouped_linear"] if has_experts(model, model.layers - 1) else []
+    check_pairs(config["recipe"], ["linear", *grouped, "dpa", "head"])

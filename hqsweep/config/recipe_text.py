@@ -1,10 +1,21 @@
-"""The texts of a recipe's quantizers, checked as far as names, options and sources go, without torch."""
+"""The texts of a recipe's quantizers, checked without torch: names, options and sources, and the pairs of formats that
+meet in a product.
+"""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, fields_of, quantizer_texts
+from hqsweep.config.format_text import (
+    QUANTIZER_FIELDS,
+    FormatText,
+    check_source,
+    directions,
+    fields_of,
+    quantizer_texts,
+)
 from hqsweep.errors import UserError
+from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS, pair_fault
+from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
 PARTS = ("linear", "grouped_linear", "dpa", "head", "embedding", "norm")
 """Parts of a recipe that are quantizers, one or one a tensor."""
@@ -42,3 +53,61 @@ def _check_quantizer(text: str) -> None:
     fields_of(row)
     if column is not None:
         fields_of(column)
+
+
+def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
+    """UserError with the products of these parts of a recipe (linear, grouped_linear, dpa, head) whose operands cannot
+    meet, whatever the sizes are.
+
+    The caller has modules that follow these parts, and no override, schedule or Python factory that would have another
+    recipe for them is looked at: a part that one may change passes, for recipe.validate, which knows the modules.
+    """
+    if not isinstance(recipe, Mapping) or recipe.get("qfactory") or recipe.get("schedule"):
+        return
+    overridden = {key for each in recipe.get("overrides") or () if isinstance(each, Mapping) for key in each}
+    mode, faults = str(recipe.get("gemm") or "exact"), []
+    for part in parts:
+        module = "dpa" if part == "dpa" else "linear"
+        slots = {} if overridden & {part, module} else part_quantizers(recipe, part)
+        if slots.keys() >= set(TENSOR_TYPES[module]):
+            faults += [f"recipe.{part} {fault}" for fault in _pair_faults(slots, MODULE_GEMMS.get(part, GEMMS), mode)]
+    if faults:
+        raise UserError("; ".join(faults))
+
+
+def part_quantizers(recipe: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Tensor -> quantizer (text or mapping) of a part of a recipe as the recipe says it, with what it has where the
+    recipe says nothing; {} where what stands there is no part."""
+    tensors = TENSOR_TYPES.get(part, TENSOR_TYPES["linear"])
+    default: dict[str, Any] = {}
+    if part == "grouped_linear":
+        default = part_quantizers(recipe, "linear")
+    elif part in IN_HIGH_PRECISION:
+        default = dict.fromkeys(tensors, IN_HIGH_PRECISION[part])
+    value = recipe.get(part)
+    if value is None:
+        return default
+    if isinstance(value, Mapping) and "rowwise" not in value:
+        return default | {tensor: each for tensor, each in value.items() if each is not None}
+    return dict.fromkeys(tensors, value) if isinstance(value, Mapping | str) else {}
+
+
+def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) -> Iterator[str]:
+    """What is wrong with the products of a module with these quantizers."""
+    try:
+        formats = {tensor: _formats(value) for tensor, value in slots.items()}
+    except UserError:  # no quantizer, which is told by who parses it
+        return
+    for gemm, operands in gemms.items():
+        meeting = tuple(formats[tensor][direction] for tensor, direction in operands)
+        spelled = [f"{t} {d} {f}" for (t, d), f in zip(operands, meeting, strict=True)]
+        if fault := pair_fault(spelled, meeting, mode):
+            yield f"{gemm}: {fault}"
+
+
+def _formats(value: Any) -> dict[str, FormatText]:
+    """Direction -> format of a quantizer. UserError where it is none, of which quant.hybrid says more."""
+    row, column = map(FormatText.parse, directions(value)[:2])
+    if row.rht:
+        raise UserError(f"{row}: +rht acts on columnwise operands only")
+    return {"rowwise": row, "columnwise": column}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import NUMBERED, OPTIONS
+from hqsweep.config.format_text import NUMBERED, OPTIONS, SCALINGS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, divide, expand_tiles, tile_amax
 from hqsweep.formats.elements import ELEMENTS, Element
@@ -87,7 +87,7 @@ class _ScaledFp8(Format):
 class Fp8PerTensor(_ScaledFp8):
     """One scale for the tensor. operand(): matrix = codes (always exact), factor = scale_inv."""
 
-    scaling = "tensor"
+    scaling = SCALINGS["fp8_current"]
     amax_name = "s"
     tile = (WHOLE, WHOLE)
 
@@ -122,7 +122,7 @@ class Fp8Block(_ScaledFp8):
     """
 
     name = "fp8_block"
-    scaling = "block"
+    scaling = SCALINGS["fp8_block"]
     OPTIONS = OPTIONS["fp8_block"]
     NUMBERED = NUMBERED["fp8_block"]
 

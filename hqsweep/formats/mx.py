@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import OPTIONS
+from hqsweep.config.format_text import OPTIONS, SCALINGS
 from hqsweep.formats.base import Buffer, Buffers, ExactOperand, Format, expand_tiles, tile_amax
 from hqsweep.formats.elements import (
     ELEMENTS,
@@ -41,7 +41,7 @@ class MX(Format):
 
     OPTIONS = OPTIONS["mx"]
 
-    scaling = "mx"
+    scaling = SCALINGS["mx"]
 
     name: str = "mxfp8"
     element_name: str = "e4m3"

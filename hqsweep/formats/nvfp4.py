@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import OPTIONS
+from hqsweep.config.format_text import OPTIONS, SCALINGS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import (
     WHOLE,
@@ -41,7 +41,7 @@ class NVFP4(Format):
     """
 
     name = "nvfp4"
-    scaling = "nvfp4"
+    scaling = SCALINGS["nvfp4"]
     amax_name = "g"
     element_name = "e2m1"
     OPTIONS = OPTIONS["nvfp4"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hqsweep.config.format_text import OPTIONS
+from hqsweep.config.format_text import OPTIONS, SCALINGS
 from hqsweep.errors import UserError
 from hqsweep.formats.base import WHOLE, Buffer, Buffers, ExactOperand, Format, tile_amax
 from hqsweep.formats.elements import E2M1, Element, pack_nibbles, unpack_nibbles
@@ -30,7 +30,7 @@ class NVFP4Tensor(Format):
     """
 
     name = "nvfp4+tensor"
-    scaling = "tensor"
+    scaling = SCALINGS["nvfp4_tensor"]
     amax_name = "s"
     element_name = "e2m1"
     tile = (WHOLE, WHOLE)

@@ -11,7 +11,8 @@ Attention of one head, q, k, v [T, E], s = softmax(q @ k.T) [T, T], do [T, E], d
   dq  dp @ k      reads dp rowwise, qkv columnwise     dk  dp.T @ q   reads dp columnwise, qkv columnwise
 """
 
-from hqsweep.formats import Format
+from collections.abc import Sequence
+from typing import Protocol
 
 GEMMS = {
     "fprop": (("input", "rowwise"), ("weight", "rowwise")),
@@ -33,12 +34,37 @@ DPA_GEMMS = {
 MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 
 
-def same_scaling(a: Format, b: Format) -> bool:
+class Scaled(Protocol):
+    """What a product asks of a format: a formats.Format, or its text without torch, a format_text.FormatText."""
+
+    rht: bool
+    rht_signed: bool
+    two_d: bool
+    scaling: str | None
+    high_precision: bool
+
+
+def pair_fault(slots: Sequence[str], formats: tuple[Scaled, Scaled], gemm_mode: str) -> str | None:
+    """Why the product of two operands, whose slots are said as text, cannot be formed under exact, strict or native
+    whatever their sizes are; None where it can."""
+    fault = mathematical_fault(*formats)
+    if fault or gemm_mode == "exact":
+        return cannot_meet(slots, fault)
+    return cannot_meet(slots, hardware_fault(*formats), gemm_mode)
+
+
+def cannot_meet(slots: Sequence[str], fault: str | None, gemm_mode: str = "") -> str | None:
+    """A fault as a sentence; None for none."""
+    mode = f" under gemm={gemm_mode}" if gemm_mode else ""
+    return f"{slots[0]} cannot meet {slots[1]}{mode}: {fault}" if fault else None
+
+
+def same_scaling(a: Scaled, b: Scaled) -> bool:
     """Whether one product scales both operands alike."""
     return a.scaling is not None and a.scaling == b.scaling
 
 
-def mathematical_fault(a: Format, b: Format) -> str | None:
+def mathematical_fault(a: Scaled, b: Scaled) -> str | None:
     """Why the product of the two would be wrong in any arithmetic, or None."""
     transform = [(f.rht, f.rht_signed) for f in (a, b)]
     if transform[0] != transform[1]:
@@ -46,7 +72,7 @@ def mathematical_fault(a: Format, b: Format) -> str | None:
     return None
 
 
-def hardware_fault(a: Format, b: Format) -> str | None:
+def hardware_fault(a: Scaled, b: Scaled) -> str | None:
     """Why no hardware GEMM takes the two (gemm=strict), or None.
 
     Tensor cores scale both operands in one way: a scalar for FP8 and E2M1 per tensor (any mix of elements: PTX

@@ -13,6 +13,9 @@ TENSOR_TYPES = {
 """Module type -> its tensors, in slot order. dpa is dot-product attention: queries, keys and values; the softmax's
 output S; the gradients of the attention's output and of S."""
 
+IN_HIGH_PRECISION = {"head": "bf16", "dpa": "bf16", "embedding": "fp32", "norm": "fp32"}
+"""Part of a recipe -> the quantizer of its tensors where the recipe says nothing about it."""
+
 HEAD = "head"
 """Name of the output projection; it takes the recipe's `head` section instead of `linear`."""
 GRADIENTS = ("grad_output", "do", "dp")

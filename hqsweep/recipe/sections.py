@@ -12,7 +12,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format
 from hqsweep.memo import cached_property
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
-from hqsweep.recipe.roles import TENSOR_TYPES
+from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
 
 class Faults:
@@ -160,9 +160,9 @@ def parse_quantizer(value: object, where: str) -> HybridQuantizer:
 
 
 HIGH_PRECISION = {
-    "head": LinearQuantizers.parse("bf16", "recipe.head"),
-    "dpa": DpaQuantizers.parse("bf16", "recipe.dpa"),
-    "embedding": IdentityQuantizer("fp32"),
-    "norm": IdentityQuantizer("fp32"),
+    "head": LinearQuantizers.parse(IN_HIGH_PRECISION["head"], "recipe.head"),
+    "dpa": DpaQuantizers.parse(IN_HIGH_PRECISION["dpa"], "recipe.dpa"),
+    "embedding": IdentityQuantizer(IN_HIGH_PRECISION["embedding"]),
+    "norm": IdentityQuantizer(IN_HIGH_PRECISION["norm"]),
 }
 """Quantizers of the parts that a recipe says nothing about."""

@@ -9,7 +9,7 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
-from hqsweep.recipe.pairs import MODULE_GEMMS, hardware_fault, mathematical_fault
+from hqsweep.recipe.pairs import MODULE_GEMMS, cannot_meet, pair_fault
 from hqsweep.recipe.roles import QuantizerRole, module_roles
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.recipe.sections import Section
@@ -148,23 +148,22 @@ def _gemm_faults(
         yield from attention_faults({role.tensor_type: quantizers[role] for role in module.roles}, module.context)
     for gemm, operands in MODULE_GEMMS.get(module.module_type, {}).items():
         shape = module.shapes.get(gemm, (0, 0, 0))
-        formats = [
+        formats = tuple(
             getattr(quantizers[QuantizerRole(module.module_type, tensor, module.name)], direction)
             for tensor, direction in operands
-        ]
+        )
         spelled = [f"{t} {d} {f}" for (t, d), f in zip(operands, formats, strict=True)]
         misfits = {s: f.column_multiple for s, f in zip(spelled, formats, strict=True) if shape[2] % f.column_multiple}
         if misfits:
             takers = " and ".join(f"{s} takes a multiple of {m}" for s, m in misfits.items())
             yield f"{gemm}: the contracted axis has {shape[2]} element{'s' * (shape[2] != 1)}, but {takers}"
-        fault, mode = mathematical_fault(*formats), ""
-        if not fault and gemm_mode != "exact":
-            fault, mode = hardware_fault(*formats), f" under gemm={gemm_mode}"
+        fault = pair_fault(spelled, formats, gemm_mode)
         if not fault and gemm_mode == "native":
-            fault = _native_fault(module.module_type, *formats)
-            fault = fault or (device_fault(*formats, *shape) if device_fault else None)
+            missing = _native_fault(module.module_type, *formats)
+            missing = missing or (device_fault(*formats, *shape) if device_fault else None)
+            fault = cannot_meet(spelled, missing, gemm_mode)
         if fault:
-            yield f"{gemm}: {spelled[0]} cannot meet {spelled[1]}{mode}: {fault}"
+            yield f"{gemm}: {fault}"
 
 
 def _native_fault(module_type: str, a: Format, b: Format) -> str | None:

@@ -41,6 +41,7 @@ from hqsweep.sweep.grid import with_study
 from hqsweep.sweep.merge import explain, one_line, resolved, set_number
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.point import Grid, GridPoint
+from hqsweep.sweep.quantizer_keys import open_quantizers
 
 PACKAGED = files("hqsweep") / "conf"
 """The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
@@ -115,14 +116,6 @@ def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None
         folder.resolve() for folder in (*own, config_dir, Path("conf")) if folder is not None and folder.is_dir()
     ]
     return list(dict.fromkeys(map(str, folders)))
-
-
-def _open_quantizers(config: DictConfig, key: str) -> None:
-    """quantizer_keys.open_quantizers, which is imported for a key of a recipe alone, because it needs torch."""
-    if key.startswith("recipe."):
-        from hqsweep.sweep.quantizer_keys import open_quantizers
-
-        open_quantizers(config, key)
 
 
 def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
@@ -259,7 +252,7 @@ class Composer:
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
                 if not self._is_group(override) and not _is_file(override) and override not in factories:
                     check_texts(override.key_or_group, override.value())
-                    _open_quantizers(config, override.key_or_group)
+                    open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException as error:
             raise UserError(f"override '{override.input_line}': {one_line(error)}") from None

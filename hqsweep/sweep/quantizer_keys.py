@@ -1,15 +1,14 @@
-"""Overrides of single tensors and directions of a recipe, whose parts a config may spell as one text."""
+"""Overrides of single tensors and directions of a recipe, whose parts a config may spell as one text; without torch."""
 
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hqsweep.quant.hybrid import FIELDS, HybridQuantizer
-from hqsweep.recipe.roles import HEAD
-from hqsweep.recipe.sectioned import SECTIONS
-from hqsweep.recipe.sections import HIGH_PRECISION, LinearQuantizers
+from hqsweep.config.format_text import QUANTIZER_FIELDS, directions
+from hqsweep.config.recipe_text import part_quantizers
+from hqsweep.recipe.roles import HEAD, IN_HIGH_PRECISION, TENSOR_TYPES
 
-PARTS = {part: section.tensors() for part, section in (SECTIONS | {HEAD: LinearQuantizers}).items()}
+PARTS = {part: TENSOR_TYPES[part] for part in ("linear", "grouped_linear", "dpa")} | {HEAD: TENSOR_TYPES["linear"]}
 PARTS |= {"embedding": (), "norm": ()}
 """Part of a recipe -> its tensors; none where the part is one quantizer."""
 
@@ -27,35 +26,19 @@ def open_quantizers(config: DictConfig, key: str) -> None:
         return
     part, field, *fields = path
     if field in PARTS[part]:
-        section = _section(recipe, part)
-        if section is None or field not in section:
+        section: dict[str, Any] = part_quantizers(recipe, part)
+        if field not in section:
             return
         OmegaConf.update(recipe, part, section)
-        if fields and fields[0] in FIELDS:
+        if fields and fields[0] in QUANTIZER_FIELDS:
             _open_quantizer(recipe, f"{part}.{field}")
-    elif field in FIELDS:
-        if recipe.get(part) is None and part in HIGH_PRECISION:
-            OmegaConf.update(recipe, part, str(HIGH_PRECISION[part]))
+    elif field in QUANTIZER_FIELDS:
+        if recipe.get(part) is None and part in IN_HIGH_PRECISION:
+            OmegaConf.update(recipe, part, IN_HIGH_PRECISION[part])
         _open_quantizer(recipe, part)
-
-
-def _section(recipe: DictConfig, part: str) -> dict[str, Any] | None:
-    """Tensor -> quantizer of a section as the recipe says it, defaults filled in; None where it is no section."""
-    default = {}
-    if part == "grouped_linear":
-        default = _section(recipe, "linear") or {}
-    elif part in HIGH_PRECISION:
-        default = HIGH_PRECISION[part].texts()
-    value = recipe.get(part)
-    if value is None:
-        return default
-    if isinstance(value, DictConfig) and "rowwise" not in value:
-        return default | {tensor: each for tensor, each in value.items() if each is not None}
-    return dict.fromkeys(PARTS[part], value) if isinstance(value, DictConfig | str) else None
 
 
 def _open_quantizer(recipe: DictConfig, key: str) -> None:
     value = OmegaConf.select(recipe, key)
     if isinstance(value, str):
-        quantizer = HybridQuantizer.parse(value)
-        OmegaConf.update(recipe, key, {name: str(getattr(quantizer, name)) for name in FIELDS})
+        OmegaConf.update(recipe, key, dict(zip(QUANTIZER_FIELDS, directions(value), strict=True)))
