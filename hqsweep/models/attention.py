@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import Kind, parts_of
 from hqsweep.models.seen import note_call
 from hqsweep.nn.attention import AttentionCall, DotProductAttention, quantized_attention
@@ -100,7 +101,7 @@ class Interface:
         identity = part.active_quantizers().identity
         if identity is None:
             o = part.product(q, k, v, self._scores(part.name, module, attention_mask, options), dtype)
-            return o.transpose(1, 2).contiguous(), None
+            return watched(part, o.transpose(1, 2).contiguous()), None
         if identity.dtype is dtype:
             return self._plain(module)(module, q, k, v, attention_mask, **options)
         masked = attention_mask is not None and attention_mask.is_floating_point()

@@ -123,7 +123,7 @@ class _Product(NamedTuple):
         return cls(part, weight, bias, call_dtype(x, weight))
 
     def __call__(self, rows: Tensor, splits: Splits) -> Tensor:
-        return self.part(rows, splits, self.weight, self.bias, self.dtype)
+        return watched(self.part, self.part(rows, splits, self.weight, self.bias, self.dtype))
 
 
 class ConvertedExperts(ConvertedStacks):
@@ -137,7 +137,7 @@ class ConvertedExperts(ConvertedStacks):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         products = self._products(hidden_states)
         if products is None:
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+            return watched(parts_of(self)[0], super().forward(hidden_states, top_k_index, top_k_weights))
         up, down = products
         (tokens, top_k), experts = top_k_index.shape, up.part.num_experts
         chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -164,7 +164,7 @@ class ConvertedGroupedExperts(ConvertedStacks):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         products = self._products(x)
         if products is None:
-            return super().forward(x, num_tokens_per_expert)
+            return watched(parts_of(self)[0], super().forward(x, num_tokens_per_expert))
         gate, down, up = products
         splits = self._splits(num_tokens_per_expert.to(torch.int64), len(x))
         activation = getattr(self, "activation_fn", None)
