@@ -173,7 +173,7 @@ class GroupedBase(LinearBase):
             plans = {}
             self._plans = quantizers, gemm_mode, plans
         splits_known = (splits.sizes is not None, splits.equal > 0)
-        key = (device, self.plan_capability, self.fuse_wgrad_accumulation, self.weight_dtype, *splits_known)
+        key = (device, self.plan_capability, self.fuse_wgrad_accumulation, self.weight_dtype, self.dtype, *splits_known)
         if key not in plans:
             formats = {g: [getattr(getattr(quantizers, t), d) for t, d in pair] for g, pair in GEMMS.items()}
             plans[key] = {g: self.plan(g, *pair, device, gemm_mode, splits_known) for g, pair in formats.items()}

@@ -18,7 +18,8 @@ IDENTITY = {"linear": "fp32", "dpa": "fp32"}
 ROUNDED_ONCE = {"qkv": "fp32", "s": "fp32", "do": "fp32", "dp": "fp32|bf16"}
 """All but dk is in float32, and it is no identity."""
 KINDS = ("llama", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss")
-"""Groups of heads, a scale of its own, norms of queries, values narrower than keys, sinks and sliding windows."""
+OPTIONS = {"gpt2": {"scale_attn_by_inverse_layer_idx": True}, "deepseek_v3": {"v_head_dim": 40}}
+"""Groups of heads, a scale of each layer, norms of queries, values wider than keys, sinks and sliding windows."""
 LEFT_PADDED = torch.ones(2, 32, dtype=torch.long)
 LEFT_PADDED[0, :7] = 0
 INPUTS = {
@@ -32,7 +33,7 @@ INPUTS = {
 def test_model(kind):
     """In identities it is the original to the bit. By our products it is the original's numbers in float32, whatever is
     masked, and revert leaves nothing behind."""
-    model = tiny(kind, **({"v_head_dim": 24} if kind == "deepseek_v3" else {}))
+    model = tiny(kind, **OPTIONS.get(kind, {}))
     implementation = model.config._attn_implementation
     plain = {name: step(model, **inputs) for name, inputs in INPUTS.items()}
     conversion = hqsweep.convert(model, IDENTITY, attention=True)

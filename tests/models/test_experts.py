@@ -64,13 +64,14 @@ def titan_step(model, x, counts):
 ROWS, COUNTS = draw("normal", 40, K).float(), torch.tensor([7, 0, 16, 17])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias):
-    """Also where the weights lie as [E, in, out]: what is quantized is their transposed view."""
+def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias, dtype):
+    """In the dtype of the call, of float32 weights; also where these lie as [E, in, out]: a transposed view is read."""
     options = GroupedLinearOptions(single_grouped_weight=True, single_grouped_bias=True, bias=bias)
-    ours = GroupedLinear(E, K, N, name="experts.up", recipe=recipe, dtype=torch.float32, options=options)
+    ours = GroupedLinear(E, K, N, name="experts.up", recipe=recipe, dtype=dtype, options=options)
     holder = nn.Module()
     held = ours.weight.detach().transpose(1, 2).contiguous() if transposed else ours.weight.detach().clone()
     holder.up = nn.Parameter(held)
@@ -84,12 +85,12 @@ def test_bytes_are_those_of_grouped_linear(recipe, transposed, bias):
     results = []
     for call in (
         lambda x: ours(x, COUNTS),
-        lambda x: part(x, Splits.of(COUNTS, 40), stack.weight_of(holder), biases, x.dtype),
+        lambda x: part(x, Splits.of(COUNTS, 40), stack.weight_of(holder), biases, dtype),
     ):
         x = ROWS.clone().requires_grad_()
         with quantization(seed=3, step=5):
             y = call(x)
-            y.square().mean().backward()
+            y.float().square().mean().backward()
         results.append((y, x.grad))
     dw = holder.up.grad.transpose(1, 2) if transposed else holder.up.grad
     assert all(map(torch.equal, *results)) and torch.equal(dw, ours.weight.grad)

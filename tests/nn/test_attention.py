@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hqsweep.errors import UserError
 from hqsweep.formats import parse
-from hqsweep.nn.attention import TENSORS, DotProductAttention
+from hqsweep.nn.attention import TENSORS, AttentionCall, DotProductAttention, quantized_attention
 from hqsweep.nn.context import quantization
 from hqsweep.nn.module import set_recipe
 from hqsweep.nn.probe import Probe
@@ -164,3 +164,45 @@ def test_a_boundary_is_rounded_to_the_values_of_its_reader(slot, quantizers):
     expected[where] = [v.view(x.shape).to(x.dtype) for v, x in zip(values, expected[where], strict=True)]
     assert all(torch.equal(a.to(e.dtype), e) for a, e in zip(actual, expected, strict=True))
     assert not torch.equal(torch.cat(values), rows)
+
+
+@pytest.mark.parametrize("masked", ["bool", "float", "no"])
+def test_masks_and_sinks_are_those_of_the_formula(masked):
+    """In float32 but for dS, of which the gradient of k has a rounding to bfloat16; the first row attends to nothing."""
+    quantizers = dict.fromkeys(TENSORS, "fp32") | {"dp": "fp32|bf16"}
+    module, generator = attention(quantizers, torch.float32), torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(2, 3, 16, 8, generator=generator) for _ in range(4))
+    sinks = torch.randn(3, generator=generator) if masked != "no" else None
+    allowed = torch.rand(2, 1, 16, 16, generator=generator) < 0.5
+    allowed[:, :, 0] = False
+    mask = {"bool": allowed, "float": torch.where(allowed, 0.0, -1e9), "no": None}[masked]
+
+    def formula(q, k, v, sinks):
+        scores = q @ k.mT * 0.3
+        if mask is not None:
+            scores = scores + torch.where(allowed, 0.0, -1e9)
+            scores = torch.cat([scores, sinks.view(1, 3, 1, 1).expand(2, 3, 16, 1)], dim=-1)
+        return scores.softmax(dim=-1)[..., :16] @ v
+
+    def ours(q, k, v, sinks):
+        call = AttentionCall(**module.call_facts(), causal=False, scale=0.3)
+        return quantized_attention(q, k, v, call, mask=mask, sinks=sinks)
+
+    results = []
+    for attend in (formula, ours):
+        inputs = [x if x is None else x.clone().requires_grad_() for x in (q, k, v, sinks)]
+        o = attend(*inputs)
+        o.backward(do)
+        results.append((o, *(x.grad for x in inputs if x is not None)))
+    for index, (expected, got) in enumerate(zip(*results, strict=True)):
+        assert torch.allclose(got, expected, rtol=0, atol=2e-2 if index == 2 else 1e-5), index
+
+
+def test_a_row_that_attends_to_nothing_is_zero():
+    module = attention(dict.fromkeys(TENSORS, "fp32") | {"dp": "fp32|bf16"}, torch.float32)
+    q, k, v = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril(-1)
+    o = quantized_attention(q, k, v, AttentionCall(**module.call_facts(), causal=False), mask=mask)
+    gradient = torch.autograd.grad(o.sum(), q)[0]
+    assert (o[:, :, 0] == 0).all() and gradient.isfinite().all()
+    assert torch.allclose(o, F.scaled_dot_product_attention(q, k, v, attn_mask=mask), atol=1e-6)
