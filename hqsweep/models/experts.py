@@ -7,7 +7,7 @@ same rows.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,10 +64,9 @@ class ExpertsPart(GroupedBase):
         return self._weight_dtype
 
     def is_plain(self, dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-        """Whether the plain product of these weights is what the recipe says, and no probe looks. torch.autocast does
-        not reach the plain one."""
+        """Whether the plain product of these weights, which torch.autocast does not reach, is what the recipe says."""
         identity = self.active_quantizers().identity
-        return identity is not None and identity.dtype is dtype is weight_dtype and current().probe is None
+        return identity is not None and identity.dtype is dtype is weight_dtype
 
     def forward(self, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """x [M, K], weight [E, N, K], bias [E, N]. UserError as GroupedLinear has it, and for another dtype than
@@ -87,15 +86,37 @@ class ConvertedStacks:
     def stacks(module: nn.Module) -> Sequence[Stack]:
         """The products of such a module, converted or not, in the order in which forward unpacks them."""
 
-    def _products(self, x: Tensor) -> "list[_Product] | None":
-        """The products of a call with x, in order; None where the plain forward is what the recipe says."""
+    @abstractmethod
+    def computed(self, products: "Sequence[_Product]", x: Tensor, *routing: Tensor) -> Tensor:
+        """What the plain forward gives for its arguments, with these products."""
+
+    def _run(self, plain: Callable[..., Tensor], x: Tensor, *routing: Tensor) -> Tensor:
+        """By the parts; by the plain forward where that is what the recipe says, so that it is equal to the bit."""
         parts = parts_of(self)
         products = [_Product.of(self, stack, part, x) for stack, part in zip(self.stacks(self), parts, strict=True)]
         for part in parts:
             note_call(part)
-        if all(each.part.is_plain(each.dtype, each.weight.dtype) for each in products):
-            return None
-        return products
+        if not all(each.part.is_plain(each.dtype, each.weight.dtype) for each in products):
+            return self.computed(products, x, *routing)
+        y = watched(parts[0], plain(x, *routing))
+        if current().probe:
+            self._show(products, y, x, *routing)
+        return y
+
+    def _show(self, products: "Sequence[_Product]", y: Tensor, x: Tensor, *routing: Tensor) -> None:
+        """Have the probe see the products of a plain forward, which nobody can look into: they are computed beside it,
+        and backward from the gradient of y."""
+        own = [x.detach().requires_grad_(), *(each.weight.detach().requires_grad_() for each in products)]
+        apart = [each.apart(weight) for each, weight in zip(products, own[1:], strict=True)]
+        kept = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not by torch.utils.checkpoint
+        with torch.set_grad_enabled(y.requires_grad), kept:
+            beside = self.computed(apart, own[0], *(each.detach() for each in routing))
+
+        def look(dy: Tensor) -> None:
+            torch.autograd.grad(beside, own, dy.detach())
+
+        if y.requires_grad:
+            y.register_hook(look)
 
     def _splits(self, counts: Tensor, rows: int) -> Splits:
         """Counts [E] of rows, for all products of a call; a probe is told of them."""
@@ -122,6 +143,10 @@ class _Product(NamedTuple):
         weight, bias = stack.weight_of(module), None if stack.bias is None else getattr(module, stack.bias)
         return cls(part, weight, bias, call_dtype(x, weight))
 
+    def apart(self, weight: Tensor) -> "_Product":
+        """The same of another weight, and of a bias without a gradient."""
+        return self._replace(weight=weight, bias=None if self.bias is None else self.bias.detach())
+
     def __call__(self, rows: Tensor, splits: Splits) -> Tensor:
         return watched(self.part, self.part(rows, splits, self.weight, self.bias, self.dtype))
 
@@ -135,15 +160,15 @@ class ConvertedExperts(ConvertedStacks):
         return [Stack(n, f"{n}_bias" if module.has_bias else None, module.is_transposed) for n in names]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        products = self._products(hidden_states)
-        if products is None:
-            return watched(parts_of(self)[0], super().forward(hidden_states, top_k_index, top_k_weights))
-        up, down = products
+        return self._run(super().forward, hidden_states, top_k_index, top_k_weights)
+
+    def computed(self, products: "Sequence[_Product]", x: Tensor, *routing: Tensor) -> Tensor:
+        (up, down), (top_k_index, top_k_weights) = products, routing
         (tokens, top_k), experts = top_k_index.shape, up.part.num_experts
         chosen, order = torch.sort(top_k_index.reshape(-1), stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
         splits = self._splits(ends.diff(), len(chosen))
-        hidden = up(hidden_states[order // top_k], splits)
+        hidden = up(x[order // top_k], splits)
         hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
         y = down(hidden, splits)
         if getattr(self, "has_post_expert_norm", False):
@@ -151,7 +176,7 @@ class ConvertedExperts(ConvertedStacks):
         y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        return y[places].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+        return y[places].view(tokens, top_k, -1).sum(dim=1).to(x.dtype)
 
 
 class ConvertedGroupedExperts(ConvertedStacks):
@@ -162,11 +187,11 @@ class ConvertedGroupedExperts(ConvertedStacks):
         return [Stack(name) for name in titan_names(module)]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        products = self._products(x)
-        if products is None:
-            return watched(parts_of(self)[0], super().forward(x, num_tokens_per_expert))
+        return self._run(super().forward, x, num_tokens_per_expert)
+
+    def computed(self, products: "Sequence[_Product]", x: Tensor, *routing: Tensor) -> Tensor:
         gate, down, up = products
-        splits = self._splits(num_tokens_per_expert.to(torch.int64), len(x))
+        splits = self._splits(routing[0].to(torch.int64), len(x))
         activation = getattr(self, "activation_fn", None)
         gated, linear = gate(x, splits), up(x, splits)
         hidden = F.silu(gated) * linear if activation is None else activation(gated, linear)

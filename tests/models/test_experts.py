@@ -166,6 +166,22 @@ def test_autocast_probe_and_random_bits_reach_experts():
     assert [row["tokens"] for row in probe.rows if row["tensor"] == "routed"] == [7.0, 0.0, 16.0, 17.0]
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_probe_changes_no_bit_of_high_precision(recomputed):
+    """The plain forward runs, and the probe sees products that are computed beside it."""
+    model = tiny("mixtral")
+    if recomputed:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    plain, probe = step(model), Probe(0)
+    hqsweep.convert(model, "fp32")
+    with quantization(probe=probe):
+        probed = step(model)
+    assert equal(probed, plain)
+    rows = [row for row in probe.rows if row["layer"].startswith("model.layers.0.mlp.experts.down_proj.")]
+    assert {row["tensor"] for row in rows} == {"input", "weight", "grad_output", "fprop", "dgrad", "wgrad"}
+    assert all(row["rel_l2"] < 1e-5 for row in rows if row["tensor"] in ("fprop", "dgrad", "wgrad"))
+
+
 def test_torch_autocast_gives_the_dtype():
     model = Titan()
     hqsweep.convert(model, "mxfp8")

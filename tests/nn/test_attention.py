@@ -168,7 +168,7 @@ def test_a_boundary_is_rounded_to_the_values_of_its_reader(slot, quantizers):
 
 @pytest.mark.parametrize("masked", ["bool", "float", "no"])
 def test_masks_and_sinks_are_those_of_the_formula(masked):
-    """In float32 but for dS, of which the gradient of k has a rounding to bfloat16; the first row attends to nothing."""
+    """In float32 but for one rounding of dS to bfloat16, for the gradient of k; the first row attends to nothing."""
     quantizers = dict.fromkeys(TENSORS, "fp32") | {"dp": "fp32|bf16"}
     module, generator = attention(quantizers, torch.float32), torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(2, 3, 16, 8, generator=generator) for _ in range(4))
