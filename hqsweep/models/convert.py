@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -68,7 +68,7 @@ def convert(
     by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture, and attention; by
     default attention is taken if recipe.dpa quantizes it.
 
-    A model that is converted already takes the other recipe, as by set_recipe, and what is newly taken.
+    What is converted already takes the recipe, as by set_recipe, and keeps its names.
 
     Raises:
         UserError: nothing is taken; a module that is taken has a shape that a format cannot take, or products that
@@ -181,13 +181,16 @@ def _kind_of(module: nn.Module) -> Kind:
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped]]:
-    """What is taken, and what is not, of all modules of these kinds."""
+    """What is taken, with what is converted already, and what is not, of all modules of these kinds."""
     projection, unheard, targets, skipped = output_projection(model), bypassed(model), [], []
     for fqn, module in model.named_modules():
+        name = clean_name(fqn)
+        if parts_of(module):
+            targets.append(_converted_target(module, name))
+            continue
         kind = next((kind for kind in kinds if kind.matches(module)), None)
         if kind is None:
             continue
-        name = clean_name(fqn)
         why = unheard.get(module) or instance_fault(module) or kind.fault(module)
         gemms = [] if why else kind.gemm_modules(module, HEAD if module is projection else name)
         if not why and module is projection and not head:
@@ -199,6 +202,13 @@ def _plan(
         else:
             targets.append(Target(module, kind, HEAD if module is projection else name, gemms))
     return targets, skipped
+
+
+def _converted_target(module: nn.Module, name: str) -> Target:
+    """A module that is converted already, whose parts keep the names of their roles."""
+    kind = _kind_of(module)
+    named = zip(kind.gemm_modules(module, name), parts_of(module), strict=True)
+    return Target(module, kind, name, [replace(gemm, name=part.name) for gemm, part in named])
 
 
 def _filtered(module: nn.Module, name: str, gemms: Sequence[GemmModule], filter_fn: Filter | None) -> str | None:

@@ -11,6 +11,7 @@ from hqsweep.errors import UserError
 from hqsweep.models.classes import PLAIN, SwapKind
 from hqsweep.models.first_step import watched
 from hqsweep.models.probed import probed_product
+from hqsweep.models.refusals import is_distributed
 from hqsweep.models.seen import note_call
 from hqsweep.nn.context import current
 from hqsweep.nn.linear import LinearBase, linear_product
@@ -54,6 +55,10 @@ class ByPart:
     def forward(self, input: Tensor) -> Tensor:
         part = getattr(self, PARTS)[0]
         note_call(part)
+        if not torch.compiler.is_compiling() and is_distributed(self.weight):
+            raise UserError(
+                f"{part.name}: its weight is a DTensor; tensor parallelism is not supported, FSDP and DDP are"
+            )
         dtype = call_dtype(input, self.weight)
         if not part.is_identity(dtype):
             y = linear_product(part.call(dtype), input, self.matrix(self.weight), self.bias)

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
-ORDER = "convert first, then parallelize_module, then torch.compile for each block, then fully_shard or FSDP"
+ORDER = "convert first, then torch.compile for each block, then fully_shard or FSDP"
 
 
 def check_model(model: nn.Module) -> None:
@@ -30,8 +30,8 @@ def _faults(model: nn.Module) -> Iterator[str]:
             whose = f"{at}.{parameter_name}"
             if hasattr(parameter, "ds_id"):
                 yield f"{whose} is sharded by DeepSpeed's ZeRO-3, which is not supported; use stage 2, DDP or FSDP"
-            if _is_distributed(parameter):
-                yield f"{whose} is a DTensor; {ORDER}"
+            if is_distributed(parameter):
+                yield f"{whose} is a DTensor; tensor parallelism is not supported, and for FSDP {ORDER}"
 
 
 def _quantizer(module: nn.Module) -> str:
@@ -45,7 +45,8 @@ def _is_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
-def _is_distributed(parameter: nn.Parameter) -> bool:
+def is_distributed(parameter: Tensor) -> bool:
+    """Whether it is a DTensor."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(parameter, tensor.DTensor)
 

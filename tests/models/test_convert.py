@@ -212,3 +212,26 @@ def test_states_of_delayed_scaling_go_by_the_conversion():
     assert torch.equal(first.logits, second.logits)
     with pytest.raises(UserError, match=r"layers\.7\.states.* belongs to no converted module"):
         conversions[1].load_state_dict({"layers.7.states.input_rowwise.amax": torch.ones(1, 1)})
+
+
+def test_a_part_that_was_converted_before_keeps_its_name_and_takes_the_new_recipe():
+    model = net()
+    hqsweep.convert(model, "mxfp8", head=True)
+    conversion = hqsweep.convert(model.layers[1], "nvfp4", lambda module, name: False)
+    assert [(m.name, m.formats["weight"]) for m in conversion.modules] == [
+        ("layers.1.0", "nvfp4"),
+        ("layers.1.2", "nvfp4"),
+    ]
+    whole = hqsweep.convert(model, "fp8_block")
+    assert [m.name for m in whole.modules] == ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2", "head"]
+    assert {m.formats["weight"] for m in whole.modules if m.name != "head"} == {"fp8_block"}
+    assert whole.modules[-1].formats["weight"] == "fp8_block" and hqsweep.revert(model) == 5
+
+
+def test_what_was_done_is_a_table():
+    conversion = hqsweep.convert(net(), "mxfp8")
+    frame = conversion.frame()
+    assert list(frame["name"]) == ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2", "head"]
+    assert list(frame["kind"]) == ["linear"] * 4 + ["skipped"] and frame["weight"][4] == ""
+    assert str(conversion) == "converted 4 linear; skipped head (the output projection; head=True takes it)"
+    assert "<table" in conversion._repr_html_() and "layers.1.2" in conversion._repr_html_()

@@ -157,8 +157,29 @@ def test_a_sharded_model_is_refused(tmp_path):
         fully_shard(whole, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
         whole(torch.randn(32, 64)).sum().backward()
         assert whole[0].weight.grad is not None
+        parallel = nn.Sequential(nn.Linear(64, 64))
+        hqsweep.convert(parallel, "mxfp8")
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        torch.distributed.tensor.parallel.parallelize_module(
+            parallel, mesh, {"0": torch.distributed.tensor.parallel.ColwiseParallel()}
+        )
+        with pytest.raises(UserError, match=r"^0: its weight is a DTensor; tensor parallelism is not supported"):
+            parallel(torch.randn(32, 64))
     finally:
         destroy_process_group()
+
+
+class Params4bit(nn.Parameter):
+    """As bitsandbytes has it: codes in a subclass of Parameter."""
+
+
+def test_weights_of_other_libraries_are_no_plain_tensors():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight = Params4bit(torch.zeros(2048, 1, dtype=torch.uint8), requires_grad=False)
+    assert skipped(model) == {"0": "its weight is a Params4bit, no plain tensor"}
+    model[2].weight.ds_id = 3
+    with pytest.raises(UserError, match=r"^convert: 2\.weight is sharded by DeepSpeed's ZeRO-3"):
+        hqsweep.convert(model, "mxfp8")
 
 
 def test_ways_to_call_it_wrongly():
