@@ -96,7 +96,7 @@ DTYPES = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # that in Python: the other's memo grows to any number that a file names
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
             return name
@@ -165,9 +165,7 @@ def tensors_of(folder: Path) -> dict[str, Stored]:
     if path.stat().st_size > MOST_METADATA:
         raise UserError(f"its {METADATA} has more than {MOST_METADATA} bytes")
     try:
-        with path.open("rb") as file:
-            document = _Unpickler(file).load()
-        return _stored(document)
+        return _stored(_Unpickler(io.BytesIO(path.read_bytes())).load())
     except (UserError, OSError):
         raise
     except Exception as error:  # garbage makes an unpickler raise anything
@@ -184,22 +182,37 @@ def _stored(document: Any) -> dict[str, Stored]:
         if isinstance(facts, _Bytes):
             continue
         chunks = tuple(_chunk(name, chunk, places) for chunk in facts.chunks)
-        shape, dtype = _sizes(facts.size), str(facts.properties.values[0])
+        shape, dtype = _sizes(facts.size), facts.properties.values[0]
+        if dtype not in DTYPES:
+            raise ValueError(name)
         if sum(_count(chunk.shape) for chunk in chunks) != _count(shape):
             raise UserError(f"its {METADATA} has not all parts of {name}; copy or save it again")
-        found[str(name)] = Stored(shape, dtype, chunks, tuple(map(str, paths.get(name, (name,)))))
+        found[_text(name)] = Stored(
+            shape, dtype, chunks, tuple(str(key) for key in map(_key, paths.get(name, (name,))))
+        )
     return found
 
 
 def _chunk(name: str, chunk: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Chunk:
     offsets = _sizes(chunk.offsets)
     info = places[name, offsets]
-    file = str(info.relative_path)
+    file = _text(info.relative_path)
     if Path(file).name != file or file in (".", ".."):
         raise UserError(f"its {METADATA} names the file {file!r}, which is none of its folder")
     if getattr(info, "transform_descriptors", None):
-        raise UserError(f"{name} is stored compressed ({info.transform_descriptors}); save it without extensions")
+        raise UserError(f"{name} is stored compressed; save it without extensions")
     return Chunk(offsets, _sizes(chunk.sizes), file, int(info.offset), int(info.length))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _key(value: Any) -> str | int:
+    """A key or an index of a nested state_dict."""
+    return value if isinstance(value, int) else _text(value)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
@@ -268,7 +281,11 @@ def read_moments(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 def _tensor(folder: Path, name: str, stored: Stored) -> Any:
     import torch
 
-    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    dtype = getattr(torch, stored.dtype)
+    for chunk in stored.chunks:
+        if chunk.length < _count(chunk.shape) * dtype.itemsize:
+            raise UserError(f"{folder / chunk.file}: {name} has more numbers than bytes; copy or save it again")
+    whole = torch.empty(stored.shape, dtype=dtype)
     for chunk in stored.chunks:
         with (folder / chunk.file).open("rb") as file:
             file.seek(chunk.start)

@@ -13,18 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.checkpoints import dcp, huggingface, torch_file
-from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints.checkpoint import Checkpoint
+from hqsweep.checkpoints.fit import COMPUTED, check_model, check_tensors, refuse_shape, refuse_strange
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.checkpoints.moments import load_moments
 from hqsweep.checkpoints.names import Names, Pieces, made, pieces_of, unused
-from hqsweep.errors import UserError, nearest
+from hqsweep.errors import UserError
+from hqsweep.models.names import clean_name
 from hqsweep.quant.delayed import DelayedState
+from hqsweep.quant.tensor import HybridQuantizedTensor
 
 READERS = {
     "safetensors": huggingface.read, "torch": torch_file.read, "hqsweep": torch_file.read, "dcp": dcp.read,
 }  # fmt: skip
-COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", "freqs_cis", "rope.cache")
-"""Ends of names of tensors that earlier versions of models saved and that are computed."""
+
+PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+STATES = (".history", ".amax", "._extra_state")
+"""Ends of names of the states of delayed scaling, in the state of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +64,23 @@ def load_checkpoint(
     """
     checkpoint = path if isinstance(path, Checkpoint) else inspect_checkpoint(path)
     checkpoint.check()
+    model = unwrapped(model)
+    check_model(model)
+    actual = {clean_name(name): name for name in own_state(model)}
+    wanted = {clean_name(name): value for name, value in own_state(model).items()}
     tensors = READERS[checkpoint.kind](checkpoint)
-    wanted, config = own_state(model), _config(model)
+    if checkpoint.kind == "hqsweep":
+        tensors = {name: as_plain(value) for name, value in tensors.items() if not name.endswith(STATES)}
+    config = _config(model)
     pieces = pieces_of(names, tensors.keys(), wanted.keys(), config)
     state, left = _made(pieces, tensors, checkpoint), unused(pieces, tensors)
     if config is not None and _strange(state, wanted):
         state, left = _through_transformers(model, state, checkpoint), []
-    missing = _check(checkpoint, state, wanted, model)
+    missing = check_tensors(checkpoint, state, wanted, model)
     computed = [name for name in state if name not in wanted]
     values = {name: value for name, value in state.items() if name in wanted}
     write_moments, moments = load_moments(checkpoint, model, optimizer, pieces, values) if optimizer else (None, 0)
-    model.load_state_dict(values, strict=False)
+    model.load_state_dict({actual[name]: value for name, value in values.items()}, strict=False)
     if write_moments:
         write_moments()
     permuted = tuple(name for name, piece in pieces.items() if piece.permuted)
@@ -83,24 +94,39 @@ def load_checkpoint(
 
 
 def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """UserError for the names and shapes for which load_checkpoint would refuse a checkpoint; no tensor is read, and
-    the model may be on the meta device. Names that only transformers knows, as of experts that are saved one by one,
-    are taken as right."""
+    """UserError for the names, shapes and dtypes for which load_checkpoint would refuse a checkpoint; no tensor is
+    read, and the model may be on the meta device. Names that only transformers knows, as of experts that are saved one
+    by one, are taken as right."""
     checkpoint.check()
-    tensors = {name: torch.empty(shape, device="meta") for name, (shape, _) in checkpoint.tensors.items()}
+    dtypes = {name: getattr(torch, dtype, torch.float32) for name, (_, dtype) in checkpoint.tensors.items()}
+    tensors = {
+        name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in checkpoint.tensors.items()
+    }
     wanted, config = own_state(model), _config(model)
     state = _made(pieces_of(None, tensors.keys(), wanted.keys(), config), tensors, checkpoint)
     if config is None or not _strange(state, wanted):
-        _check(checkpoint, state, wanted, model)
+        check_tensors(checkpoint, state, wanted, model)
         return
     for name, value in state.items():
         if name in wanted and value.shape != wanted[name].shape:
-            _refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
+            refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
 
 
 def _config(model: nn.Module) -> Any:
     """The config of a Hugging Face model; None of other models."""
     return getattr(model, "config", None) if hasattr(model, "from_pretrained") else None
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in torch.compile's, DistributedDataParallel's and DataParallel's wrappers."""
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, PARALLEL):
+        model = inner if isinstance(inner, nn.Module) else model.module
+    return model
+
+
+def as_plain(value: Tensor) -> Tensor:
+    """A tensor as it is, a quantized one as the float32 numbers that it stands for."""
+    return value.dequantize(torch.float32) if isinstance(value, HybridQuantizedTensor) else value.detach()
 
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
@@ -132,10 +158,10 @@ def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint
             None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
         )
     if told["unexpected_keys"]:
-        _refuse_strange(checkpoint, sorted(told["unexpected_keys"]), made.state_dict())
+        refuse_strange(checkpoint, sorted(told["unexpected_keys"]), made.state_dict())
     if told["mismatched_keys"]:
         name, theirs, ours = sorted(told["mismatched_keys"])[0]
-        _refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
+        refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
     lacking = set(told["missing_keys"])
     return {name: value for name, value in made.state_dict().items() if name not in lacking}
 
@@ -154,56 +180,3 @@ def silent() -> Iterator[None]:
         logging.set_verbosity(level)
         if had_bars:
             logging.enable_progress_bar()
-
-
-def _check(checkpoint: Checkpoint, state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], model: nn.Module) -> list:
-    """UserError unless the tensors are those of the model; returns what is missing as it is tied to what is there."""
-    strange = [name for name in state if name not in wanted and not name.endswith(COMPUTED)]
-    if strange:
-        _refuse_strange(checkpoint, strange, wanted)
-    groups = _tied(model, wanted)
-    missing = [name for name in wanted if name not in state]
-    lacking = [name for name in missing if not any(other in state for other in groups[name])]
-    if lacking:
-        raise UserError(
-            f"{checkpoint.path}: it lacks {len(lacking)} of the {len(wanted)} tensors of the model:"
-            f" {first_names(lacking)}; give the checkpoint of this model"
-        )
-    for name, value in state.items():
-        if name in wanted and value.shape != wanted[name].shape:
-            _refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))
-    for name in state:
-        for other in groups.get(name, ()):
-            if other in state and other != name and not _equal(state[name], state[other]):
-                raise UserError(
-                    f"{checkpoint.path}: the model ties {name} and {other}, and the checkpoint has two that differ;"
-                    " give tie_word_embeddings: false in the model's config.json"
-                )
-    return missing
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors hold the same; of the meta device they may."""
-    return a.is_meta or torch.equal(a, b)
-
-
-def _tied(model: nn.Module, wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Name -> the names of all that are one parameter with it."""
-    by_parameter: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_parameter.setdefault(id(parameter), []).append(name)
-    groups = {name: group for group in by_parameter.values() for name in group}
-    return {name: groups.get(name, [name]) for name in wanted}
-
-
-def _refuse_strange(checkpoint: Checkpoint, strange: list[str], wanted: Mapping[str, Any]) -> None:
-    raise UserError(
-        f"{checkpoint.path}: {len(strange)} of its tensors are none of the model: {first_names(strange)}"
-        f"{nearest(strange[0], wanted)}; give the checkpoint of this model"
-    )
-
-
-def _refuse_shape(checkpoint: Checkpoint, name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> None:
-    vocabulary = "embed" in name or "lm_head" in name or name.startswith("head.")
-    why = "it has another vocabulary" if vocabulary and theirs[1:] == ours[1:] else "it is one of another model"
-    raise UserError(f"{checkpoint.path}: {name} is {list(theirs)} there and {list(ours)} in the model: {why}")

@@ -20,7 +20,7 @@ from hqsweep.models.names import clean_name
 from hqsweep.optim import MASTER, FusedAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OTHERS = ("step", "master_param")
+OTHERS = ("step", MASTER)
 """What a state may hold beside moments."""
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names whose parameters do not decay in Hugging Face's Trainer (Trainer.get_decay_parameter_names), lower case."""
@@ -42,7 +42,7 @@ def load_moments(
     Raises UserError for a state that is not Adam's, or does not fit the model.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    params = {name: p for name, p in model.named_parameters() if id(p) in held}
+    params = {clean_name(name): p for name, p in model.named_parameters() if id(p) in held}
     found: Moments = {}
     if checkpoint.optimizer != "none":
         found = _found(checkpoint, params, optimizer, pieces)
@@ -64,7 +64,7 @@ def load_moments(
             if new:
                 new["step"] = torch.as_tensor(found[name]["step"], dtype=torch.float32).reshape(())
             if isinstance(optimizer, FusedAdam) and name in weights and optimizer.master_param(p) is not p:
-                new[MASTER] = weights[name].to(torch.float32)
+                new[MASTER] = found.get(name, {}).get(MASTER, weights[name]).to(torch.float32)
             if MASTER in new and "step" not in new:  # as before a first step
                 new |= {key: torch.zeros_like(new[MASTER]) for key in MOMENTS} | {"step": torch.zeros(())}
             if new:
@@ -165,7 +165,8 @@ def _check_adam(checkpoint: Checkpoint, name: str, values: Mapping[str, Any]) ->
 
 
 def _fits(values: Mapping[str, Any], p: Tensor) -> bool:
-    return all(isinstance(values.get(key), Tensor) and values[key].shape == p.shape for key in MOMENTS)
+    masters = [MASTER] if MASTER in values else []
+    return all(isinstance(values.get(key), Tensor) and values[key].shape == p.shape for key in [*MOMENTS, *masters])
 
 
 def _check(checkpoint: Checkpoint, name: str, values: Mapping[str, Any], p: Tensor) -> None:

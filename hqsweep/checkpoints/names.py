@@ -103,9 +103,9 @@ def _of_torchtitan(there: Collection[str], config: Any) -> Pieces:
                 pieces[name] = Piece((name,))
             continue
         layer, rest = f"model.layers.{found[1]}.", found[2].replace("attention.qkv_linear.", "attention.")
-        lead = f"layers.{found[1]}."
+        rest = re.sub(r"(experts\.w[123])_[A-Z]+$", r"\1", rest)  # w1_EFD says its axes
         if rest == GATE_UP[0][0]:
-            pieces[layer + GATE_UP[1]] = Piece(tuple(lead + part for part in GATE_UP[0]), _side_by_side)
+            pieces[layer + GATE_UP[1]] = Piece((name, name.replace("experts.w1", "experts.w3")), _side_by_side)
         elif rest == FUSED_QKV:
             pieces |= _separate_qkv(name, layer, config)
         elif rest != GATE_UP[0][1]:

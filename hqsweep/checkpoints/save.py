@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from hqsweep.checkpoints.huggingface import WEIGHTS
-from hqsweep.checkpoints.load import own_state, silent
+from hqsweep.checkpoints.load import as_plain, own_state, silent, unwrapped
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 from hqsweep.quant.serialize import save_safetensors
-from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
@@ -27,11 +25,11 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
 
     What is written is whole or not there. Raises UserError where something is there already.
     """
-    path = Path(path)
+    path, model = Path(path), unwrapped(model)
     if hasattr(model, "save_pretrained"):
         return save_pretrained(model, path)
     state = {clean_name(name): value for name, value in own_state(model).items()}
-    return save_state({name: _plain(value) for name, value in state.items()}, path)
+    return save_state({name: as_plain(value) for name, value in state.items()}, path)
 
 
 def save_pretrained(model: nn.Module, folder: Path, beside: Mapping[str, bytes] | None = None) -> Path:
@@ -54,10 +52,6 @@ def save_state(state: Mapping[str, Tensor], path: Path) -> Path:
     with _whole(path) as partial:
         save_safetensors(state, partial / WEIGHTS)
     return path / WEIGHTS
-
-
-def _plain(value: Tensor) -> Tensor:
-    return value.dequantize(torch.float32) if isinstance(value, HybridQuantizedTensor) else value.detach()
 
 
 @contextmanager

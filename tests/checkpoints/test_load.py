@@ -114,3 +114,64 @@ def test_hqsweeps_own_model_from_safetensors_and_torch(tmp_path: Path) -> None:
                 parameter.zero_()
         load_checkpoint(tmp_path / name, model)
         assert all(torch.equal(p, plain[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_in_wrappers(tmp_path: Path) -> None:
+    """torch.compile and DataParallel around it, activation checkpointing within it."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    saved, model = tiny("llama"), tiny("llama", seed=1)
+    saved.save_pretrained(tmp_path)
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert load_checkpoint(tmp_path, torch.nn.DataParallel(torch.compile(model)), optimizer).missing == ()
+    model.model.layers[0] = model.model.layers[0]._checkpoint_wrapped_module
+    assert equal(saved, model)
+
+
+def test_a_model_without_memory(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"embed_tokens.weight is on the meta device, without memory; build the"):
+        load_checkpoint(tmp_path, tiny("llama").to("meta"))
+
+
+def test_weights_that_another_library_quantized(tmp_path: Path) -> None:
+    saved = tiny("llama")
+    state = saved.state_dict() | {"model.norm.weight": torch.zeros(32, dtype=torch.float8_e4m3fn)}
+    torch.save(state, tmp_path / "a.pt")
+    refused(
+        tmp_path / "a.pt", saved, "model.norm.weight is held as float8_e4m3fn, by the quantization of another library"
+    )
+
+
+@pytest.mark.parametrize(("format", "quantized"), [("fp8_delayed", False), ("mxfp8", True)])
+def test_the_state_of_a_run(format: str, quantized: bool, tmp_path: Path) -> None:
+    from hqsweep.config.job import parse
+    from hqsweep.train import data
+    from hqsweep.train.checkpoint import save_checkpoint
+    from hqsweep.train.loop import Trainer
+
+    config = parse(
+        {
+            "job": "convergence", "sweep": "t", "seed": 1,
+            "recipe": {"name": "r", "linear": dict.fromkeys(("input", "weight", "grad_output"), format)},
+            "model": {"dim": 32, "layers": 1, "heads": 2, "quantized_weights": quantized},
+            "data": {"source": "markov", "markov": {"length": 20000}}, "stats": {"every": 0},
+            "train": {"steps": 2, "batch": 2, "context": 16, "eval_batches": 1, "device": "cpu"},
+        }
+    )  # fmt: skip
+    dataset = data.load(config.data)
+    saved, other = (Trainer(config, dataset, config.recipe.build(), torch.device("cpu")) for _ in range(2))
+    for _ in saved.steps():
+        pass
+    save_checkpoint(saved, tmp_path)
+    found = inspect_checkpoint(tmp_path / "step_2.pt")
+    assert (found.kind, found.step, found.optimizer, found.problems) == ("hqsweep", 2, "indexed", ())
+    loaded = load_checkpoint(found, other.model, other.optimizer)
+    pairs = list(zip(saved.model.parameters(), other.model.parameters(), strict=True))
+    assert loaded.moments == len(pairs)
+    assert all(torch.equal(one.dequantize(), two.dequantize()) for one, two in pairs)
+    for one, two in pairs:
+        there, here = saved.optimizer.state[one], other.optimizer.state[two]
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[key], here[key]) for key in there)
