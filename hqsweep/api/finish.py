@@ -33,17 +33,23 @@ def finish(
     display: Display,
     *,
     say: Callable[[str], None],
+    look: Callable[[str], None],
     force: bool = False,
 ) -> Ended:
     """Run all of the plan that is not finished, and grow the study where it says so.
 
-    plan    what launch.check let pass
     words   conf=NAME and overrides that the plan was made of; `replan` makes a plan of other words
-    say     takes a line a look of a study that grows
+    say     takes what is to be known before a run starts: plan.lines
+    look    takes a line a look of a study that grows
     force   repeat what is finished
+
+    Raises UserError for what this machine has not, as launch.check, before anything starts.
     """
     from hqsweep.sweep import launch
 
+    launch.check(plan)
+    for line in plan.lines:
+        say(line)
     if plan.study.seeds.until != "decided":
         return Ended(runs=tuple(launch.start(plan, display, force=force)))
     from hqsweep.study import noise
@@ -53,7 +59,7 @@ def finish(
         plan,
         lambda seeds: replan(with_seeds(words, seeds)),
         lambda batch, again: launch.start(batch, display, force=again),
-        say=say,
+        say=look,
         force=force,
     )
     if growth.comparison is not None:

@@ -1,5 +1,6 @@
 """hqsweep.run: what `hqsweep run` does, from Python."""
 
+import re
 import signal
 import sys
 import threading
@@ -47,7 +48,7 @@ def run(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("run: it stops its workers at a signal, which Python gives to the main thread; call it there")
     say = _silent if quiet else _say
-    read(words, config_dir=folder)  # a mistyped word is told before torch is imported
+    given = read(words, config_dir=folder)  # a mistyped word is told before torch is imported
     from hqsweep.api.finish import after_failures, finish, warnings_of
     from hqsweep.recipe.factories import Importer
     from hqsweep.sweep import launch
@@ -55,15 +56,12 @@ def run(
     from hqsweep.sweep.progress import PlainDisplay, open_display
 
     importer = Importer(say, allowed=() if no_import else None, refusal=NO_IMPORT)
+    plan = launch.plan_of(given, importer)
     planned = partial(launch.plan, config_dir=folder, importer=importer)
-    plan = planned(words)
-    launch.check(plan)
-    for line in plan.lines:
-        say(line)
     console = SafeConsole(stderr=True, quiet=quiet, force_jupyter=False)
     display = PlainDisplay(console) if quiet else open_display(console)
     try:
-        runs = finish(plan, words, planned, display, say=say, force=force).runs
+        runs = finish(plan, words, planned, display, say=say, look=say, force=force).runs
     except SystemExit as stopped:
         if stopped.code == 128 + signal.SIGINT:  # in Python, ^C and a notebook's button are this exception
             raise KeyboardInterrupt from None
@@ -80,9 +78,13 @@ def _words(conf: str, overrides: Sequence[str], out: str | Path | None) -> list[
         raise UserError(f"overrides: got {overrides!r}; give a list of texts, such as ['train.steps=100', 'seed=0,1']")
     words = [f"conf={conf}", *overrides]
     if out is not None:
-        quoted = str(out).replace("\\", "\\\\").replace("'", "\\'")
-        words.append(f"runs_dir='{quoted}'")
+        words.append(f"runs_dir={quoted(str(out))}")
     return words
+
+
+def quoted(text: str) -> str:
+    """Text as a value of an override: in quotes, with backslashes where Hydra takes them for more than themselves."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
 
 
 def _say(line: str) -> None:

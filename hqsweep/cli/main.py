@@ -126,13 +126,10 @@ def run(
     if dry_run:
         cli_dry_run.show(plan, force=force, as_json=as_json)
         return
-    launch.check(plan)
-    for line in plan.lines:
-        say(line, err=True)
     from hqsweep.api.finish import finish
 
-    display = open_display(SafeConsole(stderr=True))
-    ended = finish(plan, words, planned, display, say=partial(say, err=as_json), force=force)
+    display, told, look = open_display(SafeConsole(stderr=True)), partial(say, err=True), partial(say, err=as_json)
+    ended = finish(plan, words, planned, display, say=told, look=look, force=force)
     runs, growth = ended.runs, ended.growth
     results = [launch.result(run) for run in runs]
     if plan.first.engine.slurm.detach:

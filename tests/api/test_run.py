@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 import hqsweep as hq
+from hqsweep.api.run import quoted
 from hqsweep.errors import UserError
 from hqsweep.sweep import launch
+from hqsweep.sweep.words import read
 
 TINY = [
     "data=markov", "data.markov.length=4096", "model.dim=32", "model.layers=1", "model.heads=2", "train.steps=4",
@@ -56,6 +58,12 @@ def test_what_the_command_refuses_is_refused(folder: Path, conf: str, overrides:
 def test_a_folder_of_configs_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="config_dir: nowhere is no folder"):
         hq.run("convergence", config_dir="nowhere")
+
+
+@pytest.mark.parametrize("name", ["plain", "its 'own'", "a\\b", "end\\", "x\\'y", "a=b,c [d] {e}", "#1 % é"])
+def test_any_folder_name_can_be_given(name: str) -> None:
+    grid = read(["conf=convergence", f"runs_dir={quoted(name)}"]).grid
+    assert [point.config["runs_dir"] for point in grid.points] == [name]
 
 
 def test_another_thread_is_told_why() -> None:
