@@ -14,6 +14,7 @@ from hqsweep.checkpoints.load import check_fits
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.study import ForkStudy
+from hqsweep.config.user_model import HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.recipe.sectioned import Recipe
 from hqsweep.train import data
@@ -54,9 +55,8 @@ def _source(config: ConvergenceConfig, study: ForkStudy) -> Path | None:
     """The checkpoint that the trunk of a run begins from: fork.trunk, or else the weights of its model."""
     if study.is_foreign:
         return Path(study.trunk).resolve()
-    model = config.model
-    if getattr(model, "kind", None) == "hf" and model.pretrained:
-        return Path(model.path).resolve()
+    if isinstance(config.model, HFModelConfig) and config.model.pretrained:
+        return Path(config.model.path).resolve()
     if study.rewarm is not None:
         raise UserError("fork.rewarm: is of trunks that begin from a checkpoint, and these begin from random weights")
     return None
@@ -113,8 +113,10 @@ def _check_fits(checkpoint: Checkpoint, config: ConvergenceConfig) -> None:
 
 
 def _outline(config: ConvergenceConfig) -> nn.Module | None:
-    """The model without memory for its weights; None where that cannot be had before the run."""
+    """The model without memory for its weights; None where a Python function makes it that nobody might import."""
     if not isinstance(config.model, ModelConfig):
-        return None
+        from hqsweep.models.build import outline  # not for a GPT
+
+        return outline(config.model)
     with torch.device("meta"):
         return GPT(config.model, data.loaded(config.data).vocab_size, BF16, torch.float32)

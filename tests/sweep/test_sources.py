@@ -64,15 +64,12 @@ def test_ids_are_those_of_the_bytes_wherever_they_lie(file: Path, tmp_path: Path
     def names(made: SweepPlan) -> list[str]:
         return [row["run"] for row in made.rows()]
 
-    other = tmp_path / "other.safetensors"
+    other, known = tmp_path / "other.safetensors", names(planned(file))
     shutil.copy(file, other)
-    assert names(planned(other)) == names(planned(file))
-    assert not set(names(planned(file))) & set(names(planned(None)))
+    assert names(planned(other, "fork.rewarm=100", "fork.warmup=5")) == known
     save_file(weights() | {"norm.weight": torch.ones(32)}, other)
-    assert not set(names(planned(other))) & set(names(planned(file)))
-    assert not set(names(planned(file, "fork.rewarm=50"))) & set(names(planned(file)))
-    assert names(planned(file, "fork.rewarm=100")) == names(planned(file))
-    assert names(planned(file, "fork.warmup=5")) == names(planned(file))
+    for made in (planned(None), planned(other), planned(file, "fork.rewarm=50")):
+        assert not set(names(made)) & set(known)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +127,40 @@ def test_what_is_no_checkpoint_is_refused(file: Path, tmp_path: Path) -> None:
         planned(tmp_path / "gone.pt")
     with pytest.raises(UserError, match=r"fork.trunk: empty; give the path of a checkpoint, or null"):
         plan([*WORDS, "fork.trunk=''"])
+
+
+def llama(path: Path, **changes: int) -> Path:
+    """A folder with a tiny model of Hugging Face."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64} | changes  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(path)
+    return path
+
+
+def test_a_model_of_hugging_face_is_what_its_trunks_begin_from(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "model")
+    base = [word for word in WORDS if not word.startswith("model.")]
+    words = [*base, "model=hf", f"model.path={folder}", "seed=0,1"]
+    made = plan(words)
+    trunks = [config.fork for config in made.configs if config.fork.is_trunk]
+    assert [(trunk.source, trunk.warmup) for trunk in trunks] == [(str(folder.resolve()), 100)] * 2
+    again = plan([*words, f"fork.trunk={folder}"])
+    assert [row["run"] for row in again.rows()] == [row["run"] for row in made.rows()]
+    shutil.copytree(folder, tmp_path / "copy")
+    copied = plan([*base, "model=hf", f"model.path={folder}", "seed=0,1", f"fork.trunk={tmp_path / 'copy'}"])
+    assert [row["run"] for row in copied.rows()] == [row["run"] for row in made.rows()]
+    random = plan([*words, "model.pretrained=false"])
+    assert random.begun == "" and {config.fork.source for config in random.configs} == {None}
+    for changes, says in (
+        ({"hidden_size": 64}, r"fork.trunk: .*other1: \S+ is \[.*64.*\] there and \[.*32.*\] in the model"),
+        ({"vocab_size": 48}, r"embed_tokens.weight is \[48, 32\] there .* another vocabulary"),
+        ({"num_hidden_layers": 2}, r"of its tensors are none of the model: model.layers.1"),
+    ):
+        other = llama(tmp_path / f"other{len(list(tmp_path.glob('other*'))) + 1}", **changes)
+        with pytest.raises(UserError, match=says):
+            plan([*words, f"fork.trunk={other}"])
 
 
 def test_a_rewarm_is_for_trunks_that_begin_from_a_checkpoint() -> None:

@@ -26,6 +26,7 @@ def config(
 ) -> ConvergenceConfig:
     """A trunk; more: keys of its sections train and model."""
     model = {"dim": 32, "layers": 1, "heads": 2, "quantized_weights": more.pop("quantized", False)}
+    model = more.pop("user", model)
     begin = {"source": str(source), "source_hash": inspect_checkpoint(source).sha256} if source else {}
     return parse(
         {
@@ -107,6 +108,30 @@ def test_a_trunk_goes_on_with_the_moments_of_a_file_and_at_the_full_rate(tmp_pat
     for p, q in zip(begun.model.parameters(), before.model.parameters(), strict=True):
         assert torch.equal(p, q) and same(begun.optimizer.state[p], before.optimizer.state[q])
     assert next(begun.steps()).step == 1 and begun.optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_a_model_of_hugging_face_goes_on_with_the_moments_of_its_trainer(tmp_path):
+    """Whose optimizer.pt has no names: what decays, then the rest."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                         num_attention_heads=2, max_position_embeddings=64))  # fmt: skip
+    named = dict(llama.named_parameters())
+    gains = {name for name in named if "norm" in name}
+    groups = [[p for name, p in named.items() if (name in gains) == gain] for gain in (False, True)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    llama(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss.backward()
+    optimizer.step()
+    llama.save_pretrained(tmp_path / "checkpoint-1")
+    torch.save(optimizer.state_dict(), tmp_path / "checkpoint-1" / "optimizer.pt")
+    cfg = config(tmp_path / "checkpoint-1", rewarm=0, user={"kind": "hf", "path": str(tmp_path / "checkpoint-1")})
+    begun = trainer(cfg)
+    convergence.begin(begun, tmp_path)
+    assert begun.trunk["source_moments"] and begun.trunk["source_step"] == 1
+    for name, p in begun.model.named_parameters():
+        assert torch.equal(p, named[name]) and same(dict(begun.optimizer.state[p]), optimizer.state[named[name]]), name
+    list(begun.steps(last=4))
+    assert begun.val_loss < begun.trunk["source_val_loss"]
 
 
 @pytest.mark.parametrize("lost", [4, 6])
