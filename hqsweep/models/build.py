@@ -131,9 +131,6 @@ def _sized(module: GemmModule, tokens: int, context: int) -> GemmModule:
 
 
 def parameters(config: ConvergenceConfig) -> int | None:
-    """Parameters of a user's model but those of embeddings; None where it cannot be built here."""
+    """Parameters of a user's model, those of a tie once; None where it cannot be built here."""
     model = outline(config.model)
-    if model is None:
-        return None
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(p.numel() for p in model.parameters() if id(p) not in tables)
+    return None if model is None else sum(p.numel() for p in model.parameters())

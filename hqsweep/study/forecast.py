@@ -87,6 +87,11 @@ def forecasts(plan: Plan, resolve: float, rows: Sequence[Mapping[str, Any]]) -> 
     UserError for a plan that compares nothing.
     """
     wanted = _wanted(plan)
+    if wanted is None:
+        raise UserError(
+            f"conf={plan.conf}: a Python function builds the model, which only `hqsweep run` imports, so its size is"
+            " not known, nor which study is like it"
+        )
     if wanted.arms < 1:
         raise UserError(f"conf={plan.conf}: one arm, and no other to measure; add recipes, as in recipe=bf16,mxfp8")
     designs = [
@@ -99,6 +104,8 @@ def pace(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> tuple[float, str] | N
     """(seconds a token of the plan's model took, at as many runs at a time as that study had; which study that is, in
     words); a study of the other design where there is none, None where none has been on this kind of device."""
     wanted = _wanted(plan)
+    if wanted is None:
+        return None
     own = sorted(DESIGNS, key=lambda design: (design == FORK) != bool(plan.study.fork))
     found = [row for design in own if (row := _nearest(wanted, design, rows)) and _same_device(wanted, row)]
     return (_a_token(found[0]) * wanted.params / found[0]["params"], _basis(wanted, found[0])) if found else None
@@ -121,13 +128,16 @@ class _Wanted:
     replicate: Mapping[str, int]
 
 
-def _wanted(plan: Plan) -> _Wanted:
+def _wanted(plan: Plan) -> _Wanted | None:
+    """None for a model whose size is not known."""
     if not hasattr(plan.first, "train"):
         raise UserError(f"conf={plan.conf}: a {plan.first.job} job compares no recipes; give a convergence sweep")
     pairs = [pair for pair in zip(plan.points, plan.configs, strict=True) if not is_trunk(pair[0])]
     names = list(dict.fromkeys(point.arm for point, _ in pairs))
     tested = len(names) - 1 - plan.study.null_arm
     first, fork = pairs[0][1], plan.study.fork
+    if (params := parameters(first)) is None:
+        return None
     step, whole, replicate = first.train.batch * first.train.context, first.train.steps, {}
     if fork:
         starts = {config.start for _, config in pairs}
@@ -137,7 +147,7 @@ def _wanted(plan: Plan) -> _Wanted:
     replicate[WHOLE] = len(names) * whole * step
     return _Wanted(
         model=first.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
-        data=first.data.model_dump(mode="json"), params=parameters(first), tokens=whole * step,
+        data=first.data.model_dump(mode="json"), params=params, tokens=whole * step,
         on_gpu=pick_device(first.train.device).type == "cuda",
         names=frozenset(names), arms=tested, null=plan.study.null_arm, replicate=replicate,
         maximum=plan.study.seeds.max if plan.study.seeds.until == "decided" else None,

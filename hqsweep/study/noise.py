@@ -29,8 +29,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from hqsweep.config.gemms import grouped_shapes, linear_shapes
 from hqsweep.config.job import ConvergenceConfig, parse
+from hqsweep.config.user_model import UserModel
 from hqsweep.errors import Damaged
 from hqsweep.report.arms import Comparison
 from hqsweep.report.frames import FORK
@@ -102,7 +105,7 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
     fork_steps = runs["config.train.steps"] - runs["point"]
     return {
         "model": config.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
-        "params": parameters(config),
+        "params": _parameters(config, runs),
         "data": config.data.model_dump(mode="json"),
         "data_hash": runs["manifest.data_hash"].iloc[0],
         "tokens": round(float(runs["config.train.steps"].mean()) * step),
@@ -124,9 +127,19 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
     }
 
 
-def parameters(config: ConvergenceConfig) -> int:
-    """Parameters in the model's matrices, the embedding's apart."""
+def _parameters(config: ConvergenceConfig, runs: pd.DataFrame) -> int:
+    """parameters() of the model that runs have had, which may be gone since."""
+    return int(runs["manifest.params"].iloc[0]) if isinstance(config.model, UserModel) else parameters(config)
+
+
+def parameters(config: ConvergenceConfig) -> int | None:
+    """Parameters in the model's matrices, the embedding's apart; of a user's model all, None where it cannot be built
+    here."""
     model = config.model
+    if isinstance(model, UserModel):
+        from hqsweep.models import build  # not for a GPT
+
+        return build.parameters(config)
     linears = sum(wide * high for _, wide, high in linear_shapes(model, config.data.vocab_estimate))
     return linears + model.experts * sum(wide * high for _, wide, high in grouped_shapes(model))
 

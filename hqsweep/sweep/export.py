@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hqsweep.checkpoints.save import save_model
+from hqsweep.checkpoints.save import save_model, save_state
+from hqsweep.checkpoints.user_model import check_same
 from hqsweep.config.job import ConvergenceConfig, parse
+from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train.checkpoint import read_state
@@ -30,7 +32,10 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
         state = read_state(path, torch.device("cpu"))
     except NotAsWritten as error:
         raise Damaged(path, f"{error.fault}, so it is not exported", "export another step, or run it again") from None
-    return save_model(_trained(config, state), out), state["step"]
+    if isinstance(config.model, FactoryModelConfig):  # whose function is not imported to write what it has built
+        return save_state(state["model"], out), state["step"]
+    users = isinstance(config.model, HFModelConfig)
+    return save_model(_users(config.model, state) if users else _trained(config, state), out), state["step"]
 
 
 def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Path:
@@ -48,6 +53,17 @@ def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Pat
             f"{run.path}: it has no checkpoint of step {step}; it has those of {', '.join(map(str, found))}"
         )
     return found[step]
+
+
+def _users(section: HFModelConfig, state: dict) -> nn.Module:
+    """The Hugging Face model of a run with the weights of one of its states. UserError where its folder is gone, or has
+    another model than it had."""
+    check_same(section)
+    from hqsweep.models.hf import load_model  # with transformers
+
+    model = load_model(section.path, pretrained=False)
+    model.load_state_dict(state["model"])
+    return model
 
 
 @torch.no_grad()

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from hqsweep.errors import UserError
 from hqsweep.report.compare import compare
 from hqsweep.study import noise
+from hqsweep.study.forecast import forecasts, pace, registry
 from hqsweep.sweep.files import read_rows
+from hqsweep.sweep.launch import plan
 from hqsweep.train.loop import DTYPES
 from hqsweep.train.model import GPT
 
@@ -71,6 +74,22 @@ def test_parameters_are_those_of_the_matrices(laboratory, model):
     built = GPT(config.model, 16, config.recipe.build(), DTYPES["fp32"], "none")
     counted = sum(linear.weight.numel() for linear in (*built.linears(), *built.grouped_linears()))
     assert noise.parameters(config) == counted
+
+
+def test_parameters_of_a_users_model_are_all_that_it_has(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    llama = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    llama.save_pretrained(tmp_path)
+    words = ["conf=convergence", "recipe=bf16,mxfp8", "model=hf", f"model.path={tmp_path}", "model.pretrained=false"]
+    made = plan([*words, "data=markov", "track=none", "train.context=32"])
+    assert noise.parameters(made.first) == LlamaForCausalLM(llama).num_parameters()
+    assert pace(made, registry(tmp_path)) is not None
+    factory = plan(["conf=convergence", "recipe=bf16,mxfp8", "model._target_=package.build", "track=none"])
+    assert noise.parameters(factory.first) is None and pace(factory, registry(tmp_path)) is None
+    with pytest.raises(UserError, match="a Python function builds the model, which only `hqsweep run` imports"):
+        forecasts(factory, 0.1, registry(tmp_path))
 
 
 def test_a_replicate_of_forks_is_a_trunk(laboratory, compared):
