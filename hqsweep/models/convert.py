@@ -76,6 +76,8 @@ def convert(
             model is then as it was.
     """
     check_model(model)
+    if not (filter_fn is None or callable(filter_fn)):
+        raise UserError(f"convert: filter_fn is {filter_fn!r}; it takes a function (module, name) -> bool, or None")
     recipe = whole_recipe(recipe, "convert")
     kinds = _kinds(recipe, {"experts": experts, "attention": attention})
     targets, skipped = _plan(model, kinds, filter_fn, head)
@@ -184,7 +186,7 @@ def _plan(
     """What is taken, with what is converted already, and what is not, of all modules of these kinds."""
     projection, unheard, targets, skipped = output_projection(model), bypassed(model), [], []
     for fqn, module in model.named_modules():
-        name = clean_name(fqn)
+        name = clean_name(fqn) or type(module).__name__
         if parts_of(module):
             targets.append(_converted_target(module, name))
             continue
@@ -250,7 +252,7 @@ def _nothing(model: nn.Module, skipped: Sequence[Skipped], filter_fn: Filter | N
     """The sentence for a model of which nothing is taken."""
     start = f"convert: nothing of {type(model).__name__} is taken"
     if skipped:
-        names = "; ".join(f"{each.name or 'the module itself'}: {each.why}" for each in skipped[:3])
+        names = "; ".join(f"{each.name}: {each.why}" for each in skipped[:3])
         more = f", and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         return f"{start}: {names}{more}"
     kinds = ", ".join(kind.name for kind in KINDS)

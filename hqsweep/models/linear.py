@@ -18,6 +18,7 @@ from hqsweep.nn.linear import LinearBase, linear_product
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.module import PARTS
 from hqsweep.nn.options import LinearOptions
+from hqsweep.nn.products import in_autocast
 from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.recipe.base import AnyRecipe
@@ -44,8 +45,7 @@ class LinearPart(LinearBase):
 
 def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """That of torch.autocast where it is on, else that of the weight, which may have moved since it was converted."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return torch.get_autocast_dtype(x.device.type) if in_autocast(x.device) else weight.dtype
 
 
 class ByPart:

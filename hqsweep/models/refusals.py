@@ -13,7 +13,9 @@ ORDER = "convert first, then torch.compile for each block, then fully_shard or F
 
 
 def check_model(model: nn.Module) -> None:
-    """UserError for a model that is sharded, or that somebody else has quantized."""
+    """UserError for what is no model, for one that is sharded, and for one that somebody else has quantized."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"convert: the model is a {type(model).__name__}; it takes an nn.Module")
     fault = next(_faults(model), None)
     if fault:
         raise UserError(f"convert: {fault}")

@@ -17,15 +17,19 @@ from hqsweep.errors import UserError
 Result = TypeVar("Result")
 
 
+def in_autocast(device: torch.device) -> bool:
+    """Whether torch.autocast is on there; the meta device has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def outside_autocast(forward: Callable[..., Result]) -> Callable[..., Result]:
     """forward(module, x, ...) with torch's autocast disabled on x's device."""
 
     @wraps(forward)
     def run(module: Any, *args: Any, **kwargs: Any) -> Result:
         x = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
+        if in_autocast(x.device):
+            with torch.autocast(x.device.type, enabled=False):
                 return forward(module, *args, **kwargs)
         return forward(module, *args, **kwargs)
 
@@ -43,9 +47,8 @@ def once_differentiable(backward: Callable[[Any, Tensor], Result]) -> Callable[[
                 f"{ctx.call.name}: create_graph=True asks for gradients of gradients; a quantized backward has none;"
                 " leave it out, or take a module of torch.nn in this place"
             )
-        device = gradient.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
+        if in_autocast(gradient.device):
+            with torch.autocast(gradient.device.type, enabled=False):
                 return backward(ctx, gradient)
         return backward(ctx, gradient)
 

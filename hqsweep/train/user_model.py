@@ -77,7 +77,7 @@ class UserAdapter:
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
         """Of linears; how many tokens experts get is not known here."""
-        parts = (part for part in self.conversion.parts if part.kind == "linear")
+        parts = (part for part in self.conversion.parts if part.module.module_type == "linear")
         return ((p.module.name, input_bytes(p.module, p.shape[-1], tokens)) for p in parts)
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

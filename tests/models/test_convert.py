@@ -235,3 +235,10 @@ def test_what_was_done_is_a_table():
     assert list(frame["kind"]) == ["linear"] * 4 + ["skipped"] and frame["weight"][4] == ""
     assert str(conversion) == "converted 4 linear; skipped head (the output projection; head=True takes it)"
     assert "<table" in conversion._repr_html_() and "layers.1.2" in conversion._repr_html_()
+
+
+def test_a_single_linear_is_a_model_and_a_meta_device_has_shapes():
+    linear = nn.Linear(64, 96, device="meta")
+    conversion = hqsweep.convert(linear, "mxfp8")
+    assert [m.name for m in conversion.modules] == ["Linear"]
+    assert linear(torch.empty(4, 8, 64, device="meta")).shape == (4, 8, 96)

@@ -186,6 +186,10 @@ def test_ways_to_call_it_wrongly():
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises(UserError, match="Sequential was not converted"):
         hqsweep.conversion_of(model)
+    with pytest.raises(UserError, match="filter_fn is 'lm_head'; it takes a function"):
+        hqsweep.convert(model, "mxfp8", "lm_head")
+    with pytest.raises(UserError, match=r"the model is a list; it takes an nn\.Module"):
+        hqsweep.convert([model], "mxfp8")
     hqsweep.convert(model, "mxfp8")
     with pytest.raises(UserError, match="converted already"), hqsweep.converted(model, "nvfp4"):
         pass
