@@ -145,14 +145,16 @@ class AttentionKind(Kind):
         """Whether the recipe quantizes attention, from the first step or later."""
         return any(map(_quantizes, [recipe, *(change.recipe for change in recipe.schedule)]))
 
-    def gemm_modules(self, module: nn.Module, name: str) -> list[GemmModule]:
-        return [attention_module(name, _width(module), 0)]
-
-    def parts(self, module: nn.Module, name: str, recipe: AnyRecipe) -> list[AttentionPart]:
+    def check(self, module: nn.Module, name: str) -> None:
         """UserError for a module whose attention is another one."""
         faults = list(_faults(module))
         if faults:
             raise UserError(f"convert: attention of {name} {' and '.join(faults)}; {LEAVE}")
+
+    def gemm_modules(self, module: nn.Module, name: str) -> list[GemmModule]:
+        return [attention_module(name, _width(module), 0)]
+
+    def parts(self, module: nn.Module, name: str, recipe: AnyRecipe) -> list[AttentionPart]:
         return [AttentionPart(name=name, recipe=recipe)]
 
     def swap(self, module: nn.Module) -> None:

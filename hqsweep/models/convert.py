@@ -202,6 +202,7 @@ def _plan(
         if why:
             skipped.append(Skipped(name, _shape(gemms[0]) if gemms else _weight_shape(module), why))
         else:
+            kind.check(module, name)
             targets.append(Target(module, kind, HEAD if module is projection else name, gemms))
     return targets, skipped
 

@@ -35,6 +35,9 @@ class Kind:
         """Why this module of the kind is not taken; None: it is."""
         return None
 
+    def check(self, module: nn.Module, name: str) -> None:
+        """UserError for a module that the recipe is for, and that must not be left as it is without a word."""
+
     def gemm_modules(self, module: nn.Module, name: str) -> Sequence[GemmModule]:
         """Its products, with names and shapes: one for each part."""
         raise NotImplementedError

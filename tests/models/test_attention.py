@@ -9,6 +9,7 @@ import hqsweep
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.models.attention import AttentionPart, Scores
+from hqsweep.models.convert import gemm_modules_of
 from hqsweep.nn import DotProductAttention, quantization, set_recipe
 from hqsweep.nn.module import quantized_modules
 from hqsweep.recipe import Recipe
@@ -105,6 +106,8 @@ def test_what_attention_is_refused(kind, options, why):
     model = tiny(kind, **options)
     with pytest.raises(UserError, match=why):
         hqsweep.convert(model, {"linear": "bf16", "dpa": "mxfp8"})
+    with pytest.raises(UserError, match=why):
+        gemm_modules_of(model, Recipe.from_config({"linear": "bf16", "dpa": "mxfp8"}))
     assert not quantized_modules(model) and not model.config._attn_implementation.startswith("hqsweep")
 
 
