@@ -71,7 +71,6 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             if lines := unused_warnings(trainer):
                 warnings = [*warnings, *lines]
                 sink.manifest(unused=trainer.adapter.unused(), warnings=warnings)
-                print(*(f"warning: {line}" for line in lines), sep="\n", flush=True)
         if (now := steps_facts(trainer)) != ran:
             ran = now
             sink.manifest(steps=ran)

@@ -125,7 +125,7 @@ def user_adapter(
         raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
     if train.recompute != "none":
         check_recompute(model, train.recompute)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compute_again(model)
     conversion = convert(model, recipe, head=section.head, attention=section.attention)
     return UserAdapter(model.to(device), conversion, dtype)
 
@@ -138,6 +138,12 @@ def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:
     model = load_model(config.path, pretrained=False, seed=seed)
     load_checkpoint(Path(section.path), model)
     return model
+
+
+def compute_again(model: nn.Module) -> None:
+    """Have a Hugging Face model compute its layers again in backward; the method has had two names."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 @torch.no_grad()
