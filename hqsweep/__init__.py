@@ -19,6 +19,7 @@ _HOME: dict[str, str] = {
     "conversion_of": "hqsweep.models.convert",
     "convert": "hqsweep.models.convert",
     "converted": "hqsweep.models.convert",
+    "load_model": "hqsweep.models.hf",
     "revert": "hqsweep.models.convert",
     "inspect_checkpoint": "hqsweep.checkpoints.inspect",
     "load_checkpoint": "hqsweep.checkpoints.load",

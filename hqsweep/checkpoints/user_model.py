@@ -1,7 +1,7 @@
 """What is known of a user's model before torch is imported: whether its files are there, whole, and fit the data."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,25 @@ def check_fits(config: HFConfig, context: int, vocab_size: int | None) -> None:
         raise UserError(
             f"model.path: the data has {vocab_size} tokens, but the model of '{config.path}' knows {config.vocab_size}"
             " (vocab_size); give the data that its tokenizer made (hqsweep data prepare), or another model"
+        )
+
+
+def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> None:
+    """UserError where the weights that are read are not those of a model with tensors of these names and shapes; `tied`
+    are names that another one stands for. A family whose saved names are not its state_dict's is checked when it is
+    loaded."""
+    checkpoint = weights_of(model)
+    for name, (shape, _) in checkpoint.tensors.items():
+        if name in shapes and shapes[name] != shape:
+            raise UserError(
+                f"model.path: {name} is {list(shape)} in '{model.path}', but {list(shapes[name])} by its config.json;"
+                " give the config that the weights were made with"
+            )
+    lacking = [name for name in shapes if name not in checkpoint.tensors and name not in tied]
+    if lacking and all(name in shapes for name in checkpoint.tensors):
+        raise UserError(
+            f"model.path: the weights in '{model.path}' lack {first_names(lacking)}: half a checkpoint, or one of another"
+            " model"
         )
 
 

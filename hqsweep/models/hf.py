@@ -35,6 +35,7 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
             torch.manual_seed(seed)
             return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
     facts = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+    facts["ignore_mismatched_sizes"] = True  # which are told of below, with their names
     with _quietly():
         model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **facts)
     _check_loaded(config, told)
@@ -86,13 +87,15 @@ def _transformers() -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' bars of progress, which are for terminals."""
+    """Without transformers' bars of progress, and its report of what is told by a UserError."""
     logging = _transformers().utils.logging
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hqsweep.errors import Damaged, UserError
 from hqsweep.report.frames import FORK, WHOLE
-from hqsweep.study.noise import FILE, parameters
+from hqsweep.study.noise import FILE, model_of, parameters
 from hqsweep.study.sequential import Plan
 from hqsweep.sweep.compose import PACKAGED
 from hqsweep.sweep.documents import check_document
@@ -146,7 +146,7 @@ def _wanted(plan: Plan) -> _Wanted | None:
         replicate[FORK] = (trunk + len(names) * len(starts) * (fork.steps + fork.decay)) * step
     replicate[WHOLE] = len(names) * whole * step
     return _Wanted(
-        model=first.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
+        model=model_of(first),
         data=first.data.model_dump(mode="json"), params=params, tokens=whole * step,
         on_gpu=pick_device(first.train.device).type == "cuda",
         names=frozenset(names), arms=tested, null=plan.study.null_arm, replicate=replicate,

@@ -104,7 +104,7 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
     trunks, step = comparison.trunks.runs, config.train.batch * config.train.context
     fork_steps = runs["config.train.steps"] - runs["point"]
     return {
-        "model": config.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json"),
+        "model": model_of(config),
         "params": _parameters(config, runs),
         "data": config.data.model_dump(mode="json"),
         "data_hash": runs["manifest.data_hash"].iloc[0],
@@ -125,6 +125,12 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
         "sweeps": sorted(frames["sweep"].unique()),
         "runs": hashlib.sha256("\n".join(sorted(frames["run_id"].astype(str))).encode()).hexdigest(),
     }
+
+
+def model_of(config: ConvergenceConfig) -> dict[str, Any]:
+    """The section `model` without its noise, and without where the files of a Hugging Face model lie."""
+    model = config.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json")
+    return model | {"path": None} if "path" in model else model
 
 
 def _parameters(config: ConvergenceConfig, runs: pd.DataFrame) -> int:

@@ -4,7 +4,7 @@ the vocabulary of data that has to be read for it. Files are checked before torc
 
 from collections.abc import Iterable, Sequence
 
-from hqsweep.checkpoints.user_model import KNOWN_VOCABULARY, model_digest
+from hqsweep.checkpoints.user_model import KNOWN_VOCABULARY, check_weights, model_digest
 from hqsweep.config.job import Config, ConvergenceConfig
 from hqsweep.config.user_model import HFModelConfig, UserModel
 from hqsweep.errors import UserError
@@ -33,12 +33,22 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
             continue
         known.add(content)
         try:
+            if isinstance(config.model, HFModelConfig) and config.model.pretrained:
+                _check_weights(config.model)
             if config.train.recompute != "none" and (model := outline(config.model)) is not None:
                 check_recompute(model, config.train.recompute)
             config.check_recipe(gemm_modules(config, config.data.vocab_estimate))
         except UserError as error:
             where = f" (in the run with {' '.join(point.changed)})" if point.changed and len(points) > 1 else ""
             raise UserError(f"{error}{where}") from None
+
+
+def _check_weights(section: HFModelConfig) -> None:
+    from hqsweep.models.build import outline
+
+    model = outline(section)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    check_weights(section, shapes, getattr(model, "all_tied_weights_keys", ()))
 
 
 def check_vocabularies(configs: Iterable[ConvergenceConfig]) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from hqsweep.errors import UserError
@@ -110,6 +111,22 @@ def test_files_that_do_not_fit_are_refused_at_once(spoil, more, sentence, copy) 
 def test_recipes_are_checked_by_the_shapes_of_the_model(more, sentence, llama) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         plan(words(llama, *more))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sentence"),
+    [
+        ("model.norm.weight", (), "lack model.norm.weight: half a checkpoint, or one of another model"),
+        ("model.norm.weight", (2,), "model.norm.weight is [2] in '"),
+    ],
+)
+def test_other_weights_than_the_config_s_are_refused_before_they_are_read(name, shape, sentence, copy) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors[name]
+    tensors |= {name: torch.zeros(shape)} if shape else {}
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        plan(words(copy))
 
 
 def test_a_type_of_model_that_nobody_knows_is_refused(copy) -> None:
