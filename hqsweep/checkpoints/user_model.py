@@ -108,8 +108,8 @@ def check_weights(model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], t
     lacking = [name for name in shapes if name not in checkpoint.tensors and name not in tied]
     if lacking and all(name in shapes for name in checkpoint.tensors):
         raise UserError(
-            f"model.path: the weights in '{model.path}' lack {first_names(lacking)}: half a checkpoint, or one of another"
-            " model"
+            f"model.path: the weights in '{model.path}' lack {first_names(lacking)}: half a checkpoint, or one of"
+            " another model"
         )
 
 
