@@ -3,26 +3,34 @@
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hqsweep.checkpoints.save import save_model, save_state
+from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
 from hqsweep.checkpoints.user_model import check_same
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import Damaged, UserError
+from hqsweep.models.hf import meta_model
+from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train.checkpoint import read_state
 from hqsweep.train.fork import start_from
 from hqsweep.train.loop import adapted, make_optimizer
 from hqsweep.train.record import NotAsWritten, checkpoints
 
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+"""Files of a Hugging Face folder that go with the weights as they are."""
+
 
 def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, int]:
-    """Write the weights of a run at a step, by default the last that it kept: the float32 masters where weights are
-    held in other formats. Returns where they are, and the step.
+    """Write the weights of a run at a step, by default the last that it kept: the float32 masters where hqsweep's own
+    model holds quantized ones. Returns where they are, and the step. No code of a user's is imported.
 
-    Raises UserError for a run that trains no model, has no such checkpoint, or where something lies at `out`; Damaged
-    for a checkpoint that is not what the run wrote.
+    Raises UserError for a run that trains no model, has no such checkpoint, whose config.json is gone or another, or
+    where something lies at `out`; Damaged for a checkpoint that is not what the run wrote.
     """
     config = parse(run.config())
     if not isinstance(config, ConvergenceConfig):
@@ -32,10 +40,33 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
         state = read_state(path, torch.device("cpu"))
     except NotAsWritten as error:
         raise Damaged(path, f"{error.fault}, so it is not exported", "export another step, or run it again") from None
-    if isinstance(config.model, FactoryModelConfig):  # whose function is not imported to write what it has built
-        return save_state(state["model"], out), state["step"]
-    users = isinstance(config.model, HFModelConfig)
-    return save_model(_users(config.model, state) if users else _trained(config, state), out), state["step"]
+    return _write(config, state, out), state["step"]
+
+
+def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
+    """The weights in one of a run's states, as its kind of model is written."""
+    if isinstance(config.model, HFModelConfig):
+        check_same(config.model)
+        known = read_hf_config(config.model.path)
+        model = _of_config(known, state["model"])
+        beside = {name: (known.folder / name).read_bytes() for name in TOKENIZER if (known.folder / name).is_file()}
+        return save_pretrained(model, out, beside)
+    if isinstance(config.model, FactoryModelConfig):
+        return save_state(state["model"], out)
+    return save_model(_trained(config, state), out)
+
+
+def _of_config(config: HFConfig, weights: dict[str, Tensor]) -> nn.Module:
+    """The model of a config.json with these weights, which are not copied. UserError where they are not its."""
+    model = meta_model(config)
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    if wanted != {name: value.shape for name, value in weights.items()}:
+        raise UserError(
+            f"model.path: '{config.path}' is of another model than the run trained; put the one of the run back there"
+        )
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
 
 
 def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Path:
@@ -53,17 +84,6 @@ def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Pat
             f"{run.path}: it has no checkpoint of step {step}; it has those of {', '.join(map(str, found))}"
         )
     return found[step]
-
-
-def _users(section: HFModelConfig, state: dict) -> nn.Module:
-    """The Hugging Face model of a run with the weights of one of its states. UserError where its folder is gone, or has
-    another model than it had."""
-    check_same(section)
-    from hqsweep.models.hf import load_model  # with transformers
-
-    model = load_model(section.path, pretrained=False)
-    model.load_state_dict(state["model"])
-    return model
 
 
 @torch.no_grad()

@@ -1,19 +1,24 @@
 """The exported weights of a run are those that it trained, whatever its linears hold."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
+from tiny_models import equal, tiny
 
 from hqsweep.checkpoints.load import load_checkpoint
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.recipe.factories import Importer
 from hqsweep.sweep.export import export_run
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train import data
+from hqsweep.train.checkpoint import read_state
 from hqsweep.train.loop import Trainer, build_model
 
 
@@ -80,3 +85,63 @@ def test_a_fork_keeps_no_state(tmp_path: Path) -> None:
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(cfg.model_dump(mode="json")))
     with pytest.raises(UserError, match="a fork keeps no state of its end; its trunk the_trunk has that of its"):
         export_run(RunDir(tmp_path / "run"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_hugging_face_model_leaves_as_a_folder(model_type: str, tied: bool, tmp_path: Path) -> None:
+    """With the tokenizer that lies beside its config."""
+    from transformers import AutoModelForCausalLM
+
+    made = tiny(model_type, tie_word_embeddings=tied)
+    made.save_pretrained(tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").write_text("{}")
+    run = trained(
+        parse(config().model_dump() | {"model": {"kind": "hf", "path": str(tmp_path / "m")}}), tmp_path / "t/r"
+    )
+    assert export_run(run, tmp_path / "out") == (tmp_path / "out", 3)
+    state = read_state(run.checkpoint / "step_3.pt", torch.device("cpu"))["model"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+    assert not equal(made, AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+    names = {path.name for path in (tmp_path / "m").iterdir()}
+    assert names == {path.name for path in (tmp_path / "out").iterdir()}
+    tiny(model_type, hidden_size=48).config.save_pretrained(tmp_path / "m")
+    with pytest.raises(UserError, match=r"config.json' is of another model than the run trained; put the one"):
+        export_run(run, tmp_path / "more")
+
+
+def test_a_model_from_a_function_leaves_with_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of the user's is imported for it."""
+    (tmp_path / "my_models.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    section = {"_target_": "my_models.build", "width": 32}
+    run = trained(parse(config().model_dump() | {"model": section}, Importer(print)), tmp_path / "t/r")
+    sys.modules.pop("my_models")
+    (tmp_path / "my_models.py").unlink()
+    file, _ = export_run(run, tmp_path / "out")
+    state = read_state(run.checkpoint / "step_3.pt", torch.device("cpu"))["model"]
+    found = load_file(file)
+    assert set(found) == set(state) - {"head.weight"}
+    assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+FACTORY = """
+import torch.nn.functional as F
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(16, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(F.relu(self.middle(self.embedding(tokens))))
+
+
+def build(width):
+    return Model(width)
+"""
