@@ -92,7 +92,6 @@ def convert(
     alone = recipe.for_layers(layers_of([role for target in targets for gemm in target.gemms for role in gemm.roles]))
     new = [target for target in targets if not parts_of(target.module)]
     made = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
-    before = getattr(model, CONVERSION, None)
     known = [part for target in targets for part in parts_of(target.module)]
     set_recipe_of([*known, *(part for parts in made for part in parts)], recipe)  # which has names in common, too
     for target, parts in zip(new, made, strict=True):
@@ -102,9 +101,6 @@ def convert(
         kind.swapped(model)
     parts = [Part(target.kind.name, _shape(g), p) for target in targets for g, p in _pairs(target)]
     conversion = Conversion(parts, skipped, _ties(model))
-    if before is not None:
-        names = {id(part.module) for part in parts}
-        conversion.parts = parts + [part for part in before.parts if id(part.module) not in names]
     model.__dict__[CONVERSION] = conversion
     FirstStep([part.module for part in conversion.parts])
     return conversion

@@ -5,8 +5,7 @@ from torch import nn
 
 def output_projection(model: nn.Module) -> nn.Module | None:
     """The linear that makes logits of the vocabulary: what the model says it is (get_output_embeddings, as Hugging Face
-    has it), or the last linear, where it shares its weight with an nn.Embedding or has a row for each of its entries.
-    None where there is none."""
+    has it), or the last linear, where it has a row for each entry of an nn.Embedding. None where there is none."""
     said = getattr(model, "get_output_embeddings", None)
     if callable(said):
         try:
@@ -17,7 +16,5 @@ def output_projection(model: nn.Module) -> nn.Module | None:
             return found
     modules = list(model.modules())
     linears = [module for module in modules if isinstance(module, nn.Linear)]
-    tables = [module.weight for module in modules if isinstance(module, nn.Embedding)]
-    if linears and any(linears[-1].weight is table or len(linears[-1].weight) == len(table) for table in tables):
-        return linears[-1]
-    return None
+    vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}
+    return linears[-1] if linears and linears[-1].out_features in vocabularies else None

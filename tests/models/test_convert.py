@@ -222,6 +222,9 @@ def test_a_part_that_was_converted_before_keeps_its_name_and_takes_the_new_recip
         ("layers.1.0", "nvfp4"),
         ("layers.1.2", "nvfp4"),
     ]
+    low = {"linear": "nvfp4", "overrides": [{"name": "layers.1.2", "linear": "mxfp8"}]}
+    again = hqsweep.convert(model.layers[1], low)
+    assert [m.formats["weight"] for m in again.modules] == ["nvfp4", "mxfp8"]
     whole = hqsweep.convert(model, "fp8_block")
     assert [m.name for m in whole.modules] == ["layers.0.0", "layers.0.2", "layers.1.0", "layers.1.2", "head"]
     assert {m.formats["weight"] for m in whole.modules if m.name != "head"} == {"fp8_block"}

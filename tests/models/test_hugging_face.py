@@ -22,6 +22,7 @@ def test_high_precision_is_the_original_to_the_bit(kind, recipe, dtype):
     keys, before = list(model.state_dict()), step(model)
     conversion = hqsweep.convert(model, recipe, head=True)
     assert conversion.tied and not conversion.skipped and list(model.state_dict()) == keys
+    assert conversion.modules[-1].name == "head"  # lm_head, by the recipe's section of that name
     assert equal(step(model), before) and not conversion.unused()
     with quantization(step=1, probe=Probe(step=1)):
         assert equal(step(model), before)
