@@ -1,0 +1,66 @@
+"""benchmarks/converted.py: the Llama has the shape of the GPT, and every case is a row."""
+
+import json
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from benchmarks import converted
+from benchmarks.step import Data
+from benchmarks.step_cases import SIZES
+from hqsweep.nn.module import quantized_modules
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """The rows of a quick call on a CPU; torch.compile gives back what it takes."""
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+
+    def call(*words):
+        file = tmp_path / "rows.jsonl"
+        try:
+            converted.main(["--quick", "--device", "cpu", "--turns", "1", "--out", str(file), *words])
+        finally:
+            capsys.readouterr()
+            call.rows = [json.loads(line) for line in file.read_text().splitlines()]
+        return call.rows
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_converted_llama_is_timed_beside_the_gpt(run):
+    rows = run("--recipes", "mxfp8", "--modes", "compiled", "blocks")
+    cases, modes = [(row["section"], row["mode"]) for row in rows], ("compiled", "blocks")
+    assert cases == [("gpt", "auto"), *(("plain", mode) for mode in modes), *(("converted", mode) for mode in modes)]
+    for row in rows:
+        assert row["ms"] > 0 and row["ktokens_s"] == pytest.approx(64 / row["ms"])
+    for row in rows[3:]:
+        assert row["share"] == pytest.approx(row["gpt_ms"] / row["ms"]) and "14 linear" in row["converted"]
+        assert row.get("goal") == (converted.GOAL if row["mode"] == "compiled" else None)
+        assert row.get("pass") == (row["share"] >= converted.GOAL if row["mode"] == "compiled" else None)
+
+
+def test_a_recipe_that_cannot_run_here_is_a_row(run):
+    with pytest.raises(SystemExit):
+        run("--recipes", "current_scaling:native", "--modes", "eager", "--only", "gpt")
+    assert "gemm=native needs a GPU" in run.rows[0]["error"]
+
+
+@pytest.mark.parametrize("name", ["quick", "S", "M"])
+def test_the_llama_has_the_parameters_of_the_gpt(name):
+    size = {"quick": converted.QUICK, **SIZES}[name]
+    with torch.device("meta"):
+        model = converted.llama(size)
+    assert sum(p.numel() for p in model.parameters()) == size.parameters()
+
+
+def test_a_step_trains_what_was_converted():
+    data = Data(converted.QUICK, "cpu")
+    step = converted.LlamaStep(converted.QUICK, data, "mxfp8", "eager", "cpu")
+    assert len(quantized_modules(step.model)) == 14
+    losses = [float(step()) for _ in range(12)]
+    assert losses[-1] < losses[0]
