@@ -55,12 +55,18 @@ class DataConfig(Section):
         return {"markov": self.markov.vocab, "tokens": TOKENS_VOCAB}.get(self.source, 256)
 
 
-@lru_cache
 def _stated_vocab(folder: Path) -> int | None:
     """What manifest.json or meta.json says, if there is one that can be read: what is wrong with it is said later."""
-    for name in ("manifest.json", "meta.json"):
-        try:
-            return int(json.loads((folder / name).read_bytes())["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    for path in (folder / "manifest.json", folder / "meta.json"):
+        if path.is_file() and (vocab := _vocab_of(path, path.stat().st_mtime_ns)):
+            return vocab
     return None
+
+
+@lru_cache
+def _vocab_of(path: Path, written_ns: int) -> int | None:
+    """vocab_size of a JSON file as it was written last: every run of a grid asks for it."""
+    try:
+        return int(json.loads(path.read_bytes())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

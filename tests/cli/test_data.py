@@ -1,5 +1,6 @@
 """`hqsweep data`: prepare and show, and a training on what they made."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 from texts import byte_level, documents, write
 from typer.testing import CliRunner, Result
 
+from hqsweep.cli import data as cli_data
 from hqsweep.cli.main import app
+from hqsweep.shards.prepare import Options
 
 
 def data(*words: object) -> Result:
@@ -98,3 +101,9 @@ def test_a_model_trains_on_shards(made: tuple[Path, Result], tmp_path: Path) -> 
     (manifest,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/*/manifest.json"))
     stated = json.loads((made[0] / "manifest.json").read_text())
     assert manifest["data"]["source"] == "shards" and manifest["data"]["tokenizer"] == stated["tokenizer"]["sha256"]
+
+
+def test_the_command_has_the_defaults_of_the_call() -> None:
+    stated = {name: parameter.default for name, parameter in inspect.signature(cli_data.prepare).parameters.items()}
+    defaults = {name: field.default for name, field in Options.model_fields.items()}
+    assert {("format" if name == "read_as" else name): stated[name] for name in stated}.items() >= defaults.items()
