@@ -1,6 +1,6 @@
 """Tokens from text: `hqsweep data prepare` beside the tokenizer library alone, on the same number of processes.
 
-    python -m benchmarks.prepare [--megabytes 32] [--workers 2] [--repeats 3] [--tokenizer tokenizer.json]
+    python -m benchmarks.prepare [--megabytes 64] [--workers 2] [--repeats 3] [--tokenizer tokenizer.json]
 
 prepare  MB of text a second that become shards, from the call to its end: starting the workers, reading, tokenizing,
          writing, hashing; of each kind of file. `alone` is encode_batch_fast of the same documents, which are in memory
@@ -34,7 +34,7 @@ from hqsweep.train import corpus
 
 SECTIONS = ("prepare",)
 KINDS = ("jsonl", "jsonl.zst", "jsonl.gz", "parquet", "text")
-COLUMNS = ("section", "kind", "workers", "megabytes", "tokens", "mb_s", "alone_mb_s", "share", "cpu_share")
+COLUMNS = ("section", "case", "workers", "megabytes", "tokens", "mb_s", "alone_mb_s", "share", "cpu_share")
 ALONE = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -143,7 +143,7 @@ def measure(folder: Path, kind: str, found: Sequence[str], args: argparse.Namesp
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=32)
+    parser.add_argument("--megabytes", type=float, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.tokenizer = args.tokenizer or train_tokenizer(folder / "tokenizer.json", found)
         write(folder, "jsonl", found)
         for kind in args.kinds:
-            writer.attempt({"section": "prepare", "kind": kind}, lambda kind=kind: measure(folder, kind, found, args))
+            writer.attempt({"section": "prepare", "case": kind}, lambda kind=kind: measure(folder, kind, found, args))
     rows.finish(writer, COLUMNS)
 
 

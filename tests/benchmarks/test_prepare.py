@@ -15,5 +15,5 @@ def test_a_kind_of_file_is_measured_beside_the_library(tmp_path: Path, capsys: p
     words = ["--megabytes", "0.4", "--repeats", "1", "--kinds", "parquet", "--tokenizer", str(tokenizer)]
     prepare.main([*words, "--out", str(tmp_path / "rows.jsonl")])
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
-    assert row["kind"] == "parquet" and row["megabytes"] == pytest.approx(0.4, rel=0.05)
+    assert row["case"] == "parquet" and row["megabytes"] == pytest.approx(0.4, rel=0.05)
     assert row["tokens"] > 100_000 and row["mb_s"] > 0 and row["share"] > 0 and "parquet" in capsys.readouterr().err
