@@ -86,7 +86,8 @@ def test_files_of_text_are_documents(tmp_path: Path, tokenizer: Path) -> None:
         write(tmp_path / f"in/{i % 7}/{i}.txt{('', '.gz', '.zst')[i % 3]}", [text])
     (tmp_path / "in/image.png").write_bytes(b"\0\1")
     (tmp_path / "in/.hidden").write_text("hidden")
-    prepare(tmp_path / "in", tokenizer, tmp_path / "in/out", val_fraction=0.3, workers=1)
+    calls = [prepare(tmp_path / "in", tokenizer, tmp_path / "in/out", val_fraction=0.3, workers=1) for _ in range(2)]
+    assert calls[0] == calls[1]  # the shards are no part of the source
     splits = found(tmp_path / "in/out")
     assert sorted(splits["train"] + splits["val"]) == sorted(expected(tokenizer, TEXTS[:100]))
 
