@@ -73,7 +73,7 @@ def test_files_for_paper_and_the_report(runs: Path, tmp_path: Path) -> None:
 
 
 def test_a_notebook_gets_the_verdict_and_the_forest_plot(tmp_path: Path) -> None:
-    bad = [FakeRun(arm="<b>", recipe="<b>", fmt="mxfp8", seed=seed, gap=0.01) for seed in range(2)]
+    bad = [FakeRun(arm="<script>", recipe="<script>", fmt="mxfp8", seed=seed, gap=0.01) for seed in range(2)]
     write_sweep(tmp_path / "runs/x", [*(FakeRun(seed=seed) for seed in range(2)), *bad])
     page = hq.compare("x", runs_dir=tmp_path / "runs")._repr_html_()
-    assert 'src="data:image/svg+xml;base64,' in page and "<b><b>" not in page and "&lt;b&gt;" in page
+    assert 'src="data:image/svg+xml;base64,' in page and "<script>" not in page and "<td>&lt;script&gt;</td>" in page
