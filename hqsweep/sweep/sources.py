@@ -89,7 +89,12 @@ def _rewarm(config: ConvergenceConfig, study: ForkStudy, checkpoint: Checkpoint)
         )
     at = "" if checkpoint.step is None else f" of step {checkpoint.step}"
     moments = "without moments of an optimizer" if bare else "with the moments of its optimizer"
-    return steps, f"trunks begin from {checkpoint.path}{at}, {moments}; the rate rises over {steps} steps{why}"
+    return steps, f"trunks begin from {_shown(checkpoint.path)}{at}, {moments}; the rate rises over {steps} steps{why}"
+
+
+def _shown(path: Path) -> Path:
+    """A path as one types it in the folder where one is."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _sound(path: Path) -> Checkpoint:
