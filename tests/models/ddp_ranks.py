@@ -1,4 +1,5 @@
-"""One rank of a data-parallel training of a converted model: its rows of every batch, under DistributedDataParallel."""
+"""One rank of a data-parallel training of a converted model: its rows of every batch, under DistributedDataParallel,
+and sharded by FSDP2."""
 
 from pathlib import Path
 
@@ -6,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hqsweep
@@ -15,6 +18,8 @@ from hqsweep.nn import quantization
 
 RANKS, ROWS, WIDTH = 2, 64, 32
 RECIPES = ("nvfp4+sr", "fp8_delayed")
+DTYPES = (None, torch.bfloat16)
+"""Of what FSDP gathers."""
 
 
 def model() -> nn.Module:
@@ -35,7 +40,21 @@ def gradients(module: nn.Module, rank: int, step: int = 1) -> dict[str, Tensor]:
     x = rows(rank)
     with quantization(seed=1, step=step):
         F.cross_entropy(module(x), x).backward()
-    return {clean_name(name): p.grad.clone() for name, p in module.named_parameters()}
+    return {clean_name(name): _whole(p.grad) for name, p in module.named_parameters()}
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
+def sharded(dtype: torch.dtype | None) -> nn.Module:
+    """The model, converted and then sharded, which computes in dtype; None: in that of its parameters."""
+    module, mesh = model(), dist.init_device_mesh("cpu", (RANKS,))
+    hqsweep.convert(module, RECIPES[0])
+    options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
+    for part in [*(part for part in module if list(part.parameters())), module]:
+        fully_shard(part, mesh=mesh, **options)
+    return module
 
 
 def run(rank: int, folder: str) -> None:
@@ -50,6 +69,10 @@ def run(rank: int, folder: str) -> None:
     wrapped = DistributedDataParallel(model())
     conversion = hqsweep.convert(wrapped, RECIPES[0])
     seen["converted later"] = {"gradients": gradients(wrapped, rank), "names": _names(conversion)}
+    for dtype in DTYPES:
+        module = sharded(dtype)
+        found = gradients(module, rank)
+        seen[f"sharded {dtype}"] = {"gradients": found, "unused": hqsweep.conversion_of(module).unused()}
     torch.save(seen, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

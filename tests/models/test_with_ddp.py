@@ -1,9 +1,9 @@
-"""DistributedDataParallel of a converted model, on two processes."""
+"""DistributedDataParallel and FSDP2 of a converted model, on two processes."""
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ddp_ranks import RANKS, RECIPES, gradients, model, run
+from ddp_ranks import DTYPES, RANKS, RECIPES, gradients, model, run
 
 import hqsweep
 
@@ -48,3 +48,16 @@ def test_ranks_share_the_amaxes_of_delayed_scaling(ranks):
         apart.append(conversion.state_dict())
     largest = {name: torch.maximum(*(states[name] for states in apart)) for name in first}
     assert not differences(largest, first) and differences(*apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_a_sharded_model_are_these_means(ranks, dtype):
+    """To the bit, in the dtype in which FSDP gathers the weights."""
+    alone = model()
+    hqsweep.convert(alone, RECIPES[0])
+    alone.to(dtype or torch.float32)
+    first, second = (gradients(alone, rank) for rank in range(RANKS))
+    means = {name: first[name].float() / 2 + second[name].float() / 2 for name in first}
+    for seen in ranks:
+        assert not differences(means, seen[f"sharded {dtype}"]["gradients"])
+        assert seen[f"sharded {dtype}"]["unused"] == []
