@@ -60,8 +60,9 @@ def how_to_use(suggestion: Suggestion, file: Path | None) -> str:
     if not foreign:
         return f"for the GPT of hqsweep run: recipe={given}"
     return (
-        f"for a model with modules of hqsweep.nn named as in the file ({foreign[0]}): set_recipe(model,"
-        f" parse_recipe(yaml.safe_load(open({str(given)!r})))); hqsweep run trains a GPT of other names and refuses it"
+        f"for a model with modules named as in the file ({foreign[0]}): hqsweep run ... model=hf model.path=FOLDER"
+        f" recipe={given}, or hqsweep.convert(model, yaml.safe_load(open({str(given)!r}))); hqsweep's own GPT has other"
+        " names and refuses it"
     )
 
 

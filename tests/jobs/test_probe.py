@@ -202,8 +202,8 @@ def test_names_of_other_models_are_told():
     suggestion = suggest(rows, 9)
     assert foreign_modules(suggestion) == ["model.layers.0.self_attn.q_proj"]
     used = how_to_use(suggestion, Path("mine.yaml"))
-    assert "set_recipe(model, parse_recipe(yaml.safe_load(open('mine.yaml'))))" in used
-    assert "hqsweep run trains a GPT of other names" in used
+    assert "model=hf model.path=FOLDER recipe=mine.yaml, or hqsweep.convert(model, yaml.safe_load(open('mine" in used
+    assert "hqsweep's own GPT has other names and refuses it" in used
     ours = suggest(captured(**{"layers.7.attn.qkv": BOTH}), 9)
     assert how_to_use(ours, Path("mine.yaml")) == "for the GPT of hqsweep run: recipe=mine.yaml"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hqsweep.checkpoints.user_model import check_model_files
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
@@ -18,6 +19,7 @@ from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.user_model import draws_numbers
+from tests.checkpoints.titan import write
 from tests.models.tiny import tiny
 
 NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
@@ -147,8 +149,13 @@ def test_dropout_is_found_in_configs_too():
 def test_layers_that_are_computed_again_give_the_same_bits(dtype, folders):
     options = {"linear": NVFP4, "dtype": dtype, "steps": 3}
     plain, again = (trainer(config(folders / "llama", recompute=how, **options)) for how in ("none", "layer"))
+    calls = {plain: 0, again: 0}
+    for t in calls:
+        t.model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
+            lambda *_, t=t: calls.update({t: calls[t] + t.model.training})
+        )
     assert [d.metrics for d in plain.steps()] == [d.metrics for d in again.steps()]
-    assert same(weights(plain), weights(again))
+    assert same(weights(plain), weights(again)) and calls == {plain: 3, again: 6}
 
 
 def test_microbatches_add_up(folders):
@@ -259,3 +266,16 @@ def test_a_model_that_was_changed_since_is_refused(folders, tmp_path):
     section = config(tmp_path).model.model_copy(update={"hash": "0" * 64})
     with pytest.raises(UserError, match=r"is another model than it was when this run was planned"):
         trainer(config(tmp_path).model_copy(update={"model": section}))
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_weights_in_another_kind_of_checkpoint_are_read_too(kind, tmp_path):
+    model = tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    if kind == "torch":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    else:
+        write(model.state_dict(), tmp_path)
+    cfg = config(tmp_path)
+    check_model_files(cfg.model_dump(mode="json"))
+    assert same(weights(trainer(cfg)), {name: p.detach() for name, p in model.named_parameters()})
