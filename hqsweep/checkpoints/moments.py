@@ -97,7 +97,7 @@ def _found(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any,
         return _by_pieces(checkpoint, found, pieces)
     indexed = {i: state["state"].get(i, {}) for group in groups for i in group}
     _check_adam(checkpoint, "its first parameter", next(iter(state["state"].values())))
-    for order in _orders(checkpoint, params, optimizer):
+    for order in _orders(checkpoint, _as_saved(checkpoint, params, pieces), params, optimizer):
         if [len(names) for names in order] == [len(group) for group in groups]:
             pairs = dict(zip((name for names in order for name in names), indexed.values(), strict=True))
             permuted = {name: _of_one(pieces.get(name), values) for name, values in pairs.items()}
@@ -117,14 +117,26 @@ def _groups(state: Mapping[str, Any], path: Any) -> list[list[Any]]:
         raise UserError(f"{path}: its optimizer's state has no param_groups; load the weights alone") from None
 
 
-def _orders(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any) -> Iterator[Order]:
+def _as_saved(checkpoint: Checkpoint, params: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
+    """The parameters in the order of the model that was saved: by other names they may stand in another one. A file of
+    safetensors has its tensors in the order of the alphabet."""
+    if checkpoint.kind == "safetensors":
+        return dict(params)
+    places = {name: place for place, name in enumerate(checkpoint.tensors)}
+    sources = {name: pieces[name].sources[0] if name in pieces else name for name in params}
+    return dict(sorted(params.items(), key=lambda item: places.get(sources[item[0]], len(places))))
+
+
+def _orders(
+    checkpoint: Checkpoint, saved: Mapping[str, Tensor], params: Mapping[str, Tensor], optimizer: Any
+) -> Iterator[Order]:
     """The usual orders of parameters: that of the given optimizer, of one group, of Hugging Face's Trainer (what
     decays, then the rest), and of matrices before vectors."""
     names = {id(p): name for name, p in params.items()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
-    trainer = _split(params, lambda name, p: not NO_DECAY.search(name.lower()))
-    matrices = _split(params, lambda name, p: p.dim() >= 2)
-    orders = [own, [list(params)], trainer, matrices]
+    trainer = _split(saved, lambda name, p: not NO_DECAY.search(name.lower()))
+    matrices = _split(saved, lambda name, p: p.dim() >= 2)
+    orders = [*([own] if list(saved) == list(params) else []), [list(saved)], trainer, matrices]
     yield from [trainer, *orders] if checkpoint.kind == "safetensors" else orders
 
 

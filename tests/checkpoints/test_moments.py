@@ -1,11 +1,13 @@
 """Moments by indices: each order that is usual is found by its groups and shapes, and a wrong one is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from test_dcp import adam, same_moments
 from tiny_models import equal, tiny, trained
+from titan import titan
 
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.checkpoints.load import load_checkpoint
@@ -52,6 +54,33 @@ def test_a_file_of_torch(kind: str, tmp_path: Path) -> None:
     assert (found.optimizer, found.step) == ("named" if kind == "named" else "indexed", 2)
     load_checkpoint(tmp_path / "a.pt", model, other)
     assert same_moments(saved, optimizer, model, other)
+
+
+def test_torchtitans_names_by_index(tmp_path: Path) -> None:
+    """Its order of w1, w2, w3 is not that of gate, up and down, which are all of one shape here."""
+    shape = {"intermediate_size": 32, "num_key_value_heads": 4}
+    saved, model = tiny("llama", **shape), tiny("llama", seed=1, **shape)
+    named = dict(saved.named_parameters())
+    names = [re.sub("up_proj|down_proj", lambda found: SWAPPED[found[0]], name) for name in named]
+    optimizer = torch.optim.AdamW([named[name] for name in names])
+    trained(saved, optimizer)
+    weights = titan({name: named[name].detach() for name in names}, saved.config, permuted=True)
+    state = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    for index, name in enumerate(names):
+        moments = {key: value for key, value in optimizer.state[named[name]].items() if key != "step"}
+        turned = {
+            key: next(iter(titan({name: value}, saved.config, permuted=True).values()))
+            for key, value in moments.items()
+        }
+        state["state"][index] = turned | {"step": torch.tensor(2.0)}
+    torch.save({"model": weights, "optimizer": state}, tmp_path / "a.pt")
+    other = adam(model)
+    load_checkpoint(tmp_path / "a.pt", model, other)
+    assert equal(saved, model)
+    assert same_moments(saved, optimizer, model, other)
+
+
+SWAPPED = {"up_proj": "down_proj", "down_proj": "up_proj"}
 
 
 def test_rates_and_betas_stay_and_training_goes_on_to_the_bit(tmp_path: Path) -> None:
