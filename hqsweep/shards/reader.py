@@ -26,7 +26,6 @@ from hqsweep.shards.stream import REMEDY, Part, Stream, unigram_entropy
 LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 """(magic, version) of llm.c's files -> dtype; source: llm.c dev/data/data_common.py."""
 LLM_C_HEADER = 1024
-VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +178,7 @@ def is_llm_c(path: Path) -> bool:
 
 def _vocab(meta: Path, streams: dict[str, Stream]) -> int:
     if not meta.is_file():
-        largest = max((int(chunk.max()) for stream in streams.values() for chunk in stream.chunks()), default=0)
-        return -(-(largest + 1) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return 1 + max((int(chunk.max()) for stream in streams.values() for chunk in stream.chunks()), default=0)
     try:
         return int(json.loads(meta.read_text())["vocab_size"])
     except (ValueError, KeyError, TypeError):

@@ -64,7 +64,12 @@ def check_vocabularies(configs: Iterable[ConvergenceConfig]) -> None:
         known = config.data.source in KNOWN_VOCABULARY
         vocab_size = config.data.vocab_estimate if known else data.loaded(config.data).vocab_size
         if model is not None and (fault := vocab_fault(model, vocab_size)):
-            raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
+            stated = (
+                ", or say how many it has in meta.json beside it" if config.data.source in ("tokens", "shards") else ""
+            )
+            raise UserError(
+                f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data{stated}"
+            )
 
 
 def _is_users(config: Config) -> bool:

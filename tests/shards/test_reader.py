@@ -68,7 +68,7 @@ def test_llm_c(tmp_path: Path, wide: bool) -> None:
     write_llm_c(tmp_path / "fineweb_val_000000.bin", [6, 70], wide=wide)
     shards = Shards(tmp_path)
     assert (shards.train.read(0, 5).tolist(), shards.val.read(0, 2).tolist()) == ([1, 2, 3, 4, 5], [6, 70])
-    assert (shards.vocab_size, shards.layout, shards.split) == (128, "llm.c", "by file: 2 train, 1 val")
+    assert (shards.vocab_size, shards.layout, shards.split) == (71, "llm.c", "by file: 2 train, 1 val")
     assert Shards(tmp_path / "fineweb_train_000001.bin", val_fraction=0.3).val.read(0, 1).tolist() == [3]
 
 
