@@ -70,6 +70,7 @@ class TokenizerFacts(Section):
 
 class Manifest(Section):
     """All of it. hash: SHA-256 over dtype, vocabulary, separator and the hashes of the shards, so over every token.
+    seal: SHA-256 over all other fields.
 
     unigram_entropy_nats: what the val split costs under its own token frequencies.
     """
@@ -85,6 +86,7 @@ class Manifest(Section):
     train: tuple[Shard, ...]
     val: tuple[Shard, ...]
     hash: str
+    seal: str = ""
 
     def tokens(self, split: str) -> int:
         """Tokens of "train" or "val", separators counted."""
@@ -106,6 +108,12 @@ def token_hash(dtype: str, vocab_size: int, separator: int, shards: dict[str, li
     return hashlib.sha256(json.dumps([dtype, vocab_size, separator, listed]).encode()).hexdigest()
 
 
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with its seal."""
+    text = manifest.model_dump_json(exclude={"seal"})
+    return manifest.model_copy(update={"seal": hashlib.sha256(text.encode()).hexdigest()})
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder that has one.
 
@@ -119,10 +127,9 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Damaged(path, f"is no manifest of shards ({where}: {first['msg']})", REMEDY) from None
-    parts = {split: list(getattr(manifest, split)) for split in SPLITS}
-    if manifest.hash != token_hash(manifest.dtype, manifest.vocab_size, manifest.separator.id, parts):
-        raise Damaged(path, "has another hash than its shards give", REMEDY)
-    outside = [shard.name for part in parts.values() for shard in part if not _inside(shard.name)]
+    if manifest != sealed(manifest):
+        raise Damaged(path, "is not what was written", REMEDY)
+    outside = [shard.name for split in SPLITS for shard in getattr(manifest, split) if not _inside(shard.name)]
     if outside:
         raise Damaged(path, f"names {outside[0]!r}, which is not in its folder", REMEDY)
     return manifest

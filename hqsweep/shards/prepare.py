@@ -263,7 +263,7 @@ def _manifest(job: _Job, records: list[dict[str, Any]]) -> Manifest:
     counts = {key: sum(record[key] for record in records) for key in ("text_bytes", "empty", "replaced", "unknown")}
     dtype = facts["dtype"]
     parts = [Part(path=job.out / f"{s.name}.bin", offset=0, tokens=s.tokens) for s in shards["val"]]
-    return Manifest(
+    manifest = Manifest(
         dtype=dtype,
         vocab_size=facts["vocab_size"],
         separator=Separator(**facts["separator"]),
@@ -281,3 +281,4 @@ def _manifest(job: _Job, records: list[dict[str, Any]]) -> Manifest:
         val=tuple(shards["val"]),
         hash=manifests.token_hash(dtype, facts["vocab_size"], facts["separator"]["id"], shards),
     )
+    return manifests.sealed(manifest)

@@ -10,6 +10,9 @@ from hqsweep.config.user_model import HFModelConfig, UserModel
 from hqsweep.errors import UserError
 from hqsweep.sweep.point import GridPoint
 
+OTHERS = ("megatron", "llm.c")
+"""Layouts of shards that say no vocabulary."""
+
 
 def hashed(config: Config) -> Config:
     """The config with the hash of its Hugging Face model."""
@@ -64,9 +67,8 @@ def check_vocabularies(configs: Iterable[ConvergenceConfig]) -> None:
         known = config.data.source in KNOWN_VOCABULARY
         vocab_size = config.data.vocab_estimate if known else data.loaded(config.data).vocab_size
         if model is not None and (fault := vocab_fault(model, vocab_size)):
-            stated = (
-                ", or say how many it has in meta.json beside it" if config.data.source in ("tokens", "shards") else ""
-            )
+            guessed = config.data.source == "tokens" or data.loaded(config.data).facts.get("layout") in OTHERS
+            stated = ", or say how many it has in meta.json beside it" if guessed else ""
             raise UserError(
                 f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data{stated}"
             )

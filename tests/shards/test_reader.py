@@ -39,9 +39,10 @@ def test_a_changed_byte_is_found_by_reading_all(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("dtype", "float32", r"manifest\.json: is no manifest of shards \(dtype: "),
-        ("hash", "0", r"manifest\.json: has another hash than its shards give"),
-        ("vocab_size", 7, r"manifest\.json: has another hash than its shards give"),
-        ("train", [], r"manifest\.json: has another hash than its shards give"),
+        ("hash", "0", r"manifest\.json: is not what was written"),
+        ("unigram_entropy_nats", 9.5, r"manifest\.json: is not what was written"),
+        ("vocab_size", 7, r"manifest\.json: is not what was written"),
+        ("train", [], r"manifest\.json: is not what was written"),
     ],
 )
 def test_a_manifest_that_is_not_what_was_written(tmp_path: Path, key: str, value: object, message: str) -> None:

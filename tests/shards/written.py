@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hqsweep.shards.index import encode_index
+from hqsweep.shards.manifest import Manifest, sealed
 
 
 def write_ours(folder: Path, splits: dict[str, list], *, vocab: int = 300, separator: int = 0) -> Path:
@@ -40,7 +41,8 @@ def write_manifest(folder: Path, shards: dict[str, list[dict]], *, vocab: int = 
         "unigram_entropy_nats": 1.5, **shards,
         "hash": _sha(json.dumps(["uint16", vocab, separator, listed]).encode()),
     }  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(document))
+    manifest = sealed(Manifest.model_validate_json(json.dumps(document)))
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
 
 
 def write_llm_c(path: Path, tokens: list, *, wide: bool = False) -> Path:
