@@ -167,17 +167,25 @@ class GroupedBase(LinearBase):
     def _plans_of(
         self, quantizers: LinearQuantizers, gemm_mode: str, splits: Splits, device: torch.device
     ) -> dict[str, GemmPlan]:
-        """The plans of all three GEMMs; those that calls under these quantizers have used are kept."""
+        """The plans of all three GEMMs; those that calls under these quantizers have used are kept, but for a trace,
+        whose graph others may share."""
+        splits_known = (splits.sizes is not None, splits.equal > 0)
+        if torch.compiler.is_compiling():
+            return self._planned(quantizers, gemm_mode, splits_known, device)
         known, mode, plans = self._plans
         if known is not quantizers or mode != gemm_mode:
             plans = {}
             self._plans = quantizers, gemm_mode, plans
-        splits_known = (splits.sizes is not None, splits.equal > 0)
         key = (device, self.plan_capability, self.fuse_wgrad_accumulation, self.weight_dtype, self.dtype, *splits_known)
         if key not in plans:
-            formats = {g: [getattr(getattr(quantizers, t), d) for t, d in pair] for g, pair in GEMMS.items()}
-            plans[key] = {g: self.plan(g, *pair, device, gemm_mode, splits_known) for g, pair in formats.items()}
+            plans[key] = self._planned(quantizers, gemm_mode, splits_known, device)
         return plans[key]
+
+    def _planned(
+        self, quantizers: LinearQuantizers, gemm_mode: str, splits_known: tuple[bool, bool], device: torch.device
+    ) -> dict[str, GemmPlan]:
+        formats = {g: [getattr(getattr(quantizers, t), d) for t, d in pair] for g, pair in GEMMS.items()}
+        return {g: self.plan(g, *pair, device, gemm_mode, splits_known) for g, pair in formats.items()}
 
     def plan(
         self,

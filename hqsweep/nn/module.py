@@ -27,8 +27,10 @@ BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": 
 """QuantizedModule.BOUNDARIES of linears and attention."""
 
 _AUTOCAST, _QUANTIZATION = 1, 2
-_NUMBERED = ("linear", "dpa")
+_PRODUCTS = ("linear", "grouped_linear", "dpa")
 """Types of modules whose traces have no name, where that decides nothing."""
+_NUMBERED = ("linear", "dpa")
+"""Those whose random bits can be keyed by numbers of their slots instead."""
 _IN_A_TRACE = "a module under torch.compile (without it this message has its name)"
 
 
@@ -128,11 +130,11 @@ class QuantizedModule(nn.Module):
         self.check_scope(recipe, context)
         if quantizers.stochastic:
             self.claim_bits(context)
-        nameless = torch.compiler.is_compiling() and self._slot_numbers and _is_nameless(quantizers, context)
+        nameless = torch.compiler.is_compiling() and self._is_nameless(quantizers, context)
         return {
             "module_type": self.module_type,
             "name": _IN_A_TRACE if nameless else self.name,
-            "slot_numbers": self._slot_numbers if nameless else None,
+            "slot_numbers": self._slot_numbers if nameless and quantizers.stochastic else None,
             "expert": self.expert,
             "dtype": self.dtype,
             "gemm": self.gemm if recipe is None else recipe.gemm,
@@ -141,6 +143,16 @@ class QuantizedModule(nn.Module):
             "states": self.states,
             "grad": torch.is_grad_enabled(),
         }
+
+    def _is_nameless(self, quantizers: Section, context: Context) -> bool:
+        """Whether a call needs the name of its module for messages alone: bits that are drawn are keyed by the numbers
+        of its slots, where it has these."""
+        own = [quantizer for quantizer in slots(quantizers).values() if quantizer is not None]
+        if self.module_type not in _PRODUCTS or any(type(q) is not HybridQuantizer or q.delayed for q in own):
+            return False
+        alone = quantizers.output is None and quantizers.grad_input is None
+        keyed = bool(self._slot_numbers) and context.microbatch < NUMBERED_PARTS
+        return alone and (keyed or not quantizers.stochastic)
 
     def claim_bits(self, context: Context) -> None:
         """UserError where another module draws the same random bits in this step; outside of any step nothing is known
@@ -173,15 +185,6 @@ class QuantizedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_autocast": None, "_last_scope": 0}
-
-
-def _is_nameless(quantizers: Section, context: Context) -> bool:
-    """Whether a call needs the name of its module for messages alone: bits that are drawn are keyed by the numbers of
-    its slots."""
-    own = [quantizer for quantizer in slots(quantizers).values() if quantizer is not None]
-    plain = all(type(quantizer) is HybridQuantizer and not quantizer.delayed for quantizer in own)
-    alone = quantizers.output is None and quantizers.grad_input is None
-    return plain and alone and context.microbatch < NUMBERED_PARTS
 
 
 class Boundary:

@@ -221,3 +221,16 @@ def test_a_trace_that_needs_a_name_has_it():
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     expected, got = (results(module, call, "linear", "cpu", 1, microbatch=9) for call in (module, compiled))
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.slow
+def test_one_graph_serves_grouped_linears_of_other_names():
+    """Where no bits are drawn, which are keyed by names."""
+    torch.compiler.reset()
+    counters.clear()
+    for layer in range(2):
+        module = GroupedLinear(2, K, N, name=f"layers.{layer}", recipe="mxfp8")
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        expected, got = (results(module, call, "grouped", "cpu", 1) for call in (compiled, module))
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
