@@ -114,6 +114,7 @@ def test_a_model_of_hugging_face_goes_on_with_the_moments_of_its_trainer(tmp_pat
     """Whose optimizer.pt has no names: what decays, then the rest."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
                                          num_attention_heads=2, max_position_embeddings=64))  # fmt: skip
     named = dict(llama.named_parameters())
