@@ -8,6 +8,7 @@ from typing import Any
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.config.data import DataConfig
+from hqsweep.config.train import TrainConfig
 from hqsweep.config.user_model import HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.models.hf_config import HFConfig, read_hf_config
@@ -27,7 +28,8 @@ def check_model_files(config: Mapping[str, Any]) -> None:
     section = config.get("model")
     if not isinstance(section, Mapping) or section.get("kind") != "hf":
         return
-    data, context = DataConfig.model_validate(config["data"]), config["train"]["context"]
+    data = DataConfig.model_validate(config.get("data", {}))
+    context = TrainConfig.model_validate(config.get("train", {})).context
     vocab_size = data.vocab_estimate if data.source in KNOWN_VOCABULARY else None
     check_fits(check_files(HFModelConfig.model_validate(section)), context, vocab_size)
 

@@ -10,6 +10,7 @@ from typing import Any
 from hqsweep.errors import UserError
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
 WANTED = "give the folder of a Hugging Face model, or its config.json"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """Keys for the most positions of a sequence, by families of models."""
@@ -78,6 +79,11 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
     if not file.is_file():
         has = f"has no {CONFIG}" if path.is_dir() else "is not there"
         raise UserError(f"{where}: '{path}' {has}; {WANTED}")
+    if path.is_dir() and (path / ADAPTER).exists():  # transformers would add it to the model
+        raise UserError(
+            f"{where}: '{path}' has {ADAPTER}, so its weights are an adapter's or have one beside them; merge it into the"
+            " model (merge_and_unload), and save that"
+        )
     try:
         keys = json.loads(file.read_text())
     except (ValueError, RecursionError, OSError) as error:

@@ -29,16 +29,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hqsweep.config.model import ModelConfig
 from hqsweep.config.recipe_text import check_texts
 from hqsweep.config.references import check_expansion, check_references
 from hqsweep.config.study import StudyConfig, parse_study
-from hqsweep.config.user_model import TARGET, HFModelConfig, UserModel
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
 from hqsweep.sweep.config_source import check_sources
 from hqsweep.sweep.grid import with_study
 from hqsweep.sweep.merge import explain, one_line, resolved, set_number
+from hqsweep.sweep.model_keys import MODEL_TARGET, drop_gpt, is_users, take_factory
 from hqsweep.sweep.names import NOT_IN_ID
 from hqsweep.sweep.point import Grid, GridPoint
 from hqsweep.sweep.quantizer_keys import open_quantizers
@@ -47,8 +46,6 @@ PACKAGED = files("hqsweep") / "conf"
 """The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
 STUDY_KEYS = tuple(StudyConfig.model_fields)
 ARMS = "arms"
-MODEL_TARGET = f"model.{TARGET}"
-"""The function that builds a user's own model; it stands for the whole section, whose other keys are its arguments."""
 POINTS = "fork.at"
 """The one key of a study that takes several values, written as those of a swept key or as a list."""
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
@@ -239,8 +236,8 @@ class Composer:
         factories = [o for o in parsed if o.key_or_group in FACTORY_KEYS]
         builder = next((o for o in parsed if o.key_or_group == MODEL_TARGET), None)
         try:
-            if builder is not None and not _is_factory(config):
-                config["model"] = {"kind": "factory"}
+            if builder is not None:
+                take_factory(config)
             for override in factories:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
@@ -272,16 +269,11 @@ class Composer:
         return config
 
     def _other_model(self, groups: Sequence[str], config: DictConfig) -> DictConfig:
-        """The config, whose YAML may have keys of the GPT that the groups chosen on the command line replace by a
-        user's own model: these are left out."""
-        model = config.get("model")
-        if not isinstance(model, DictConfig) or not model.get("kind"):
-            return config
-        before = self._load([text for text in groups if not text.startswith("model=")], RunMode.RUN).get("model")
-        if isinstance(before, DictConfig) and not before.get("kind"):
-            own = (*UserModel.model_fields, *(HFModelConfig.model_fields if model["kind"] == "hf" else ()))
-            for key in [key for key in model if key in ModelConfig.model_fields and key not in own]:
-                del model[key]
+        """The config, without the GPT's keys of its YAML where the groups of the command line chose another model."""
+        if is_users(config):
+            before = self._load([text for text in groups if not text.startswith("model=")], RunMode.RUN)
+            if not is_users(before):
+                drop_gpt(config)
         return config
 
     def _base(self, given: dict[str, Override]) -> DictConfig:
@@ -354,11 +346,6 @@ def _params(base: DictConfig) -> list[str]:
     """`hydra.sweeper.params` of a composed config, as override texts."""
     params = OmegaConf.select(base, "hydra.sweeper.params") or {}
     return [f"{key}={value}" for key, value in params.items()]
-
-
-def _is_factory(config: DictConfig) -> bool:
-    """Whether the section `model` is for a Python function."""
-    return OmegaConf.select(config, "model.kind") == "factory"
 
 
 def _is_file(override: Override) -> bool:

@@ -59,6 +59,11 @@ def told(folder: Path, **changes) -> Path:
     return folder
 
 
+def with_adapter(folder: Path) -> Path:
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
 def without_head(folder: Path) -> Path:
     tensors = load_file(folder / "model.safetensors")
     save_file(
@@ -82,6 +87,7 @@ def cut(folder: Path) -> Path:
         (lambda f: told(f, model_type=...), (), "has no model_type, so it is no config of a Hugging Face model"),
         (lambda f: told(f, auto_map={"AutoModel": "their.Model"}), (), "its own (their.Model), which is never run"),
         (lambda f: told(f, quantization_config={"quant_method": "fp8"}), (), "its weights are quantized"),
+        (with_adapter, (), "has adapter_config.json, so its weights are an adapter's or have one beside them; merge"),
         (cut, (), "copy it again (model.pretrained=false begins with random weights)"),
         (lambda f: told(f, vocab_size=100), (), "has 96 rows, but config.json says vocab_size 100"),
         (without_head, (), "says tie_word_embeddings=false, but the weights have no output projection"),
