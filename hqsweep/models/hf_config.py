@@ -81,8 +81,8 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
         raise UserError(f"{where}: '{path}' {has}; {WANTED}")
     if path.is_dir() and (path / ADAPTER).exists():  # transformers would add it to the model
         raise UserError(
-            f"{where}: '{path}' has {ADAPTER}, so its weights are an adapter's or have one beside them; merge it into the"
-            " model (merge_and_unload), and save that"
+            f"{where}: '{path}' has {ADAPTER}, so its weights are an adapter's or have one beside them; merge it into"
+            " the model (merge_and_unload), and save that"
         )
     try:
         keys = json.loads(file.read_text())
