@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
+from hqsweep.memo import constant_result
 from hqsweep.models.classes import SwapKind
 from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import parts_of
@@ -92,16 +93,22 @@ class ConvertedStacks:
 
     def _run(self, plain: Callable[..., Tensor], x: Tensor, *routing: Tensor) -> Tensor:
         """By the parts; by the plain forward where that is what the recipe says, so that it is equal to the bit."""
-        parts = parts_of(self)
-        products = [_Product.of(self, stack, part, x) for stack, part in zip(self.stacks(self), parts, strict=True)]
+        parts, products = parts_of(self), self._products(x)
         for part in parts:
             note_call(part)
         if not all(each.part.is_plain(each.dtype, each.weight.dtype) for each in products):
+            if torch.compiler.is_compiling() and x.device.type == "cpu" and _leave_untraced():
+                return _untraced(self, x, *routing)
             return self.computed(products, x, *routing)
         y = watched(parts[0], plain(x, *routing))
         if current().probe:
             self._show(products, y, x, *routing)
         return y
+
+    def _products(self, x: Tensor) -> "list[_Product]":
+        """Those of a call, in the order of `stacks`."""
+        pairs = zip(self.stacks(self), parts_of(self), strict=True)
+        return [_Product.of(self, stack, part, x) for stack, part in pairs]
 
     def _show(self, products: "Sequence[_Product]", y: Tensor, x: Tensor, *routing: Tensor) -> None:
         """Have the probe see the products of a plain forward, which nobody can look into: they are computed beside it,
@@ -128,6 +135,21 @@ class ConvertedStacks:
 
     def extra_repr(self) -> str:
         return "\n".join([super().extra_repr(), *(part.extra_repr() for part in parts_of(self))]).strip()
+
+
+def _by_parts(module: ConvertedStacks, x: Tensor, *routing: Tensor) -> Tensor:
+    return module.computed(module._products(x), x, *routing)
+
+
+_untraced = _by_parts
+"""_by_parts, eagerly: splits are numbers on a CPU, and a trace would be made anew for each routing."""
+
+
+@constant_result
+def _leave_untraced() -> bool:
+    """Runs while _run is traced: torch.compiler.disable imports torch._dynamo, which is slow, and is there by then."""
+    globals()["_untraced"] = torch.compiler.disable(_by_parts)
+    return True
 
 
 class _Product(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import hqsweep
 from hqsweep.errors import UserError
@@ -180,6 +181,22 @@ def test_a_probe_changes_no_bit_of_high_precision(recomputed):
     rows = [row for row in probe.rows if row["layer"].startswith("model.layers.0.mlp.experts.down_proj.")]
     assert {row["tensor"] for row in rows} == {"input", "weight", "grad_output", "fprop", "dgrad", "wgrad"}
     assert all(row["rel_l2"] < 1e-5 for row in rows if row["tensor"] in ("fprop", "dgrad", "wgrad"))
+
+
+@pytest.mark.slow
+def test_a_compiled_mixture_is_traced_once():
+    """For all layers, and for every routing: on a CPU experts by the recipe stay outside of the graphs."""
+    model = tiny("mixtral")
+    hqsweep.convert(model, "mxfp8")
+    plain, graphs = step(model), CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=graphs)
+    conversion = hqsweep.conversion_of(model)
+    conversion.reset()
+    assert equal(step(model), plain) and conversion.unused() == []
+    traced = graphs.frame_count
+    model(tokens().flip(1), use_cache=False)
+    assert graphs.frame_count == traced
 
 
 def test_torch_autocast_gives_the_dtype():
