@@ -57,19 +57,22 @@ def test_adapters_that_are_skipped_are_told():
     assert "adapter" in skipped[name] and skipped["lm_head"]
 
 
+def losses_of(model, cached):
+    """Of steps before, between and after merging and unmerging; PEFT writes past the count of versions."""
+    losses = []
+    for step, change in enumerate((lambda: None, model.merge_adapter, model.unmerge_adapter), 1):
+        change()
+        with torch.no_grad(), quantization(step=step, cache_weights=cached):
+            losses += [float(loss_of(model)) for _ in range(2)]
+    return losses
+
+
 def test_a_merge_is_seen_by_operands_of_weights_that_are_kept():
     """They are made of the merged weight, and again of the first one after unmerging."""
     model = adapted("adapters first", "mxfp8")
-    losses = []
-    with torch.no_grad(), quantization(step=1, cache_weights=True):
-        for change in (lambda: None, model.merge_adapter, model.unmerge_adapter):
-            change()
-            kept = loss_of(model)
-            with quantization(step=1):
-                losses.append(loss_of(model))
-            assert kept == losses[-1]
-    assert losses[0] != losses[1]
+    losses = losses_of(model, cached=True)
+    assert losses == losses_of(adapted("adapters first", "mxfp8"), cached=False) and losses[0] != losses[2]
     merged = model.merge_and_unload()
-    assert len(quantized_modules(merged)) == 14 and torch.allclose(loss_of(merged), losses[1])
+    assert len(quantized_modules(merged)) == 14 and abs(float(loss_of(merged)) - losses[2]) < 1e-4
     assert hqsweep.revert(merged) == 14
     assert type(merged.model.layers[0].self_attn.q_proj) is torch.nn.Linear
