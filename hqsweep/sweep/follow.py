@@ -26,6 +26,8 @@ SILENCE_S = 30.0
 """Seconds more after a question that it did not answer."""
 LAG_S = 30.0
 """How long after the end of a job a shared file system may still show its run's old status."""
+LOOK_AGAIN_S = 0.1
+"""Seconds between two looks for the process that has a lock."""
 REPORTED = (0, EXIT_FAILED)
 """Exit codes of jobs whose run has written how it ended."""
 ENDS = ("finished", "failed")
@@ -196,9 +198,10 @@ def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
     cancelled += _at_work([run for run, name in job_ids(mates).items() if name in names and run not in cancelled])
     cancel_jobs(names)
     for run in sorted(cancelled, key=RunDir.is_locked):  # those that wait first, lest they start when others end
-        if run.is_locked():
-            _terminate(run)
-        with suppress(RunBusy), run.lock(wait_s=LAG_S):
+        deadline = time.monotonic() + LAG_S
+        while run.is_locked() and not _terminate(run) and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_S)
+        with suppress(RunBusy), run.lock(wait_s=max(0.0, deadline - time.monotonic())):
             if run.seen()["state"] not in ENDS:
                 run.write_status(state="interrupted", reason=CANCELLED, ended=time.time())
     return cancelled
@@ -220,12 +223,15 @@ def _is_at_work(run: RunDir, state: str) -> bool:
     return state in ("pending", "running") or (state in UNUSABLE and run.is_locked())
 
 
-def _terminate(run: RunDir) -> None:
+def _terminate(run: RunDir) -> bool:
     """SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on to
-    other runs, and another process may take over the number of a dead one. SIGCONT follows, without which one that is
-    stopped hears nothing."""
+    other runs, and another process may take over the number of a dead one. SIGCONT comes first: one that is stopped
+    hears nothing, and any of its threads would take the signal then, while the one that acts on it sleeps on. Returns
+    whether there was one: the kernel's list of locks, which changes while it is read, may lack one that is there."""
     status, pid = run.seen(), holder_pid(run.lock_path)
     if pid is not None and (status["pid"] == pid or status["state"] in UNUSABLE):
         with suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGTERM)
+            return True
+    return False

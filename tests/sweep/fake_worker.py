@@ -37,7 +37,10 @@ def work_in_slurm(paths: list[Path], limit_s: float | None, options: dict) -> No
 
 
 def terminated(number: int, frame: object) -> None:
+    """Again and again until it is caught: Python drops what is raised in the midst of a destructor."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, terminated)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
     raise SystemExit(143)
 
 
@@ -109,6 +112,7 @@ def work(run: RunDir) -> int:
     try:
         act(run, run.config()["do"])
     except SystemExit:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         run.write_status(state="interrupted", reason="stopped by SIGTERM", exit_code=143)
         return 143
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
