@@ -56,7 +56,7 @@ class RngNumbers:
 
     def under(self, direction: str) -> "RngNumber":
         """The stream of a direction."""
-        number = self.numbers[direction == "columnwise"]
+        number = self.numbers[1 if direction == "columnwise" else 0]
         return RngNumber(seed=self.seed, number=number, step=self.step, counter=self.counter)
 
 

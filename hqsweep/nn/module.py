@@ -151,7 +151,7 @@ class QuantizedModule(nn.Module):
         if self.module_type not in _PRODUCTS or any(type(q) is not HybridQuantizer or q.delayed for q in own):
             return False
         alone = quantizers.output is None and quantizers.grad_input is None
-        keyed = bool(self._slot_numbers) and context.microbatch < NUMBERED_PARTS
+        keyed = len(self._slot_numbers) > 0 and context.microbatch < NUMBERED_PARTS
         return alone and (keyed or not quantizers.stochastic)
 
     def claim_bits(self, context: Context) -> None:
