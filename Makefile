@@ -7,7 +7,7 @@ STAMP := $(VENV)/.hqsweep-installed
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: quickstart test test-fast build asan docs lint clean
-.PHONY: gpu-test gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
+.PHONY: gpu-test gpu-test-2 gpu-test-kernels gpu-test-modules gpu-test-training gpu-parity gpu-bench gpu-study gpu-answers gpu-designs gpu-install
 
 quickstart: $(STAMP)  ## a fork study of six recipes on real text; verdicts, and reports/quickstart
 	$(BIN)/hqsweep run conf=quickstart
@@ -19,7 +19,7 @@ test: $(STAMP)  ## the whole suite
 	$(PYTEST)
 
 test-fast: $(STAMP)  ## the suite without tests marked slow, or for a GPU: under 2 minutes on 2 idle cores
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu and not gpu2"
 
 build: $(STAMP)  ## compile csrc/ if it changed, and say what was built
 	$(BIN)/python -c "from hqsweep import _C; print(_C.build_info())"
@@ -53,10 +53,13 @@ gpu-test-kernels: gpu-install  ## formats and kernels
 	$(GPU_PYTEST) tests/csrc tests/formats tests/ops tests/fuzz
 
 gpu-test-modules: gpu-install  ## operands, products and modules
-	$(GPU_PYTEST) tests/quant tests/gemm tests/nn tests/models tests/test_optim.py
+	$(GPU_PYTEST) tests/quant tests/gemm tests/nn tests/models tests/optim
 
 gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
 	$(GPU_PYTEST) tests/train tests/jobs tests/sweep tests/benchmarks
+
+gpu-test-2: gpu-install  ## ranks on two GPUs, by NCCL: under 8 minutes
+	$(GPU_RUN) -m pytest -q -m gpu2 -p no:cacheprovider tests/dist tests/parallel
 
 gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force

@@ -16,13 +16,13 @@ from benchmarks.rows import ROOT, Row, markdown
 
 BENCHMARKS = (
     "step", "startup", "quantize", "grouped", "gemm", "linear", "offload", "sharing", "null_sweeps", "sensitivity",
-    "scale", "prepare",
+    "scale", "prepare", "converted", "ranks",
 )  # fmt: skip
 CONTEXT = ("device", "torch", "hqsweep", "commit")
 IDENTITY = (
     "benchmark", "device", "section", "case", "rows", "cols", "threads", "weight", "m", "n", "k", "a", "b", "scale_a",
     "scale_b", "out", "fast", "tokens", "recipe", "dim", "layers", "context", "experts", "weights", "splits",
-    "size", "mode", "deterministic",
+    "size", "mode", "deterministic", "ranks",
 )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ import torch
 from hqsweep.config.job import parse
 from hqsweep.sweep.launch import plan
 from hqsweep.train import data
-from hqsweep.train.loop import Trainer, pick_device
+from hqsweep.train.build import pick_device
+from hqsweep.train.loop import Trainer
 
 RECIPES = ("bf16", "mxfp8", "nvfp4", "nvfp4_fwd_mxfp8_bwd_dequantized", "float8_block_scaling")
 EVERY = 100

@@ -128,7 +128,8 @@ inline std::unique_ptr<Spec> make_spec(const std::string& family, const std::str
 inline Direction make_direction(const Spec& spec, int64_t key0, int64_t key1, uint64_t step, uintptr_t amax,
                                 uintptr_t found, uintptr_t codes, uintptr_t scales, uintptr_t global, uintptr_t exact,
                                 int exact_dtype, uintptr_t sums, uintptr_t row_errors, uintptr_t keys,
-                                bool exact_turned, uintptr_t step_at) {
+                                bool exact_turned, uintptr_t step_at, uint64_t first_segment,
+                                uint64_t segments_across) {
   HQ_REQUIRE(exact_dtype == 0 || exact_dtype == 1, "exact_dtype is " + text(exact_dtype) + ", must be 0 or 1");
   const auto exact_as = static_cast<Dtype>(exact_dtype);
   for (const int64_t word : {key0, key1})
@@ -137,7 +138,9 @@ inline Direction make_direction(const Spec& spec, int64_t key0, int64_t key1, ui
   check_aligned(scales, scale_bytes(spec), "scales");
   check_aligned(exact, bytes_of(exact_as), "exact");
   check_aligned(step_at, 8, "step_at");
-  const Key key{static_cast<uint32_t>(key0), static_cast<uint32_t>(key1), step, pointer<uint64_t>(step_at)};
+  HQ_REQUIRE(!segments_across || !keys, "a place is that of one matrix, and keys are those of members");
+  const Key key{static_cast<uint32_t>(key0), static_cast<uint32_t>(key1), step, pointer<uint64_t>(step_at),
+                first_segment, segments_across};
   return {spec, key, pointer<uint32_t>(keys), pointer<float>(amax), pointer<float>(found), pointer<uint8_t>(codes),
           pointer<void>(scales), pointer<float>(global), pointer<void>(exact), exact_as, exact_turned,
           pointer<TileSums>(sums), pointer<float>(row_errors)};

@@ -27,11 +27,13 @@ struct Spec {
 };
 
 // Stream of stochastic rounding: Philox key, and the upper half of its counter: `step`, or, where `step_at` is not null,
-// what stands there when the loops run, so that one captured CUDA graph draws the bits of every step.
+// what stands there when the loops run, so that one captured CUDA graph draws the bits of every step. The lower half is
+// the number of a segment of 16 elements: `first`, where the operand is a part of a whole, plus `across` for each row.
 struct Key {
   uint32_t key0, key1;
   uint64_t step;
   const uint64_t* step_at;
+  uint64_t first, across;  // across 0: as many as the operand's own rows have
 };
 
 // Element (r, c) of the matrix X is data[r * row_stride + c * col_stride].

@@ -29,9 +29,12 @@ from hqsweep.config.job import parse
 from hqsweep.config.jobs import JOBS
 from hqsweep.errors import EXIT_BUSY, EXIT_FAILED, EXIT_STORAGE, Damaged
 from hqsweep.jobs.isolation import isolated
+from hqsweep.jobs.sink import QuietSink
 from hqsweep.recipe.factories import FindFactory, Importer
-from hqsweep.sweep.handover import serve, stop_with_parent
+from hqsweep.sweep.handover import die_with_parent, serve, stop_with_parent
 from hqsweep.sweep.locks import RunBusy
+from hqsweep.sweep.names import ranks_of, run_id
+from hqsweep.sweep.ranks import Machines, Nodes, Signaled, launch_run, tell
 from hqsweep.sweep.reasons import reason_of
 from hqsweep.sweep.run_dir import CANCELLED, RunDir
 from hqsweep.track.machine import facts
@@ -45,6 +48,10 @@ RAISE_AGAIN_S = 0.5
 NOT_IMPORTED = "which the command that started the run did not import; run the sweep's command again"
 LOCK_WAIT_S = 2.0
 """Longer than anyone who only asks for the lock holds it."""
+
+
+Do = Callable[[RunDir, Tracker], None]
+"""Does a run."""
 
 
 class Stopped(BaseException):
@@ -64,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="a Python factory that a recipe may name; without it its runs fail")  # fmt: skip
     parser.add_argument("--import-from", dest="folders", metavar="FOLDER", action="append", default=[],
                         help="where its module is looked for, after the installed packages")  # fmt: skip
+    parser.add_argument("--rank", action="store_true", help="as one of the run's ranks, which its worker has launched")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of the ranks of its runs")
+    parser.add_argument("--endpoint", default=Nodes.endpoint, metavar="HOST:PORT", help="where these machines meet")
     options = parser.parse_args(arguments)
     if options.run_dir is None and options.parent is None:
         parser.error("run_dir is missing")
@@ -72,20 +82,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop_with_parent(options.parent)
     try:
         find = Importer(print, options.folders, options.factories, refusal=NOT_IMPORTED)
+        if options.rank:
+            return _rank(RunDir(options.run_dir), find)
+        words = [f"--import={path}" for path in options.factories]
+        words += [f"--import-from={folder}" for folder in options.folders]
+        do = partial(_do, find=find, machines=Machines(options.nodes, options.endpoint, words))
         if options.run_dir is not None:
-            return _alone(RunDir(options.run_dir), find)
-        return serve(partial(_among_others, find=find))
+            return _alone(RunDir(options.run_dir), do)
+        return serve(partial(_among_others, do=do))
     except OSError:
         with contextlib.suppress(OSError):  # the log is on the same disk
             traceback.print_exc()
         os._exit(EXIT_STORAGE)  # the exit handlers would try to write what stdout still holds
 
 
-def _among_others(run: RunDir, find: FindFactory) -> int | None:
+def _among_others(run: RunDir, do: Do) -> int | None:
     """The run, and None where another may follow in this process. None follows one that did not finish, and none a
     user's own code, which may have left anything anywhere."""
     with isolated(), _own_signals():
-        exit_code = _alone(run, find)
+        exit_code = _alone(run, do)
     return None if exit_code == 0 and _is_ours(run) else exit_code
 
 
@@ -99,17 +114,17 @@ def _is_ours(run: RunDir) -> bool:
     return not any(recipe.get("qfactory") for recipe in (config["recipe"], *config["recipe"]["schedule"]))
 
 
-def _alone(run: RunDir, find: FindFactory) -> int:
+def _alone(run: RunDir, do: Do) -> int:
     """The run, if no other worker has it; returns the exit code."""
     try:
         with run.lock(wait_s=LOCK_WAIT_S) as holds:
-            return _work(run, holds, find)
+            return _work(run, holds, do)
     except RunBusy:
         print(f"{run.name}: another worker has this run", flush=True)
         return EXIT_BUSY
 
 
-def _work(run: RunDir, holds: Callable[[], bool], find: FindFactory) -> int:
+def _work(run: RunDir, holds: Callable[[], bool], do: Do) -> int:
     """The whole life of one attempt, with the folder locked; `holds` says whether it still is."""
     before, began = run.seen(), time.monotonic()
     if before["state"] == "finished" or before["reason"] == CANCELLED:  # since this one was started
@@ -121,8 +136,8 @@ def _work(run: RunDir, holds: Callable[[], bool], find: FindFactory) -> int:
     tracker: Tracker = NullTracker()
     try:
         _listen()
-        tracker = open_tracker(run)
-        _do_job(run, tracker, find)
+        tracker = NullTracker() if ranks_of(run.config()) > 1 else open_tracker(run)
+        do(run, tracker)
         outcome: dict[str, Any] = {"state": "finished", "exit_code": 0}
     except Stopped as stop:
         _deafen()
@@ -146,16 +161,46 @@ def _work(run: RunDir, holds: Callable[[], bool], find: FindFactory) -> int:
     return outcome["exit_code"]
 
 
-def _do_job(run: RunDir, tracker: Tracker, find: FindFactory) -> None:
+def _do_job(run: RunDir, sink: RowSink | QuietSink, find: FindFactory) -> None:
     """Call the job that the config names, with a sink on the run's folder."""
     config = parse(run.config(), find)
-    sink = RowSink(run, tracker)
     try:
         sink.manifest(**facts())
         pkgutil.resolve_name(JOBS[config.job].run)(config, sink, run.path)
         sink.write_parquet()
     finally:
         sink.close()
+
+
+def _do(run: RunDir, tracker: Tracker, *, find: FindFactory, machines: Machines) -> None:
+    """Do the run here, or have its ranks do it."""
+    if (ranks := ranks_of(run.config())) > 1:
+        try:
+            launch_run(run, ranks, machines)
+        except Signaled as signaled:
+            raise Stopped(signaled.number) from None
+    else:
+        _do_job(run, RowSink(run, tracker), find)
+
+
+def _rank(run: RunDir, find: FindFactory) -> int:
+    """The part of one rank: rank 0 writes the rows. Its worker has the folder and leaves the outcome."""
+    rank, exit_code = int(os.environ["RANK"]), 0
+    die_with_parent()  # at once: its worker's end is the run's, after which nothing may be written
+    tracker: Tracker = NullTracker()
+    try:
+        tracker = open_tracker(run) if rank == 0 else tracker
+        sink = RowSink(run, tracker) if rank == 0 else QuietSink(run_id(run.config()))
+        _do_job(run, sink, find)
+    except Exception as error:
+        traceback.print_exc()
+        tell(error, rank)
+        exit_code = EXIT_FAILED
+    for table in MIRRORED_TABLES if rank == 0 else ():
+        tracker.table(table, run.rows(table))
+    tracker.finish(exit_code)
+    sys.stdout.flush()
+    os._exit(exit_code)  # the exit handlers of a process group would wait for ranks that have failed
 
 
 @contextlib.contextmanager

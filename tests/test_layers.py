@@ -17,9 +17,10 @@ import hqsweep
 
 PACKAGE = Path(hqsweep.__file__).parent
 LAYERS = [
-    ("errors", "memo", "track.tables", "config.jobs"), ("verdicts", "config.format_text"), ("formats",), ("ops",),
-    ("quant",), ("recipe",),
-    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("checkpoints",), ("compat",), ("train",), ("jobs",),
+    ("errors", "memo", "track.tables", "config.jobs"), ("verdicts", "config.format_text"), ("formats",),
+    ("ops", "dist"), ("quant",), ("recipe",),
+    ("config", "gemm"), ("nn",), ("optim", "shards"), ("models",), ("parallel",), ("checkpoints",), ("compat",),
+    ("train",), ("jobs",),
     ("sweep",), ("track",), ("report",), ("study",), ("api",), ("worker", "doctor"), ("cli",), ("__main__",),
 ]  # fmt: skip
 """Packages, and files that stand elsewhere than their package."""
@@ -155,14 +156,21 @@ def test_importing_the_command_line_leaves_the_compiler_alone():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_run_in_one_process_waits_for_no_module_of_ranks():
+    """torch's FSDP and DTensor import sympy and take half a second."""
+    modules = "hqsweep.worker, hqsweep.jobs.convergence, hqsweep.sweep.launch, hqsweep.parallel.data"
+    code = f"import {modules}, sys; sys.exit(any(m in sys.modules for m in ('torch.distributed.tensor', 'sympy')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 MANY_ARGUMENTS = {
     "ops.operators", "ops.norm", "ops.library", "compat",
     "cli.main", "cli.compare", "cli.data", "cli.gate", "cli.status", "cli.probe", "cli.recipe",
 }  # fmt: skip
 """Modules whose signatures are not ours to choose: operators, TransformerEngine's names, options of commands."""
 NINE_AT_MOST = {
-    "optim.__init__", "sweep.local.run_local", "quant.hybrid.quantize", "quant.grouped.quantize",
-    "quant.group.quantize_group",
+    "optim.adam.__init__", "sweep.local.run_local", "quant.hybrid.quantize", "quant.grouped.quantize",
+    "quant.group.quantize_group", "quant.tensor.empty",
     "nn.context.quantization",
 }  # fmt: skip
 """Functions with one or two arguments too many: torch.optim's signature, the keys of engine=local, groups, and what a

@@ -20,3 +20,14 @@ def test_each_gpu_test_is_in_one_part() -> None:
         assert len(parts) == 1, f"{test.relative_to(TESTS)} is in {parts}; see gpu-test in the Makefile"
     whole = re.search(r"^gpu-test:(.*?)##", makefile, re.MULTILINE)[1].split()
     assert whole == [*(f"gpu-test-{part}" for part in PARTS), "gpu-parity"]
+
+
+def test_tests_of_two_gpus_are_where_their_target_looks() -> None:
+    makefile = (TESTS.parent / "Makefile").read_text()
+    recipe = re.search(r"^gpu-test-2:.*\n\t(.*)", makefile, re.MULTILINE)[1]
+    listed = [TESTS.parent / word for word in recipe.split() if word.startswith("tests/")]
+    assert all(path.exists() for path in listed)
+    marks = re.compile(r"\bmark\.gpu2\b|ranks import .*\bBACKENDS")
+    needs_two = [path for path in TESTS.rglob("test_*.py") if marks.search(path.read_text())]
+    outside = [path for path in needs_two if not any(path.is_relative_to(folder) for folder in listed)]
+    assert [path for path in outside if path.name != Path(__file__).name] == [], "see gpu-test-2 in the Makefile"

@@ -14,7 +14,8 @@ namespace {
 // 128 random bits per block of 16 elements; block n of the matrix has counter (n, step).
 void draw_random(const Work& work, Tile& tile, int64_t row) {
   const Key& key = work.to.key;
-  const uint64_t first = static_cast<uint64_t>(row * work.cols + tile.col0) / 16;
+  const uint64_t across = key.across ? key.across : static_cast<uint64_t>(work.cols) / 16;
+  const uint64_t first = key.first + static_cast<uint64_t>(row) * across + static_cast<uint64_t>(tile.col0) / 16;
   const uint64_t step = key.step_at ? *key.step_at : key.step;
   const uint32_t step0 = static_cast<uint32_t>(step), step1 = static_cast<uint32_t>(step >> 32);
   for (int b = 0; b < kBlocks; ++b) {

@@ -28,7 +28,8 @@ __device__ __forceinline__ Frame frame_of(const QuantizeJob& job, bool columns, 
 }
 
 // Any format, dtype, shape and strides. W: words of the tile, Bf16 for bf16 sources and Fp32 for the others.
-template <class W, bool kSums>
+// kPlaced: see encode_direction.
+template <class W, bool kSums, bool kPlaced>
 __device__ __forceinline__ void run_tile(const QuantizeJob& job, const Corner& at, const Frame& row, const Frame& column,
                                          uint32_t* tile) {
   Source x = job.source;
@@ -36,10 +37,10 @@ __device__ __forceinline__ void run_tile(const QuantizeJob& job, const Corner& a
   load_tile<W>(x, at.begin + at.r0, at.c0, job.vector_in, tile);
   const bool replace = job.has_column && job.dequantized;
   // A thread reads and replaces segments of rows that it has put there itself; columns need those of all threads.
-  if (job.has_row) run_direction<RowOrder, W, kSums>(job.row, job.find_row, row, tile, replace, x.dtype);
+  if (job.has_row) run_direction<RowOrder, W, kSums, kPlaced>(job.row, job.find_row, row, tile, replace, x.dtype);
   if (!job.has_column) return;
   __syncthreads();
-  run_direction<ColumnOrder, W, kSums>(job.column, job.find_column, column, tile, false, x.dtype);
+  run_direction<ColumnOrder, W, kSums, kPlaced>(job.column, job.find_column, column, tile, false, x.dtype);
 }
 
 }  // namespace hq

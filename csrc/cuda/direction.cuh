@@ -224,6 +224,14 @@ __device__ __forceinline__ Key with_step(Key key) {
   return key;
 }
 
+// The key of an operand of so many columns, with the number of its first segment and of those between rows; in the fast
+// encoders the first is that of the segments' own column.
+__device__ __forceinline__ Key with_segments(Key key, uint64_t cols, uint32_t col = 0) {
+  if (!key.across) key.across = cols / kSegment;
+  key.first += col / kSegment;
+  return key;
+}
+
 // key: one that with_step() has given.
 __device__ __forceinline__ void draw(const Key& key, uint64_t segment, uint32_t random[4]) {
   random[0] = static_cast<uint32_t>(segment), random[1] = static_cast<uint32_t>(segment >> 32);
@@ -231,8 +239,9 @@ __device__ __forceinline__ void draw(const Key& key, uint64_t segment, uint32_t 
   philox(key.key0, key.key1, random);
 }
 
-// replace: where decoded values, rounded to `rounded`, take the place of the elements they came from; or null.
-template <class Order, class W, bool kFour, bool kSums>
+// replace: where decoded values, rounded to `rounded`, take the place of the elements they came from; or null. kPlaced: the
+// operand may be a part of a whole, which the members of a group are not.
+template <class Order, class W, bool kFour, bool kSums, bool kPlaced>
 __device__ __forceinline__ void encode_direction(const Direction& to, const Frame& frame, uint32_t* tile, bool replace,
                                                  Dtype rounded) {
   const Spec& spec = to.spec;
@@ -249,7 +258,8 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
   GlobalScale global{};
   if (spec.family == Family::current || spec.family == Family::nvfp4)
     if (!spec.row_scaled) global = global_of(spec, frame, Place{});
-  const Key key = kFour && spec.sr ? with_step(frame.key) : frame.key;
+  Key key = kFour && spec.sr ? with_step(frame.key) : frame.key;
+  if (kFour && kPlaced && spec.sr) key = with_segments(key, static_cast<uint64_t>(frame.cols));
   Sums sums;
 #pragma unroll 1
   for (int h = 0; h < kGroups<Order, W>; ++h) {
@@ -278,7 +288,12 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
       if constexpr (kFour) {
         if (spec.sr) {
           uint32_t random[4];
-          draw(key, static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment, random);
+          uint64_t segment;
+          if constexpr (kPlaced)
+            segment = key.first + static_cast<uint64_t>(place.row) * key.across + static_cast<uint64_t>(place.col) / kSegment;
+          else
+            segment = static_cast<uint64_t>(place.row * frame.cols + place.col) / kSegment;
+          draw(key, segment, random);
           encode_four(x, scale.encode, random, codes);
         } else {
           encode_four(x, scale.encode, nullptr, codes);
@@ -315,12 +330,13 @@ __device__ __forceinline__ void encode_direction(const Direction& to, const Fram
     if (to.sums) store_sums(sums.of, to.sums + frame.starts.sums + frame.tile_index);
 }
 
-template <class Order, class W, bool kSums>
+template <class Order, class W, bool kSums, bool kPlaced>
 __device__ __forceinline__ void run_direction(const Direction& to, bool find, const Frame& frame, uint32_t* tile,
                                               bool replace, Dtype rounded) {
   if (find) return find_direction<Order, W>(to, frame, tile);
-  if (to.spec.element == Element::e2m1) return encode_direction<Order, W, true, kSums>(to, frame, tile, replace, rounded);
-  encode_direction<Order, W, false, kSums>(to, frame, tile, replace, rounded);
+  if (to.spec.element == Element::e2m1)
+    return encode_direction<Order, W, true, kSums, kPlaced>(to, frame, tile, replace, rounded);
+  encode_direction<Order, W, false, kSums, kPlaced>(to, frame, tile, replace, rounded);
 }
 
 }  // namespace hq

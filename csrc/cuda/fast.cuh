@@ -308,7 +308,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
   const bool leads = kKind != Kind::current && Order::col(0) % kBlock<kKind> == 0 && to.scales;
   const bool decodes = Tally::kWanted || to.exact || side.replace;
   constexpr bool draws = kKind == Kind::nvfp4_stochastic;
-  const Key key = draws ? with_step(side.key) : side.key;
+  const Key key = draws ? with_segments(with_step(side.key), side.cols, side.col0 + Order::col(0)) : side.key;
   uint32_t row = side.row0 + Order::row(0);
   uint64_t element = side.first + static_cast<uint64_t>(row) * side.cols + side.col0 + Order::col(0);
 #pragma unroll 1
@@ -348,7 +348,7 @@ __device__ __forceinline__ void encode_fast(const FastSide& side, uint32_t* tile
       if constexpr (!chooses) fast_values<Order>(words, k, x);
       if constexpr (four && !chooses) {
         uint32_t random[4];
-        if (draws) draw(key, (element - side.first) / kSegment, random);
+        if (draws) draw(key, key.first + static_cast<uint64_t>(row) * static_cast<uint32_t>(key.across), random);
         encode_four(x, scale.encode, draws ? random : nullptr, codes);
       } else if constexpr (!four) {
         encode_eight(x, scale.encode, spec.element, side.facts, codes);

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, W::kPack == 1 ? 3 : (kSums ? 3 : 4))
   const Corner at = corner_of(job);
   const Frame row = frame_of(job, false, at, job.vector_row, job.row.key, Starts{});
   const Frame column = frame_of(job, true, at, job.vector_column, job.column.key, Starts{});
-  run_tile<W, kSums>(job, at, row, column, reinterpret_cast<uint32_t*>(shared));
+  run_tile<W, kSums, true>(job, at, row, column, reinterpret_cast<uint32_t*>(shared));
 }
 
 __device__ __forceinline__ FastTile fast_tile_of(const QuantizeJob& job) {

@@ -18,7 +18,7 @@ namespace {
 
 __device__ __forceinline__ Key key_of(const Direction& to, int64_t expert) {
   if (!to.keys) return to.key;
-  return {__ldg(to.keys + 2 * expert), __ldg(to.keys + 2 * expert + 1), to.key.step, to.key.step_at};
+  return {__ldg(to.keys + 2 * expert), __ldg(to.keys + 2 * expert + 1), to.key.step, to.key.step_at, 0, 0};
 }
 
 __device__ __forceinline__ FastTile fast_tile_of(const QuantizeGroupJob& launch, const Member& member, uint32_t c0) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void run_member(const QuantizeGroupJob& launch, const
   const Starts of_column = starts_of(job.column.spec, true, launch.units, before, cols);
   const Frame row = frame_of(job, false, at, job.vector_row, key_of(job.row, before.expert), of_row);
   const Frame column = frame_of(job, true, at, vector, key_of(job.column, before.expert), of_column);
-  run_tile<W, kSums>(job, at, row, column, tile);
+  run_tile<W, kSums, false>(job, at, row, column, tile);
 }
 
 template <class W, bool kSums, Encoder kEncoder>

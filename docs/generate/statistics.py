@@ -4,6 +4,7 @@ import inspect
 from types import ModuleType
 
 from docs.generate.source import docstring
+from hqsweep.nn import probe
 from hqsweep.ops import stats
 from hqsweep.report import (
     arms,
@@ -21,6 +22,7 @@ from hqsweep.verdicts import estimate, forks, levels, plan, whole_runs
 
 CHAPTERS = {
     "Errors of quantized tensors and of GEMMs": (stats, ()),
+    "Rows of a step": (probe, ()),
     "Gaps": (arms, (arms.Comparison, arms.baselines)),
     "Which runs enter": (families, (families.Family, families.judge)),
     "Verdicts": (estimate, (estimate.Estimate,)),

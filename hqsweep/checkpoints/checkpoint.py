@@ -32,6 +32,11 @@ class Checkpoint:
     optimizer: Optimizer = "none"
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    moments: tuple[Path, ...] = ()
+    """Where the optimizer's state is, if beside the weights: a file of torch.save, a folder of
+    torch.distributed.checkpoint, or the files of DeepSpeed's ranks in their order."""
+    weights: tuple[Path, ...] = ()
+    """The files of torch.save in a folder that hold them; empty where path is the one, or they are of another kind."""
     files: tuple[Path, ...] = field(repr=False)
     """What its hash is of: weights and, where they are there, the optimizer's state and config.json."""
     saved_as: Mapping[str, str] = field(repr=False)
@@ -51,11 +56,18 @@ class Checkpoint:
     @cached_property
     def sha256(self) -> str:
         """The hash of its files: of one file its own, of several that of their names and hashes. Reads them all."""
-        digests = {path.name: _sha256(path) for path in self.files}
+        digests = {self._name(path): _sha256(path) for path in self.files}
         if len(digests) == 1:
             return next(iter(digests.values()))
         lines = (f"{name} {digest}\n" for name, digest in sorted(digests.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def _name(self, file: Path) -> str:
+        """Of a file in a folder within it, or beside it, the folder's name too, as several may have a .metadata."""
+        for root in (self.path, self.path.parent):
+            if root in file.parents:
+                return file.relative_to(root).as_posix()
+        return file.name
 
     def check(self) -> None:
         """UserError with its first problem, and how many more there are."""
@@ -69,6 +81,12 @@ def first_names(names: Iterable[str], count: int = 3) -> str:
     names = list(names)
     more = f" and {len(names) - count} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def step_in_name(path: Path) -> int | None:
+    """100 of "checkpoint-100", "step-100" or "step_100.pt"."""
+    word, _, number = path.stem.replace("_", "-").rpartition("-")
+    return int(number) if word in ("checkpoint", "step", "global-step", "iter") and number.isdecimal() else None
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -6,12 +6,12 @@ in which file a tensor is. What is half written is found from headers and sizes 
 """
 
 import json
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, first_names
+from hqsweep.checkpoints.checkpoint import Checkpoint, Tensors, first_names, step_in_name
+from hqsweep.checkpoints.state_beside import NO_STATE, state_beside
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -24,11 +24,6 @@ DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-NOT_READ = {
-    "optimizer.bin": "the optimizer's state of FSDP, optimizer.bin, is not read",
-    "optimizer_0": "the optimizer's state of FSDP, optimizer_0, is not read",
-    "latest": "the optimizer's state of DeepSpeed is not read",
-}
 
 
 class Damage(Exception):
@@ -45,7 +40,7 @@ def inspect_folder(folder: Path) -> Checkpoint | None:
     problems: list[str] = []
     if (folder / INDEX).is_file():
         try:
-            files = _indexed(folder / INDEX)
+            files = indexed(folder / INDEX)
         except Damage as damage:
             files, problems = [], [str(damage)]
     elif (folder / WEIGHTS).is_file():
@@ -70,24 +65,24 @@ def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint
             problems.append(str(damage))
     folder = path if path.is_dir() else path.parent
     hashed = [file for file in files if file.is_file()]
-    optimizer, notes, step = "none", [], None
+    state, step = NO_STATE, None
     if path.is_dir():
         if (folder / INDEX).is_file():
             problems += _absent(folder / INDEX, tensors, saved_as, problems)
-        beside, more = _trainer_files(folder)
-        problems += more
-        hashed += [folder / name for name in ("config.json", *beside) if (folder / name).is_file()]
-        optimizer = "indexed" if beside else "none"
-        notes = [note for name, note in NOT_READ.items() if (folder / name).exists()]
-        step = _trainer_step(folder)
+        state = state_beside(folder)
+        problems += state.problems
+        config = folder / "config.json"
+        hashed += [*([config] if config.is_file() else ()), *state.hashed]
+        step = trainer_step(folder)
     return Checkpoint(
         path=path,
         kind="safetensors",
         step=step,
         tensors=tensors,
-        optimizer=optimizer,
+        optimizer=state.kind,
         problems=tuple(problems),
-        notes=tuple(notes),
+        notes=state.notes,
+        moments=state.paths,
         files=tuple(hashed),
         saved_as=saved_as,
     )
@@ -134,7 +129,7 @@ def _document(file: Path) -> tuple[dict[str, Any], int]:
     return document, 8 + length
 
 
-def _indexed(index: Path) -> list[Path]:
+def indexed(index: Path) -> list[Path]:
     """The files that an index names, all in its folder. Raises Damage."""
     names = sorted(set(_weight_map(index).values()))
     for name in names:
@@ -165,29 +160,13 @@ def _absent(index: Path, tensors: Tensors, saved_as: dict[str, str], known: list
     return [f"{index.name} names {len(absent)} tensors that its files lack: {first_names(absent)}"] if absent else []
 
 
-def _trainer_files(folder: Path) -> tuple[list[str], list[str]]:
-    """The optimizer's state of Hugging Face's Trainer, and what is wrong with it."""
-    state = folder / "optimizer.pt"
-    if not state.is_file():
-        return [], []
-    if not zipfile.is_zipfile(state):
-        return [], ["optimizer.pt is cut short, or no file of torch.save: copy it again, or take it out of the folder"]
-    return ["optimizer.pt"], []
-
-
-def _trainer_step(folder: Path) -> int | None:
+def trainer_step(folder: Path) -> int | None:
     """The step that Hugging Face's Trainer wrote, or that the folder's name says."""
     try:
         step = json.loads((folder / "trainer_state.json").read_bytes())["global_step"]
         return int(step)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return step_in_name(folder)
-
-
-def step_in_name(path: Path) -> int | None:
-    """100 of "checkpoint-100", "step-100" or "step_100.pt"."""
-    word, _, number = path.stem.replace("_", "-").rpartition("-")
-    return int(number) if word in ("checkpoint", "step", "global-step", "iter") and number.isdecimal() else None
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Any]:

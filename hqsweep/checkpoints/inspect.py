@@ -1,14 +1,19 @@
 """inspect_checkpoint: what a checkpoint is and holds, from its headers alone."""
 
+import json
 import os
 from pathlib import Path
 
-from hqsweep.checkpoints import dcp, huggingface, torch_file
-from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints import dcp, deepspeed, huggingface, torch_file, torch_folder
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names, step_in_name
 from hqsweep.errors import UserError
 
 KINDS = (
     "a Hugging Face folder with safetensors, a .safetensors or .pt file, or a folder of torch.distributed.checkpoint"
+)
+MEGATRON = (
+    "a checkpoint of Megatron-Core, whose tensors are fused and stacked by its own names; export it to Hugging Face"
+    " (Megatron Bridge: AutoBridge.export_ckpt) and give that folder, whose optimizer begins anew"
 )
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -16,9 +21,9 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """What a checkpoint holds. No tensor is read and no code of it is run.
 
-    path: a Hugging Face folder (config.json beside model.safetensors or its index), a .safetensors file, a file of
-    torch.save with a state_dict, bare or under "model", "state_dict" or "module", or a folder of
-    torch.distributed.checkpoint (.metadata beside *.distcp).
+    path: a Hugging Face folder (config.json beside model.safetensors, pytorch_model.bin or their index; also
+    pytorch_model_fsdp* of accelerate), a .safetensors file, a file of torch.save with a state_dict, bare or under
+    "model", "state_dict" or "module", or a folder of torch.distributed.checkpoint (.metadata beside *.distcp).
 
     What is half written or otherwise not to be loaded stands in .problems, and check() raises it. UserError for what is
     no checkpoint at all.
@@ -28,14 +33,26 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _file(path)
     if not path.is_dir():
         raise UserError(f"'{path}' is not there; give {KINDS}")
+    if reason := megatron(path):
+        raise UserError(f"'{path}' is {reason}")
     if (path / dcp.METADATA).is_file() or any(path.glob("*.distcp")):
         return dcp.inspect_folder(path)
-    found = huggingface.inspect_folder(path)
+    found = huggingface.inspect_folder(path) or torch_folder.inspect_folder(path)
     if found is not None:
         return found
-    if (path / "pytorch_model.bin").is_file():
-        return torch_file.inspect_file(path / "pytorch_model.bin")
     raise UserError(f"'{path}' is no checkpoint: {_instead(path)}")
+
+
+def megatron(folder: Path) -> str | None:
+    """Why a folder of Megatron-Core is not read; None for any other."""
+    known = folder / "metadata.json"
+    try:
+        words = json.loads(known.read_bytes()) if known.is_file() else {}
+    except (ValueError, RecursionError):
+        words = {}
+    if (isinstance(words, dict) and "sharded_backend" in words) or any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+        return MEGATRON
+    return None
 
 
 def _file(path: Path) -> Checkpoint:
@@ -50,18 +67,23 @@ def _file(path: Path) -> Checkpoint:
 
 def _instead(folder: Path) -> str:
     """What is in a folder that is no checkpoint, and what to give."""
-    steps = sorted(
-        each.name for each in folder.iterdir() if each.is_dir() and huggingface.step_in_name(each) is not None
-    )
+    steps = sorted(each.name for each in folder.iterdir() if each.is_dir() and step_in_name(each) is not None)
     if steps:
         return f"it holds {first_names(steps)}; give one of them"
     if (folder / "adapter_model.safetensors").is_file():
         return "it holds an adapter of PEFT alone; merge it into its model (merge_and_unload) and save that"
-    if (folder / "pytorch_model.bin.index.json").is_file():
-        return "its weights are several .bin files; save it again by transformers, which writes safetensors"
+    if any(folder.glob("pytorch_model_fsdp_rank*.bin")):
+        return "its weights are a file of each rank of FSDP; save it with use_dcp=True, or whole (FULL_STATE_DICT)"
+    if (folder / deepspeed.LATEST).is_file():
+        return (
+            "its weights are in the parts of DeepSpeed's ranks; `python zero_to_fp32.py . . --safe_serialization` in it"
+            " writes safetensors beside them"
+        )
+    if any(folder.glob("zero_pp_rank_*")) or any(folder.glob("bf16_zero_pp_rank_*")):
+        return f"it is the folder of one step of DeepSpeed's ranks; give the one above it, {folder.parent}"
     if (folder / "config.json").is_file():
         return "it has a config.json and no weights; copy model.safetensors beside it"
-    runs = sorted(folder.glob("checkpoint/step_*.pt"))
+    runs = sorted(path for path in folder.glob("checkpoint/step_*") if path.suffix in ("", ".pt"))
     if runs:
-        return f"it is the folder of a run; give one of its files, such as {runs[-1]}"
+        return f"it is the folder of a run; give one of its checkpoints, such as {runs[-1]}"
     return f"give {KINDS}"

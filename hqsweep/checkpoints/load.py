@@ -4,8 +4,7 @@ Everything is checked before anything is written: a model that a checkpoint does
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.checkpoints.moments import load_moments
 from hqsweep.checkpoints.names import Names, Pieces, made, pieces_of, unused
 from hqsweep.errors import UserError
+from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
@@ -104,7 +104,7 @@ def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
     }
     wanted, config = own_state(model), _config(model)
     state = _made(pieces_of(None, tensors.keys(), wanted.keys(), config), tensors, checkpoint)
-    if config is None or not _strange(state, wanted):
+    if config is None or not _strange(state, wanted) or state.keys().isdisjoint(wanted):
         check_tensors(checkpoint, state, wanted, model)
         return
     for name, value in state.items():
@@ -153,7 +153,7 @@ def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
 
 def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The state_dict that transformers makes of saved names, such as of experts that are saved one by one."""
-    with silent():
+    with quietly():
         made, told = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
         )
@@ -164,19 +164,3 @@ def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint
         refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
     lacking = set(told["missing_keys"])
     return {name: value for name, value in made.state_dict().items() if name not in lacking}
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Without the table and the progress bars of transformers: what it says is an error of ours, or nothing."""
-    from transformers.utils import logging
-
-    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bars:
-            logging.enable_progress_bar()

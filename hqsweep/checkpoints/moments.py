@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hqsweep.checkpoints import dcp, torch_file
+from hqsweep.checkpoints import dcp, deepspeed, torch_file
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
 from hqsweep.checkpoints.names import Piece, Pieces, made
 from hqsweep.errors import UserError
@@ -75,22 +75,23 @@ def load_moments(
 
 
 def _found(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any, pieces: Pieces) -> Moments:
-    if checkpoint.kind == "dcp":
-        return _by_pieces(checkpoint, dcp.read_moments(checkpoint), pieces)
-    path = checkpoint.path
-    if checkpoint.kind == "safetensors":
-        path = path / "optimizer.pt"
-        document = {"optimizer": torch_file.read_file(path)}
-    else:
-        document = torch_file.read_file(path)
+    path = checkpoint.moments[0] if checkpoint.moments else checkpoint.path
+    if deepspeed.is_part(path):
+        shapes = {name: shape for name, (shape, _) in checkpoint.tensors.items()}
+        shapes |= {name: tuple(p.shape) for name, p in params.items()}
+        return _by_names(checkpoint, deepspeed.read_moments(checkpoint.moments, shapes), params, pieces)
+    if path.is_dir():
+        return _by_names(checkpoint, dcp.read_moments(path), params, pieces)
+    document = torch_file.read_file(path)
+    if checkpoint.moments:
+        document = {"optimizer": document}
     state = torch_file.optimizer_state(document)
     if state is None:
         raise UserError(f"{path}: it holds no state of an optimizer; load the weights alone")
     groups = _groups(state, path)
     if all(isinstance(key, str) for key in state["state"]):
-        return _by_pieces(
-            checkpoint, {clean_name(name): dict(values) for name, values in state["state"].items()}, pieces
-        )
+        named = {clean_name(name): dict(values) for name, values in state["state"].items()}
+        return _by_names(checkpoint, named, params, pieces)
     if all("param_names" in group for group in state["param_groups"]):
         named = [clean_name(str(name)) for group in state["param_groups"] for name in group["param_names"]]
         found = {name: state["state"].get(i, {}) for name, i in zip(named, (i for g in groups for i in g), strict=True)}
@@ -151,6 +152,16 @@ def _of_one(piece: Piece | None, values: Mapping[str, Tensor]) -> dict[str, Tens
     """The moments of a parameter in the order of its weight."""
     make = piece.make if piece is not None and len(piece.sources) == 1 else lambda tensor: tensor
     return {key: make(value) if key in MOMENTS else value for key, value in values.items()}
+
+
+def _by_names(checkpoint: Checkpoint, named: Moments, params: Mapping[str, Tensor], pieces: Pieces) -> Moments:
+    """Moments by the names of the model, or of the checkpoint's weights. Of a family whose weights are saved by other
+    names than its own, optimizers know the model's own."""
+    if named.keys() >= params.keys() and not any(name in pieces and pieces[name].permuted for name in params):
+        for name in params:
+            _check_adam(checkpoint, name, named[name])
+        return {name: named[name] for name in params}
+    return _by_pieces(checkpoint, named, pieces)
 
 
 def _by_pieces(checkpoint: Checkpoint, named: Moments, pieces: Pieces) -> Moments:

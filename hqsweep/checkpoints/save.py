@@ -9,8 +9,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hqsweep.checkpoints.huggingface import WEIGHTS
-from hqsweep.checkpoints.load import as_plain, own_state, silent, unwrapped
+from hqsweep.checkpoints.load import as_plain, own_state, unwrapped
+from hqsweep.dist.agreed import by_first, rank_in
+from hqsweep.dist.local import is_spread, local, spread_like, whole_tensor
 from hqsweep.errors import UserError
+from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
 from hqsweep.quant.serialize import save_safetensors
 
@@ -23,19 +26,44 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     the names of its state_dict; tied tensors are stored once, and the other names stand in the file's metadata.
     Quantized weights are written as the float32 numbers that they stand for.
 
+    Of a model that is sharded over ranks (DTensors) all ranks call it, and the first one writes the whole tensors.
+
     What is written is whole or not there. Raises UserError where something is there already.
     """
     path, model = Path(path), unwrapped(model)
+    state = own_state(model)
+    if any(map(is_spread, state.values())):
+        return _save_spread(model, state, path)
     if hasattr(model, "save_pretrained"):
         return save_pretrained(model, path)
-    state = {clean_name(name): value for name, value in own_state(model).items()}
-    return save_state({name: as_plain(value) for name, value in state.items()}, path)
+    return save_state({clean_name(name): as_plain(value) for name, value in state.items()}, path)
 
 
-def save_pretrained(model: nn.Module, folder: Path, beside: Mapping[str, bytes] | None = None) -> Path:
-    """A Hugging Face model as a folder. beside: other files of it, such as the tokenizer's, by name."""
-    with _whole(folder) as partial, silent():
-        model.save_pretrained(partial)
+def _save_spread(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Path:
+    """The whole of every tensor, of which only the first rank keeps all."""
+    first, whole, known = rank_in() == 0, {}, {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in state.items():
+        own = params.get(name)
+        if own not in known or own is None:  # of a tie the same tensor, which is stored once
+            tensor = whole_tensor(spread_like(value, as_plain(local(value))))
+            known[own] = tensor.detach().cpu() if first else None
+        whole |= {clean_name(name): known[own]} if first else {}
+    if hasattr(model, "save_pretrained"):
+        return by_first(lambda: save_pretrained(model, path, state=whole))
+    return by_first(lambda: save_state(whole, path))
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: Path,
+    beside: Mapping[str, bytes] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """A Hugging Face model as a folder. beside: other files of it, such as the tokenizer's, by name. state: its tensors
+    by name, where the model has parts of them."""
+    with _whole(folder) as partial, quietly():
+        model.save_pretrained(partial, **({} if state is None else {"state_dict": dict(state)}))
         for name, content in (beside or {}).items():
             (partial / name).write_bytes(content)
     return folder

@@ -1,12 +1,11 @@
 """Files of torch.save: a state_dict, bare or as training scripts wrap it. They are read by torch's weights_only
 unpickler, which builds tensors and plain containers and calls nothing else; tensors are mapped, not read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer
-from hqsweep.checkpoints.huggingface import step_in_name
+from hqsweep.checkpoints.checkpoint import Checkpoint, Kind, Optimizer, step_in_name
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 
@@ -39,6 +38,21 @@ def inspect_file(path: Path) -> Checkpoint:
         problems=tuple(problems),
         files=(path,),
         saved_as=saved_as,
+    )
+
+
+def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
+    """What a folder of such files holds, each of which has a part of the weights."""
+    parts = [inspect_file(file) for file in files]
+    return Checkpoint(
+        path=folder,
+        kind="torch",
+        step=parts[0].step,
+        tensors={name: facts for part in parts for name, facts in part.tensors.items()},
+        problems=tuple(f"{part.path.name}: {problem}" for part in parts for problem in part.problems),
+        files=tuple(files),
+        saved_as={name: saved for part in parts for name, saved in part.saved_as.items()},
+        weights=tuple(files),
     )
 
 
@@ -133,6 +147,8 @@ def _step(document: Any, path: Path) -> int | None:
 
 
 def read(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The tensors of a checkpoint, mapped from its file, by their clean names."""
-    document = read_file(checkpoint.path)
-    return {clean_name(name): tensor for name, tensor in state_dict(document, checkpoint.path).items()}
+    """The tensors of a checkpoint, mapped from its files, by their clean names."""
+    tensors = {}
+    for file in checkpoint.weights or (checkpoint.path,):
+        tensors |= {clean_name(name): tensor for name, tensor in state_dict(read_file(file), file).items()}
+    return tensors

@@ -63,7 +63,10 @@ def _folded(tensors: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def export(
     run: Annotated[
         str,
-        typer.Argument(help="A run's name, its beginning, or its folder.", autocompletion=cli_completion.run_or_sweep),
+        typer.Argument(
+            help="A run's name, its beginning, or its folder; or a folder of torch.distributed.checkpoint.",
+            autocompletion=cli_completion.run_or_sweep,
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="A new folder, or NAME.safetensors.")],
     step: Annotated[int | None, typer.Option(min=1, help="Of this step; the last that is there by default.")] = None,
@@ -71,12 +74,18 @@ def export(
 ) -> None:
     """Write the trained weights of a run for other programs.
 
-    A Hugging Face model becomes a folder that from_pretrained reads; any other model safetensors by its own names.
+    A Hugging Face model becomes a folder that from_pretrained reads; any other model safetensors by its own names. Of a
+    folder of torch.distributed.checkpoint the weights become safetensors by the names that they have there.
     """
     from hqsweep.errors import UserError
-    from hqsweep.sweep.export import export_run
+    from hqsweep.sweep.export import export_folder, export_run
     from hqsweep.sweep.store import RunStore
 
+    if (Path(run) / ".metadata").is_file():
+        if step is not None:
+            raise UserError(f"--step is of runs, and '{run}' is a folder of torch.distributed.checkpoint")
+        say(f"wrote the weights in {run} to {export_folder(Path(run), out)}")
+        return
     selected = RunStore(runs_dir).resolve([run])
     if len(selected) > 1:
         raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(each.name for each in selected)}")

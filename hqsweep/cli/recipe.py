@@ -35,17 +35,29 @@ LIST_COLUMNS = {"name": "name", "input": "input", "weight": "weight", "grad_outp
 
 @app.command()
 def ls(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
-    """List the recipes that recipe= takes, with the quantizers of their linears."""
+    """List the recipes that recipe= takes, with the quantizers of their linears.
+
+    What is wrong in one is said beside the others, and the exit code is 3.
+    """
+    from hqsweep.errors import EXIT_FAILED, UserError
     from hqsweep.recipe.listing import slots
     from hqsweep.sweep.compose import known_recipes
 
-    rows = []
+    rows, faults = [], []
     for name in known_recipes(config_dir):
-        recipe = _load(name, config_dir)
+        try:
+            recipe = _load(name, config_dir)
+        except UserError as fault:
+            faults.append(str(fault))
+            continue
         linear = [slot for slot in slots(recipe) if slot.part == "linear" and slot.stage == 0]
         row = {"name": name, "input": str(getattr(recipe, "qfactory", "-")), "weight": None, "grad_output": None}
         rows.append(row | {slot.tensor: str(slot.quantizer) for slot in linear})
     print_result(as_json, rows, _table(f"{len(rows)} recipes", rows, LIST_COLUMNS))
+    for fault in faults:
+        say(fault, err=True)
+    if faults:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -12,6 +12,8 @@ is an error. Experimental, as roles and custom recipes are there.
 """
 
 from hqsweep.compat.grouped_linear import GroupedLinear
+from hqsweep.compat.layers import LayerNormMLP, MultiheadAttention, TransformerLayer
+from hqsweep.compat.linear import LayerNormLinear, Linear
 from hqsweep.compat.quantizers import (
     DelayedScalingRequest,
     DType,
@@ -47,9 +49,14 @@ __all__ = [
     "GroupedTensor",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
     "MXFP8Quantizer",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "QuantizerRole",
+    "TransformerLayer",
     "autocast",
     "current_scaling_factory",
     "delayed_scaling_factory",

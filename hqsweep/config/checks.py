@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -24,13 +24,15 @@ CALIBRATE_DISTRIBUTIONS = ("normal", "laplace", "t5", "t3", "outlier_channels", 
 
 
 class ParitySection(Section):
-    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them."""
+    """Formats, distributions and shapes that are compared to the byte, and the checks that compare them. ranks: in how
+    many processes on this machine, 2 or 4, what several ranks compute together is compared with one process."""
 
     formats: Names
     distributions: Names
     shapes: Annotated[list[Shape], Field(min_length=1)]
     checks: Names
     device: Device = "auto"
+    ranks: list[Literal[2, 4]] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _known(self) -> "ParitySection":

@@ -40,13 +40,15 @@ class TrackConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What sbatch is asked for, for each run; None leaves it to the partition. `options` are further words of sbatch's
+    """What sbatch is asked for, for each run; None leaves it to the partition. The ranks of a run (train.parallel) are
+    on `nodes` machines, as many on each; gres and mem_gb are for each of these. `options` are further words of sbatch's
     command line. Each stands on a line of a script of the shell, and so may hold no line break or other control
     character. A job is told `signal_s` seconds before its time is over, and goes back to the queue."""
 
     partition: str | None = None
     gres: str | None = None
     mem_gb: Positive | None = None
+    nodes: Count = 1
     time_min: Count | None = None
     signal_s: Count = 60
     options: str | None = None
@@ -87,14 +89,16 @@ class EngineConfig(Section):
     """How runs are executed: `workers` at a time with `threads` CPU threads each.
 
     local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: None workers is
-    as many as there is room for; None threads is 1. A run may take timeout_s seconds an attempt; after a failed one
-    there are `retries` more, the first after backoff_s seconds, each further one after twice as long. With fail_fast
-    nothing is started any more after a run that failed for good.
+    as many as there is room for; None threads is 1. A run of several ranks (train.parallel) has gpus_per_run GPUs on
+    each machine, on CPUs as many processes; None is as many as it has ranks there. A run may take timeout_s seconds an
+    attempt; after a failed one there are `retries` more, the first after backoff_s seconds, each further one after
+    twice as long. With fail_fast nothing is started any more after a run that failed for good.
     """
 
     kind: Literal["local", "slurm"] = "local"
     workers: Count | None = None
     runs_per_gpu: Count | None = None
+    gpus_per_run: Count | None = None
     threads: Count | None = None
     timeout_s: Positive | None = None
     retries: Index = 0
@@ -106,6 +110,11 @@ class EngineConfig(Section):
     def _of_its_kind(self) -> "EngineConfig":
         if self.kind == "local" and self.slurm != SlurmConfig():
             raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
+        if (self.runs_per_gpu or 1) > 1 and (self.gpus_per_run or 1) > 1:
+            raise UserError(
+                f"engine.runs_per_gpu: {self.runs_per_gpu} with engine.gpus_per_run {self.gpus_per_run}; a GPU has the"
+                " rank of one run, so give one of them"
+            )
         if self.kind == "slurm" and self.runs_per_gpu is not None:
             raise UserError("engine.runs_per_gpu: is for engine=local; a run on Slurm has what engine.slurm.gres asks")
         if self.kind == "slurm" and self.fail_fast:

@@ -14,9 +14,6 @@ NULL_NOISE = 0.01
 LOOKS = 10
 """Evaluations between a foreign checkpoint and the first fork of the trunk that begins from it."""
 
-SETTLED_PCT = 0.25
-"""How far above its checkpoint's a trunk's val_loss may be, in % of it, to count as back there."""
-
 
 class ForkConfig(Section):
     """A run of a fork study.
@@ -82,10 +79,12 @@ class ForkConfig(Section):
         rise = min(1.0, step / self.warmup) if self.warmup else 1.0
         return rise if self.is_trunk else rise * min(1.0, (self.last - step + 1) / self.decay)
 
-    def state_file(self, folder: Path) -> Path | None:
-        """The checkpoint that the fork in this run's folder starts from; None for a trunk."""
+    def state_path(self, folder: Path, ranks: int = 1) -> Path | None:
+        """The checkpoint that the fork in this run's folder starts from: a file, or the folder that several ranks have
+        written; None for a trunk."""
         if self.is_trunk:
             return None
         if self.trunk_hash is not None:
             return Path(self.trunk)
-        return folder.parent / self.trunk / "checkpoint" / f"step_{self.start}.pt"
+        name = f"step_{self.start}.pt" if ranks == 1 else f"step_{self.start}"
+        return folder.parent / self.trunk / "checkpoint" / name

@@ -7,7 +7,7 @@ the recipe means, and what depends on it, is checked in job.py.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from hqsweep.config.data import DataConfig
 from hqsweep.config.engine import EngineConfig, TrackConfig
@@ -59,6 +59,70 @@ class Training(Job):
     train: TrainConfig = TrainConfig()
     stats: StatsConfig = StatsConfig()
     fork: ForkConfig | None = None
+
+    @model_validator(mode="after")
+    def _parallel(self) -> "Training":
+        dims, nodes, gpus = self.train.parallel, self.engine.slurm.nodes, self.engine.gpus_per_run
+        if isinstance(self.model, ModelConfig):
+            dims.check_model(self.model)
+        if gpus is not None:
+            where = f"engine.gpus_per_run {gpus}" + (f" on each of engine.slurm.nodes {nodes}" if nodes > 1 else "")
+            dims.check_world(gpus * nodes, where)
+        if dims.world % nodes:
+            raise UserError(
+                f"engine.slurm.nodes: {nodes} machines do not share out the {dims.world} ranks of train.parallel"
+                f" ({dims.formula}); give a divisor"
+            )
+        if dims.world > 1:
+            check_possible(self)
+        return self
+
+
+def check_possible(training: Training) -> None:
+    """UserError for what several ranks cannot do, or not yet."""
+    train, dims = training.train, training.train.parallel
+    axes = () if isinstance(training.model, ModelConfig) else ("tp", "ep", "pp")
+    for axis in axes:
+        if getattr(dims, axis) > 1:
+            raise UserError(
+                f"train.parallel.{axis}: {getattr(dims, axis)}, but ranks of a model of your own have a copy each"
+                f" (dp_replicate) or share out one (dp_shard); give {axis}=1"
+            )
+    if dims.tp > 1:
+        check_shared_matrices(training)
+    if dims.pp > 1:
+        check_stages(training)
+    if train.offload:
+        raise UserError("train.parallel: several ranks, but train.offload is true; give one of them")
+    if train.compile == "graph":
+        raise UserError(
+            "train.parallel: several ranks, which no CUDA graph holds, but train.compile is graph; give auto"
+        )
+
+
+def check_shared_matrices(training: Training) -> None:
+    """UserError for what a training with tp cannot have."""
+    dims, model = training.train.parallel, training.model
+    faults = {
+        "both model.quantized_weights and several copies or shards of the model; give false, or dp_replicate=1 and"
+        " dp_shard=1": model.quantized_weights and dims.data > 1,
+        "model.experts; give 0": model.experts > 0,
+    }
+    if fault := next((fault for fault, there in faults.items() if there), None):
+        raise UserError(f"train.parallel.tp: {dims.tp} does not go with {fault}")
+    if training.train.context % dims.tp:
+        raise UserError(f"train.parallel.tp: {dims.tp} does not divide train.context ({training.train.context})")
+
+
+def check_stages(training: Training) -> None:
+    """UserError for what a training with pp cannot have."""
+    dims = training.train.parallel
+    faults = {
+        "train.parallel.tp; give tp=1": dims.tp > 1,
+        "train.parallel.ep; give ep=1": dims.ep > 1,
+    }
+    if fault := next((fault for fault, there in faults.items() if there), None):
+        raise UserError(f"train.parallel.pp: {dims.pp} does not go with {fault}")
 
 
 def check_keys(config: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from hqsweep.errors import UserError
 
 class ModelConfig(Section):
     """A GPT: RMSNorm, RoPE, SwiGLU; ffn is the hidden width of the SwiGLU, None for 8/3 of dim. With quantized_weights
-    linears hold operands only, and masters live in the optimizer. init_noise: train.loop.perturb, for a null arm.
+    linears hold operands only, and masters live in the optimizer. init_noise: train.model.perturb, for a null arm.
 
     With experts, the MLPs from layer first_moe_layer on are mixtures, in which each token takes top_k of them."""
 

@@ -17,6 +17,8 @@ from hqsweep.errors import UserError
 from hqsweep.verdicts.estimate import MAXIMUM
 
 RESERVED = {"null", "trunk"}
+STEP = re.compile(r"step_(\d+)(?:\.pt)?")
+"""Names of checkpoints of runs."""
 LONGEST = 44
 """Characters of an arm's name."""
 
@@ -86,16 +88,19 @@ class ForkStudy(Section):
 
     @property
     def file_step(self) -> int | None:
-        """The step of a trunk that is given as a file step_N.pt of a run."""
-        match = re.fullmatch(r"step_(\d+)\.pt", Path(self.trunk or "").name)
+        """The step of a trunk that is given as a checkpoint of a run, step_N.pt or the folder step_N."""
+        match = STEP.fullmatch(Path(self.trunk or "").name)
         return int(match[1]) if match and not self.is_foreign else None
 
     @property
     def is_foreign(self) -> bool:
-        """Whether trunk is something that no run wrote: a folder without checkpoint/, or a file outside of one."""
+        """Whether trunk is something that no run wrote: a folder without checkpoint/, or a checkpoint outside of
+        one."""
         if self.trunk is None or not (path := Path(self.trunk)).exists():
             return False
-        return not (path / "checkpoint").is_dir() if path.is_dir() else path.resolve().parent.name != "checkpoint"
+        if path.is_dir() and not (STEP.fullmatch(path.name) and path.with_suffix(".json").is_file()):
+            return not (path / "checkpoint").is_dir()
+        return path.resolve().parent.name != "checkpoint"
 
     @property
     def goes_on(self) -> bool:

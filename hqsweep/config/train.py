@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hqsweep.config.parallel import ONE_RANK, ParallelConfig
 from hqsweep.config.types import Count, Device, Fraction, Index, Positive, Section
 from hqsweep.errors import UserError
 
@@ -20,18 +21,19 @@ class TrainConfig(Section):
 
     recompute: what backward computes again instead of keeping it; offload: the rest waits in CPU memory. A step runs
     its batch in `microbatches` equal parts, whose gradients add up. compile: auto and graph give the same bits; off is
-    the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph.
+    the reference, whose sums on a GPU are in another order. The CPU knows one way, and refuses graph. Over several
+    ranks `batch` is still that of all of them, and each runs its part of it in `microbatches`.
     """
 
     steps: Count = 200
     batch: Count = 16
     microbatches: Count = 1
     context: Count = 128
-    lr: Positive = 1e-3
+    lr: Annotated[float, Field(gt=0, le=1e30)] = 1e-3
     min_lr_fraction: Fraction = 0.1
     warmup: Fraction = 0.05
     decay: Fraction = 0.4
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=1e6)] = 0.1
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip: Positive = 1.0
@@ -44,6 +46,7 @@ class TrainConfig(Section):
     eval_every: Count = 100
     eval_batches: Count = 8
     checkpoint_every: Count = 100
+    parallel: ParallelConfig = ONE_RANK
 
     @model_validator(mode="after")
     def _schedule(self) -> "TrainConfig":
@@ -54,6 +57,8 @@ class TrainConfig(Section):
             )
         if self.batch % self.microbatches:
             raise UserError(f"train.microbatches: {self.batch} sequences do not divide into {self.microbatches} parts")
+        self.parallel.check_batch(self.batch, self.microbatches)
+        self.parallel.check_stages(self.microbatches)
         self.check_compile(on_gpu=self.device != "cpu")
         return self
 
@@ -72,8 +77,9 @@ class TrainConfig(Section):
 
 
 class StatsConfig(Section):
-    """Error statistics: every so many steps, 0 for never; `gemm` adds the error of each GEMM's output. At the step
-    capture_at the operands of all linears are written to captured/ in the run's folder, for `hqsweep probe`."""
+    """Error statistics of all microbatches: every so many steps, 0 for never; `gemm` adds the error of each GEMM's
+    output. At the step capture_at the operands of all linears in the first microbatch are written to captured/ in the
+    run's folder, for `hqsweep probe`."""
 
     every: Index = 100
     gemm: bool = True

@@ -17,6 +17,8 @@ from hqsweep.memo import memo
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
+SEGMENT = 16
+"""Elements whose bytes one draw gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,46 @@ class RngKeys(Sequence[RngKey]):
         return replace(self, slots=_parts(self.slots, name)[0])
 
 
+@dataclass(frozen=True)
+class PlacedKey:
+    """A key for an operand that is a part of a whole one: its elements draw the bits that they draw there.
+
+    The element (row, col) of the part has the index (first_row + row) * cols_of_whole + first_col + col.
+    """
+
+    key: RngKey | RngNumber
+    first_row: int
+    first_col: int
+    cols_of_whole: int
+
+    @property
+    def words(self) -> tuple[int, int]:
+        """RngKey.words."""
+        return self.key.words
+
+    @property
+    def step(self) -> int:
+        """RngKey.step."""
+        return self.key.step
+
+    @property
+    def counter(self) -> Tensor | None:
+        """RngKey.counter."""
+        return self.key.counter
+
+    @property
+    def segments(self) -> list[int]:
+        """The first segment of 16 elements, and how many lie between rows, as the kernels count; ValueError for a part
+        that cuts segments."""
+        if self.first_col % SEGMENT or self.cols_of_whole % SEGMENT:
+            raise ValueError(
+                f"a part at column {self.first_col} of {self.cols_of_whole} columns cuts the random bytes of one draw;"
+                f" both must be multiples of {SEGMENT}"
+            )
+        across = self.cols_of_whole // SEGMENT
+        return [self.first_row * across + self.first_col // SEGMENT, across]
+
+
 def _hashed(slot: str) -> int:
     return int.from_bytes(hashlib.sha256(slot.encode()).digest()[:4], "little")
 
@@ -147,12 +189,23 @@ def _signed(step: int) -> int:
     return step - 2**64 if step >= 2**63 else step
 
 
-def random_bytes(key: RngKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
+def random_bytes(key: RngKey | PlacedKey, rows: int, cols: int, device: torch.device | str = "cpu") -> Tensor:
     """uint8 [rows, cols]: the byte of every element of an operand of that shape under this key."""
+    if isinstance(key, PlacedKey):
+        lines = torch.arange(key.first_row, key.first_row + rows, dtype=torch.int64, device=device)
+        along = torch.arange(key.first_col, key.first_col + cols, dtype=torch.int64, device=device)
+        index = lines[:, None] * key.cols_of_whole + along
+        drawn = _bytes_of(key, (index // SEGMENT).flatten())
+        return drawn.gather(1, (index % SEGMENT).view(-1, 1)).view(rows, cols)
     count = rows * cols
-    block = torch.arange((count + 15) // 16, dtype=torch.int64, device=device)
+    block = torch.arange((count + SEGMENT - 1) // SEGMENT, dtype=torch.int64, device=device)
+    return _bytes_of(key, block).flatten()[:count].view(rows, cols)
+
+
+def _bytes_of(key: RngKey | PlacedKey, block: Tensor) -> Tensor:
+    """uint8 [blocks, 16]: the bytes of these segments."""
     now = torch.full_like(block, _signed(key.step)) if key.counter is None else key.counter.expand_as(block)
     step = (now & _MASK, now >> 32 & _MASK)
     words = torch.stack(philox(key.words, (block & _MASK, block >> 32, *step)), dim=-1)
-    shifts = torch.arange(0, 32, 8, device=device)
-    return (words[..., None] >> shifts & 0xFF).to(torch.uint8).flatten()[:count].view(rows, cols)
+    shifts = torch.arange(0, 32, 8, device=block.device)
+    return (words[..., None] >> shifts & 0xFF).to(torch.uint8).flatten(1)

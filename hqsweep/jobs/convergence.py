@@ -1,16 +1,21 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
+import math
 import os
 import re
 import shutil
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+import hqsweep
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.dist.agreed import by_first
 from hqsweep.errors import Damaged, UserError
 from hqsweep.formats import Format
 from hqsweep.gemm import native
@@ -19,16 +24,33 @@ from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
 from hqsweep.models.build import gemm_modules
 from hqsweep.nn.grouped import GroupedBase
-from hqsweep.nn.module import QuantizedModule, quantized_modules
+from hqsweep.nn.module import QuantizedModule, quantized_modules, roles_of
 from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.parallel.handshake import agree
+from hqsweep.parallel.mesh import join
 from hqsweep.recipe.pairs import MODULE_GEMMS
 from hqsweep.recipe.stages import Stage
 from hqsweep.train import data
-from hqsweep.train.checkpoint import newest, read_state, save_checkpoint, step_of
+from hqsweep.train.build import pick_device
+from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
 from hqsweep.train.data import Dataset
-from hqsweep.train.loop import Throughput, Trainer, is_finite, pick_device
-from hqsweep.train.record import ANOTHER_RUN, ID_DIGITS, NotAsWritten, discard, fault_of, is_point, read_record
-from hqsweep.train.source import UNSETTLED, begin_source, unsettled
+from hqsweep.train.loop import Trainer
+from hqsweep.train.pace import Throughput
+from hqsweep.train.record import (
+    ANOTHER_FILE,
+    ANOTHER_RUN,
+    ID_DIGITS,
+    NotAsWritten,
+    Record,
+    check_recorded,
+    discard,
+    fault_of,
+    is_point,
+    read_record,
+)
+from hqsweep.train.source import ABOVE, above_source, begin_source
+
+T = TypeVar("T")
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
@@ -41,25 +63,33 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
         raise UserError("train.device is cuda, but this machine has no CUDA device; use train.device=cpu or auto")
     if device.type == "cuda":
         make_deterministic()
+    ranks = join(train.parallel, device.type) if train.parallel.world > 1 else None
+    device = device if ranks is None else ranks.device
     sink.phase("loading data")
     dataset = data.loaded(config.data)
     check_native(config, device, dataset.vocab_size)
+    if ranks is not None:
+        agree(ranks, shared_facts(config, dataset, device))
     folder = workspace / "checkpoint"
-    path = go_back(config, sink, workspace)
+    path = by_first(lambda: go_back(config, sink, workspace))
+    build = partial(Trainer, config, dataset, config.recipe.build(), device, ranks)
     if path is not None:
-        make_up(config, dataset, device, sink, path)
+        make_up(build, config, sink, path)
     sink.phase("building the model")
-    trainer = Trainer(config, dataset, config.recipe.build(), device)
+    trainer = build()
+    if ranks is not None:
+        agree(ranks, {"the code of the model": dict(trainer.adapter.facts)})
     known = facts(trainer)
     warnings = known.get("warnings", [])
     sink.manifest(**known)
-    for line in warnings:
+    for line in warnings if ranks is None or ranks.is_first else ():
         print(f"warning: {line}", flush=True)
     if path is not None:
-        trainer.load_state(read_state(path, device))
+        go_on_from(trainer, path)
     else:
         begin(trainer, workspace)
     sink.manifest(**trainer.trunk)
+    first_rank = ranks is None or ranks.is_first
     throughput = Throughput(train.batch * train.context)
     throughput.at(trainer.step)
     first, loss, ran = trainer.step + 1, None, None
@@ -75,52 +105,70 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
             ran = now
             sink.manifest(steps=ran)
         sink.rows("stats", done.stats)
-        if done.captured:
+        if done.captured and first_rank:
             save_captured(done.captured, captured_file(config, workspace), sink.run_id)
         if done.metrics:
             sink.metric(done.step, done.metrics)
         loss = loss if done.loss is None else done.loss
         sink.progress(done.step, train.steps, loss, throughput.at(done.step))
-        if not is_finite(done.loss):
+        if done.loss is not None and not math.isfinite(done.loss):
             raise Diverged(done.step, done.loss, train.lr)
-        if line := unsettled(trainer):
+        if line := above_source(trainer):
             print(f"warning: {line}", flush=True)
             sink.manifest(**trainer.trunk)
         due = (done.step - config.start) % train.checkpoint_every == 0 and done.step < train.steps
         if due or done.step in trainer.kept:
             save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
-    if late := [*trainer.trunk.get(UNSETTLED, ()), *dataset.untrained(trainer.val_loss)]:
+    if late := [*trainer.trunk.get(ABOVE, ()), *dataset.untrained(trainer.val_loss)]:
         sink.manifest(warnings=[*warnings, *late])
     if config.start:
-        shutil.rmtree(folder, ignore_errors=True)  # a fork is short, and its trunk is there
+        by_first(lambda: shutil.rmtree(folder, ignore_errors=True))  # a fork is short, and its trunk is there
     elif trainer.step not in trainer.kept:
         save_checkpoint(trainer, folder, rows=sink.mark(), run=sink.run_id)
 
 
-def make_up(config: ConvergenceConfig, dataset: Dataset, device: torch.device, sink: Sink, last: Path) -> None:
+def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
+    """What all ranks of a run have to agree in; names for sentences."""
+    keys = config.model_dump(mode="json", exclude={"runs_dir", "engine", "track"})
+    return {
+        "the version of hqsweep": hqsweep.__version__,
+        "the version of torch": torch.__version__,
+        "recipe": keys.pop("recipe"),
+        "seed": keys.pop("seed"),
+        "data": dataset.hash,
+        "config": keys,
+        "the numbers of their kernels": fingerprint(device),
+    }
+
+
+def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path) -> None:
     """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks, as it was asked
-    for after the trunk had passed it, or was damaged. The rows are there already."""
-    before = partial(refusal, config, sink, last.parent.parent)
-    states = {at: last.with_name(f"step_{at}.pt") for at in config.points if at <= step_of(last)}
-    for path in states.values():
-        if path.exists() and (fault := fault_of(path, sink.run_id)):
-            sink.repaired(f"{fault}; the trunk was trained again to that point")
-            discard(path)
-    missing, trainer = [at for at, path in states.items() if not is_point(path)], None
-    for point in missing:
+    for after the trunk had passed it, or was damaged. The rows are there already. build() makes its trainer."""
+    before, trainer = partial(refusal, config, sink, last.parent.parent), None
+    for point in by_first(lambda: lacking(config, sink, last)):
         sink.phase("training again to fork points that it had passed")
-        start, _ = newest(last.parent, before, before=point + 1)
+        start, _ = by_first(partial(newest, last.parent, before, before=point + 1))
         if trainer is None:
-            trainer = Trainer(config, dataset, config.recipe.build(), device)
+            trainer = build()
             if start is None:
                 begin(trainer, last.parent.parent)
         if start is not None and trainer.step < step_of(start):
-            trainer.load_state(read_state(start, device))
+            go_on_from(trainer, start)
             trainer.val_loss = trainer.evaluate() if trainer.step == point else None
         for done in trainer.steps(last=point):
             if done.loss is not None:
                 sink.progress(done.step, config.train.steps, done.loss, None)
         save_checkpoint(trainer, last.parent, rows=sink.mark(point), run=sink.run_id)
+
+
+def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
+    """The points up to the checkpoint `last` whose states are not there; damaged ones are deleted."""
+    states = {at: last.with_stem(f"step_{at}") for at in config.points if at <= step_of(last)}
+    for path in states.values():
+        if path.exists() and (fault := fault_of(path, sink.run_id)):
+            sink.repaired(f"{fault}; the trunk was trained again to that point")
+            discard(path)
+    return [at for at, path in states.items() if not is_point(path)]
 
 
 def begin(trainer: Trainer, workspace: Path) -> None:
@@ -135,33 +183,41 @@ def begin_fork(trainer: Trainer, workspace: Path) -> None:
     """Give the trainer the state of its trunk. UserError where that is not there or not what the trunk wrote, or is one
     of another step."""
     fork = trainer.config.fork
-    path = fork.state_file(workspace)
-    if not path.is_file():
+    path = fork.state_path(workspace, trainer.config.train.parallel.world)
+    if not path.exists():
         raise UserError(
             f"fork.trunk: {path} is not there, so its trunk has not come to step {fork.start}, or was trained for other"
             " points; the sweep's command trains it"
         )
     try:
-        state, sha256 = read_trunk(fork, path, trainer.device)
+        trunk, sha256 = read_trunk(fork, path, trainer.device)
     except NotAsWritten as error:
         again = "give the file that was forked" if fork.trunk_hash else "the sweep's command trains the trunk again"
         raise Damaged(path, f"{error.fault}, so it is no state of the trunk {fork.trunk_name}", again) from None
-    if state["step"] != fork.start:
-        raise UserError(
-            f"fork.trunk: {path} holds step {state['step']}; give the file the name step_{state['step']}.pt"
-        )
-    trainer.fork_from(state)
+    trainer.fork_from(trunk)
+    if trainer.step != fork.start:
+        name = path.with_stem(f"step_{trainer.step}").name
+        raise UserError(f"fork.trunk: {path} holds step {trainer.step}; give it the name {name}")
     trainer.trunk["trunk_sha256"] = sha256
 
 
-def read_trunk(fork: ForkConfig, path: Path, device: torch.device) -> tuple[dict, str]:
-    """The state of a trunk and the hash of its file. Raises NotAsWritten where it is another than the trunk's."""
+def read_trunk(fork: ForkConfig, path: Path, device: torch.device) -> tuple[dict | Path, str]:
+    """The state of a trunk and the hash of its file, or the folder that its ranks have written and the hash of that.
+    Raises NotAsWritten where it is another than the trunk's."""
+    if path.is_dir():
+        return path, by_first(lambda: check_trunk(fork, check_recorded(path), path))
     if fork.trunk_hash is not None:
         return read_state(path, device, fork.trunk_hash), fork.trunk_hash
-    state, record = read_state(path, device), read_record(path)
-    if not fork.trunk.endswith(record.run[:ID_DIGITS]):
+    return read_state(path, device), check_trunk(fork, read_record(path), path)
+
+
+def check_trunk(fork: ForkConfig, record: Record, path: Path) -> str:
+    """The hash of a checkpoint with this record. Raises NotAsWritten where it is not that of the fork's trunk."""
+    if fork.trunk_hash is None and not fork.trunk.endswith(record.run[:ID_DIGITS]):
         raise NotAsWritten(path, ANOTHER_RUN)
-    return state, record.sha256
+    if fork.trunk_hash not in (None, record.sha256):
+        raise NotAsWritten(path, ANOTHER_FILE)
+    return record.sha256
 
 
 def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: int) -> None:
@@ -201,11 +257,12 @@ def facts(trainer: Trainer) -> dict[str, object]:
         "kernel_digest": fingerprint(device),
         "data_hash": dataset.hash,
         "data": dataset.facts,
-        "params": sum(p.numel() for p in trainer.model.parameters()),
+        "params": sum(shape.numel() for shape in trainer.shapes.values()),
         "tokens": tokens,
         "epochs": dataset.epochs(tokens),
         "gemm_plan": stage_plans(trainer, trainer.stages[0]),
         "recipe_schedule": schedule_facts(trainer),
+        **trainer.adapter.facts,
         **({"warnings": warnings} if warnings else {}),
     }
 
@@ -220,7 +277,7 @@ def saved_facts(trainer: Trainer) -> dict[str, object]:
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
     inputs: dict[str, set[float]] = {}
-    for name, nbytes in trainer.adapter.saved_inputs(tokens):
+    for name, nbytes in of_stages(trainer, dict(trainer.adapter.saved_inputs(tokens))).items():
         inputs.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(nbytes)
     per_element = {name: found.pop() if len(found) == 1 else sorted(found) for name, found in inputs.items()}
     facts: dict[str, object] = {"input_bytes_per_element": per_element}
@@ -262,7 +319,7 @@ def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:
 def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
     """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
     modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
-    found = stage.recipe.resolve(role for module in modules for role in module.slot_roles().values())
+    found = stage.recipe.resolve(roles_of(trainer.model))
     facts = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}
     plans = {}
     for module in modules:
@@ -276,7 +333,16 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
             plans[module.name] = {
                 gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **facts)}" for gemm, (a, b) in pairs.items()
             }
-    return plans
+    return of_stages(trainer, plans)
+
+
+def of_stages(trainer: Trainer, facts: dict[str, T]) -> dict[str, T]:
+    """What ranks know of modules by name, of all stages of a pipeline in the model's order. A collective."""
+    if trainer.pipeline is None:
+        return facts
+    every = {name: fact for own in trainer.ranks.gather(facts) for name, fact in own.items()}
+    names = dict.fromkeys(role.name for role in roles_of(trainer.model))
+    return {name: every[name] for name in names if name in every}
 
 
 def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:

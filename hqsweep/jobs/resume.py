@@ -4,6 +4,7 @@ before, else at its start. What is damaged is never believed, and said.
 
 import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,8 @@ def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | No
     the trunk comes by again.
     """
     folder = workspace / "checkpoint"
-    for partial_file in folder.glob("*.tmp"):
-        partial_file.unlink()
+    for half in (*folder.glob("*.tmp"), *folder.glob("*.partial")):
+        shutil.rmtree(half) if half.is_dir() and not half.is_symlink() else half.unlink()
     path, faults = newest(folder, partial(refusal, config, sink, workspace))
     sink.rewind(read_record(path).rows if path else {}, step_of(path) if path else -1)
     how = f"went on from {path.name}" if path else "began again from the start"

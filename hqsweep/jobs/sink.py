@@ -57,20 +57,17 @@ class Sink(Protocol):
         """Say, and keep in the manifest, what was damaged and how the run went on without it."""
 
 
-class ListSink:
-    """Keeps everything in memory."""
+class QuietSink:
+    """Keeps nothing: that of a rank beside the one that writes, whose rows are those of all."""
 
-    run_id = ""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, list[dict]] = {name: [] for name in TABLES}
-        self.facts: dict[str, object] = {}
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
 
     def metric(self, step: int, values: dict[str, float]) -> None:
-        self.tables["metrics"] += [{"step": step, "metric": name, "value": value} for name, value in values.items()]
+        pass
 
     def rows(self, table: str, rows: list[dict]) -> None:
-        self.tables[table] += rows
+        pass
 
     def phase(self, phase: str | None) -> None:
         pass
@@ -79,6 +76,42 @@ class ListSink:
         self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
     ) -> None:
         pass
+
+    def manifest(self, **facts: object) -> None:
+        pass
+
+    def mark(self, step: int | None = None) -> dict[str, Mark]:
+        return {}
+
+    def fits(self, marks: Mapping[str, Mark]) -> str | None:
+        return None
+
+    def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
+        pass
+
+    def repaired(self, sentence: str) -> None:
+        pass
+
+    def write_parquet(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ListSink(QuietSink):
+    """Keeps everything in memory."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.tables: dict[str, list[dict]] = {name: [] for name in TABLES}
+        self.facts: dict[str, object] = {}
+
+    def metric(self, step: int, values: dict[str, float]) -> None:
+        self.tables["metrics"] += [{"step": step, "metric": name, "value": value} for name, value in values.items()]
+
+    def rows(self, table: str, rows: list[dict]) -> None:
+        self.tables[table] += rows
 
     def manifest(self, **facts: object) -> None:
         self.facts |= facts

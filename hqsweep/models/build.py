@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.train import Recompute
@@ -101,6 +102,22 @@ def check_recompute(model: nn.Module, recompute: Recompute) -> None:
             f"train.recompute: layer is Hugging Face's gradient checkpointing, which {type(model).__name__} has not;"
             " give none, and torch.utils.checkpoint in the model itself"
         )
+
+
+def check_ranks(model: nn.Module) -> None:
+    """UserError for what ranks with other sequences of a user's model would not compute as one process does."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise UserError(
+                f"train.parallel: {name} is a {type(module).__name__}, whose statistics of a batch each rank would have"
+                " of its own; train in one process, or take another norm"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"train.parallel: {name} is a number, of which ranks have no parts; give it the shape [1], or train in"
+                " one process"
+            )
 
 
 def gemm_modules(config: ConvergenceConfig, vocab_size: int) -> list[GemmModule] | None:

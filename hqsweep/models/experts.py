@@ -130,7 +130,7 @@ class ConvertedStacks:
         part = parts_of(self)[0]
         splits = Splits.of(counts, rows, experts=part.num_experts)
         if probe := current().probe:
-            probe.experts(part.name.rpartition(".")[0], splits.host)
+            probe.experts(part.name.rpartition(".")[0], splits.host, current().microbatch)
         return splits
 
     def extra_repr(self) -> str:

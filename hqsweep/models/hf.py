@@ -2,8 +2,8 @@
 lies beside weights is run. transformers, which takes seconds to import, is imported by these functions alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
             return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
     facts = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
     facts["ignore_mismatched_sizes"] = True  # which are told of below, with their names
-    with _quietly():
+    with quietly():
         model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **facts)
     _check_loaded(config, told)
     return model.train()
@@ -55,12 +55,20 @@ def hf_config(config: HFConfig) -> Any:
     return _explained(config, auto.from_pretrained, str(config.path), local_files_only=True, trust_remote_code=False)
 
 
-def causal_lm_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+Around = Callable[[], AbstractContextManager]
+"""A context that a model's forward runs in."""
+
+
+def causal_lm_loss(
+    model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
+) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
     them; what it would minimize is their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again.
-    The auxiliary loss is the term of a mixture that was told to have one (output_router_logits); None otherwise."""
+    The auxiliary loss is the term of a mixture that was told to have one (output_router_logits); None otherwise.
+    around: the context of the forward, such as head_loss.HeadLoss."""
     targets = targets.contiguous()  # which it takes a view of
-    out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    with around():
+        out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
     aux = getattr(out, "aux_loss", None)
     if aux is None or not isinstance(aux, Tensor) or not aux.is_floating_point():
         return out.loss, None
@@ -86,7 +94,7 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without transformers' bars of progress, and its report of what is told by a UserError."""
     logging = _transformers().utils.logging
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()

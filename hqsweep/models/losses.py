@@ -1,25 +1,28 @@
 """The loss of a user's model as it defines it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.models.hf import causal_lm_loss
+from hqsweep.models.hf import Around, causal_lm_loss
 
 TAKES = "it must be of Hugging Face, have a method loss(tokens, targets), or give logits [B, T, V] for [B, T]"
 
 
-def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+def model_loss(
+    model: nn.Module, inputs: Tensor, targets: Tensor, around: Around = nullcontext
+) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss or None), each [], of inputs and targets, int64 [B, T]; their sum is minimized.
 
-    Of a Hugging Face model its own loss; of one with a method `loss` what loss(inputs, targets) returns, one of them or
-    both; of any other the mean cross entropy in float32 of the logits [B, T, V] that it returns, bare, first in a tuple
-    or as `logits`. UserError for what is none of these.
+    Of a Hugging Face model its own loss, its forward in the context `around`; of one with a method `loss` what
+    loss(inputs, targets) returns, one of them or both; of any other the mean cross entropy in float32 of the logits
+    [B, T, V] that it returns, bare, first in a tuple or as `logits`. UserError for what is none of these.
     """
-    if hasattr(model, "loss_function") and hasattr(model, "config"):
-        return causal_lm_loss(model, inputs, targets)
+    if is_hugging_face(model):
+        return causal_lm_loss(model, inputs, targets, around)
     own = getattr(model, "loss", None)
     if callable(own):
         return _own(own(inputs, targets), type(model).__name__)
@@ -28,6 +31,11 @@ def model_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tenso
         came = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"model: {type(model).__name__} gave {came} for tokens {tuple(inputs.shape)}; {TAKES}")
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()), None
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether the model's forward takes labels, and computes their loss by its loss_function."""
+    return hasattr(model, "loss_function") and hasattr(model, "config")
 
 
 def _logits(out: Any) -> Any:

@@ -26,7 +26,7 @@ def _faults(model: nn.Module) -> Iterator[str]:
         at = clean_name(name) or type(model).__name__
         if getattr(module, "is_quantized", False) is True or getattr(module, "hf_quantizer", None) is not None:
             yield f"{at} is quantized by another library ({_quantizer(module)}); load it without quantization_config"
-        if _is_sharded(module):
+        if is_sharded(module):
             yield f"{at} is sharded by FSDP, whose forward takes other parameters; {ORDER}"
         for parameter_name, parameter in module.named_parameters(recurse=False):
             whose = f"{at}.{parameter_name}"
@@ -41,7 +41,7 @@ def _quantizer(module: nn.Module) -> str:
     return str(getattr(method, "quant_method", None) or type(getattr(module, "hf_quantizer", module)).__name__)
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Asked without importing torch.distributed.fsdp, which who shards a model has imported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))

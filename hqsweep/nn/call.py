@@ -12,6 +12,7 @@ from hqsweep.formats import RngKey, RngKeys, RngNumbers
 from hqsweep.memo import memo
 from hqsweep.nn.context import Context
 from hqsweep.nn.delayed import DelayedStates, ExpertStates
+from hqsweep.nn.probe import Site
 from hqsweep.nn.rounding import rounded_by
 from hqsweep.nn.slot_numbers import SlotNumbers
 from hqsweep.ops.request import Output
@@ -20,6 +21,7 @@ from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
+from hqsweep.quant.part import Part, quantize_part
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import Section
 
@@ -32,9 +34,9 @@ def slot_name(module_type: str, tensor: str, name: str, expert: int | None, part
 
 
 @memo
-def slot_names(module_type: str, tensor: str, name: str, experts: int, part: int) -> tuple[str, ...]:
-    """slot_name of every expert."""
-    return tuple(slot_name(module_type, tensor, name, expert, part) for expert in range(experts))
+def slot_names(module_type: str, tensor: str, name: str, experts: range, part: int) -> tuple[str, ...]:
+    """slot_name of these experts."""
+    return tuple(slot_name(module_type, tensor, name, expert, part) for expert in experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class Call:
     name: str
     expert: int | None = None
     """Which of the experts of a grouped linear."""
+    first_expert: int = 0
+    """The first of the experts that this rank holds, which are numbered over all ranks."""
     quantizers: Section
     dtype: torch.dtype
     context: Context
@@ -70,7 +74,8 @@ class Call:
             return self.context.numbered_key(self.slot_numbers[tensor][part])
         if self.splits is None:
             return self.context.key(slot_name(self.module_type, tensor, self.name, self.expert, part))
-        slots = slot_names(self.module_type, tensor, self.name, self.splits.count, part)
+        experts = range(self.first_expert, self.first_expert + self.splits.count)
+        slots = slot_names(self.module_type, tensor, self.name, experts, part)
         one = self.context.key("")
         return RngKeys(seed=one.seed, slots=slots, step=one.step, counter=one.counter)
 
@@ -137,6 +142,17 @@ class Call:
         states = self.states_of(tensor, x) if quantizer.delayed else None
         return quantizer.quantize_under(x, amax, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
 
+    def quantize_part(
+        self, tensor: str, x: Tensor, part: Part, *, rowwise: Output | None = None, columnwise: Output | None = None
+    ) -> HybridOperand:
+        """quantize() of one matrix, of which this rank has a part."""
+        quantizer = self.quantizer(tensor)
+        options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, x)}
+        try:
+            return quantize_part(quantizer, x, part, rowwise=rowwise, columnwise=columnwise, **options)
+        except UserError as error:
+            raise UserError(f"{self.layer}: {tensor}: {error}") from None
+
     def quantize_activated(
         self,
         tensor: str,
@@ -164,9 +180,12 @@ class Call:
         """Report x [rows, cols] to the probe, if there is one."""
         if self.context.probe:
             slot = (self.quantizer(tensor), self.key(tensor), self.states_of(tensor, x))
-            self.context.probe.tensor(self.layer, tensor, x, *slot)
+            self.context.probe.tensor(self.site(tensor, self.part_of(tensor, x)), x, *slot)
 
-    def probe_gemm(self, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
-        """Report a GEMM of unquantized a [m, k] and b [n, k], if there is a probe."""
-        if self.context.probe:
-            self.context.probe.gemm(self.layer, gemm, a, b, actual)
+    def site(self, name: str, part: Part | None) -> Site:
+        """That of a tensor or a GEMM of this call, for a probe."""
+        return Site(layer=self.layer, name=name, microbatch=self.context.microbatch, part=part)
+
+    def part_of(self, tensor: str, x: Tensor) -> Part | None:
+        """Where x lies in the matrix that ranks have in parts; None: x is all of it."""
+        return None

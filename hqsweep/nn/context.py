@@ -144,6 +144,11 @@ def autocast(enabled: bool = True, *, recipe: AnyRecipe | None = None) -> Iterat
         yield
 
 
+def within(context: Context) -> Entered[Context]:
+    """Modules called inside are in this context, in which the names of modules are claimed anew."""
+    return _CONTEXT.entered(context)
+
+
 @contextmanager
 def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
     """As it was where current() and autocast_recipe() gave these: what is computed again draws the same bits."""

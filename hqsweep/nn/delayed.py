@@ -108,6 +108,17 @@ class ExpertStates(nn.ModuleList):
             return None
         return slots_of(self, slot, quantizer, device=device, **call)
 
+    def part(self, first: int, count: int) -> "ExpertStates":
+        """Those of the experts first to first + count, which keep their numbers in a state_dict."""
+        part, names = ExpertStates(0), list(self._modules)
+        part._modules.update({name: self._modules[name] for name in names[first : first + count]})
+        return part
+
+    def numbered(self, first: int, count: int) -> "ExpertStates":
+        """Those of as many experts from the one of this number on; self where that is all."""
+        names = list(self._modules)
+        return self if count == len(names) else self.part(first - int(names[0]), count)
+
     def add(self, quantizers: Quantizers) -> None:
         """DelayedStates.add for every expert, which all have these quantizers."""
         for states in self:

@@ -12,14 +12,16 @@ from hqsweep.errors import UserError
 from hqsweep.formats import Format
 from hqsweep.gemm.native import capability_of
 from hqsweep.gemm.plan import GemmPlan, GroupGemm, gemm_plan
+from hqsweep.nn.context import current
 from hqsweep.nn.delayed import ExpertStates
 from hqsweep.nn.grouped_rows import place_rows, take_rows
 from hqsweep.nn.linear import LinearBase, as_rows
-from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear_call import Codes, LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.products import outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
+from hqsweep.nn.token_codes import sends_codes
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
@@ -72,6 +74,7 @@ class GroupedBase(LinearBase):
         quantizers, gemm = _quantizers(recipe, name, sizes.experts)
         super().__init__(name, quantizers, gemm, dtype, options)
         self.num_experts, self.in_features, self.out_features = sizes
+        self.all_experts, self.first_expert, self.mean_over = sizes.experts, 0, 1
         self.states = ExpertStates(sizes.experts)
         self.states.add(slots(quantizers))
         self._weight_splits = Splits.uniform(sizes.experts, sizes.out_features)
@@ -86,18 +89,30 @@ class GroupedBase(LinearBase):
 
     def slot_roles(self) -> dict[str, QuantizerRole | None]:
         """ "input0" -> role, for each tensor of each expert, expert by expert; then the boundary slots, one for all."""
-        return _roles(self.name, self.num_experts) | self.boundary_roles()
+        return _roles(self.name, self.all_experts) | self.boundary_roles()
 
     def get_quantizer_roles(self, *, fwd: bool) -> list[QuantizerRole | None]:
         """The roles of the forward slots, or of the backward ones, expert by expert, the boundary slot last."""
-        own = [role for role in _roles(self.name, self.num_experts).values() if (role.tensor_type in GRADIENTS) != fwd]
+        own = [role for role in _roles(self.name, self.all_experts).values() if (role.tensor_type in GRADIENTS) != fwd]
         return [*own, self.output_quantizer_role if fwd else self.grad_input_quantizer_role]
 
     def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
         """One quantizer for each tensor, and for each boundary slot; UserError where experts differ."""
-        section = _section(resolved, self.slot_roles(), self.name, self.num_experts)
+        section = _section(resolved, self.slot_roles(), self.name, self.all_experts)
         boundaries = {slot: None if role is None else resolved[role] for slot, role in self.boundary_roles().items()}
         return {tensor: getattr(section, tensor) for tensor in TENSOR_TYPES[self.module_type]} | boundaries
+
+    def hold_experts(self, first: int, count: int, mean_over: int) -> None:
+        """Be the experts first to first + count alone, with the rows that all ranks have for them: gradients of
+        parameters are divided by mean_over. Names of slots and states stay those of the whole."""
+        self.first_expert, self.num_experts, self.mean_over = first, count, mean_over
+        self.states = self.states.part(first, count)
+        self._weight_splits = Splits.uniform(count, self.out_features)
+        self._last_splits, self._plans = None, (None, "", {})
+        self.workspace.clear()
+
+    def linear_facts(self) -> dict[str, Any]:
+        return super().linear_facts() | {"first_expert": self.first_expert, "mean_over": self.mean_over}
 
     @property
     def quantization_alignment(self) -> int:
@@ -106,19 +121,36 @@ class GroupedBase(LinearBase):
         native = NATIVE_MULTIPLE if self.gemm == "native" else 1
         return math.lcm(native, quantizers.input.row_multiple, quantizers.grad_output.row_multiple)
 
+    def sends_codes(self, tensor: str, weight: Tensor) -> Format | None:
+        """The format in which the rows of "input" or "grad_output" can come from other ranks as codes, in a call now:
+        that of their rowwise operand, where nothing else is made of their values. There are no biases."""
+        quantizer = getattr(self.active_quantizers(), tensor)
+        columnwise = torch.is_grad_enabled() and weight.requires_grad
+        return quantizer.rowwise if sends_codes(quantizer, columnwise) and not current().probe else None
+
     @property
     def filling_multiple(self) -> int:
         """What rows of zeros fill up the rows of each expert to a multiple of, in a call now."""
         return self.quantization_alignment if torch.is_grad_enabled() else 1
 
     @outside_autocast
-    def product(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits, parameters: ExpertParameters) -> Tensor:
-        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has."""
+    def product(
+        self,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor | Splits,
+        parameters: ExpertParameters,
+        codes: Codes | None = None,
+    ) -> Tensor:
+        """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: see LinearCall; splits
+        are filled up then."""
         if x.shape[-1] != self.in_features:
             raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
         rows = in_dtype(as_rows(x), self.dtype)
         splits = self._splits_of(m_splits, len(rows))
-        y = self._filled_up(rows, splits, parameters)
+        if codes is None:
+            y = self._filled_up(rows, splits, parameters)
+        else:
+            y = self._apply_experts(rows, splits, parameters, codes)
         if self.active_quantizers().output is not None:
             y = LinearCall(**self.linear_facts(), splits=splits).rounded("output", y)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -157,8 +189,10 @@ class GroupedBase(LinearBase):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_last_splits": None, "_plans": (None, "", {})}
 
-    def _apply_experts(self, x: Tensor, splits: Splits, parameters: ExpertParameters) -> Tensor:
-        fields = self.linear_facts()
+    def _apply_experts(
+        self, x: Tensor, splits: Splits, parameters: ExpertParameters, codes: Codes | None = None
+    ) -> Tensor:
+        fields = self.linear_facts() | ({} if codes is None else {"codes": codes})
         plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
         call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
         weights, biases = parameters

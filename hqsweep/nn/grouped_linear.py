@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.local import local as stored
 from hqsweep.errors import UserError
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
+from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear_call import Codes
+from hqsweep.nn.module import quantized_modules
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.parameter import expert_parameters, expert_weights, gemm_weight, link_states, regroup
 from hqsweep.nn.recipe_argument import RecipeArgument
+from hqsweep.nn.tensor_parallel import local
 from hqsweep.ops.splits import Splits
 from hqsweep.recipe.roles import QuantizerRole
 
@@ -81,7 +86,12 @@ class GroupedLinear(GroupedBase):
     def _parameters_of(self, name: str) -> list[Tensor]:
         if getattr(self, f"single_grouped_{name}"):
             return [getattr(self, name)]
-        return [getattr(self, f"{name}{expert}") for expert in range(self.num_experts)]
+        return [getattr(self, f"{name}{expert}") for expert in self._numbers]
+
+    @property
+    def _numbers(self) -> range:
+        """Of the experts that are held here."""
+        return range(self.first_expert, self.first_expert + self.num_experts)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -97,12 +107,26 @@ class GroupedLinear(GroupedBase):
     def weight_dtype(self) -> torch.dtype:
         return self.weights[0].dtype
 
-    def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits) -> Tensor:
-        return self.product(x, m_splits, ExpertParameters(self.weights, self.biases))
+    def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits, codes: Codes | None = None) -> Tensor:
+        weights, biases = ([local(p) for p in of_kind] for of_kind in (self.weights, self.biases))
+        return self.product(x, m_splits, ExpertParameters(weights, biases), codes)
 
     def expert_weights(self) -> list[Tensor]:
         """The weight of each expert [N, K]: parameters, or views of the one that they are in."""
-        return expert_weights(self.weights)
+        return expert_weights([local(weight) for weight in self.weights])
+
+    def hold_experts(self, first: int, count: int, mean_over: int) -> None:
+        """GroupedBase.hold_experts, with the parameters of these experts alone, copies that share no memory with the
+        others'; with a parameter for each expert they keep their names."""
+        for name in ("weight", "bias") if self.has_bias else ("weight",):
+            if getattr(self, f"single_grouped_{name}"):
+                whole = getattr(self, name)
+                part = whole.detach()[first : first + count].clone()
+                self.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+                continue
+            for expert in set(self._numbers) - set(range(first, first + count)):
+                delattr(self, f"{name}{expert}")
+        super().hold_experts(first, count, mean_over)
 
     def _drawn(self, weight: Tensor) -> Tensor:
         return nn.init.normal_(weight, std=1 / math.sqrt(self.in_features))
@@ -110,7 +134,7 @@ class GroupedLinear(GroupedBase):
     def reset_parameters(self) -> None:
         """Draw the weights again, and zero the biases."""
         self.states.reset_parameters()
-        link_states(self.weights, self.states)
+        link_states([local(weight) for weight in self.weights], self.states)
         for weight in self.weights:
             self._drawn(weight)
         for bias in self.biases:
@@ -138,3 +162,11 @@ def _set_parallel(parameter: Tensor, dim: int | None) -> None:
     parameter.tensor_model_parallel = dim is not None
     parameter.partition_dim = -1 if dim is None else parameter.dim() + dim
     parameter.partition_stride = 1
+
+
+def link_held(model: nn.Module) -> None:
+    """Have weights that are held quantized, and shards of such, use the states that their modules have now."""
+    for module in quantized_modules(model):
+        if isinstance(module, Linear | GroupedLinear):
+            weights = [module.weight] if isinstance(module, Linear) else module.weights
+            link_states([stored(weight) for weight in weights], module.states)  # and not a view of the part

@@ -6,6 +6,8 @@ Places differ from each other, so nothing is ever added up, neither here nor in 
 import torch
 from torch import Tensor
 
+from hqsweep.nn.products import returned
+
 
 def place_rows(x: Tensor, places: Tensor, count: int) -> Tensor:
     """x [M, D] -> [count, D], zero but for row places[i], which is x[i]. places: int64 [M], none of them twice."""
@@ -21,7 +23,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(places)
-        return x.new_zeros(count, x.shape[1]).index_copy_(0, places, x)
+        return returned(x.new_zeros(count, x.shape[1]).index_copy_(0, places, x))
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:

@@ -46,7 +46,8 @@ class LayerNormLinear(AddsBranch, Linear):
         """norm.added(x, branch, dtype), and what the call of the linear is told of the norm, as fields of a LinearCall:
         what it is computed of, where it is quantized as it is computed, and then has no values; or the amaxes that the
         quantizer takes, where the norm's kernel finds them."""
-        if not use_kernels(x) or torch.compiler.is_compiling():
+        parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
+        if parts or not use_kernels(x) or torch.compiler.is_compiling():
             return *self.norm.added(x, branch, self.dtype), {}
         kept = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
         quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if kept else None)

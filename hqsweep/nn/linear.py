@@ -15,6 +15,7 @@ from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, link_states
 from hqsweep.nn.products import outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
+from hqsweep.nn.tensor_parallel import TensorParallel, local
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
@@ -33,7 +34,7 @@ def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | N
     """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call."""
     biases = () if bias is None else (bias,)
     y = call.rounded("output", LinearFunction.apply(in_dtype(as_rows(x), call.dtype), call, 1, weight, *biases))
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    return y if x.dim() == 2 else y.view(*(call.exchange.shape(x) if call.exchange else x.shape[:-1]), y.shape[-1])
 
 
 class LinearBase(QuantizedModule):
@@ -42,6 +43,8 @@ class LinearBase(QuantizedModule):
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
+    parallel: TensorParallel | None = None
+    """How the ranks of a group share it; None: each has all of it."""
 
     def __init__(
         self,
@@ -124,4 +127,8 @@ class Linear(LinearBase):
 
     def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
         """forward(x), of whose input these fields of a LinearCall are known."""
-        return linear_product(LinearCall(**self.linear_facts(), **known), x, self.weight, self.bias)
+        facts, parameters = self.linear_facts(), (self.weight, self.bias)
+        if self.parallel is not None:
+            facts["exchange"] = self.parallel.exchange(x)
+            parameters = tuple(p if p is None else local(p) for p in parameters)
+        return linear_product(LinearCall(**facts, **known), x, *parameters)

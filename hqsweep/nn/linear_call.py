@@ -1,7 +1,9 @@
 """LinearCall: a call of a linear, which has one matrix of weights or one for each expert."""
 
+from collections import UserDict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from hqsweep.gemm.native import multiply
 from hqsweep.gemm.plan import GemmPlan
 from hqsweep.memo import cached_property
 from hqsweep.nn.call import Call
+from hqsweep.nn.gathered import gathered_operand
 from hqsweep.nn.parameter import (
     AnyOperand,
     Weights,
@@ -21,17 +24,31 @@ from hqsweep.nn.parameter import (
     check_main_grad,
     expert_weights,
     held_operands,
+    is_gathered,
     is_held,
     link_states,
     weight_matrix,
 )
+from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.request import Output
+from hqsweep.quant.gather import gather_operand, sent_bytes
+from hqsweep.quant.group import quantize_group
+from hqsweep.quant.held_part import own_part
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
-from hqsweep.quant.operand import HybridOperand, Skeleton, unflatten
+from hqsweep.quant.operand import HybridOperand, Operand, Skeleton, unflatten
+from hqsweep.quant.part import Part, is_part
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
+
+PRODUCTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "weight"}
+"""GEMM -> the tensor whose values, or whose gradient, it makes, and as which that lies over ranks."""
+
+
+class Codes(UserDict[str, Operand]):
+    """Rowwise operands of tensors that have come as codes and have no values (nn.token_codes), by tensor; taken out
+    where they are read. No dict: hooks of fully_shard may copy those, and this one may be filled in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +65,12 @@ class LinearCall(Call):
     """What is known of x beforehand (HybridQuantizer.takes_amaxes)."""
     normed: list[Normed] = field(default_factory=list, compare=False)
     """What x, which has no values then, is computed of; taken out where it is quantized, so that nothing keeps it."""
+    codes: Codes | None = field(default=None, compare=False)
+    mean_over: int = 1
+    """The number of data-parallel ranks whose rows are multiplied here: gradients of parameters are divided by it, as
+    those that are averaged over these ranks."""
+    exchange: Exchange | None = None
+    """Where ranks share the linear; None: this one has all of it."""
     plans: Mapping[str, GemmPlan] | None = None
     """"fprop", "dgrad" and "wgrad" -> how it is computed for all experts."""
 
@@ -57,7 +80,8 @@ class LinearCall(Call):
         if self.splits is None:
             return (self,)
         alone = {"splits": None, "weight_splits": None, "plans": None, "workspace": None}
-        return [replace(self, expert=expert, states=states, **alone) for expert, states in enumerate(self.states)]
+        numbered = enumerate(self.states, self.first_expert)
+        return [replace(self, expert=expert, states=states, **alone) for expert, states in numbered]
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """The rows of each expert; waits for splits that only a device knows."""
@@ -79,7 +103,72 @@ class LinearCall(Call):
         """Call.quantize; of an input that is only described, from what it is computed of."""
         if tensor == "input" and self.normed:
             return self.quantizer(tensor).quantize_normed(self.normed.pop(), rowwise=rowwise, columnwise=columnwise)
+        if self.codes is not None and tensor in self.codes:
+            return self._of_codes(tensor, rowwise, columnwise, **options)
+        part = self.part_of(tensor, x)
+        if part is not None:
+            return self.quantize_part(tensor, x, part, rowwise=rowwise, columnwise=columnwise)
         return super().quantize(tensor, x, rowwise=rowwise, columnwise=columnwise, **options)
+
+    def part_of(self, tensor: str, x: Tensor) -> Part | None:
+        return None if self.exchange is None else self.exchange.parts.get(tensor)
+
+    def gathered(self, tensor: str, x: Tensor) -> Tensor:
+        """x [rows, C], or where each rank has some of its tokens those of all."""
+        return x if self.exchange is None else self.exchange.gathered(tensor, x)
+
+    def quantize_tokens(
+        self,
+        tensor: str,
+        x: Tensor,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        **options: Any,
+    ) -> HybridOperand:
+        """quantize() of a tensor of which each rank may have some of the tokens: the operands of all of them.
+
+        They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Of
+        an input that travels as codes the columnwise operand stays that of this rank's tokens, until saved_input().
+        """
+        part = self.exchange and self.exchange.tokens(tensor, len(x))
+        if part is None or not self._sends_codes(tensor, x, part, rowwise, columnwise):
+            return self.quantize(tensor, self.gathered(tensor, x), rowwise=rowwise, columnwise=columnwise, **options)
+        outputs = {"rowwise": rowwise and "codes", "columnwise": columnwise and "codes"}
+        own = self.quantize_part(tensor, x, part, **outputs)
+        row = None if rowwise is None else gather_operand(own.rowwise, 0, part)
+        column = own.columnwise
+        if column is not None and tensor != "input":
+            column = gather_operand(column, 1, part)
+        return HybridOperand(rowwise=row, columnwise=column)
+
+    def _sends_codes(
+        self, tensor: str, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+    ) -> bool:
+        """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in
+        forward and in backward."""
+        quantizer = self.quantizer(tensor)
+        if not is_part(quantizer, x, part, rowwise, columnwise):
+            return False
+        row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0
+        column = sent_bytes(quantizer.columnwise, tuple(x.shape[::-1]), 1) if columnwise else 0
+        return max(row, column) <= x.nbytes if tensor == "input" else row + column < x.nbytes
+
+    def summed(self, tensor: str, x: Tensor) -> Tensor:
+        """x [rows, C], or where each rank has a part of its sums the whole, or this rank's tokens of it."""
+        return x if self.exchange is None else self.exchange.summed(tensor, x)
+
+    def _of_codes(
+        self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any
+    ) -> HybridOperand:
+        """quantize() of a tensor of which there is the rowwise operand: the columnwise one is that of its values."""
+        row, column, quantizer = self.codes.pop(tensor), None, self.quantizer(tensor)
+        if columnwise:
+            x = torch.cat([member.dequantize() for member in row.members])
+            of_values = replace(quantizer, columnwise_source="original")
+            fields = {"keys": self.key(tensor) if quantizer.reads_key else None, "by_rows": by_rows}
+            column = quantize_group(x, self.splits, of_values, rowwise=None, columnwise=columnwise, **fields).columnwise
+        return HybridOperand(rowwise=row.operand() if rowwise == "exact" else row, columnwise=column)
 
     def product(self, gemm: str, a: AnyOperand, b: AnyOperand, out_dtype: torch.dtype) -> Tensor | Sequence[Tensor]:
         """ "fprop", "dgrad" or "wgrad", the last one for each expert. UserError, with the module's name, for what
@@ -102,16 +191,20 @@ class LinearCall(Call):
             return held_operands(weights, direction)
         takes, by_rows = self.product_takes, self.plans is not None and self.plans["dgrad"].one_kernel
 
-        def make(directions: Collection[Direction]) -> HybridOperand:
-            outputs = dict.fromkeys(directions, takes)
+        def make(directions: Collection[Direction], output: Output = takes) -> HybridOperand:
+            outputs = dict.fromkeys(directions, output)
             return self.quantize("weight", weight_matrix(weights, self.dtype), **outputs, by_rows=by_rows)
 
+        needs_column = needs_dx or direction == "columnwise"
+        if is_gathered(weights) and not torch.compiler.is_compiling():
+            return gathered_operand(self, weights, direction, make, needs_column=needs_column)
         if self.workspace is None:
             return getattr(make([direction]), direction)
         forms: dict[Direction, Hashable] = {direction: takes}
-        if needs_dx or direction == "columnwise":
+        if needs_column:
             forms["columnwise"] = (takes, by_rows)
-        return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make)
+        together = self.exchange is not None
+        return self.workspace.take(weights, forms, self.quantizers.weight, self.key("weight"), make, together)
 
     def check_weights(self, weights: Weights, needs_dx: bool, needs_dw: bool) -> None:
         """UserError, with the name of the module, for weights that one of the GEMMs could not use. A step's use of ones
@@ -134,8 +227,10 @@ class LinearCall(Call):
         """The columnwise operand of x, from what was saved of it."""
         if skeleton is None:
             outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
-            return self.quantize("input", tensors[0], **outputs).columnwise
-        return unflatten(tensors, skeleton)
+            return self.quantize("input", self.gathered("input", tensors[0]), **outputs).columnwise
+        operand = unflatten(tensors, skeleton)
+        part = None if self.exchange is None else self.exchange.tokens("input", operand.shape[1])
+        return operand if part is None else gather_operand(operand, 1, part)
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Report what forward has; x and the weights in high precision are what backward compares with."""
@@ -151,10 +246,13 @@ class LinearCall(Call):
                 call.probe_tensor(tensor, part)
 
     def probe_gemms(self, gemm: str, a: Sequence[Tensor], b: Sequence[Tensor], actual: Sequence[Tensor]) -> None:
-        """Report the GEMM of each expert that has rows, of unquantized a [m, k] and b [n, k]."""
+        """Report the GEMM of each expert that has rows, of unquantized a [m, k] and b [n, k]; `actual` is summed over
+        ranks where each has a part of the products."""
+        probe, tensor = self.context.probe, PRODUCTS[gemm]
         for call, left, right, product in zip(self.singles, a, b, actual, strict=True):
-            if left.numel():
-                call.probe_gemm(gemm, left, right, product)
+            if probe and left.numel():
+                site = call.site(gemm, call.part_of(tensor, product))
+                probe.gemm(site, left, right, product, partial(call.summed, tensor))
 
     def _probe_weight(self, weight: Tensor) -> Tensor:
         """The high-precision weight, probed. For one that is held quantized that is the probe's original of the layer;
@@ -163,7 +261,7 @@ class LinearCall(Call):
             original = self.context.probe.originals.get(self.layer)
             if original is None:
                 return weight.dequantize(self.dtype)
-            weight = original
+            weight = original if weight.part is None else own_part(original, weight.part, weight.part.axis)
         weight = weight.to(self.dtype)
         self.probe_tensor("weight", weight)
         return weight

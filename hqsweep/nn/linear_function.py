@@ -13,8 +13,16 @@ from torch import Tensor
 
 from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.call import Call
-from hqsweep.nn.parameter import AnyOperand, Weights, flatten_weights, is_held, unflatten_weights
-from hqsweep.nn.products import once_differentiable
+from hqsweep.nn.parameter import (
+    AnyOperand,
+    Weights,
+    are_filled_again,
+    flatten_weights,
+    is_held,
+    main_grad_of,
+    unflatten_weights,
+)
+from hqsweep.nn.products import once_differentiable, returned
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.request import Output
 from hqsweep.quant.operand import Skeleton, flatten
@@ -27,6 +35,9 @@ class Kept(NamedTuple):
 
     call: Call
     of_weights: int
+    own: Sequence[Tensor]
+    """Those of weights that ranks gather anew for backward, which are none of the saved ones: hooks of saved tensors
+    would copy memory that is free."""
     of_input: int
     weight_skeletons: Sequence[Skeleton]
     """Those of weights that are held; without any the tensors are the weights themselves."""
@@ -40,7 +51,7 @@ class Kept(NamedTuple):
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The saved tensors of the weights, and those of x."""
-        return tensors[: self.of_weights], tensors[self.of_weights : self.of_weights + self.of_input]
+        return self.own or tensors[: self.of_weights], tensors[self.of_weights : self.of_weights + self.of_input]
 
 
 def input_column(call: Call, needs_dw: bool) -> Output | None:
@@ -68,10 +79,12 @@ def keep(
     """
     of_weights, skeletons = flatten_weights(weights) if is_held(weights) and needs_dx else (weights, ())
     of_weights = of_weights if needs_dx else ()
+    own, of_weights = (of_weights, ()) if are_filled_again(weights) else ((), of_weights)
     saved, skeleton = flatten(column) if column is not None else ([] if x is None else [x], None)
     kept = Kept(
         call=call,
         of_weights=len(of_weights),
+        own=own,
         of_input=len(saved),
         weight_skeletons=skeletons,
         skeleton=skeleton,
@@ -98,7 +111,7 @@ def wgrad(
     _, saved = kept.parts(tensors)
     call, x = kept.call, kept.call.saved_input(saved, kept.skeleton)
     if may_add and kept.weights is not None and call.plans is None and call.gemm != "native":
-        add_mm_t(kept.weights[0].main_grad, dy, x)
+        add_mm_t(main_grad_of(kept.weights[0]), dy, x)
         return None
     return call.product("wgrad", dy, x, kept.dw_dtype)
 
@@ -114,9 +127,9 @@ def delivered(kept: Kept, gradients: Tensor | Sequence[Tensor] | None, needs: Se
     if weights is None:
         return [dw if needed else None for dw, needed in zip(gradients, needs, strict=True)]
     if whole:
-        weights[0].main_grad.add_(gradients)
+        main_grad_of(weights[0]).add_(gradients)
         return [None]
-    main_grads = weights[0].main_grad.unbind(0) if one_parameter else [weight.main_grad for weight in weights]
+    main_grads = main_grad_of(weights[0]).unbind(0) if one_parameter else [main_grad_of(weight) for weight in weights]
     needed = [i for i in range(len(gradients)) if needs[0 if one_parameter else i]]
     torch._foreach_add_([main_grads[i] for i in needed], [gradients[i] for i in needed])
     return [None] * len(needs)
@@ -135,18 +148,17 @@ class LinearFunction(torch.autograd.Function):
         needs_dx = ctx.needs_input_grad[0] and call.grad
         needs_dw = call.grad and any(ctx.needs_input_grad[3 : 3 + count])
         check_weights(call, weights, needs_dx, needs_dw)
-        column = input_column(call, needs_dw)
-        known = {"amaxes": call.input_amaxes}
-        operands = call.quantize("input", x, rowwise=call.product_takes, columnwise=column, **known)
-        y = fprop(call, weights, operands.rowwise, needs_dx)
-        ctx.probed = call.probe_forward(x, weights, y) if call.context.probe else None
+        column, known = input_column(call, needs_dw), {"amaxes": call.input_amaxes}
+        operands = call.quantize_tokens("input", x, rowwise=call.product_takes, columnwise=column, **known)
+        y = call.summed("output", fprop(call, weights, operands.rowwise, needs_dx))
+        ctx.probed = call.probe_forward(call.gathered("input", x), weights, y) if call.context.probe else None
         tensors, ctx.kept = keep(
             call, weights, x if needs_dw else None, operands.columnwise if column else None, needs_dx
         )
         ctx.call, ctx.count = call, count
         ctx.biases = [(bias.dtype, bias.dim()) for bias in biases] if biases else ()
         ctx.save_for_backward(*tensors)
-        return _add_biases(call, y, biases) if biases else y
+        return returned(_add_biases(call, y, biases) if biases else y)
 
     @staticmethod
     @once_differentiable
@@ -154,13 +166,18 @@ class LinearFunction(torch.autograd.Function):
         call, kept, count, needs_dx = ctx.call, ctx.kept, ctx.count, ctx.needs_input_grad[0]
         needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
         tensors, dx = ctx.saved_tensors, None
-        dy = in_dtype(dy, call.dtype) if call.splits is None else in_dtype(dy, call.dtype).contiguous()
+        dy = in_dtype(dy, call.dtype)
+        if call.splits is not None and not call.codes:
+            dy = dy.contiguous()
+        if ctx.probed or any(needs_db):  # which read all rows
+            dy = call.gathered("grad_output", dy)
         if ctx.probed:
             call.probe_parts("grad_output", dy)
         row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
-        operands = call.quantize("grad_output", dy, rowwise=row, columnwise=column, by_rows=call.by_rows("wgrad"))
+        outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
+        operands = call.quantize_tokens("grad_output", dy, **outputs)
         if needs_dx:
-            dx = dgrad(kept, tensors, operands.rowwise)
+            dx = call.summed("grad_input", dgrad(kept, tensors, operands.rowwise))
             if ctx.probed:
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
             dx = call.rounded("grad_input", dx)
@@ -169,9 +186,17 @@ class LinearFunction(torch.autograd.Function):
             gradients = wgrad(kept, tensors, operands.columnwise, may_add=not ctx.probed)
             if ctx.probed:
                 _probe_wgrad(call, dy, ctx.probed[0], gradients)
+            gradients = _mean(call, gradients)
             dw = delivered(kept, gradients, needs_dw)
-        db = _bias_gradients(call, dy, ctx.biases) if any(needs_db) else [None] * len(ctx.biases)
+        db = _mean(call, _bias_gradients(call, dy, ctx.biases)) if any(needs_db) else [None] * len(ctx.biases)
         return dx, None, None, *dw, *db
+
+
+def _mean(call: Call, sums: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor] | None:
+    """Gradients of parameters, divided where the rows are those of many ranks."""
+    if call.mean_over > 1 and sums is not None:
+        torch._foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
+    return sums
 
 
 def _add_biases(call: Call, y: Tensor, biases: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,8 @@ tensors, and rows of dy, 128 or a multiple of that, have the codes that they hav
 chunks' products, in float32. Where the quantizer of dy ties its rows together there is one chunk.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +19,9 @@ from hqsweep.gemm.exact import add_mm_t
 from hqsweep.nn.context import use_kernels
 from hqsweep.nn.linear import Linear, as_rows
 from hqsweep.nn.linear_call import AnyOperand, LinearCall
-from hqsweep.nn.parameter import is_held, weight_matrix
+from hqsweep.nn.parameter import is_gathered, is_held, main_grad_of, weight_matrix
 from hqsweep.nn.products import once_differentiable, outside_autocast
+from hqsweep.nn.vocabulary import split_cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
 from hqsweep.ops.request import Output
@@ -37,7 +40,7 @@ CHUNK_MULTIPLE = 128
 def forms_loss(head: Linear, h: Tensor) -> bool:
     """Whether linear_cross_entropy forms the loss of this linear and h, and its gradients, itself: on hqsweep's
     kernels, in bfloat16, without a bias and without a quantizer of the output."""
-    plain = head.dtype == torch.bfloat16 and head.bias is None
+    plain = head.dtype == torch.bfloat16 and head.bias is None and head.parallel is None
     return plain and use_kernels(h) and head.active_quantizers().output is None
 
 
@@ -71,23 +74,33 @@ def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | 
     a multiple of 128, and the first of the two ways, on any device; UserError for a linear that has no such way.
     """
     if chunk is None and not forms_loss(head, h):
-        return cross_entropy(head(h), targets)
+        return cross_entropy(head(h), targets, vocabulary_group(head))
     return _formed(head, h, targets, chunk)
 
 
-@outside_autocast
 def _formed(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
+    if head.parallel is not None:
+        raise UserError(f"{head.name}: a linear that ranks share takes no chunks")
     call = LinearCall(**head.linear_facts())
-    h, targets = in_dtype(as_rows(h), call.dtype), targets.reshape(-1)
-    if chunk is not None and (chunk <= 0 or chunk % CHUNK_MULTIPLE):
-        raise UserError(f"{head.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
     if head.bias is not None or call.quantizers.output is not None:
         raise UserError(f"{head.name}: a linear with a bias, or with a quantizer of its output, takes no chunks")
+    return product_cross_entropy(call, h, head.weight, targets, chunk)
+
+
+@outside_autocast
+def product_cross_entropy(
+    call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None
+) -> Tensor:
+    """linear_cross_entropy of h [..., K] and weight [V, K] by this call, which has no quantizer of its output, always
+    by chunks. UserError for more than one chunk where its rows depend on each other."""
+    h, targets = in_dtype(as_rows(h), call.dtype), targets.reshape(-1)
+    if chunk is not None and (chunk <= 0 or chunk % CHUNK_MULTIPLE):
+        raise UserError(f"{call.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
     fault = _tie(call)
     if chunk is not None and fault and chunk < len(h):
-        raise UserError(f"{head.name}: {fault}; leave chunk out")
-    chunk = chunk or (len(h) if fault else chunk_rows(len(h), len(head.weight)))
-    return LinearCrossEntropy.apply(h, call, targets, max(chunk, 1), head.weight)
+        raise UserError(f"{call.name}: {fault}; leave chunk out")
+    chunk = chunk or (len(h) if fault else chunk_rows(len(h), len(weight)))
+    return LinearCrossEntropy.apply(h, call, targets, max(chunk, 1), weight)
 
 
 def _tie(call: LinearCall) -> str | None:
@@ -123,7 +136,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.done, saved = True, iter(ctx.saved_tensors)
         dx, dw = (scale_(next(saved), gradient) if there else None for there in ctx.has)
         if dw is not None and ctx.weight is not None:
-            ctx.weight.main_grad.add_(dw)
+            main_grad_of(ctx.weight).add_(dw)
             dw = None
         return dx, None, None, None, dw
 
@@ -165,7 +178,7 @@ class _Chunks:
     def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
         """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
         call, takes = self.call, self.call.product_takes
-        if needs_dx and call.workspace is None and not is_held(self.weights):
+        if needs_dx and call.workspace is None and not (is_held(self.weights) or is_gathered(self.weights)):
             both = call.quantize("weight", weight_matrix(self.weights, call.dtype), rowwise=takes, columnwise=takes)
             return both.rowwise, both.columnwise
         row = call.weight(self.weights, "rowwise", needs_dx=needs_dx)
@@ -227,6 +240,15 @@ def _added(call: LinearCall, total: Gradient, dy: AnyOperand, x: AnyOperand) -> 
     return total
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy of logits [..., V] with targets int64 [...], float32 []: torch's, in float32."""
-    return F.cross_entropy(logits.float().flatten(0, -2), targets.reshape(-1))
+def vocabulary_group(head: Linear) -> Any:
+    """The ranks that have each a part of the vocabulary; None where there are none."""
+    return None if head.parallel is None or head.parallel.mode != "column" else head.parallel.group
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, group: Any = None) -> Tensor:
+    """The mean cross entropy of logits [..., V] with targets int64 [...], float32 []: torch's, in float32. group: the
+    ranks each of which has V of the vocabulary's logits, in their order (nn.vocabulary)."""
+    rows, targets = logits.flatten(0, -2), targets.reshape(-1)
+    if group is not None:
+        return split_cross_entropy(rows, targets, group)
+    return F.cross_entropy(rows.float(), targets)

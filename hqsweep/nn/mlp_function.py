@@ -78,7 +78,9 @@ class MLPFunction(torch.autograd.Function):
 
 def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
     """Whether joined() computes the MLP of x: on hqsweep's CUDA kernels, of linears in bfloat16 that nobody observes,
-    and that are no more than quantizers and GEMMs."""
+    and that are no more than quantizers and GEMMs of one rank."""
+    if fc1.parallel is not None or fc2.parallel is not None:
+        return False
     if not use_kernels(x) or current().probe or is_observed(fc1) or is_observed(fc2) or fc2.save_original_input:
         return False
     quantizers = (fc1.active_quantizers(), fc2.active_quantizers())

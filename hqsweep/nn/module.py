@@ -219,6 +219,20 @@ def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
     return found
 
 
+WHOLE_ROLES = "_hqsweep_whole_roles"
+"""Attribute of a model of which other ranks have other modules: the roles of the whole, in order."""
+
+
+def roles_of(model: nn.Module) -> list[QuantizerRole]:
+    """The roles of all modules of a model in order, over which a recipe counts layers; of a part those of the whole."""
+    whole = getattr(model, WHOLE_ROLES, None)
+    return _roles(quantized_modules(model)) if whole is None else whole
+
+
+def _roles(modules: Sequence[QuantizedModule]) -> list[QuantizerRole]:
+    return list(dict.fromkeys(role for module in modules for role in module.slot_roles().values() if role is not None))
+
+
 def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
     """Give every slot of the model the recipe's quantizer, and every module its mode of GEMMs; returns how many slots
     have changed by value.
@@ -236,12 +250,14 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
             f"set_recipe: {type(model).__name__} has no module of hqsweep.nn; build it of these, or give it to"
             " hqsweep.convert first"
         )
-    return set_recipe_of(modules, recipe)
+    return set_recipe_of(modules, recipe, getattr(model, WHOLE_ROLES, None))
 
 
-def set_recipe_of(modules: Sequence[QuantizedModule], recipe: AnyRecipe) -> int:
-    """set_recipe of a model that has these modules."""
-    roles = list(dict.fromkeys(role for module in modules for role in module.slot_roles().values() if role is not None))
+def set_recipe_of(
+    modules: Sequence[QuantizedModule], recipe: AnyRecipe, whole: Sequence[QuantizerRole] | None = None
+) -> int:
+    """set_recipe of a model that has these modules. whole: the roles of the model of which they are a part."""
+    roles = _roles(modules) if whole is None else whole
     faults = Faults()
     faults.texts += unread_overrides(recipe, roles)
     resolved = recipe.resolve(roles)

@@ -5,8 +5,10 @@ from torch import Tensor, nn
 
 from hqsweep.nn.activation import activate
 from hqsweep.nn.context import current
+from hqsweep.nn.dispatch import Dispatcher
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear_call import Codes
 from hqsweep.nn.mlp_function import joined, joins
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
@@ -66,6 +68,8 @@ class LayerNormMoE(AddsBranch):
         self.fc1 = GroupedLinear(experts, dim, 2 * ffn, name=f"{name}.fc1", options=single, **shared)
         self.fc2 = GroupedLinear(experts, ffn, dim, name=f"{name}.fc2", options=single, **shared)
         self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
+        self.dispatcher: Dispatcher | None = None
+        """How tokens reach experts that are spread over ranks (hqsweep.parallel.expert)."""
 
     def forward(self, x: Tensor) -> Routed:
         return self._added(x, None)[1:]
@@ -75,12 +79,29 @@ class LayerNormMoE(AddsBranch):
         h = h.flatten(0, -2)
         routing = self.router(h)
         if probe := current().probe:
-            probe.experts(self.name, routing.tokens.tolist())
+            probe.experts(self.name, routing.tokens.tolist(), current().microbatch)
+        y = self._mixed(routing, h) if self.dispatcher is None else self._mixed_over_ranks(routing, h, self.dispatcher)
+        return total, y.view(x.shape), routing.balance, routing.tokens
+
+    def _mixed(self, routing: Routing, h: Tensor) -> Tensor:
         splits = self._splits(routing, h)
         rows = routing.dispatch(h, self.fc1.dtype, splits)
-        hidden = activate(self.fc1(rows, splits), "swiglu")
-        y = routing.combine(self.fc2(hidden, splits), None if self.shared is None else self.shared(h), splits)
-        return total, y.view(x.shape), routing.balance, routing.tokens
+        rows = self.fc2(activate(self.fc1(rows, splits), "swiglu"), splits)
+        return routing.combine(rows, None if self.shared is None else self.shared(h), splits)
+
+    def _mixed_over_ranks(self, routing: Routing, h: Tensor, dispatcher: Dispatcher) -> Tensor:
+        fc1, fc2, multiples = self.fc1, self.fc2, {self.fc1.filling_multiple, self.fc2.filling_multiple}
+        formats, fills = (fc1.sends_codes("input", fc1.weight), fc2.sends_codes("grad_output", fc2.weight)), 1
+        if len(multiples) == 1:
+            (fills,) = multiples
+        else:  # each fills up its rows by itself, which takes values
+            formats = None, None
+        route, codes = dispatcher.send_counts(routing.tokens, fills), [None if f is None else Codes() for f in formats]
+        rows = route.go(routing.dispatch(h, fc1.dtype), formats[0], codes[0])
+        with route.context():
+            hidden = activate(fc1(rows, route.splits, codes[0]), "swiglu")
+            rows = route.come_back(fc2(hidden, route.splits, codes[1]), formats[1], codes[1])
+        return routing.combine(rows, None if self.shared is None else self.shared(h))
 
     def _splits(self, routing: Routing, h: Tensor) -> Splits:
         """One for both linears, so that a device is waited for once at most; where both fill up experts that only a

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
+from hqsweep.dist.tokens import gather_rows, sum_rows
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.linear import Linear
@@ -15,6 +18,20 @@ from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.residual import AddsBranch, is_observed
 from hqsweep.nn.rope import split_heads
 from hqsweep.recipe.roles import QuantizerRole
+
+
+class WholeSequences(torch.autograd.Function):
+    """[B, t, C] of each of W ranks -> [B, W * t, C] on every rank; gradients are summed over ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group, ctx.lead = group, len(x)
+        return gather_rows(x.flatten(0, 1), group, ctx.lead).unflatten(0, (ctx.lead, -1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return sum_rows(dy.flatten(0, 1), ctx.group, ctx.lead).unflatten(0, (ctx.lead, -1)), None
 
 
 class MultiheadAttention(AddsBranch):
@@ -62,10 +79,13 @@ class MultiheadAttention(AddsBranch):
 
     def _core(self, qkv: Tensor, *, in_place: bool = False) -> Tensor:
         """[B, T, 3 D] -> [B, T, D]. in_place: qkv is not read again."""
+        b, t = qkv.shape[:2]
+        if self.dpa.tokens is not None:
+            qkv, in_place = WholeSequences.apply(qkv, self.dpa.tokens), False
         qkv = qkv if qkv.is_cuda else qkv.float()  # CPUs have no fast attention in bfloat16
         q, k, v = split_heads(qkv, self.heads, self.rope_base, in_place=in_place)
         y = self.dpa(q, k, v, is_causal=self.is_causal)
-        return y.transpose(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
+        return y.transpose(1, 2).reshape(b, t, qkv.shape[2] // 3)
 
     def _wire_boundaries(self) -> None:
         """Give each tensor between the modules the role of its reader, or None where that reads high precision."""

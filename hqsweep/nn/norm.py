@@ -132,24 +132,28 @@ class Norm(QuantizedWeight):
         taken = dtype is torch.bfloat16 and norm.takes(x, branch, weight, dtype) and takes_normed(x)
         if is_observed(self) or not (taken and use_kernels(x)):
             return None
-        total, h, statistics = _NormedFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype)
+        bias = self._own_bias()
+        total, h, statistics = _NormedFunction.apply(x, branch, weight, bias, self.epsilon, dtype)
         rows = total.detach().flatten(0, -2)
-        return total, h, Normed(rows, weight.detach(), self.bias, statistics, self.epsilon)
+        return total, h, Normed(rows, weight.detach(), bias, statistics, self.epsilon)
 
     def _normed(
         self, x: Tensor, branch: Tensor | None, dtype: torch.dtype, amax: bool = False, signs: bool | None = None
     ) -> tuple[Tensor, ...]:
-        weight = self.quantized_weight()
+        weight, bias = self.quantized_weight(), self._own_bias()
         if use_kernels(x) and norm.takes(x, branch, weight, dtype):
             wanted = (amax, signs) if norm.measures(x, dtype) else (False, None)
-            return _NormFunction.apply(x, branch, weight, self.bias, self.epsilon, dtype, *wanted)
+            return _NormFunction.apply(x, branch, weight, bias, self.epsilon, dtype, *wanted)
         total = add_branch(x, branch)
         x, shape = total.float(), (total.shape[-1],)
-        if self.bias is None:
+        if bias is None:
             h = F.rms_norm(x, shape, weight, self.epsilon)
         else:
-            h = F.layer_norm(x, shape, weight, self.bias, self.epsilon)
+            h = F.layer_norm(x, shape, in_dtype(weight, torch.float32), in_dtype(bias, torch.float32), self.epsilon)
         return total, in_dtype(h, dtype)
+
+    def _own_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.own(self.bias)
 
     def reset_parameters(self) -> None:
         """Gain one, bias zero."""

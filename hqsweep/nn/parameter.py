@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.fsdp import unsharded_sum
+from hqsweep.dist.gathered import GatheredWeight
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.grouped import Group, Members
@@ -94,11 +96,17 @@ def is_held(weights: Weights) -> bool:
 
 def expert_weights(weights: Weights) -> list[Tensor]:
     """Each matrix [N, K], as views."""
-    return list(weights[0].unbind(0)) if weights[0].dim() == 3 else list(weights)
+    if weights[0].dim() != 3:
+        return list(weights)
+    if is_held(weights):  # of which ranks gather what one pass reads; views are of both directions
+        for direction in weights[0].metadata.directions:
+            weights[0].ready(direction)
+    return list(weights[0].unbind(0))
 
 
 def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
     """All weights, one below the other, in dtype; views whose rows are not together in memory are copied."""
+    weights = [_values(weight) for weight in weights]
     if len(weights) == 1:
         if weights[0].dim() == 2:
             return in_dtype(weights[0], dtype)
@@ -109,9 +117,28 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
     return joined
 
 
+def _values(weight: Tensor) -> Tensor:
+    """A weight, or the values of one that ranks have gathered, in the dtype that these have."""
+    if not isinstance(weight, GatheredWeight):
+        return weight
+    return weight.value if torch.compiler.is_compiling() else weight.filled()
+
+
+def is_gathered(weights: Weights) -> bool:
+    """Whether the weights of a linear are plain ones that ranks have gathered in its dtype."""
+    return isinstance(weights[0], GatheredWeight)
+
+
+def are_filled_again(weights: Weights) -> bool:
+    """Whether weights lie in memory that ranks free after forward and fill for backward; a trace cannot tell."""
+    if torch.compiler.is_compiling():
+        return False
+    return is_gathered(weights) or (is_held(weights) and weights[0].planes is not None)
+
+
 def held_operands(weights: Weights, direction: Direction) -> Operand | Members:
     """The operands of one direction of weights that are held quantized, which check_held has let pass."""
-    return _joined([getattr(weight, direction) for weight in weights])
+    return _joined([getattr(weight.ready(direction), direction) for weight in weights])
 
 
 def _joined(operands: list[Operand]) -> Operand | Members:
@@ -125,7 +152,11 @@ def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[
     linked = []
     for weight, own in zip(weights, states if one_for_each else [states], strict=True):
         if isinstance(weight, HybridQuantizedTensor):
+            if isinstance(weight, GroupedTensor):  # which may be a shard, of some of the experts
+                own = own.numbered(weight.metadata.content.first, weight.experts)
             weight.states = own.of("weight", weight.quantizer, device=weight.device)
+            if weight.planes is not None:
+                weight.planes.link(weight.states)
             linked.append(weight.states)
     return [own for each in linked if each for own in (each if isinstance(each, list) else [each])]
 
@@ -154,9 +185,15 @@ def unflatten_weights(tensors: Sequence[Tensor], skeletons: Sequence[Skeleton]) 
     return _joined([unflatten(part, skeleton) for part, skeleton in zip(parts, skeletons, strict=True)])
 
 
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """What dw is added to: weight.main_grad, or the FP32 sum of a weight under fully_shard that FSDP reduces next."""
+    main_grad = getattr(weight, "main_grad", None)
+    return unsharded_sum(weight) if main_grad is None else main_grad
+
+
 def check_main_grad(weight: Tensor) -> None:
     """UserError unless the weight has an FP32 main_grad to accumulate into."""
-    main_grad = getattr(weight, "main_grad", None)
+    main_grad = main_grad_of(weight)
     if main_grad is None or main_grad.dtype != torch.float32 or main_grad.shape != weight.shape:
         got = "none" if main_grad is None else f"{main_grad.dtype} {tuple(main_grad.shape)}"
         raise UserError(

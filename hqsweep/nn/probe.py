@@ -1,13 +1,22 @@
-"""Probe: collects error statistics of every tensor, direction and GEMM while one training step runs."""
+"""Probe: collects error statistics of every tensor, direction and GEMM while one training step runs.
 
-from collections.abc import Mapping, Sequence
+A row is about all that the step puts through one slot: the tensors of all microbatches as if they lay one below the
+other, each quantized as it is. The outputs of a GEMM likewise; that of wgrad is a product for each microbatch, of which
+the row has the errors, and not that of their sum. Weights are the same in every microbatch, and counted once.
+"""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from hqsweep.formats import RngKey
-from hqsweep.ops.stats import finite_or_none, output_error
+from hqsweep.ops.stats import OutputSums, Sums, finite_or_none, output_sums
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
+from hqsweep.quant.part import Part, is_below, part_sums
 from hqsweep.recipe.roles import TENSOR_TYPES
 from hqsweep.track.tables import ERRORS, LOADS
 
@@ -15,15 +24,77 @@ SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"
 """`tensor` of the rows that say how many tokens an expert got."""
 
+Key = tuple[str, str, str]
+"""What a row is about: the layer, the tensor or the GEMM, and the direction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What is reported: a tensor, or a product, of one call."""
+
+    layer: str
+    name: str
+    microbatch: int = 0
+    part: Part | None = None
+    """Where it lies in the matrix that ranks have in parts; None: it is all of it."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many tokens an expert got, and all experts of its mixture together."""
+
+    own: int
+    total: int
+    experts: int
+
+    def joined(self, other: "Tokens", *, below: bool = True) -> "Tokens":
+        """Those of this call and another."""
+        return Tokens(self.own + other.own, self.total + other.total, self.experts)
+
+    def to(self, device: torch.device | str) -> "Tokens":
+        """They are on no device."""
+        return self
+
+    def row(self) -> dict[str, float | None]:
+        """tokens, and load, which is that over the mean of all experts."""
+        mean = self.total / self.experts
+        return {"tokens": float(self.own), "load": self.own / mean if mean else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """All that is known for one row."""
+
+    sums: Sums | OutputSums | Tokens
+    format: str | None = None
+    cut: int | None = None
+    """The axis of the matrix along which ranks that share it have parts; None: each has seen all of it."""
+
+    def joined(self, other: "Sample", direction: str, axis: int = 0) -> "Sample":
+        """This and another of the same row, which follows it along an axis of the matrix."""
+        return replace(self, sums=self.sums.joined(other.sums, below=is_below(axis, direction)))
+
+    def to(self, device: torch.device | str) -> "Sample":
+        """The same on another device."""
+        return replace(self, sums=self.sums.to(device))
+
+
+class Captured(NamedTuple):
+    """An operand of a linear, on the CPU."""
+
+    matrix: Tensor
+    part: tuple[int, int] | None
+    """Of the part of a rank: along which axis the operand is cut, and of how many pieces a part consists."""
+
 
 class Probe:
     """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors.
 
-    What reports again under a name that has rows already is passed over: a forward that is computed again in backward
-    (the rows are those without recomputation), and further microbatches of the step.
+    What a microbatch reports again under a name is passed over: a forward that is computed again in backward, so that
+    the rows are those without recomputation.
     originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
-    capture: also keep the operands of linears [rows, cols] themselves, in CPU memory, as "LAYER.input", "LAYER.weight"
-    and "LAYER.grad_output" in `captured`.
+    capture: also keep the operands of linears [rows, cols] themselves, those of microbatch 0, in CPU memory, as
+    "LAYER.input", "LAYER.weight" and "LAYER.grad_output" in `captured`.
     """
 
     def __init__(
@@ -33,45 +104,74 @@ class Probe:
         self.originals = originals or {}
         self.gemms = gemms
         self.capture = capture
-        self.captured: dict[str, Tensor] = {}
-        self.rows: list[dict[str, object]] = []
-        self._reported: set[tuple[str, str]] = set()
+        self.operands: dict[str, Captured] = {}
+        self.samples: dict[Key, Sample] = {}
+        self._reported: set[tuple[str, str, int]] = set()
 
-    def tensor(
-        self, layer: str, tensor: str, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None
-    ) -> None:
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """The rows of what has been reported; waits for the device."""
+        return rows_of(self.step, self.samples)
+
+    @property
+    def captured(self) -> dict[str, Tensor]:
+        """The operands that are kept, or this rank's parts of them."""
+        return {name: operand.matrix for name, operand in self.operands.items()}
+
+    def tensor(self, site: Site, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None) -> None:
         """Both directions of x [rows, cols], quantized again as the module quantizes it.
 
         Errors are against the original values, also with columnwise_source rowwise_dequantized.
         """
-        if self._is_first(layer, tensor):
-            for direction, values in quantizer.statistics(x.detach(), key, states).items():
-                self._add(layer, tensor, direction, str(getattr(quantizer, direction)), values)
-            if self.capture and tensor in SLOTS:
-                self.captured[f"{layer}.{tensor}"] = x.detach().to("cpu", copy=True).contiguous()
+        if self._is_first(site):
+            x = x.detach()
+            both = (
+                quantizer.sums(x, key, states) if site.part is None else part_sums(quantizer, x, site.part, key, states)
+            )
+            for direction, sums in both.items():
+                self._add(site, direction, sums, str(getattr(quantizer, direction)))
+            if self.capture and site.name in SLOTS and site.microbatch == 0:
+                part = site.part and (site.part.axis, site.part.runs)
+                self.operands[f"{site.layer}.{site.name}"] = Captured(x.to("cpu", copy=True).contiguous(), part)
 
-    def gemm(self, layer: str, gemm: str, a: Tensor, b: Tensor, actual: Tensor) -> None:
-        """actual [m, n] against a [m, k] @ b [n, k].T of the unquantized tensors in FP32."""
-        if self.gemms and self._is_first(layer, gemm):
-            expected = a.detach().float() @ b.detach().float().t()
-            self._add(layer, gemm, "output", None, output_error(expected, actual.detach()))
+    def gemm(
+        self, site: Site, a: Tensor, b: Tensor, actual: Tensor, summed: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        """actual [m, n] against summed(a [m, k] @ b [n, k].T) of the unquantized tensors in FP32. summed: what `actual`
+        went through since the product, where ranks have parts of k."""
+        if self.gemms and self._is_first(site):
+            expected = summed(a.detach().float() @ b.detach().float().t())
+            self._add(site, "output", output_sums(expected, actual.detach()))
 
-    def experts(self, layer: str, tokens: Sequence[int]) -> None:
-        """A row for each expert of a mixture, "LAYER.0" and so on: its tokens, and its load, which is that over the
-        mean of all."""
-        if self._is_first(layer, ROUTED):
-            mean = sum(tokens) / len(tokens)
-            for expert, count in enumerate(tokens):
-                values = {"tokens": float(count), "load": count / mean if mean else None}
-                self._add(f"{layer}.{expert}", ROUTED, "output", None, values)
+    def experts(self, layer: str, tokens: Sequence[int], microbatch: int = 0) -> None:
+        """How many tokens each expert of a mixture got: a row each, of "LAYER.0" and so on."""
+        if self._is_first(Site(layer=layer, name=ROUTED, microbatch=microbatch)):
+            for expert, own in enumerate(tokens):
+                counts = Tokens(own, sum(tokens), len(tokens))
+                self._add(Site(layer=f"{layer}.{expert}", name=ROUTED), "output", counts)
 
-    def _is_first(self, layer: str, name: str) -> bool:
-        known = (layer, name) in self._reported
-        self._reported.add((layer, name))
+    def _is_first(self, site: Site) -> bool:
+        report = site.layer, site.name, 0 if is_of_step(site.name) else site.microbatch
+        known = report in self._reported
+        self._reported.add(report)
         return not known
 
-    def _add(
-        self, layer: str, tensor: str, direction: str, format: str | None, values: Mapping[str, float | None]
-    ) -> None:
-        row = {"step": self.step, "layer": layer, "tensor": tensor, "direction": direction, "format": format}
-        self.rows.append(row | dict.fromkeys((*ERRORS, *LOADS)) | finite_or_none(values))
+    def _add(self, site: Site, direction: str, sums: Sums | OutputSums | Tokens, format: str | None = None) -> None:
+        key = site.layer, site.name, direction
+        sample = Sample(sums=sums, format=format, cut=None if site.part is None else site.part.axis)
+        before = self.samples.get(key)
+        self.samples[key] = sample if before is None else before.joined(sample, direction)
+
+
+def is_of_step(name: str) -> bool:
+    """Whether a tensor is the same in all microbatches of a step."""
+    return name == "weight"
+
+
+def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
+    """A row for each, with the columns of the table "stats"."""
+    rows = []
+    for (layer, tensor, direction), sample in samples.items():
+        row = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": sample.format}
+        rows.append(row | dict.fromkeys((*ERRORS, *LOADS)) | finite_or_none(sample.sums.row()))
+    return rows

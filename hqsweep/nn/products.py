@@ -1,8 +1,12 @@
-"""Decorators of what forms products: torch's autocast does not reach them, and gradients of gradients are refused.
+"""What forms products: torch's autocast does not reach them, gradients of gradients are refused, and traces are whole.
 
 torch.autocast would give a float32 product of exact operands to bfloat16, in forward, and in backward where that is
 called inside of it. A backward whose operands are quantized is no differentiable function: autograd would take its
 tensors for constants, and second derivatives would be wrong.
+
+torch.compile of torch 2.11 gives the inputs of an autograd function zeros for gradients, in silence, where the tensor
+that its forward returns was changed in place, or given back by .to() as it was: one tensor is then two nodes of its
+graph. `returned` makes it one of its own.
 """
 
 from collections.abc import Callable
@@ -34,6 +38,11 @@ def outside_autocast(forward: Callable[..., Result]) -> Callable[..., Result]:
         return forward(module, *args, **kwargs)
 
     return run
+
+
+def returned(y: Tensor) -> Tensor:
+    """y as the forward of an autograd function returns it: in a trace a view."""
+    return y.view_as(y) if torch.compiler.is_compiling() else y
 
 
 def once_differentiable(backward: Callable[[Any, Tensor], Result]) -> Callable[[Any, Tensor], Result]:

@@ -9,6 +9,7 @@ from hqsweep.formats import Identity, RngKey
 from hqsweep.quant.delayed import SlotStates
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import Operand
+from hqsweep.quant.part import Part, quantize_part
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -29,10 +30,15 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None
 
 
-def rounded(x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None = None) -> Tensor:
-    """x [..., n] in the values of the quantizer's rowwise format, same dtype; x itself for fp32."""
+def rounded(
+    x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None = None, part: Part | None = None
+) -> Tensor:
+    """x [..., n] in the values of the quantizer's rowwise format, same dtype; x itself for fp32. part: where x lies
+    over ranks."""
 
     def quantize(rows: Tensor) -> Operand:
+        if part is not None:
+            return quantize_part(quantizer, rows, part, rowwise="codes", key=key, states=states).rowwise
         return quantizer.quantize(rows, columnwise=None, key=key, states=states).rowwise
 
     return rounded_by(x, quantizer, quantize)

@@ -63,7 +63,7 @@ class Routing:
         dtype = dtype or x.dtype
         if moves_by_kernels(x, dtype):
             return _DispatchRows.apply(x, self._places_in(splits), self.chosen.shape[1], *_filled(splits))
-        return _Dispatch.apply(in_dtype(x, dtype), self.order // self.chosen.shape[1], self.inverse)
+        return _Dispatch.apply(in_dtype(x, dtype), self.order, self.inverse, self.chosen.shape[1])
 
     def combine(self, y: Tensor, added: Tensor | None = None, splits: Splits | None = None) -> Tensor:
         """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
@@ -158,16 +158,15 @@ class _Dispatch(torch.autograd.Function):
     """Gather rows, each k times; backward sums the k gradients of a row."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor, choices: int) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.shape = x.shape
-        return x[rows]
+        ctx.shape = (len(x), choices, x.shape[1])
+        return x[order // choices]
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        count, dim = ctx.shape
-        return dy[inverse].view(count, -1, dim).sum(dim=1, dtype=torch.float32).to(dy.dtype), None, None
+        return dy[inverse].view(ctx.shape).sum(dim=1, dtype=torch.float32).to(dy.dtype), None, None, None
 
 
 class _Permute(torch.autograd.Function):

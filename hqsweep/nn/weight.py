@@ -1,5 +1,7 @@
 """QuantizedWeight: base of the modules whose weight is no GEMM operand, embedding tables and norms."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,8 @@ from hqsweep.memo import memo
 from hqsweep.nn.context import autocast_recipe, current
 from hqsweep.nn.module import QuantizedModule
 from hqsweep.nn.rounding import rounded
+from hqsweep.nn.tensor_parallel import local, sum_gradient
+from hqsweep.quant.part import Part
 from hqsweep.recipe.roles import QuantizerRole
 from hqsweep.recipe.sections import WeightQuantizers
 
@@ -15,16 +19,26 @@ class QuantizedWeight(QuantizedModule):
     """A module with one weight that is read in the values of its quantizer's rowwise format."""
 
     quantizers: WeightQuantizers
+    part: Part | None = None
+    """Where ranks share the weight; None: each has all of it."""
+    tokens_group: Any = None
+    """The ranks whose parts of the tokens the gradients of parameters are summed over."""
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """This rank's part of a parameter, as forward reads it."""
+        parameter = local(parameter)
+        return parameter if self.tokens_group is None else sum_gradient(parameter, self.tokens_group)
 
     def quantized_weight(self) -> Tensor:
-        """self.weight, rounded as `rounded` does."""
+        """self.weight, or this rank's part of it, rounded as `rounded` does."""
         quantizer, context = self.active_quantizers().weight, current()
         self.check_scope(autocast_recipe(), context)
         if quantizer.stochastic:
             self.claim_bits(context)
         call = {"step": context.step, "record": torch.is_grad_enabled(), "group": context.amax_group}
         states = self.states.of("weight", quantizer, device=self.weight.device, **call)
-        return rounded(self.weight, quantizer, context.key(_slot(self.module_type, self.name)), states)
+        weight, key = self.own(self.weight), context.key(_slot(self.module_type, self.name))
+        return rounded(weight, quantizer, key, states, self.part)
 
 
 @memo

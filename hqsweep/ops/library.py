@@ -57,6 +57,18 @@ def on_its_device(function: Callable) -> Callable:
     return guarded
 
 
+def _refusing_none(dispatched: torch._ops.OpOverload) -> Callable:
+    """What torch's dispatcher asks before it chooses a device: for a call of an operator whose tensors are an empty
+    list it would find none, and say so in a page."""
+
+    def select(keys: torch._C.DispatchKeySet, tensors: list[Tensor], *others):
+        if not tensors:
+            raise ValueError(f"{dispatched.overloadpacket}: there are no buffers; the first argument is an empty list")
+        return dispatched.redispatch(keys.remove(torch._C.DispatchKey.BackendSelect), tensors, *others)
+
+    return select
+
+
 def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", "CUDA")) -> Callable:
     """A decorator that makes a function an operator, and returns a function that calls it: directly where that is
     possible, else through torch's dispatcher. fake: its results in traced graphs."""
@@ -69,6 +81,8 @@ def operator(schema: str, *, fake: Callable, devices: tuple[str, ...] = ("CPU", 
             _library.impl(name, function if device == "CPU" else guarded, device)
         register_fake(f"hqsweep::{name}", fake, lib=_library)
         dispatched = getattr(torch.ops.hqsweep, name).default
+        if "(Tensor[] " in schema:
+            _library.impl(name, _refusing_none(dispatched), "BackendSelect", with_keyset=True)
 
         @wraps(function)
         def call(first, *others):

@@ -153,7 +153,7 @@ def dequantize(buffers, format, rows, cols, exact, dtype, offsets=None, columnwi
     by rows of X, also where they are columnwise; bytes are those of each member by itself.
     ValueError for offsets and packed buffers of other types, and for too few entries.
     """
-    if not buffers:
+    if not buffers:  # beside offsets, which have a device
         raise ValueError("there are no buffers to decode")
     first, number = buffers[0], DTYPES.get(dtype)
     if number is None:

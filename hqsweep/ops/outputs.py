@@ -145,20 +145,22 @@ class Stream(NamedTuple):
 
     key: list[int]
     """Two words and the step, as stream_of has checked."""
+    place: list[int]
+    """Of a part of an operand its first segment, and how many lie between rows; else nothing."""
     table: int
     """The address of the members' words, or 0."""
     step_at: int
     """The address of the step that stands for the key's, or 0."""
 
 
-NO_STREAM = Stream(NO_KEY, 0, 0)
+NO_STREAM = Stream(NO_KEY, [], 0, 0)
 
 
 def stream_of(key: list[int], keys: Tensor | None, step_at: int) -> Stream:
     """keys: the table of the members. ValueError for a key that is none."""
-    if len(key) != 3:
+    if len(key) not in (3, 5) or (len(key) == 5 and keys is not None):
         refuse_key(key)
-    return Stream(key, 0 if keys is None else keys.data_ptr(), step_at)
+    return Stream(key[:3], key[3:], 0 if keys is None else keys.data_ptr(), step_at)
 
 
 def direction(
@@ -183,11 +185,11 @@ def direction(
         scratch += allocated[-outputs.scratch :]
         del allocated[-outputs.scratch :]
     tensors += allocated
-    key, table, step_at = stream
+    key, place, table, step_at = stream
     try:
-        return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows, step_at)
+        return extension().Direction(outputs.spec.compiled, *key, *addresses, table, outputs.by_rows, step_at, *place)
     except TypeError:
-        refuse_key(key)
+        refuse_key([*key, *place])
 
 
 def finder(
@@ -204,16 +206,20 @@ def finder(
     check_amax(spec, "given amax", amax, count, x)
     check_amax(spec, "found amax", found, count, x)
     addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, found))
-    key, table, step_at = stream
+    key, place, table, step_at = stream
+    placed = dict(zip(("first_segment", "segments_across"), place, strict=False))
     try:
-        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at)
+        return extension().Direction(spec.compiled, *key, *addresses, keys=table, step_at=step_at, **placed)
     except TypeError:
-        refuse_key(key)
+        refuse_key([*key, *place])
 
 
 def refuse_key(key: list[int]) -> NoReturn:
     """ValueError for a key that is none."""
-    raise ValueError(f"a key is {key}; it takes two words of 32 bits and a step, none of them negative") from None
+    raise ValueError(
+        f"a key is {key}; it takes two words of 32 bits and a step, and of a part of an operand the first segment and"
+        " the segments between rows, none of them negative"
+    ) from None
 
 
 def check_amax(spec: KernelSpec, name: str, amax: Tensor | None, count: int, x: Tensor) -> None:

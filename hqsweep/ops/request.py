@@ -10,6 +10,7 @@ from torch import Tensor
 from hqsweep.config.format_text import SOURCES
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Buffers, Format, RngKey
+from hqsweep.formats.random import PlacedKey
 from hqsweep.memo import memo
 from hqsweep.ops.kernels import DTYPES, NO_KEY, KernelSpec, spec_named
 from hqsweep.ops.library import has_kernels
@@ -172,13 +173,13 @@ def use_kernel(
     return supported
 
 
-def key_words(spec: KernelSpec | None, key: RngKey | None) -> list[int]:
-    """The words of a Philox key and the step; NO_KEY where nothing is random."""
+def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[int]:
+    """The words of a Philox key and the step, and of a part of an operand its place; NO_KEY where nothing is random."""
     if spec is None or not spec.stochastic:
         return NO_KEY
     if key is None:
         raise ValueError(f"{spec.text}: encode needs an RngKey")
-    return [*key.words, key.step]
+    return [*key.words, key.step, *(key.segments if isinstance(key, PlacedKey) else ())]
 
 
 def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:

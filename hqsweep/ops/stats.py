@@ -9,13 +9,17 @@ saturation_pct share of x more than 2^-8 beyond the largest value its block can 
 scale_min/max  smallest non-zero and largest decode scale of a block, global factor included
 row_sqnr_db_*  median and 5th percentile of the rows' own SQNR, rows of zeros left out
 
+All follow from sums over the elements, from the largest and the smallest of parts, and row_sqnr_db_* from the sums over
+each operand row. So parts are joined without looking at them again: the parts of a matrix, or matrices that were
+quantized one after the other (microbatches, ranks with other tokens), each under scales and amaxes of its own.
+
 Sums over tiles of 128 x 128 elements are gathered in float32 by the kernels while they quantize, and in float64 by
 gather(), the reference; both are added in float64. With squares beyond float32 the kernels' ratios are NaN.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,13 +85,18 @@ class Sums:
         """The sums of this part and another: below it, with more operand rows, or beside it, with more of the same."""
         totals = self.totals + other.totals
         totals[3] = torch.maximum(self.totals[3], other.totals[3])
-        join = (lambda a, b: torch.cat([a, b])) if below else torch.add
+        join = (lambda a, b: torch.cat([a, b])) if below else _added
         (low, high), (other_low, other_high) = self.scales, other.scales
         return Sums(
             totals=totals, elements=self.elements + other.elements,
             scales=(_least(min, low, other_low), _least(max, high, other_high)),
             row_power=join(self.row_power, other.row_power), row_error=join(self.row_error, other.row_error),
         )  # fmt: skip
+
+    def to(self, device: torch.device | str) -> "Sums":
+        """The same on another device."""
+        tensors = {name: getattr(self, name) for name in ("totals", "row_power", "row_error")}
+        return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
 
     def row(self) -> dict[str, float]:
         """All statistics."""
@@ -101,11 +110,40 @@ class Sums:
         }
 
 
-def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
-    """sqnr_db, rel_l2, cosine and amax (of expected) for two tensors of one shape, summed in float64."""
+@dataclass(frozen=True)
+class OutputSums:
+    """Sums over the output of a GEMM, or over several of its outputs: x is what was expected, q what came out."""
+
+    x2: float
+    error2: float
+    q2: float
+    dot: float
+    amax: float
+
+    def joined(self, other: "OutputSums", *, below: bool = True) -> "OutputSums":
+        """The sums of this output and another, which lies anywhere."""
+        sums = (a + b for a, b in zip(astuple(self)[:-1], astuple(other)[:-1], strict=True))
+        return OutputSums(*sums, max(self.amax, other.amax))
+
+    def to(self, device: torch.device | str) -> "OutputSums":
+        """They are on no device."""
+        return self
+
+    def row(self) -> dict[str, float]:
+        """sqnr_db, rel_l2, cosine and amax (of x)."""
+        return _ratios(self.x2, self.error2, self.q2, self.dot, self.amax)
+
+
+def output_sums(expected: Tensor, actual: Tensor) -> OutputSums:
+    """Of two tensors of one shape, summed in float64."""
     x, q = expected.double().flatten(), actual.double().flatten()
     sums = ((x @ x), (x - q).square().sum(), (q @ q), (x @ q), _magnitude(x).max() if x.numel() else x.new_zeros(()))
-    return _ratios(*(s.item() for s in sums))
+    return OutputSums(*(s.item() for s in sums))
+
+
+def output_error(expected: Tensor, actual: Tensor) -> dict[str, float]:
+    """sqnr_db, rel_l2, cosine and amax (of expected) for two tensors of one shape, summed in float64."""
+    return output_sums(expected, actual).row()
 
 
 def tensor_error(x: Tensor, format: Format, buffers: Buffers) -> dict[str, float]:
@@ -179,6 +217,12 @@ def _scale_range(scale: Tensor | None) -> tuple[float, float]:
 def _least(choose: Callable[..., float], a: float, b: float) -> float:
     """min or max of two, of which a NaN does not count."""
     return b if math.isnan(a) else a if math.isnan(b) else choose(a, b)
+
+
+def _added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two vectors, the shorter of which ends in zeros: of sequences of unequal lengths."""
+    length = max(len(a), len(b))
+    return torch.nn.functional.pad(a, (0, length - len(a))) + torch.nn.functional.pad(b, (0, length - len(b)))
 
 
 def _row_quantiles(power: Tensor | None, error: Tensor) -> dict[str, float]:

@@ -3,9 +3,12 @@
 from typing import Any
 
 from hqsweep.quant import tensor_ops  # noqa: F401 (registers its handlers)
+from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.hybrid import HybridQuantizer, IdentityQuantizer
+from hqsweep.quant.masters import quantize_master_weights
 from hqsweep.quant.operand import HybridOperand, Operand, flatten, unflatten
+from hqsweep.quant.place import Place
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 RECIPE_NAMES = ("CustomRecipe", "DpaQuantizers", "LinearQuantizers", "QuantizerRole", "Recipe", "parse_recipe")
@@ -18,7 +21,10 @@ __all__ = [
     "HybridQuantizer",
     "IdentityQuantizer",
     "Operand",
+    "Place",
     "flatten",
+    "quantize_master_weights",
+    "quantize_shards_",
     "unflatten",
 ]
 

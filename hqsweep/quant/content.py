@@ -5,7 +5,7 @@ Both answer the same questions, so that a tensor and its metadata need not know 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -46,6 +46,10 @@ class OneMatrix:
         """The entries of Metadata.describe() besides the matrix."""
         return {}
 
+    def part(self, start: int, stop: int, size: int) -> Self:
+        """The content from start to stop along a first axis of this size."""
+        return replace(self, matrix=((stop - start) * (self.matrix[0] // size), self.matrix[1]))
+
     @property
     def extent(self) -> tuple:
         """Equal in two tensors of one quantizer where one can take the other's bytes."""
@@ -59,6 +63,9 @@ class OneMatrix:
         """Shape of the matrix that the direction's operand encodes."""
         rows, cols = self.matrix
         return (rows, cols) if direction == "rowwise" else (cols, rows)
+
+    def check_shard(self) -> None:
+        """One matrix may be a shard."""
 
     def check(self, format: Format, direction: str) -> None:
         """UserError for a shape that the format cannot hold."""
@@ -132,6 +139,11 @@ class ManyMatrices:
     def _has_experts(shape: Sequence[int]) -> bool:
         return len(shape) == AXES and shape[0] > 0
 
+    def part(self, start: int, stop: int, size: int) -> Self:
+        """The content of the experts from start to stop, of equal shapes."""
+        matrix, count = ((stop - start) * (self.matrix[0] // size), self.matrix[1]), stop - start
+        return replace(self, matrix=matrix, count=count, first=self.first + start)
+
     @property
     def extent(self) -> tuple:
         """Equal in two tensors of one quantizer where one can take the other's bytes."""
@@ -140,7 +152,7 @@ class ManyMatrices:
     @property
     def splits(self) -> Splits | Shapes:
         """Where the members are in the matrix."""
-        return self.shapes or Splits.uniform(self.count, self.matrix[0] // self.count)
+        return self.shapes or Splits.uniform(self.count, self._equal[0])
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -158,7 +170,7 @@ class ManyMatrices:
 
     @property
     def _equal(self) -> tuple[int, int]:
-        return self.matrix[0] // self.count, self.matrix[1]
+        return self.matrix[0] // max(self.count, 1), self.matrix[1]
 
     def empty_shape(self, size: Sequence[int]) -> Sequence[Any] | None:
         """Argument of empty() for a tensor of this size; None if it cannot be held so."""
@@ -172,6 +184,10 @@ class ManyMatrices:
         if self.shapes:
             return self.shapes.layout(columnwise=columnwise)
         return GroupLayout(splits=self.splits, width=self.matrix[1], columnwise=columnwise)
+
+    def check_shard(self) -> NoReturn:
+        """UserError: the members of a group are whole."""
+        raise UserError("a grouped tensor is cut between its experts, each of which is whole; it takes no place")
 
     def check(self, format: Format, direction: str) -> None:
         """UserError, naming the member, for a shape that the format cannot hold."""
@@ -224,6 +240,8 @@ class ManyMatrices:
             parts = [member.dequantize(dtype) for member in rowwise.members]
         else:
             parts = [member.dequantize(dtype).t() for member in columnwise.members]
+        if not parts:
+            return next(iter((rowwise or columnwise).buffers.values())).new_empty((0, *self._equal), dtype=dtype)
         return torch.cat([part.reshape(-1) for part in parts]) if self.shapes else torch.stack(parts)
 
 

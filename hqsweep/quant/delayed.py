@@ -19,9 +19,10 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hqsweep.errors import UserError
-from hqsweep.formats import Buffers, Format, Fp8Delayed, RngKey
+from hqsweep.formats import Buffers, Format, Fp8Delayed
 from hqsweep.formats.fp8 import end_step
 from hqsweep.ops.amax import Search, find_amax
+from hqsweep.ops.request import Target
 from hqsweep.ops.splits import Splits
 
 NO_STEP = -1
@@ -134,6 +135,8 @@ class SlotStates:
     """Whether a tensor that is held as codes is written: once between two steps that use it."""
     group: Any = None
     """The process group whose ranks share amaxes; None: all ranks."""
+    parts: Any = None
+    """The process group whose ranks each have a part of the tensor; None: every rank has all of it."""
 
     def use(self) -> None:
         """A step of the training uses a tensor that is held."""
@@ -182,12 +185,12 @@ def note(
     splits: Splits | None,
     formats: Mapping[str, Format | None],
     source: str,
-    key: RngKey | Sequence[RngKey | None] | None,
+    row: Target,
 ) -> None:
     """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories of the slots.
 
     One search for all. splits: the rows of x that belong to each slot; None: there is one slot, and its histories take
-    what is found at once. key: the rowwise one, or that of each slot.
+    what is found at once. row: by which the rows were encoded.
     """
     delayed = slots[0].delayed(formats)
     if not (slots[0].record and delayed):
@@ -201,8 +204,8 @@ def note(
     else:  # both directions of the original have one amax
         outs = dict.fromkeys(delayed, x.new_zeros(len(slots), dtype=torch.float32))
     if dequantized or splits is None:
-        amaxes, scratch = _to_decode_by(slots, x, splits, formats["rowwise"]) if dequantized else (None, None)
-        rowwise = Search(formats["rowwise"], outs.get("rowwise", scratch), amaxes, key)
+        amaxes, scratch = _to_decode_by(slots, x, splits, row) if dequantized else (None, None)
+        rowwise = Search(formats["rowwise"], outs.get("rowwise", scratch), amaxes, row.key)
         columnwise = Search(formats["columnwise"], outs.get("columnwise"))
         find_amax(x, rowwise, columnwise, columnwise_source=source, splits=splits)
     else:
@@ -214,15 +217,18 @@ def note(
 
 
 def _to_decode_by(
-    slots: Sequence[SlotStates], x: Tensor, splits: Splits | None, format: Format
+    slots: Sequence[SlotStates], x: Tensor, splits: Splits | None, row: Target
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rowwise amaxes that the rows are decoded by, where the states know them, or else memory in which they are
-    found once more, where the format has any."""
+    """The rowwise amaxes that the rows are decoded by, where the states know them or they were given, or else memory in
+    which they are found once more, where the format has any."""
+    format = row.format
     if format.delayed:
         amaxes = [slot.states["rowwise"].amax for slot in slots]
         return (amaxes[0] if splits is None else torch.cat([amax.view(-1) for amax in amaxes])), None
     if not format.amax_name:
         return None, None
+    if splits is None and row.grid is not None:
+        return row.grid[format.amax_name], None
     whole = (len(x) if format.row_scaled else len(slots),)
     shape = format.layout[format.amax_name].shape(*x.shape) if splits is None else whole
     return None, x.new_zeros(shape, dtype=torch.float32)
@@ -231,9 +237,13 @@ def _to_decode_by(
 def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> None:
     """Have the ranks of a group agree on the amaxes of the present step, in one collective for all slots.
 
-    A weight that is held as codes is left out: it is written wherever its rank is, as when a model is built. UserError
-    for +local_amax within a DistributedDataParallel that gives every rank the states of rank 0.
+    Of a weight that is held as codes only the ranks that have parts of it agree: it is written wherever its rank is, as
+    when a model is built. UserError for +local_amax within a DistributedDataParallel that gives every rank the states
+    of rank 0.
     """
+    parts = slots[0].parts
+    if slots[0].held and parts is not None:
+        _largest([slot.states[d].history[:1] for d in formats for slot in slots], parts)
     if slots[0].held or not (dist.is_available() and dist.is_initialized()):
         return
     shared, group = [d for d, format in formats.items() if not format.local_amax], slots[0].group
@@ -244,7 +254,12 @@ def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> No
             " it with broadcast_buffers=False"
         )
     if shared and dist.get_world_size(group) > 1:
-        recorded = [slot.states[d].history[:1] for d in shared for slot in slots]
-        amaxes = torch.cat(recorded)
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
-        torch._foreach_copy_(recorded, amaxes.split(1))
+        _largest([slot.states[d].history[:1] for d in shared for slot in slots], group)
+    if parts is not None and (group is not None or len(shared) < len(formats)):
+        _largest([slot.states[d].history[:1] for d in formats for slot in slots], parts)
+
+
+def _largest(recorded: list[Tensor], group: Any) -> None:
+    amaxes = torch.cat(recorded)
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)
+    torch._foreach_copy_(recorded, amaxes.split(1))

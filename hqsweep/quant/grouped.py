@@ -21,9 +21,11 @@ from hqsweep.ops.layout import refuse_unlike
 from hqsweep.ops.shapes import Shapes
 from hqsweep.quant.content import AXES, ManyMatrices, MemberShapes, joined
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.fsdp2 import with_sharding
 from hqsweep.quant.group import homogeneous
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
+from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 
 aten = torch.ops.aten
@@ -203,7 +205,8 @@ def _slice(
 
 
 def _split(x: GroupedTensor, size: int, dim: int = 0) -> list[GroupedTensor]:
-    return [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
+    parts = [_slice(x, dim, start, start + size) for start in range(0, x.shape[dim], size)]
+    return with_sharding(x, parts, Cut.of(x.metadata, x.shape, size)) if dim == 0 else parts
 
 
 def _split_with_sizes(x: GroupedTensor, sizes: list[int], dim: int = 0) -> list[GroupedTensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hqsweep.config.format_text import QUANTIZER_FIELDS, check_source, quantizer_texts
 from hqsweep.errors import UserError
-from hqsweep.formats import ExactOperand, Format, Identity, RngKey, RngKeys, parse
+from hqsweep.formats import Buffers, ExactOperand, Format, Identity, RngKey, RngKeys, parse
 from hqsweep.memo import cached_property
 from hqsweep.ops.activation import activation, activation_backward
 from hqsweep.ops.blocks import takes_formats
@@ -25,9 +25,10 @@ from hqsweep.ops.quantize_activated import quantize_activated, shape_of
 from hqsweep.ops.quantize_normed import Normed, quantize_normed
 from hqsweep.ops.request import NO_TARGET, Output, Request, Target, request_of, text_of
 from hqsweep.ops.splits import Splits
-from hqsweep.ops.stats import gather
+from hqsweep.ops.stats import Sums, gather
 from hqsweep.quant.delayed import SlotStates, grids_of, note
 from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.place import Place
 
 FIELDS = QUANTIZER_FIELDS
 DIRECTIONS = ("rowwise", "columnwise")
@@ -130,6 +131,7 @@ class HybridQuantizer:
         splits: Splits | None = None,
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
+        place: Place | None = None,
     ) -> HybridOperand:
         """[rows, cols] -> operands of the directions asked for, in one read of x; the columnwise one encodes x.T.
 
@@ -141,28 +143,63 @@ class HybridQuantizer:
         splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
         and states, into operands with a layout. by_rows: see ops.request.Target. amaxes: what takes_amaxes() names of x
         bfloat16, where it is known; otherwise it is found in a pass of its own. The bytes are the same.
+
+        place: x is a part of a whole matrix, whose elements draw the random bits that they draw there. Scales are those
+        of x: amaxes that the whole shares are given. UserError for a place together with splits.
         """
+        if place is not None and splits is not None:
+            raise UserError("quantize: a place is that of one matrix; the matrices of splits are each a whole")
         row, column = self._targets(rowwise, columnwise, by_rows)
         if amaxes:
             row, column = self._under(row, column, amaxes)
-        results = self._quantize(x, row, column, key, states, splits=splits)
+        results = self._quantize(x, row, column, key, states, splits=splits, place=place)
         return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+
+    def quantize_given(
+        self,
+        x: Tensor,
+        grids: Mapping[str, Buffers],
+        *,
+        rowwise: Output | None = "codes",
+        columnwise: Output | None = "codes",
+        key: RngKey | None = None,
+        place: Place | None = None,
+    ) -> HybridOperand:
+        """quantize() of a part of a whole under the amaxes of the whole: direction -> grid (ops.request.Target), where
+        its format takes one that the part alone does not know. UserError for a quantizer with a quantize of its own."""
+        if type(self).quantize is not HybridQuantizer.quantize:
+            raise UserError(
+                f"a part of a whole cannot be quantized by {type(self).__name__}, whose quantize is its own and may"
+                " need the whole; quantize the whole, or use the formats of HybridQuantizer"
+            )
+        row, column = self._targets(rowwise, columnwise)
+        row, column = (
+            target._replace(grid=grids.get(direction))
+            for direction, target in zip(DIRECTIONS, (row, column), strict=True)
+        )
+        results = self._quantize(x, row, column, key, None, place=place)
+        return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
 
     def quantize_under(
         self,
         x: Tensor,
-        amax: Tensor,
+        amax: Tensor | Mapping[str, Tensor | None],
         *,
         rowwise: Output | None = None,
         columnwise: Output | None = None,
         key: RngKey | None = None,
         states: SlotStates | None = None,
+        place: Place | None = None,
     ) -> HybridOperand:
         """quantize() of an x whose amax is known, float32 [1, 1]: formats with one of the whole matrix need no search.
-        The bytes are the same."""
+        The bytes are the same. Or that of each direction's operand, which it is then encoded under whatever x has, as
+        the amax of a whole that x is a part of; of +row_scaled [rows, 1]. place: see quantize()."""
         row, column = self._targets(rowwise, columnwise)
-        column = _under(column, amax) if self._column_takes_amax_of_x else column
-        results = self._quantize(x, _under(row, amax), column, key, states)
+        if isinstance(amax, Tensor):
+            row, column = _under(row, amax), _under(column, amax) if self._column_takes_amax_of_x else column
+        else:
+            row, column = _with_amaxes(row, column, amax)
+        results = self._quantize(x, row, column, key, states, place=place)
         return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
 
     def quantize_activated(
@@ -265,12 +302,27 @@ class HybridQuantizer:
         Errors are against the values of x. The pass compares an operand with what it is made from, so that with
         rowwise_dequantized the columnwise one is decoded and compared again. States are read and stay as they are.
         """
+        return {direction: sums.row() for direction, sums in self.sums(x, key, states).items()}
+
+    def sums(
+        self,
+        x: Tensor,
+        key: RngKey | None = None,
+        states: SlotStates | None = None,
+        *,
+        amaxes: Mapping[str, Tensor | None] | None = None,
+        place: Place | None = None,
+    ) -> dict[Direction, Sums]:
+        """What statistics() are made of; waits for the device. amaxes, place: as quantize_under() has them."""
         states = states and replace(states, record=False)
-        results = self._quantize(x, Target(self.rowwise), Target(self.columnwise), key, states, statistics=True)
-        column = results.columnwise_statistics
+        row, column = Target(self.rowwise), Target(self.columnwise)
+        if amaxes is not None:
+            row, column = _with_amaxes(row, column, amaxes)
+        results = self._quantize(x, row, column, key, states, place=place, statistics=True)
+        of_columns = results.columnwise_statistics
         if self.columnwise_source == "rowwise_dequantized":
-            column = gather(x.t(), self.columnwise, results.columnwise)
-        return {"rowwise": results.rowwise_statistics.row(), "columnwise": column.row()}
+            of_columns = gather(x.t(), self.columnwise, results.columnwise)
+        return {"rowwise": results.rowwise_statistics.read(), "columnwise": of_columns.read()}
 
     def _quantize(
         self,
@@ -279,13 +331,15 @@ class HybridQuantizer:
         column: Target,
         key: RngKey | Sequence[RngKey | None] | None,
         states: SlotStates | Sequence[SlotStates] | None,
+        *,
+        place: Place | None = None,
         **options: Any,
     ) -> Quantized:
         """ops.quantize with its options, under the keys and the states, which take note."""
         source = self.columnwise_source if column.format else "original"
         if states is None and not self.stochastic:
             return quantize(x, row, column, columnwise_source=source, **options)
-        keys, formats = self.direction_keys(key), {"rowwise": row.format, "columnwise": column.format}
+        keys, formats = self.direction_keys(key, place), {"rowwise": row.format, "columnwise": column.format}
         slots, splits = [states] if isinstance(states, SlotStates) else states, options.get("splits")
         grids = grids_of(slots, formats) if slots else {}
         if splits is None:
@@ -294,16 +348,22 @@ class HybridQuantizer:
         column = column._replace(key=keys["columnwise"], grid=grids.get("columnwise", column.grid))
         results = quantize(x, row, column, columnwise_source=source, **options)
         if slots:
-            note(slots, x, splits, formats, source, keys["rowwise"])
+            note(slots, x, splits, formats, source, row)
         return results
 
-    def direction_keys(self, key: RngKey | Sequence[RngKey | None] | None) -> dict[str, Any]:
-        """Direction -> its stream of the slot, or of every slot, where its format draws bits; else None."""
+    def direction_keys(
+        self, key: RngKey | Sequence[RngKey | None] | None, place: Place | None = None
+    ) -> dict[str, Any]:
+        """Direction -> its stream of the slot, or of every slot, where its format draws bits; else None. place: of a
+        part of a whole."""
         if isinstance(key, Sequence) and not isinstance(key, RngKeys):
             each = [self.direction_keys(own) for own in key]
             return {direction: [own[direction] for own in each] for direction in DIRECTIONS}
         draws = {d: key is not None and getattr(self, d).stochastic for d in DIRECTIONS}
-        return {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
+        keys = {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
+        if place is None:
+            return keys
+        return {direction: own and place.key(own, direction) for direction, own in keys.items()}
 
 
 def _takes_amax(format: Format | None) -> bool:
@@ -314,6 +374,13 @@ def _takes_amax(format: Format | None) -> bool:
 def _signs_of(format: Format | None) -> bool | None:
     """Of a columnwise format whose amax is that of transformed columns: the transform's signs; None of any other."""
     return format.rht_signed if _takes_amax(format) and format.rht else None
+
+
+def _with_amaxes(row: Target, column: Target, amaxes: Mapping[str, Tensor | None]) -> tuple[Target, Target]:
+    """The targets with the amax of each direction, where it is known."""
+    row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
+    row = row if row_amax is None else row._replace(grid={row.format.amax_name: row_amax})
+    return row, column if column_amax is None else column._replace(grid={column.format.amax_name: column_amax})
 
 
 def _under(target: Target, amax: Tensor) -> Target:

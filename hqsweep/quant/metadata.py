@@ -1,17 +1,19 @@
 """All that describes a quantized tensor but its buffers and its shape, and which buffers it takes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hqsweep.dist.exchange import Area
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
-from hqsweep.quant.content import Content, parse_content
+from hqsweep.quant.content import Content, OneMatrix, parse_content
 from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import Operand
+from hqsweep.quant.place import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,8 @@ class Metadata:
     """dtype to which values are rounded before they are quantized."""
     key: RngKey | None = None
     """Key of the last quantization, where the quantizer rounds stochastically; of a group, all members' in one."""
+    place: Place | None = None
+    """Where a shard lies in its whole weight; None: it is the whole."""
     shares_scale: bool = False
     """A part of a tensor that has entries in common with the rest, such as the scale of the tensor: not writable."""
 
@@ -42,11 +46,15 @@ class Metadata:
         source_dtype: torch.dtype | None = None,
         directions: Sequence[str] = DIRECTIONS,
         key: RngKey | None = None,
+        place: Place | None = None,
     ) -> "Metadata":
         """The metadata of a new tensor, of which a key is noted where random bits are drawn; UserError for directions
-        that do not exist, and for none."""
+        that do not exist, and for none, and for a shard that does not lie in its whole."""
         if not directions or not set(directions) <= set(DIRECTIONS):
             raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
+        if place is not None:
+            content.check_shard()
+            place.area(content.matrix)
         return cls(
             quantizer=quantizer,
             directions=tuple(d for d in DIRECTIONS if d in directions),
@@ -54,6 +62,7 @@ class Metadata:
             dtype=dtype,
             source_dtype=source_dtype or dtype,
             key=key if quantizer.stochastic else None,
+            place=place,
         )
 
     @property
@@ -69,16 +78,25 @@ class Metadata:
         held = self.directions[:1] if one else self.directions
         return [(direction, name) for direction in held for name in getattr(q, direction).layout]
 
+    def cover(self, direction: str) -> Area:
+        """The rows and columns of the whole that the operand of this direction of a shard encodes."""
+        return self.place.cover_area(getattr(self.quantizer, direction), direction, self.matrix)
+
+    def _encoded(self, direction: str) -> Content:
+        """What the direction's operand encodes: the content, or the cover of a shard."""
+        return self.content if self.place is None else OneMatrix(matrix=self.cover(direction).shape)
+
     def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """dtype and shape of one buffer; UserError for a shape that the format cannot hold."""
         format = getattr(self.quantizer, direction)
-        return format.layout[name].dtype, self.content.buffer_shape(format, name, direction)
+        return format.layout[name].dtype, self._encoded(direction).buffer_shape(format, name, direction)
 
     def empty(self, device: torch.device | str) -> dict[str, Tensor]:
         """Uninitialised buffers; UserError for a shape that a format cannot hold."""
         buffers = {}
+        whole = self.content if self.place is None else OneMatrix(matrix=self.place.whole)
         for direction in self.directions:
-            self.content.check(getattr(self.quantizer, direction), direction)
+            whole.check(getattr(self.quantizer, direction), direction)
         for direction, name in self.stored:
             dtype, shape = self.buffer(direction, name)
             buffers[f"{direction}_{name}"] = torch.empty(shape, dtype=dtype, device=device)
@@ -102,8 +120,18 @@ class Metadata:
             return None
         own = {name: buffers[f"{d}_{name}"] for d, name in self.stored if d == direction}
         own = own or {"q": self.content.turned(buffers["rowwise_q"])}  # an identity, held once
-        format, fields = getattr(self.quantizer, direction), self.content.operand_fields(direction)
+        format, fields = getattr(self.quantizer, direction), self._encoded(direction).operand_fields(direction)
         return Operand(format=format, **fields, dtype=self.source_dtype, buffers=own)
+
+    def decode(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> Tensor:
+        """The values in memory of their own, from the rowwise operand where there is one; of a shard without the rest
+        of its cover."""
+        if self.place is None:
+            return self.content.decode(rowwise, columnwise, dtype)
+        direction = "columnwise" if rowwise is None else "rowwise"
+        cover, own = self.cover(direction), self.place.area(self.matrix)
+        values = self._encoded(direction).decode(rowwise, columnwise, dtype)
+        return values if cover == own else own.of(values, cover).clone()
 
     def member(self, index: int) -> "Metadata":
         """The metadata of one member of a group."""
@@ -120,6 +148,7 @@ class Metadata:
             "source_dtype": str(self.source_dtype).removeprefix("torch."),
             "key": key and [key.seed, key.slot, key.step],
             "shares_scale": self.shares_scale,
+            **({} if self.place is None else {"place": list(astuple(self.place))}),
             **self.content.describe(),
         }
 
@@ -135,4 +164,5 @@ class Metadata:
             source_dtype=getattr(torch, described["source_dtype"]),
             key=key and RngKey(seed=key[0], slot=key[1], step=key[2]),
             shares_scale=described["shares_scale"],
+            place=Place(*described["place"]) if "place" in described else None,
         )

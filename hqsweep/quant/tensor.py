@@ -5,26 +5,42 @@ Its value is what its operands decode to. Operations that keep the operands (vie
 all others read dequantize(), and those in place quantize what they computed (quant/tensor_ops.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from hqsweep.dist.gathered import stable_hash
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.content import Content, OneMatrix
 from hqsweep.quant.delayed import SlotStates
+from hqsweep.quant.fsdp2 import ONE_ARGUMENT, note_trace
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.hybrid import DIRECTIONS, Direction, HybridQuantizer
 from hqsweep.quant.metadata import Metadata
 from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.part import Part, quantize_part
+from hqsweep.quant.place import Place
 from hqsweep.quant.tensor_dispatch import dispatch
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
 """Name of a class of quantized tensors -> the class, as files name it."""
+
+
+class _Shared:
+    """What a tensor and its views have in common: the key of the last quantization, and the exchanges by which ranks
+    write it together with so many other shards."""
+
+    def __init__(self, key: RngKey | None) -> None:
+        self.key = key
+        self.exchanges: dict[int, Any] = {}
 
 
 class HybridQuantizedTensor(torch.Tensor):
@@ -42,6 +58,14 @@ class HybridQuantizedTensor(torch.Tensor):
     high_precision_init_val: Tensor | None
     """The value that preserve_high_precision_init_val keeps, on the CPU."""
 
+    sharding: Any
+    """Of a part that is cut along the first axis, or of what was cut so, how ranks gather it (Sharding); views and
+    copies have it, too."""
+    planes: Any
+    """Of the whole that torch's fully_shard has gathered, the Sharding, which says what of it is there."""
+    part: Part | None
+    """Where it lies in a matrix that ranks share out, as hold_part cut it."""
+
     content_type: type[Content] = OneMatrix
     """The kind of content that tensors of the class have."""
     handlers: Mapping[Any, Any] = {}
@@ -53,8 +77,9 @@ class HybridQuantizedTensor(torch.Tensor):
     def __new__(cls, buffers: Mapping[str, Tensor], metadata: Metadata, shape: Sequence[int]) -> Self:
         device = next(buffers[f"{direction}_{name}"].device for direction, name in metadata.stored)
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=metadata.dtype, device=device)
-        self._metadata, self._key = metadata, [metadata.key]  # the key in a cell, which views share
+        self._metadata, self.shared = metadata, _Shared(metadata.key)
         self.quantizer, self.states, self.high_precision_init_val = metadata.quantizer, None, None
+        self.sharding = self.planes = self.part = None
         for name, buffer in buffers.items():
             setattr(self, name, buffer)  # where callers of __tensor_flatten__ look for them
         for direction in DIRECTIONS:
@@ -78,14 +103,15 @@ class HybridQuantizedTensor(torch.Tensor):
         device: torch.device | str = "cpu",
         directions: Sequence[str] = DIRECTIONS,
         key: RngKey | None = None,
+        place: Place | None = None,
     ) -> Self:
         """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold.
 
         shape: [..., cols]; of a GroupedTensor [E, N, K], or [m_e, k_e] of each member: where they differ the group is
-        flat, else it is [E, m, k].
+        flat, else it is [E, m, k]. place: the tensor is a shard, whose operands encode its cover (Place.cover).
         """
         content, shape = cls.content_type.of(shape)
-        options = {"dtype": dtype, "source_dtype": source_dtype, "directions": directions, "key": key}
+        options = {"dtype": dtype, "source_dtype": source_dtype, "directions": directions, "key": key, "place": place}
         metadata = Metadata.of(content, quantizer, **options)
         return cls(metadata.empty(device), metadata, shape)
 
@@ -121,31 +147,54 @@ class HybridQuantizedTensor(torch.Tensor):
             self.high_precision_init_val = x.detach().clone() if x.is_meta else x.detach().to("cpu", copy=True)
         return self
 
-    def quantize_(self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None) -> Self:
+    def quantize_(
+        self, x: Tensor | Sequence[Tensor], *, key: RngKey | None = None, group: ProcessGroup | None = None
+    ) -> Self:
         """Overwrite both directions with the quantized form of x, in the memory they have; returns self.
 
         x: the shape of self, any floating dtype; of a group also a tensor for each member, of its shape. key: stream of
-        +sr; by default the step of the last key plus one. UserError for another shape, for +sr without any key, and for
-        a part that shares its scale with a whole.
+        +sr; by default the step of the last key plus one. A shard takes its own part of x, and the process group whose
+        ranks hold the whole and all call this (agree.quantize_shards_); by default those that gather it. UserError for
+        another shape, for +sr without any key, for a part that shares its scale with a whole, and for a shard that
+        lacks its group.
         """
-        meta = self.metadata
-        x = x if isinstance(x, Tensor) else meta.content.joined(x).view(self.shape)
+        if self.metadata.place is not None:
+            group = group or (self.sharding and self.sharding.group)
+            quantize_shards_([self], [x], [key], group)
+            return self
+        x, key = self.begin_write(x, key)
+        with torch.no_grad():
+            nothing = self.is_meta or x.is_meta or not x.numel()
+            operands = None if nothing else self._encode(x.to(self.device, self.source_dtype), key)
+        return self.end_write(operands, x, key)
+
+    def begin_write(self, x: Tensor | Sequence[Tensor], key: RngKey | None) -> tuple[Tensor, RngKey | None]:
+        """The plain values that quantize_() was given, and the key that they are quantized by; UserError as there."""
+        x = x if isinstance(x, Tensor) else self.metadata.content.joined(x).view(self.shape)
         if tuple(x.shape) != tuple(self.shape):
             raise UserError(f"quantize_: got {tuple(x.shape)} for a tensor of shape {tuple(self.shape)}")
         self.check_writable()
-        key = self._next_key(key)
         with torch.no_grad():
-            x = x.dequantize() if isinstance(x, HybridQuantizedTensor) else x
-            if not (self.is_meta or x.is_meta):
-                self.write_(self._encode(x.to(self.device, meta.source_dtype), key))
+            return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self._next_key(key)
+
+    def end_write(self, operands: Any, x: Tensor, key: RngKey | None) -> Self:
+        """Take these operands of x (None on the meta device, and of no elements), made under this key; returns self."""
+        with torch.no_grad():
+            if operands is not None:
+                self.write_(operands)
             if self.high_precision_init_val is not None:
                 self.high_precision_init_val.copy_(x)
         torch.autograd.graph.increment_version(self)
         return self.set_key(key)
 
+    @property
+    def source_dtype(self) -> torch.dtype:
+        """dtype to which values are rounded before they are quantized."""
+        return self._metadata.source_dtype
+
     def set_key(self, key: RngKey | None) -> Self:
         """Note, for all views too, which key the present bytes were drawn with; returns self."""
-        self._key[0] = key
+        self.shared.key = key
         return self
 
     def write_(self, operands: Any) -> None:
@@ -217,7 +266,7 @@ class HybridQuantizedTensor(torch.Tensor):
     @property
     def metadata(self) -> Metadata:
         """All but the buffers and the shape."""
-        key = self._key[0]
+        key = self.shared.key
         return self._metadata if key is self._metadata.key else replace(self._metadata, key=key)
 
     @property
@@ -228,17 +277,44 @@ class HybridQuantizedTensor(torch.Tensor):
         return held if preserved is None else {**held, INIT_VAL: preserved}
 
     @property
-    def fsdp_pre_all_gather(self) -> NoReturn:
-        """Where torch's fully_shard asks how a parameter is gathered: UserError, as it would gather decoded values."""
-        raise UserError(
-            f"fully_shard: a weight held in {self.quantizer} cannot be sharded; build the model outside of"
-            " quantized_model_init, whose weights are quantized at every use"
-        )
+    def fsdp_pre_all_gather(self) -> Callable:
+        """Where torch's fully_shard asks how a shard is gathered: as codes and scales. UserError for a tensor that is
+        not cut along its first axis."""
+        if self.sharding is None:
+            raise UserError(
+                f"fully_shard: a weight held in {self.quantizer} is sharded along its first axis, Shard(0), and not"
+                " along another one"
+            )
+        gather = partial(self.sharding.pre, self)
+        gather.__signature__ = ONE_ARGUMENT
+        return gather
+
+    def fsdp_post_all_gather(
+        self, received: Sequence[Tensor], told: Any, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Self, list[Tensor]] | None:
+        """What torch's fully_shard calls with what all ranks sent: the whole tensor, whose dtype is `dtype`; with it as
+        `out`, behind the first time, that is filled anew."""
+        return self.sharding.post(self, told, dtype, is_first=out is None)
+
+    @classmethod
+    def of_whole(cls, buffers: Mapping[str, Tensor], cut: Any, dtype: torch.dtype) -> Self:
+        """The tensor that a Cut is of, made of these buffers."""
+        return cls(buffers, replace(cut.metadata, dtype=dtype), cut.shape)
+
+    def ready(self, direction: Direction) -> Self:
+        """Have the buffers of a direction at hand, where ranks gather them for one pass; returns self."""
+        if torch.compiler.is_compiling():
+            note_trace()
+        elif self.planes is not None:
+            self.planes.ready(direction)
+        return self
 
     def view_of(self, buffers: Mapping[str, Tensor], shape: Sequence[int], **changes: Any) -> Self:
         """A tensor of these views of the buffers, with `changes` to the metadata, that shares the key."""
         view = type(self)(buffers, replace(self.metadata, **changes), shape)
-        view._key, view.states = self._key, self.states
+        view.shared, view.states, view.sharding, view.planes = self.shared, self.states, self.sharding, self.planes
+        if view.shape == self.shape:
+            view.part = self.part
         return view
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
@@ -247,6 +323,10 @@ class HybridQuantizedTensor(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], metadata: Metadata, shape: Any, stride: Any) -> Any:
         return cls(inner, metadata, shape)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch keys the graphs that it caches by; its own hash takes no sizes that are symbols."""
+        return stable_hash(self)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -273,6 +353,8 @@ class HybridQuantizedTensor(torch.Tensor):
         content = meta.content
         if content.splits is None:
             states = states and states.written()
+            if self.part is not None:
+                return quantize_part(self.quantizer, x, self.part, **wanted, key=key, states=states)
             return self.quantizer.quantize(x.reshape(content.matrix), **wanted, key=key, states=states)
         states = states and [own and own.written() for own in states]
         x, keys = x.reshape(content.source_shape), content.keys(key)
@@ -298,11 +380,12 @@ class _Dequantize(torch.autograd.Function):
         ctx.dtype = x.dtype
         if x.is_meta:
             return torch.empty(x.shape, dtype=dtype, device="meta")
+        x.ready("columnwise" if x.rowwise is None else "rowwise")
         if x.rowwise is None and x.quantizer.columnwise.rht:
             raise UserError(
                 f"dequantize: columnwise {x.quantizer.columnwise} holds transformed values; keep rowwise too"
             )
-        return x.metadata.content.decode(x.rowwise, x.columnwise, dtype).view(x.shape)
+        return x.metadata.decode(x.rowwise, x.columnwise, dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:

@@ -8,12 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hqsweep.dist.exchange import Area
+from hqsweep.dist.local import first_broadcast
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
+from hqsweep.quant.blank import Blank
 from hqsweep.quant.content import OneMatrix
+from hqsweep.quant.fsdp2 import with_sharding
 from hqsweep.quant.operand import has_whole_entries, narrow
+from hqsweep.quant.shard import Cut
 from hqsweep.quant.tensor import INIT_VAL, HybridQuantizedTensor
 from hqsweep.quant.tensor_dispatch import implements
 
@@ -91,8 +97,38 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 
 @implements(aten.split.Tensor)
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
+    """Of rows as shards, which may cut blocks: they have views of all entries that their rows read."""
+    if x.part is not None:
+        raise UserError(
+            f"fully_shard: a weight held in {x.quantizer} whose matrix ranks of tp share out is not cut further; give"
+            " dp_shard=1, or build the model outside of quantized_model_init"
+        )
     starts = range(0, max(x.shape[dim], 1), max(size, 1))
-    return [_slice(x, dim, start, min(start + size, x.shape[dim])) for start in starts]
+    spans = [(start, min(start + size, x.shape[dim])) for start in starts]
+    if dim % x.dim() == 0 and _matrix_axis(x, dim) == 0:
+        cut = Cut.of(x.metadata, x.shape, size)
+        return with_sharding(x, [_shard(x, cut, *span) for span in spans], cut)
+    return [_slice(x, dim, *span) for span in spans]
+
+
+def _shard(x: HybridQuantizedTensor, cut: Cut, start: int, stop: int) -> HybridQuantizedTensor:
+    """Rows start to stop of a tensor that is cut so."""
+    meta = x.metadata
+    part, buffers, shares = cut.part(start, stop), {}, meta.shares_scale
+    if (start, stop) == (0, x.shape[0]):
+        part = replace(part, place=meta.place)
+    for direction in meta.directions:
+        operand, along = getattr(x, direction), int(direction == "columnwise")
+        before = 0 if meta.place is None else meta.cover(direction).first_row
+        cover = part.cover(direction) if part.place else Area(before, before + operand.shape[along], 0, 0)
+        first, last = cover.first_row - before, cover.last_row - before
+        own = narrow(operand, along, first, last)
+        shares = shares or has_whole_entries(operand, along) or last - first != part.matrix[0]
+        buffers |= {f"{direction}_{name}": own.buffers[name] for d, name in meta.stored if d == direction}
+    if x.high_precision_init_val is not None:
+        buffers[INIT_VAL] = x.high_precision_init_val.narrow(0, start, stop - start)
+    changes = {"content": part.content, "place": part.place, "shares_scale": shares}
+    return x.view_of(buffers, (stop - start, *x.shape[1:]), **changes)
 
 
 @implements(aten.split_with_sizes.default)
@@ -130,16 +166,22 @@ def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **op
 def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **changes: Any) -> HybridQuantizedTensor:
     """Buffers of its own; a preserved value stays on the CPU."""
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
-    return type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
+    copied = type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
+    copied.sharding, copied.part = x.sharding, x.part
+    return copied
 
 
 @implements(aten.copy_.default)
 def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False) -> HybridQuantizedTensor:
-    """From the same quantizer: its bytes. From anything else: its values, quantized."""
+    """From the same quantizer: its bytes. From anything else: its values, quantized; but not once more from the decoded
+    values that DistributedDataParallel broadcasts: its bytes are sent in their place."""
     quantized = isinstance(source, HybridQuantizedTensor)
     same = quantized and source.quantizer == x.quantizer
     same = same and set(x.metadata.directions) <= set(source.metadata.directions)
-    if not same or source.metadata.content.extent != x.metadata.content.extent:
+    broadcast = first_broadcast()
+    if broadcast is not None:
+        return _broadcast(x, *broadcast)
+    if not same or not _lie_alike(x, source):
         return x.quantize_((source.dequantize() if quantized else source).expand(x.shape))
     x.check_writable()
     x.write_(source)
@@ -151,10 +193,31 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
     return x
 
 
+def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuantizedTensor:
+    """Operands and preserved initial value of one rank of the group, for all of it."""
+    preserved = x.high_precision_init_val
+    for tensor in (*x.buffers.values(), *(() if preserved is None else (preserved,))):
+        own = tensor.to(x.device).reshape(-1).contiguous()
+        dist.broadcast(own.view(torch.uint8), group=group, group_src=source)
+        tensor.copy_(own.view(tensor.shape))
+    return x
+
+
+def _lie_alike(x: HybridQuantizedTensor, other: HybridQuantizedTensor) -> bool:
+    """Whether tensors of one quantizer have buffers of one shape, for the same part of a whole where both are parts."""
+    meta, own = other.metadata, x.metadata
+    places = {meta.place, own.place} - {None}
+    if meta.content.extent != own.content.extent or len(places) > 1:
+        return False
+    return all(meta.buffer(*name) == own.buffer(*name) for name in own.stored)
+
+
 @implements(aten.empty_like.default)
 def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> HybridQuantizedTensor:
     """What Module.to_empty makes of a parameter on the meta device; an initial value is preserved there as here."""
-    empty = _empty(x, x.metadata.content.empty_shape(x.shape) or x.shape, dtype, device)
+    metadata = replace(x.metadata, dtype=dtype or x.dtype, shares_scale=False)
+    empty = type(x)(metadata.empty(device or x.device), metadata, x.shape)
+    empty.sharding = x.sharding
     if x.high_precision_init_val is not None:
         device = "meta" if empty.is_meta else "cpu"
         empty.high_precision_init_val = torch.empty_like(x.high_precision_init_val, device=device)
@@ -163,7 +226,10 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
 
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype."""
+    """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype. Of what
+    fully_shard has cut, with other rows: what becomes a shard."""
+    if x.sharding is not None and (*size,) == (x.sharding.cut.each, *x.shape[1:]):
+        return Blank(x, size, [], dtype=dtype or x.dtype, device=device or x.device)
     shape = x.metadata.content.empty_shape(size)
     if shape is None or not (dtype or x.dtype).is_floating_point:
         return torch.zeros(size, dtype=dtype or x.dtype, device=device or x.device)

@@ -1,7 +1,7 @@
 """Python factories of recipes: names until somebody who may import them does.
 
 A config that names a module may come from anybody, so what reads a config takes the name as text. Code is imported
-for `hqsweep run` alone, and for a call in Python: see Importer and find_factory.
+for `hqsweep run` alone, see Importer, and where a call in Python is given find_factory.
 """
 
 import importlib
@@ -18,10 +18,10 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 class FindFactory(Protocol):
-    """What parse_recipe asks for the factory at "package.module.function"; `where` starts an error, `recipe` is the
-    recipe's name, "" where it has none."""
+    """What parse_recipe asks for the factory at "package.module.function"; `where` is the key that names it, and starts
+    an error."""
 
-    def __call__(self, path: str, where: str, recipe: str = "") -> Callable[..., Any]: ...
+    def __call__(self, path: str, where: str) -> Callable[..., Any]: ...
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,23 @@ class FactoryName:
     path: str
 
     def __call__(self, role: Any) -> Any:
-        raise UserError(f"{self.path} is a Python factory, which is not imported here, so nobody can say what it gives")
+        raise UserError(
+            f"{self.path} is a Python factory, which is not imported here, so nobody can say what it gives; in Python,"
+            " parse_recipe(config, find=find_factory) imports it, and CustomRecipe takes the function itself"
+        )
 
     def __str__(self) -> str:
         return f"a Python factory, {self.path}"
 
 
-def factory_name(path: str, where: str, recipe: str = "") -> FactoryName:
+def factory_name(path: str, where: str) -> FactoryName:
     """The factory as its name. Raises UserError for what is no name of a function in a module."""
     if not _PATH.fullmatch(path):
         raise UserError(f"{where}: {path!r} is no package.module.function")
     return FactoryName(path)
 
 
-def find_factory(path: str, where: str, recipe: str = "") -> Callable[..., Any]:
+def find_factory(path: str, where: str) -> Callable[..., Any]:
     """The function at "package.module.function", which imports its module, as any import finds it.
 
     Raises:
@@ -88,14 +91,13 @@ class Importer:
     """Ends the error for all others."""
     imported: list[str] = field(default_factory=list)
 
-    def __call__(self, path: str, where: str, recipe: str = "") -> Callable[..., Any]:
+    def __call__(self, path: str, where: str) -> Callable[..., Any]:
         """Raises UserError as find_factory does, and for what is not allowed."""
         factory_name(path, where)
         if self.allowed is not None and path not in self.allowed:
             raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
         if path not in self.imported:
-            whose = "model" if where.startswith("model.") else "recipe"
-            self.say(f"importing {path.rpartition('.')[0]} for {whose} {recipe or path}")
+            self.say(f"importing {path.rpartition('.')[0]} for {where}={path}")
         with _searched(self.folders):
             factory = _find(path, where, f", from {' or '.join(['the installed packages', *self.folders])}")
         if path not in self.imported:

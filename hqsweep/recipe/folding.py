@@ -34,14 +34,16 @@ def together(names: Collection[str], every: Collection[str]) -> str:
     """As in "input, weight of linear, grouped_linear; dpa": a part by its name alone where `names` has all its slots of
     `every`, and parts of which it has the same tensors once. One slot alone, and what is none, keeps its name."""
     tensors = {part: _tensors(part, names) for part in dict.fromkeys(name.rpartition(".")[0] for name in names)}
-    parts: dict[str, list[str]] = {}
+    parts: dict[tuple[str, bool], list[str]] = {}
     for part, had in tensors.items():
         whole = part and had == _tensors(part, every)
-        parts.setdefault("" if whole else ", ".join(had), []).append(part)
-    return "; ".join(_text(had, owners) for had, owners in parts.items())
+        parts.setdefault(("" if whole else ", ".join(had), bool(part)), []).append(part)
+    return "; ".join(_text(had, owners) for (had, _), owners in parts.items())
 
 
 def _text(tensors: str, parts: Sequence[str]) -> str:
+    if not any(parts):
+        return tensors
     if len(parts) == 1 and "," not in tensors:
         return ".".join(filter(None, [parts[0], tensors]))
     return f"{tensors} of {', '.join(parts)}" if tensors else ", ".join(parts)

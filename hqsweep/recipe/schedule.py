@@ -10,14 +10,13 @@ Each change starts from the recipe before it, so it says only what is new.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hqsweep.errors import UserError, nearest
 from hqsweep.formats import Format, parse
 from hqsweep.recipe.base import AnyRecipe, Change
 from hqsweep.recipe.custom import CustomRecipe
-from hqsweep.recipe.factories import FindFactory, find_factory
+from hqsweep.recipe.factories import FindFactory, factory_name
 from hqsweep.recipe.pairs import GEMMS
 from hqsweep.recipe.sectioned import KEYS, SECTIONS, Override, Recipe, parse_gemm
 from hqsweep.recipe.sections import Faults, LinearQuantizers
@@ -26,17 +25,16 @@ CUSTOM_KEYS = ("name", "qfactory", "fp8_dpa", "gemm")
 CHANGE_KEYS = ("at", *GEMMS, *(key for key in KEYS if key != "name"), "qfactory", "fp8_dpa")
 
 
-def parse_recipe(config: Mapping[str, Any], find: FindFactory = find_factory) -> AnyRecipe:
+def parse_recipe(config: Mapping[str, Any], find: FindFactory = factory_name) -> AnyRecipe:
     """The recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule of both.
 
-    Keys whose value is None count as left out. `find` gives the function of a qfactory: find_factory imports it, so a
-    config of somebody else is read with factory_name, which imports nothing.
+    Keys whose value is None count as left out. find: gives the function of a qfactory. factory_name imports nothing,
+    for a config may be somebody else's, and such a recipe refuses to quantize; find_factory imports its module.
 
     Raises UserError with the key path of every fault.
     """
     fields = {key: value for key, value in config.items() if value is not None}
     entries = fields.pop("schedule", [])
-    find = partial(find, recipe=str(fields.get("name", "")))
     recipe = before = _parse_one(fields, "recipe", find)
     if not isinstance(entries, list | tuple):
         raise UserError(

@@ -70,7 +70,9 @@ def compare(
     finals["overhead_pct"] = np.nan if design == FORK else overheads(frames, finals, partners(finals, baseline_of))
     rule = Rule(design=design, margin=study.margin, maximum=study.maximum)
     nulls = null_arms(frames.runs, baseline_of)
-    rewarm = rewarm_notes(trunks, sorted(frames.runs["point"].unique()))
+    repeated = finals[finals["arm"].isin(nulls.values())]
+    null_gaps = paired(finals, LOSSES["val"], baseline_of).loc[repeated.index].dropna()
+    rewarm = rewarm_notes(trunks, sorted(frames.runs["point"].unique()), null_gaps.tolist())
     left_out = (*frames.left_out, *without_result(trunks.runs), *without_result(frames.runs))
     groups = finals.groupby(finals["arm"].map(baseline_of), sort=False)
     families = {name: judge(rows, name, nulls.get(name), rule) for name, rows in groups}

@@ -159,7 +159,8 @@ def worst_experts(comparison: Comparison) -> TextTable:
     experts in the same direction beside it, its tokens and load; and the expert with the highest underflow."""
     rows, cells = error_rows(comparison), []
     typical = rows.groupby(["arm", "tensor", "direction"])["sqnr_db"].transform("median")
-    rows = rows.assign(typical=typical, name=rows["module"] + "." + rows["expert"].astype(str))
+    names = [f"{module}.{expert}" for module, expert in zip(rows["module"], rows["expert"], strict=True)]
+    rows = rows.assign(typical=typical, name=names)
     for (arm, tensor), own in rows.dropna(subset="sqnr_db").groupby(["arm", "tensor"], sort=False):
         if np.isposinf(own["sqnr_db"]).all():
             continue

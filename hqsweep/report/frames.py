@@ -120,12 +120,14 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
         f"{point} seed {seed}" if more else str(point)
         for point, seed, more in zip(runs["point"], runs["seed"], several, strict=True)
     ]
-    runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64"))
+    runs = runs.astype(dict.fromkeys(("step", "steps", "seconds", "tokens_per_s"), "float64")).copy()  # in one piece
     metrics = _long(runs, [rows for _, rows, _, _ in read.values()], "metrics")
     metrics = metrics.drop_duplicates(["run", "step", "metric"], keep="last", ignore_index=True)
     stats = _long(runs, [rows for _, _, rows, _ in read.values()], "stats")
     broken = metrics[~metrics["metric"].eq("grad_norm") & ~np.isfinite(metrics["value"])]
-    runs["diverged"] = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
+    diverged = runs["run"].isin(broken["run"]) | runs["reason"].astype(str).str.startswith("loss is ")
+    # An insertion into a frame of over a hundred columns of text, as a config has, warns.
+    runs = pd.concat([runs, diverged.rename("diverged")], axis=1)
     parity = tuple(row for _, _, _, rows in read.values() for row in rows)
     left_out = (*(damaged(*each) for each in faults), *map(stranger, foreign))
     return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity, left_out=left_out)

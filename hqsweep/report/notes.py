@@ -11,6 +11,9 @@ from hqsweep.report.frames import FORK, Frames
 from hqsweep.report.studies import Study
 from hqsweep.report.verdict import BLIND, FEWEST_TRUNKS
 
+CODE, TARGET = "manifest.model_code", "config.model.target"
+"""Columns of models that a function builds."""
+
 
 def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame, study: Study) -> tuple[str, ...]:
     """One sentence or two each."""
@@ -25,7 +28,25 @@ def study_notes(families: Sequence[Family], frames: Frames, finals: pd.DataFrame
     if families[0].design == FORK:
         notes += [*_coverage(families), BLIND]
     notes += [*_untrained(frames.runs, finals), *_repeated(frames.runs), *_unsampled(frames)]
+    notes += _other_code(frames.runs)
     return tuple(dict.fromkeys(notes))
+
+
+def _other_code(runs: pd.DataFrame) -> list[str]:
+    """Arms of one function's model that are of different code."""
+    if CODE not in runs or TARGET not in runs:
+        return []
+    notes = []
+    for target, same in runs.dropna(subset=[CODE]).groupby(TARGET, sort=False):
+        first = same[CODE].iloc[0]
+        others = list(dict.fromkeys(same["arm"][same[CODE] != first]))
+        if others:
+            said = ", ".join(f"'{arm}'" for arm in others)
+            notes.append(
+                f"The code of {target} changed between runs: some of {said} were trained with other code than the first"
+                f" run of '{same['arm'].iloc[0]}', so their gaps are not the recipe's alone."
+            )
+    return notes
 
 
 def _apart(family: Family) -> list[str]:

@@ -129,15 +129,14 @@ class _Writer:
         self.tokens += len(ids) + 1
 
     def finish(self) -> dict[str, Any] | None:
-        """The files are in their places, and what a Shard says of them; None without documents."""
+        """The files are in their places, and what a Shard says of them; None without documents. Nothing waits for the
+        disk: the caller does before it believes the record (prepare)."""
         if not self.lengths:
             return None
         index = encode_index(np.dtype(self.setup.dtype), np.array(self.lengths))
         self.paths["idx"].write_bytes(index)
+        self.file.close()
         for end, path in self.paths.items():
-            with path.open("rb+") if end == "idx" else self.file as file:
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(path, self.setup.out / f"{self.name}.{end}")
         return {
             "name": self.name, "tokens": self.tokens, "documents": len(self.lengths),

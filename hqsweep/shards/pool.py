@@ -40,7 +40,12 @@ def encode_all(setup: Setup, pieces: Iterator[Piece], workers: int) -> Iterator[
                 _send(idle, upcoming, crew)
                 upcoming = next(pieces, None)
             for line in wait(list(busy)):
-                yield busy.pop(line), _answer(line, crew)
+                done = busy.pop(line), _answer(line, crew)
+                if upcoming is not None:  # first, so that no worker waits while the caller writes what is done
+                    busy[line] = upcoming
+                    _send(line, upcoming, crew)
+                    upcoming = next(pieces, None)
+                yield done
     finally:
         for line, process in crew.items():
             line.close()

@@ -9,6 +9,7 @@ manifest comes last, and OUT/.prepare goes.
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -215,6 +216,7 @@ def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]
                 progress(_far(seen, total, records, kept))
 
     for (number, piece), record in encode_all(setup, to_do(), workers):
+        _on_disk(job, record)
         manifests.write_whole(_record_file(job, number), json.dumps(record).encode())
         records[number] = record
         seen += _weight(piece)
@@ -222,6 +224,14 @@ def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]
     if json.loads((job.work / "plan.json").read_bytes()) != job.plan:
         raise UserError(f"files of the source changed while they were read; delete {job.out}, and start again")
     return [records[number] for number in range(len(records))]
+
+
+def _on_disk(job: _Job, record: dict[str, Any]) -> None:
+    """Wait until the shards of a piece are on the disk, while its worker is at the next one."""
+    for shard in filter(None, (record[split] for split in SPLITS)):
+        for end in ("bin", "idx"):
+            with (job.out / f"{shard['name']}.{end}").open("rb+") as file:
+                os.fsync(file.fileno())
 
 
 def _weight(piece: list[sources.Segment]) -> int:

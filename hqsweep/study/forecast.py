@@ -14,7 +14,7 @@ from hqsweep.sweep.compose import PACKAGED
 from hqsweep.sweep.documents import check_document
 from hqsweep.sweep.files import read_rows
 from hqsweep.sweep.point import is_trunk
-from hqsweep.train.loop import pick_device
+from hqsweep.train.build import pick_device
 from hqsweep.verdicts import plan as power
 
 DESIGNS = {FORK: "forks", WHOLE: "whole runs"}

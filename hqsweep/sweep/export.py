@@ -5,7 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hqsweep.checkpoints import dcp
 from hqsweep.checkpoints.save import save_model, save_pretrained, save_state
+from hqsweep.checkpoints.sharded_load import load_sharded
 from hqsweep.checkpoints.user_model import check_same
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
@@ -13,10 +15,11 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.models.hf import meta_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.train.checkpoint import read_state
+from hqsweep.train.adapter import ModelAdapter
+from hqsweep.train.build import adapted, make_optimizer
+from hqsweep.train.checkpoint import read_state, step_of
 from hqsweep.train.fork import start_from
-from hqsweep.train.loop import adapted, make_optimizer
-from hqsweep.train.record import NotAsWritten, checkpoints
+from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -37,6 +40,9 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
         raise UserError(f"{run.path}: it is a run of the job {config.job}, which trains no model to export")
     path = _state_file(run, config, step)
     try:
+        if path.is_dir():
+            check_recorded(path)
+            return _write_folder(config, path, out), step_of(path)
         state = read_state(path, torch.device("cpu"))
     except NotAsWritten as error:
         raise Damaged(path, f"{error.fault}, so it is not exported", "export another step, or run it again") from None
@@ -56,9 +62,40 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
     return save_model(_trained(config, state), out)
 
 
+def _write_folder(config: ConvergenceConfig, path: Path, out: Path) -> Path:
+    """The weights in what ranks of a run have written, as the run's kind of model is written."""
+    weights = read_folder(path)
+    if isinstance(config.model, HFModelConfig | FactoryModelConfig):
+        return _write(config, {"model": weights}, out)
+    model = _adapter(config, len(weights["embedding.weight"])).model
+    load_sharded(model, None, path)
+    return save_model(model, out)
+
+
+def export_folder(folder: Path, out: Path) -> Path:
+    """Write the weights in a folder of torch.distributed.checkpoint as safetensors with the names that they have there.
+    Returns where they are. UserError for half a checkpoint, and where something lies at `out`."""
+    return save_state(read_folder(folder), out)
+
+
+def read_folder(folder: Path) -> dict[str, Tensor]:
+    """The weights in a folder of torch.distributed.checkpoint, by name."""
+    checkpoint = dcp.inspect_folder(folder)
+    checkpoint.check()
+    return dcp.read(checkpoint)
+
+
+def _with_ties(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights also by the other names of parameters that are one and the same in the model."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    there = {id(p): weights[name] for name, p in named.items() if name in weights}
+    return weights | {name: there[id(p)] for name, p in named.items() if name not in weights and id(p) in there}
+
+
 def _of_config(config: HFConfig, weights: dict[str, Tensor]) -> nn.Module:
     """The model of a config.json with these weights, which are not copied. UserError where they are not its."""
     model = meta_model(config)
+    weights = _with_ties(model, weights)
     wanted = {name: value.shape for name, value in model.state_dict().items()}
     if wanted != {name: value.shape for name, value in weights.items()}:
         raise UserError(
@@ -86,11 +123,16 @@ def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Pat
     return found[step]
 
 
+def _adapter(config: ConvergenceConfig, vocab_size: int) -> ModelAdapter:
+    """The model of a run, whose weights are not held quantized."""
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantized_weights": False})})
+    return adapted(plain, vocab_size, config.recipe.build(), torch.device("cpu"))
+
+
 @torch.no_grad()
 def _trained(config: ConvergenceConfig, state: dict) -> nn.Module:
     """The model of a run with the weights of one of its states."""
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"quantized_weights": False})})
-    adapter = adapted(plain, len(state["model"]["embedding.weight"]), config.recipe.build(), torch.device("cpu"))
+    adapter = _adapter(config, len(state["model"]["embedding.weight"]))
     optimizer = make_optimizer(adapter, config.train)
     start_from(adapter.model, optimizer, state)
     for parameter in adapter.model.parameters():

@@ -24,11 +24,12 @@ def fork_points(
     """The trunks, then the forks of every point of the grid, then those of the null arm.
 
     The config of a fork names its trunk only when that has a name (GridPoint.trunk). UserError for a point beyond the
-    trunk.
+    trunk, and for train.steps that is no integer.
     """
     recipe, trunks, forks = section(baseline, "recipe"), {}, []
     null = [replace(p, arm=NAME + p.settings) for p in points if p.variant == baseline.variant]
     for point, noise in [*((p, 0.0) for p in points), *((p, NULL_NOISE) for p in (null if null_arm else []))]:
+        _check_steps(point)
         trunk = None if study.goes_on else _trunk(point, study, recipe)
         if trunk is not None:
             trunk = trunks.setdefault(json.dumps(trunk.config), trunk)
@@ -47,10 +48,17 @@ def _check_alone(trunk: GridPoint, trunks: Collection[GridPoint], point: GridPoi
         )
 
 
+def _check_steps(point: GridPoint) -> None:
+    """UserError for what is no number of steps, since every run of a study has one of its own in that place."""
+    steps = section(point, "train").get("steps", 0)
+    if type(steps) is not int:
+        raise UserError(f"train.steps: got {steps!r}; must be an integer")
+
+
 def _trunk(point: GridPoint, study: ForkStudy, recipe: dict[str, Any]) -> GridPoint:
     train, last = section(point, "train"), max(study.at)
-    longest = train.get("steps")
-    if isinstance(longest, int) and last > longest:
+    longest = train.get("steps", last)
+    if last > longest:
         raise UserError(
             f"fork.at: step {last} is beyond the trunk, which has {longest} steps (train.steps); give at most that, or"
             " more of train.steps"

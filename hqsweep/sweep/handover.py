@@ -5,6 +5,7 @@ the run is finished, and takes the next. A run that ends otherwise ends its proc
 crash left behind, and the end of the file ends a worker that waits.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from hqsweep.sweep.run_dir import RunDir
 
 ANSWER = b"finished\n"
 PARENT_LOOK_S = 0.5
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl."""
 GRACE_S = 10.0
 """Seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
 
@@ -56,6 +59,12 @@ def _replace(number: int, new: int) -> None:
     """Give the open file `new` the number of another, in this process and its children."""
     os.dup2(new, number)
     os.close(new)
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process as soon as its parent is gone, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def stop_with_parent(parent: int) -> None:

@@ -17,6 +17,7 @@ from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs.convergence import check_native
+from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.point import GridPoint
@@ -30,7 +31,7 @@ from hqsweep.sweep.trunks import check_twins, linked
 from hqsweep.sweep.user_models import check_recipes, check_vocabularies, hashed
 from hqsweep.sweep.words import Words, each, read
 from hqsweep.train import data
-from hqsweep.train.loop import pick_device
+from hqsweep.train.build import pick_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +162,14 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     store.mend(plan.first.sweep, display.say)
     check(plan)
     runs, engine = folders(plan, display.say), plan.first.engine
-    limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu"}) | {"imports": plan.imports}
+    limits = engine.model_dump(exclude={"kind", "slurm", "runs_per_gpu", "gpus_per_run"}) | {"imports": plan.imports}
+    ranks = max((c.train.parallel.world for c in plan.configs if isinstance(c, ConvergenceConfig)), default=1)
     if engine.kind == "slurm":
-        run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, **limits)
+        run_slurm(runs, slurm=engine.slurm.model_dump(), display=display, force=force, ranks=ranks, **limits)
     else:
         for run in runs:
             run.job_path.unlink(missing_ok=True)
-        limits = Limits(runs_per_gpu=engine.runs_per_gpu, **limits)
+        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=ranks, **limits)
         run_local(runs, display=display, limits=limits, force=force)
     return runs
 
@@ -181,6 +183,7 @@ def _check_device(config: Config) -> None:
     if isinstance(config, ConvergenceConfig):
         device = pick_device(wanted)
         config.train.check_compile(on_gpu=device.type == "cuda")
+        check_devices(config.train.parallel, device.type)
         check_native(config, device, config.data.vocab_estimate)
 
 

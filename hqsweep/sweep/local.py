@@ -40,8 +40,10 @@ class Limits:
     workers: int | None = None
     """Runs at a time; with runs_per_gpu as slots() takes them."""
     runs_per_gpu: int | None = None
+    gpus_per_run: int = 1
+    """Of runs of several ranks; as slots() takes it."""
     threads: int | None = None
-    """CPU threads per worker; None is cores // workers, at least 1."""
+    """CPU threads per worker, which the ranks of a run share; None is cores // workers, at least 1."""
     timeout_s: float | None = None
     """Seconds that one attempt may take."""
     retries: int = 0
@@ -50,6 +52,8 @@ class Limits:
     """Seconds before the first of them, twice as long before each further one."""
     imports: Sequence[str] = ()
     """Words that tell a worker which Python factories it may import (Importer.arguments)."""
+    nodes: Sequence[str] = ()
+    """Words that tell a worker on which machines the ranks of its run are (ranks.nodes_arguments)."""
     fail_fast: bool = False
     """Start nothing more after the first run that failed, retries included."""
 
@@ -64,9 +68,10 @@ def run_local(
     At one of STOP_SIGNALS the workers are stopped, their runs are interrupted, and SystemExit(128 + signal) is raised;
     a second signal kills them at once. To be called from the main thread.
     """
-    free = slots(limits.workers, limits.runs_per_gpu)
+    free = slots(limits.workers, limits.runs_per_gpu, limits.gpus_per_run)
     threads = thread_limits(limits.threads or max(1, cores() // len(free)))
-    pool = _Pool(display=display, limits=limits, slots=[Slot({**threads, **gpu}, limits.imports) for gpu in free])
+    words = [*limits.imports, *limits.nodes]
+    pool = _Pool(display=display, limits=limits, slots=[Slot({**threads, **gpu}, words) for gpu in free])
     with display, _caught_signals() as caught:
         try:
             pool.enqueue(runs, force=force)
@@ -205,10 +210,10 @@ class _Pool:
             attempt.stop("failed", DELETED)
         elif status["state"] != "damaged":
             self._show(active.task.run, status)
-        if attempt.stalled():
-            pid = attempt.worker.pid
+        if (pid := attempt.stalled()) is not None:
+            whose = "its worker" if pid == attempt.worker.pid else "one of its ranks"
             self.display.say(
-                f"{active.task.run.name}: its worker, process {pid}, is stopped; `kill -CONT {pid}` lets it go on"
+                f"{active.task.run.name}: {whose}, process {pid}, is stopped; `kill -CONT {pid}` lets it go on"
             )
 
     def _look_for_trunk(self, task: Task) -> None:

@@ -107,6 +107,15 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
+def stopped_among(pid: int) -> int | None:
+    """Of a process and its children, as the ranks of a run are, the first that was stopped by a signal."""
+    family = [pid]
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            family += map(int, (thread / "children").read_text().split())
+    return next(filter(is_stopped, family), None)
+
+
 def _open(path: Path) -> int:
     """The lock's file, made where it is missing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -7,6 +7,7 @@ checkpoint where all that are left lie in the decay.
 """
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hqsweep.errors import UserError
 from hqsweep.recipe.stages import stages
 from hqsweep.sweep.names import run_id
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.train.loop import learning_rate
+from hqsweep.train.pace import learning_rate
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, write_record
 
 OPTION = "--more-steps"
@@ -139,7 +140,10 @@ def seed(start: Start, run: RunDir) -> None:
             _copy_rows(start.run.jsonl(table), run.jsonl(table), record.rows[table]["bytes"])
         run.checkpoint.mkdir(exist_ok=True)
         target = run.checkpoint / start.path.name
-        target.write_bytes(start.path.read_bytes())
+        if start.path.is_dir():
+            shutil.copytree(start.path, target)
+        else:
+            target.write_bytes(start.path.read_bytes())
         write_record(target, replace(record, run=run_id(run.config())))
         before = start.run.written_status()
         part = start.step / before["progress"]["steps"] if before["progress"] else 0.0

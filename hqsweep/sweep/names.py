@@ -4,12 +4,18 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 NOT_IN_ID = ("sweep", "runs_dir", "engine", "track")
 """Top-level config keys that cannot change a number, so they do not make another run."""
 
-NOT_IN_ID_AT = {"train": {"compile": "auto"}, "fork": {"source": None, "source_hash": None}}
+ONE_RANK = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "ep": 1, "pp": 1, "stages_per_rank": 1}
+NOT_IN_ID_AT = {
+    "train": {"compile": "auto", "parallel": ONE_RANK},
+    "fork": {"source": None, "source_hash": None},
+    "parity": {"ranks": []},
+}
 """Section -> key -> the value with which it makes no other run: runs from before the key existed keep their ids."""
 
 NOT_IN_TRUNK_ID = {
@@ -28,6 +34,24 @@ def fork_of(config: Mapping[str, Any]) -> Any:
     from hqsweep.config.fork import ForkConfig  # with pydantic, for which completion cannot wait
 
     return ForkConfig.model_validate(section)
+
+
+def trunk_path(config: Mapping[str, Any], folder: Path) -> Path | None:
+    """The checkpoint that the fork in this run's folder starts from, whether it is there or not; None for all other
+    runs."""
+    fork = fork_of(config)
+    return fork and fork.state_path(folder, ranks_of(config))
+
+
+def ranks_of(config: Mapping[str, Any]) -> int:
+    """In how many processes a run is done."""
+    train = config.get("train") if config["job"] == "convergence" else None
+    given = (train or {}).get("parallel")
+    if not given:
+        return 1
+    from hqsweep.config.parallel import ParallelConfig  # with pydantic
+
+    return ParallelConfig.model_validate(given).world
 
 
 def run_id(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from hqsweep.errors import EXIT_STORAGE, Damaged
 from hqsweep.sweep.handover import GRACE_S, line_of
-from hqsweep.sweep.locks import NAMED_S, RunBusy, is_stopped
+from hqsweep.sweep.locks import NAMED_S, RunBusy, stopped_among
 from hqsweep.sweep.memory import Memory, killed_for_memory
 from hqsweep.sweep.run_dir import CANCELLED, RunDir
 
@@ -166,16 +166,18 @@ class Attempt:
             self.worker.end()
         return self.worker.exit_code is None
 
-    def stalled(self) -> bool:
-        """Whether somebody has stopped the worker by a signal for NAMED_S seconds now, which is said once a time."""
-        if not is_stopped(self.worker.pid):
+    def stalled(self) -> int | None:
+        """The worker's process or the rank that somebody has stopped by a signal for NAMED_S seconds now, said once a
+        time."""
+        pid = stopped_among(self.worker.pid)
+        if pid is None:
             self._name_at = None
         elif self._name_at is None:
             self._name_at = time.monotonic() + NAMED_S
         elif time.monotonic() >= self._name_at:
             self._name_at = float("inf")
-            return True
-        return False
+            return pid
+        return None
 
     def stop(self, state: str, reason: str) -> None:
         """Ask the worker to end (SIGTERM). The run becomes `state` for `reason`, unless it finishes first."""

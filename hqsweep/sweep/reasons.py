@@ -6,6 +6,15 @@ from hqsweep.errors import UserError
 from hqsweep.jobs.sink import Diverged
 from hqsweep.sweep.memory import ADVICE, GIB
 
+
+class RankFailed(Exception):
+    """A rank of a run has ended early; the message says which and why. is_cause: not because it had lost another."""
+
+    def __init__(self, message: str, *, is_cause: bool = True) -> None:
+        super().__init__(message)
+        self.is_cause = is_cause
+
+
 ON_GPU = re.compile(
     r"Tried to allocate ([\d.]+ \w+)\. (GPU \d+) has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
 )
@@ -18,7 +27,7 @@ def reason_of(error: Exception) -> str:
     """The message of an error that is meant for people, what is known of memory that ran out, and of any other error
     its type and its message."""
     message = " ".join(str(error).split())
-    if isinstance(error, UserError | Diverged):
+    if isinstance(error, UserError | Diverged | RankFailed):
         return message
     if gpu := ON_GPU.search(message):
         asked, which, total, free = gpu.groups()

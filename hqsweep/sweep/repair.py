@@ -16,6 +16,7 @@ from hqsweep.sweep.files import put_aside
 from hqsweep.sweep.locks import RunBusy
 from hqsweep.sweep.run_dir import RunDir, remove
 from hqsweep.track.tables import TABLES
+from hqsweep.train.record import checkpoints
 
 FILES = (
     "config.yaml", "manifest.json", "status.json", "job.json", "log.txt", seal.FILE,
@@ -67,8 +68,10 @@ def _misplaced(run: RunDir) -> Iterator[str]:
                 remove(path)
                 yield f"{name} was {_kind(mode)} and is deleted{' (not what it led to)' * stat.S_ISLNK(mode)}"
     if run.checkpoint.is_dir():
+        states = [path for path in checkpoints(run.checkpoint).values() if not path.suffix]
         for path in sorted(run.checkpoint.iterdir()):
-            if not stat.S_ISREG(mode := path.lstat().st_mode):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and path in states)):
                 remove(path)
                 yield f"checkpoint/{path.name} was {_kind(mode)} and is deleted"
 

@@ -17,7 +17,7 @@ from hqsweep.sweep import seal
 from hqsweep.sweep.documents import CONFIG, MANIFEST, PLANNED, REPAIRED, STATUS, check_document, check_rows
 from hqsweep.sweep.files import encode_json, parse_json, parse_rows, read_bytes, write_bytes, write_json
 from hqsweep.sweep.locks import is_locked, locked
-from hqsweep.sweep.names import fork_of
+from hqsweep.sweep.names import fork_of, trunk_path
 from hqsweep.track.tables import TABLES
 from hqsweep.train.record import NotAsWritten, checkpoints, misfit, read_record
 
@@ -103,9 +103,8 @@ class RunDir:
             raise Damaged(self.config_path, f"its section fork is none: {why}", REPAIRED) from None
 
     def trunk_state(self) -> Path | None:
-        """The file that a fork starts from, whether it is there yet or not; None for all other runs."""
-        fork = self.fork()
-        return fork and fork.state_file(self.path)
+        """The checkpoint that a fork starts from, whether it is there yet or not; None for all other runs."""
+        return self.fork() and trunk_path(self.config(), self.path)
 
     def trunk(self) -> "RunDir | None":
         """The run of this sweep that the run is a fork of; None for all other runs."""

@@ -33,6 +33,7 @@ def run_slurm(
     slurm: Mapping[str, Any],
     workers: int | None = None,
     threads: int | None = None,
+    ranks: int = 1,
     force: bool = False,
     **options: Any,
 ) -> None:
@@ -41,7 +42,8 @@ def run_slurm(
 
     slurm      the config's section engine.slurm
     workers    tasks at a time, but at least one for each trunk whose forks wait; None is any number
-    threads    CPU threads per run; None is 1
+    threads    CPU threads per run on a machine; None is one for each of its ranks
+    ranks      of a run, on slurm["nodes"] machines
     options    timeout_s, retries and backoff_s, as in Limits
 
     Raises UserError when Slurm does not take the jobs.
@@ -52,7 +54,7 @@ def run_slurm(
     with store.lock(sweep, display.say):
         live = _live(runs)
         todo = _prepare(runs, live, force)
-        shared = {"threads": threads or 1, **options}
+        shared = {"threads": threads or ranks // slurm["nodes"], **options}
         waiting = _by_trunk(todo, {*todo, *live})
         _submit(_tasks(waiting.pop(None, [])), slurm, workers, shared)
         for trunk, forks in waiting.items():
@@ -157,7 +159,8 @@ def sbatch_parameters(sweep: str, slurm: Mapping[str, Any], workers: int | None,
     if "after" in slurm:  # a job that can never start, because the other failed, is to end instead of waiting
         others = [further["dependency"]] if "dependency" in further else []
         further |= {"dependency": ",".join([f"afterok:{slurm['after']}", *others]), "kill-on-invalid-dep": "yes"}
-    return {
+    several = {"nodes": slurm["nodes"], "ntasks_per_node": 1} if slurm["nodes"] > 1 else {}
+    return several | {
         "job_name": f"hqsweep-{sweep}", "partition": slurm["partition"], "gres": slurm["gres"],
         "mem": f"{slurm['mem_gb'] * 1024:.0f}M" if slurm["mem_gb"] else None, "time": slurm["time_min"],
         "signal_delay_s": slurm["signal_s"], "cpus_per_task": threads, "array_parallelism": workers or ARRAY_SIZE,

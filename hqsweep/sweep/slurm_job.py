@@ -14,15 +14,40 @@ from typing import Any
 from hqsweep.errors import EXIT_FAILED
 from hqsweep.sweep.console import SafeConsole
 from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.nodes import Meeting
 from hqsweep.sweep.progress import PlainDisplay
+from hqsweep.sweep.ranks import help_out, nodes_arguments
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.scheduler import find_jobs, requeue_job
 
+FIRST_PORT, PORTS = 20_000, 10_000
+"""Of these ports on its first machine a job on several takes the one that its id gives."""
 NEAR_LIMIT_S = 30.0
 """How much earlier than announced Slurm may send the signal (it checks in steps of up to a minute)."""
 
 
 def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) -> None:
+    """Be this machine's part of a job: the first one brings the runs in these folders to their ends, as bring_to_end
+    does; the others launch their ranks of these runs."""
+    count = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if count == 1:
+        bring_to_end(paths, limit_s, options)
+        return
+    from submitit import JobEnvironment
+
+    job = JobEnvironment()
+    endpoint = f"{job.hostnames[0]}:{FIRST_PORT + int(os.environ['SLURM_JOB_ID']) % PORTS}"
+    if job.global_rank:
+        help_out(count, endpoint)
+        return
+    meeting = Meeting(endpoint, serves=True)
+    try:
+        bring_to_end(paths, limit_s, options | {"nodes": nodes_arguments(count, endpoint)})
+    finally:
+        meeting.finish()
+
+
+def bring_to_end(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) -> None:
     """Bring the runs in these folders to their ends; `options` are fields of Limits. In a job that was put back, what
     failed before is left alone while anything else is to be done.
 
@@ -52,7 +77,7 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
 def _achieved(runs: Sequence[RunDir]) -> list[tuple[bool, list[str]]]:
     """Per run whether it is at its end, and its checkpoints."""
     ends = [run.seen()["state"] in ("finished", "failed") for run in runs]
-    checkpoints = [sorted(path.name for path in run.checkpoint.glob("step_*.pt")) for run in runs]
+    checkpoints = [sorted(path.name for path in run.checkpoint.glob("step_*.json")) for run in runs]
     return list(zip(ends, checkpoints, strict=True))
 
 

@@ -22,7 +22,7 @@ from hqsweep.errors import Damaged, UserError, nearest
 from hqsweep.sweep import seal, sweep_file
 from hqsweep.sweep.files import write_text
 from hqsweep.sweep.locks import RunBusy, holder, locked
-from hqsweep.sweep.names import fork_of, id_in, run_id, run_name
+from hqsweep.sweep.names import fork_of, id_in, run_id, run_name, trunk_path
 from hqsweep.sweep.repair import repair
 from hqsweep.sweep.run_dir import PENDING, RunDir
 from hqsweep.train.record import discard, fault_of, is_point
@@ -127,7 +127,8 @@ class RunStore:
         arms = _arms([RunDir(folder / name) for name in names], points)
         forks = [(RunDir(folder / name), fork) for name, p in named.items() if (fork := fork_of(p.config))]
         trunks = {run.name for run, fork in forks if fork.is_trunk}
-        needed = {fork.state_file(run.path) for run, fork in forks if not fork.is_trunk and not run.has_finished()}
+        needed = {run: trunk_path(named[run.name].config, run.path) for run, fork in forks if not fork.is_trunk}
+        needed = {path for run, path in needed.items() if not run.has_finished()}
         run_dirs = [_create_run(RunDir(folder / name), p, arms[p.arm], needed) for name, p in named.items()]
         sweep_file.write(folder, {
             "name": folder.name, **listed,

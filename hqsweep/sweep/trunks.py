@@ -69,27 +69,27 @@ def _started(config: ConvergenceConfig, **known: str) -> ConvergenceConfig:
 def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
     """Point -> the checkpoint of fork.trunk there, and its hash."""
     source = Path(study.trunk)
-    folder = source.parent if study.file_step else source / "checkpoint"
-    found = [step for step, path in checkpoints(folder).items() if path.is_file()]
+    found = checkpoints(source / "checkpoint")
     if study.file_step:
-        found = [study.file_step] if source.is_file() else []
+        found = {study.file_step: source} if source.exists() else {}
     if not found:
         raise UserError(
-            f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, or the folder of a run that has some, or"
-            " one of another program: a folder of Hugging Face's or of torch.distributed.checkpoint, or a file"
+            f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, a folder step_N, or the folder of a run"
+            " that has some, or one of another program: a folder of Hugging Face's or of torch.distributed.checkpoint,"
+            " or a file"
         )
     missing = [at for at in study.at if at not in found]
     if missing:
         there = ", ".join(map(str, found))
         raise UserError(f"fork.at: '{source}' has no checkpoint of step {missing[0]}; it has those of {there}")
-    paths = {at: (folder / f"step_{at}.pt").resolve() for at in study.at or found}
+    paths = {at: found[at].resolve() for at in study.at or found}
     return {at: (path, _sha256(path)) for at, path in paths.items()}
 
 
 def _sha256(path: Path) -> str:
     """The hash of a checkpoint. UserError where its record has another; earlier versions wrote no record."""
     try:
-        if record_path(path).exists():
+        if path.is_dir() or record_path(path).exists():
             return check_recorded(path).sha256
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -114,7 +114,7 @@ def _contradictions(run: RunDir, finished: bool) -> Iterator[Damaged]:
             yield from _other_copy(run.parquet(table), rows)
     yield from _checkpoint_faults(run, identity, finished)
     if fork is not None and not fork.is_trunk:
-        yield from _trunk_faults(run, fork.state_file(run.path), manifest.get("trunk_sha256"))
+        yield from _trunk_faults(run, run.trunk_state(), manifest.get("trunk_sha256"))
 
 
 def _disorder(path: Path, rows: list[dict[str, Any]], once: list[str]) -> Iterator[Damaged]:
@@ -153,5 +153,5 @@ def _checkpoint_faults(run: RunDir, identity: str, finished: bool) -> Iterator[D
 def _trunk_faults(run: RunDir, state: Path, started_from: str | None) -> Iterator[Damaged]:
     """The state of a trunk that is another one than its fork has started from."""
     with suppress(NotAsWritten):  # its own run's faults say so
-        if started_from is not None and state.is_file() and read_record(state).sha256 != started_from:
+        if started_from is not None and state.exists() and read_record(state).sha256 != started_from:
             yield Damaged(state, f"is not the state from which {run.name} started", "repeat the fork with --force")

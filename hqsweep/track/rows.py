@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from hqsweep.checkpoints.whole import sync_folder
 from hqsweep.errors import Damaged
 from hqsweep.jobs.sink import rows_until
 from hqsweep.sweep.files import drop_torn_tail, encode_rows, read_rows
@@ -27,7 +28,7 @@ from hqsweep.sweep.names import run_id
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import TABLES
 from hqsweep.track.tracker import Tracker
-from hqsweep.train.record import Mark, mark_of, misfit, sync_folder
+from hqsweep.train.record import Mark, mark_of, misfit
 
 ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string()}
 

@@ -1,23 +1,30 @@
-"""Checkpoints of a run: step_N.pt, the whole state of a Trainer, and beside it its record (record.py)."""
+"""Checkpoints of a run: step_N.pt, the whole state of a Trainer, or over many ranks the folder step_N of
+torch.distributed.checkpoint, and beside it its record (record.py)."""
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from hqsweep.checkpoints.whole import sync_folder
+from hqsweep.dist.agreed import by_first, gathered, rank_in, together
 from hqsweep.errors import Damaged
 from hqsweep.train.record import (
+    ANOTHER_FILE,
     Mark,
     NotAsWritten,
     Record,
     check_recorded,
     checkpoints,
+    digest_of_files,
+    digests_of,
     discard,
     read_recorded,
-    sync_folder,
     write_record,
 )
 
@@ -29,12 +36,23 @@ class Resumable(Protocol):
     device: torch.device
     kept: Any
     """Steps whose checkpoints are kept."""
+    ranks: Any
+    """parallel.mesh.Ranks, of which the first one writes; None for one process."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
 
     def state(self) -> dict:
         """All that training goes on from."""
 
     def load_state(self, state: dict) -> None:
         """Go on from there."""
+
+    def position(self) -> dict:
+        """What state() has beside model and optimizer, equal on all ranks."""
+
+    def load_position(self, position: dict) -> None:
+        """Go on from there, with a model and an optimizer that are there already."""
 
 
 Refusal = Callable[[Path, Record], str | None]
@@ -61,8 +79,13 @@ def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark
     before: at every instant a whole checkpoint is there that has proven to be what was written.
 
     rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. Raises Damaged when
-    other bytes are read than were written; the checkpoints before are all there then.
+    other bytes are read than were written; the checkpoints before are all there then. Over many ranks, which all call
+    it, it is the folder step_<n>.
     """
+    if trainer.ranks is not None:
+        facts = {"sha256": "", "bytes": 0, "point": trainer.step in trainer.kept}
+        _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", run=run, rows=dict(rows or {}), **facts))
+        return
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{trainer.step}.pt"
     written = _write_state(trainer.state(), target)
@@ -77,6 +100,29 @@ def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark
     except NotAsWritten as error:
         discard(target)
         raise Damaged(target, f"read back, {error.fault}", "is the disk sound? The one before it is there") from None
+    _drop_older(trainer, folder)
+
+
+def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
+    """Each rank writes its part, and tells the hash of what the disk gives back of it."""
+    from hqsweep.checkpoints.sharded import save_sharded  # torch's part of it takes a while to import
+
+    target = folder / record.file
+    by_first(lambda: discard(target))
+    save_sharded(trainer.model, trainer.optimizer, target, trainer.position())
+    own = together(lambda: digests_of(_files_of(target, rank_in())))
+    sha256, size = digest_of_files({name: digest for part in gathered(own) for name, digest in part.items()})
+    by_first(lambda: write_record(target, replace(record, sha256=sha256, bytes=size)))
+    by_first(lambda: _drop_older(trainer, folder))
+
+
+def _files_of(folder: Path, rank: int) -> list[Path]:
+    """The files of a folder that a rank has written; the first one wrote all that have no rank in their names."""
+    ranks = {path: re.match(r"__(\d+)_", path.name) for path in folder.iterdir()}
+    return [path for path, match in ranks.items() if (int(match[1]) if match else 0) == rank]
+
+
+def _drop_older(trainer: Resumable, folder: Path) -> None:
     older = [path for step, path in checkpoints(folder).items() if step < trainer.step]
     for path in older[:-1]:
         if step_of(path) not in trainer.kept:
@@ -108,7 +154,7 @@ def _read_back(path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """N of step_N.pt."""
+    """N of step_N.pt, and of step_N."""
     return int(path.stem.removeprefix("step_"))
 
 
@@ -135,8 +181,19 @@ def load_checkpoint(trainer: Resumable, folder: Path, before: int | None = None)
     none."""
     path, _ = newest(folder, lambda path, record: None, before)
     if path is not None:
-        trainer.load_state(read_state(path, trainer.device))
+        go_on_from(trainer, path)
     return path is not None
+
+
+def go_on_from(trainer: Resumable, path: Path) -> None:
+    """Continue from a checkpoint; from a folder any number of ranks together. Raises NotAsWritten for a file that is
+    not what was written; of a folder that was to be seen by its record before."""
+    if path.is_dir():
+        from hqsweep.checkpoints.sharded_load import load_sharded
+
+        trainer.load_position(load_sharded(trainer.model, trainer.optimizer, path))
+    else:
+        trainer.load_state(read_state(path, trainer.device))
 
 
 def read_state(path: Path, device: torch.device, sha256: str | None = None) -> dict:
@@ -146,7 +203,7 @@ def read_state(path: Path, device: torch.device, sha256: str | None = None) -> d
         if sha256 is None:
             read_recorded(path, file)
         elif hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-            raise NotAsWritten(path, "it is another file than it was")
+            raise NotAsWritten(path, ANOTHER_FILE)
         file.seek(0)
         try:
             return torch.load(file, map_location=device, weights_only=True)

@@ -8,48 +8,123 @@ anew.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hqsweep.nn.grouped_linear import GroupedLinear
-from hqsweep.nn.linear import Linear
+from hqsweep.dist.local import is_spread, local, note_update, spread_out, write_held
+from hqsweep.formats import RngKey
+from hqsweep.nn.grouped_linear import link_held
 from hqsweep.nn.module import quantized_modules
-from hqsweep.nn.parameter import link_states
 from hqsweep.optim import FusedAdam
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe.sections import slots
 from hqsweep.train.keyed import keyed_seed
 
+Names = tuple[str, ...]
+"""By which one weight goes; several of a tie, which ranks may have under one of them each."""
+
 
 @torch.no_grad()
 def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any]) -> None:
-    """Give model and optimizer the state of a Trainer of the same model in any recipe."""
+    """Give model and optimizer the state of a Trainer of the same model in any recipe; where they are spread over
+    ranks, tensors of the state are so, too."""
     optimizer.load_state_dict(state["optimizer"])
-    weights, named = dict(state["model"]), dict(model.named_parameters(remove_duplicate=False))
-    anew = {
-        name: (p, p.metadata.key)
-        for name, p in named.items()
-        if isinstance(p, HybridQuantizedTensor) and getattr(weights[name], "quantizer", None) != p.quantizer
-    }
-    model.load_state_dict(weights | {name: optimizer.master_param(p) for name, (p, _) in anew.items()})
-    for module in quantized_modules(model):
-        module.states.keep(slots(module.quantizers))
-        if isinstance(module, Linear | GroupedLinear):
-            link_states([module.weight] if isinstance(module, Linear) else module.weights, module.states)
-    for p, key in anew.values():
-        p.quantize_(optimizer.master_param(p), key=key and replace(key, step=key.step + state["step"]))
+    weights, keys = dict(state["model"]), _keys(model)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in keys and getattr(local(weights[name]), "quantizer", None) == local(p).quantizer:
+            del keys[p]
+    others = {name for name, p in model.named_parameters(remove_duplicate=False) if p in keys}
+    model.load_state_dict({name: value for name, value in weights.items() if name not in others}, strict=not others)
+    _keep_states(model)
+    for p, key in keys.items():
+        write_held(p, local(optimizer.master_param(p)), _later(key, state["step"]))
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, optimizer: FusedAdam, noise: float, key: tuple[int, int]) -> None:
-    """Multiply every weight (its master, where it has one) by 1 + noise * eps, eps ~ N(0, 1) keyed by (seed, step)."""
-    drawn = torch.Generator().manual_seed(keyed_seed(*key))
-    for p in model.parameters():
-        master = optimizer.master_param(p)
-        master.mul_(1 + noise * torch.randn(p.shape, generator=drawn).to(master.device))
-        if isinstance(p, HybridQuantizedTensor):
-            p.quantize_(master, key=p.metadata.key)
-        elif master is not p:
-            p.copy_(master)
+def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> dict[str, Any]:
+    """start_from the folder that the ranks of a Trainer have written, on any number of ranks; all call it. Returns what
+    it has beside model and optimizer."""
+    from hqsweep.checkpoints.sharded_load import encode_again, load_but_codes
+
+    keys = _keys(model)
+    position, held = load_but_codes(model, optimizer, folder)
+    _keep_states(model)
+    for each in held:
+        p = each.parameter
+        if each.quantizer == str(local(p).quantizer):
+            encode_again(each)
+        else:
+            write_held(p, each.value, _later(keys[p], position["step"]))
+    return position
+
+
+@torch.no_grad()
+def take_parts(model: nn.Module, optimizer: FusedAdam, whole: nn.Module, whole_optimizer: FusedAdam) -> None:
+    """Give a model over ranks, and its optimizer, their parts of what the same model has that each rank has whole; all
+    call it."""
+    from hqsweep.checkpoints.sharded_state import buffers_of, parameters_of
+
+    weights, buffers = parameters_of(whole), buffers_of(whole)
+    for name, buffer in buffers_of(model).items():
+        local(buffer).copy_(local(spread_out(buffers[name].to(buffer.device), buffer)))
+    for name, p in parameters_of(model).items():
+        state, own = whole_optimizer.state.get(weights[name], {}), local(p)
+        optimizer.state[p] = {
+            key: spread_out(value.to(p.device), p) if value.shape == p.shape else value.clone()
+            for key, value in state.items()
+        }
+        value = local(spread_out(whole_optimizer.master_param(weights[name]).to(p.device), p))
+        if isinstance(own, HybridQuantizedTensor):
+            write_held(p, value, weights[name].metadata.key)
+        else:
+            own.copy_(value)
+
+
+def _keys(model: nn.Module) -> dict[nn.Parameter, RngKey | None]:
+    """The keys of the weights that are held quantized."""
+    return {p: local(p).metadata.key for p in model.parameters() if isinstance(local(p), HybridQuantizedTensor)}
+
+
+def _later(key: RngKey | None, steps: int) -> RngKey | None:
+    return key and replace(key, step=key.step + steps)
+
+
+def _keep_states(model: nn.Module) -> None:
+    for module in quantized_modules(model):
+        module.states.keep(slots(module.quantizers))
+    link_held(model)
+
+
+def shapes_of(model: nn.Module) -> dict[Names, torch.Size]:
+    """The shape of each weight, by all of its names, in order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return {tuple(names[p]): p.shape for p in model.parameters()}
+
+
+@torch.no_grad()
+def perturb(
+    model: nn.Module, optimizer: FusedAdam, noise: float, key: tuple[int, int], shapes: Mapping[Names, torch.Size]
+) -> None:
+    """Multiply every weight (its master, where it has one) by 1 + noise * eps, eps ~ N(0, 1) keyed by (seed, step).
+
+    shapes: of all weights of the whole model, in order. eps is drawn for these, and a rank takes its part."""
+    drawn, own_weights = torch.Generator().manual_seed(keyed_seed(*key)), dict(model.named_parameters())
+    for names, shape in shapes.items():
+        eps = torch.randn(shape, generator=drawn)
+        p = next((own_weights[name] for name in names if name in own_weights), None)
+        if p is None:  # of another rank's layer
+            continue
+        master = local(optimizer.master_param(p))
+        master.mul_(1 + noise * local(spread_out(eps.to(master.device), p)))
+        if isinstance(own := local(p), HybridQuantizedTensor):
+            write_held(p, master, own.metadata.key)
+        elif master is not own:
+            own.copy_(master)
+        if is_spread(p):  # whose part alone was written
+            torch.autograd.graph.increment_version(p)
+            note_update()

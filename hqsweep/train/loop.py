@@ -4,33 +4,35 @@ Everything that a step depends on is the data, the config and the state in the c
 equals an uninterrupted one bit for bit on the same device, threads and instruction set.
 """
 
-import math
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hqsweep.checkpoints.checkpoint import Checkpoint
+from hqsweep.checkpoints.load import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.model import ModelConfig
-from hqsweep.config.train import TrainConfig
-from hqsweep.nn import Probe, quantization, quantized_model_init, set_recipe
+from hqsweep.errors import UserError
+from hqsweep.nn import Probe, quantization, set_recipe
 from hqsweep.nn.offload import ActivationOffload
 from hqsweep.nn.saved import SavedBytes
-from hqsweep.optim import FusedAdam
+from hqsweep.parallel.data import in_order, reshard, shared_out, synchronized, whole
+from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.samples import captured_of_all, rows_of_all
+from hqsweep.parallel.spread import spread, spread_layers
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.stages import Stage, stages
-from hqsweep.train.adapter import Balance, Losses, ModelAdapter
+from hqsweep.train.adapter import Balance, Losses
+from hqsweep.train.build import adapted, make_optimizer
 from hqsweep.train.data import Dataset
 from hqsweep.train.fork import perturb as perturb_state
-from hqsweep.train.fork import start_from
-from hqsweep.train.model import GPT, GPTAdapter
+from hqsweep.train.fork import shapes_of, start_from, start_from_folder, take_parts
+from hqsweep.train.pace import learning_rate
 from hqsweep.train.step import At, StepRunner
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Step:
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     stats: list[dict] = field(default_factory=list)
+    """Error statistics of all microbatches and ranks, on the first rank."""
     captured: dict[str, Tensor] = field(default_factory=dict)
     """Operands of linears by LAYER.TENSOR, at the step stats.capture_at."""
     loss: float | None = None
@@ -53,18 +56,32 @@ class Trainer:
     does. UserError when the recipe's schedule does not fit the number of steps.
     """
 
-    def __init__(self, config: ConvergenceConfig, dataset: Dataset, recipe: AnyRecipe, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ConvergenceConfig,
+        dataset: Dataset,
+        recipe: AnyRecipe,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         config.train.check_compile(on_gpu=device.type == "cuda")
-        self.config, self.dataset, self.device = config, dataset, device
+        self.config, self.dataset, self.device, self.ranks = config, dataset, device, ranks
         self.kernels = config.train.compile != "off"
         self.stages = stages(recipe, config.own_steps, config.start)
         self.stage = self.stages[0]
         self.adapter = adapted(config, dataset.vocab_size, self.stage.recipe, device)
         self.model = self.adapter.model
+        self.shapes = shapes_of(self.model)
+        self.pipeline = None
+        if ranks is not None and ranks.dims.pp > 1:
+            self.pipeline = spread_layers(self.model, ranks, config.train.microbatches, config.model.load_balance)
+        elif ranks is not None:
+            spread(self.model, ranks, self.adapter.methods)
         self.optimizer = make_optimizer(self.adapter, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)
-        self.runner = StepRunner(config.train, self.model, device, self.adapter.why_eager)
+        why_eager = self.adapter.why_eager if ranks is None else "its ranks exchange tensors in it"
+        self.runner = StepRunner(config.train, self.model, device, why_eager)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
@@ -85,7 +102,7 @@ class Trainer:
         fork = self.config.fork
         lr = train.lr * fork.rate(self.step) if fork else learning_rate(train, self.step)
         self.optimizer.set_lr(lr)
-        batch = self._batch("train", self.step - 1)
+        batch = self._own_part(self._batch("train", self.step - 1))
         norm, balance, *tokens = self.runner.run(self._update, batch, At(step=self.step, probe=probe))
         self.loss_count += 1
         return self._report(norm, lr, Balance(loss=balance, tokens=tokens), probe)
@@ -94,10 +111,11 @@ class Trainer:
         """One whole update on inputs and targets [B, T]: the norm of its gradients, the loss of the balance, and the
         tokens of each expert of the layers that have some."""
         loss, balance = self._forward_backward(inputs, targets, at)
-        norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters())
+        of_stages = self.pipeline and self.pipeline.norm
+        norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters(), of_stages)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.double()
-        return [norm, balance.loss, *balance.tokens]
+        return [whole(norm), balance.loss, *balance.tokens]
 
     def _follow_schedule(self) -> None:
         """Give the model the recipe of this step, if it is another one."""
@@ -125,41 +143,74 @@ class Trainer:
             metrics["val_loss"] = self.val_loss = self.evaluate()
         if len(self.stages) > 1 and self.step == self.stage.first_step:
             metrics["recipe_stage"] = float(self.stages.index(self.stage))
-        probed = {"stats": probe.rows, "captured": probe.captured} if probe else {}
-        return Step(step=self.step, metrics=metrics, loss=mean, **probed)
+        return Step(step=self.step, metrics=metrics, loss=mean, **self._probed(probe))
+
+    def _probed(self, probe: Probe | None) -> dict[str, Any]:
+        """What a sampled step has found, of all ranks."""
+        if probe is None:
+            return {}
+        if self.ranks is None:
+            return {"stats": probe.rows, "captured": probe.captured}
+        captured = captured_of_all(probe, self.ranks) if probe.capture else {}
+        return {"stats": rows_of_all(probe, self.ranks), "captured": captured}
 
     def _probe(self) -> Probe | None:
         stats = self.config.stats
         capture = self.step == stats.capture_at
         if not capture and (not stats.every or (self.step - self.config.start) % stats.every):
             return None
-        masters = self.adapter.originals(self.optimizer.master_param)
+        masters = whole(self.adapter.originals(self.optimizer.master_param))
         return Probe(self.step, gemms=stats.gemm, originals=masters, capture=capture)
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, at: At) -> tuple[Tensor, Balance]:
         """The mean of what is minimized over the step's batch, whose gradients are accumulated over its microbatches,
         and the use of the experts."""
         parts = self.config.train.microbatches
-        total, balances = torch.zeros((), device=self.device), []
+        copies, first = (self.ranks.data_size, self.ranks.data_rank * parts) if self.ranks else (1, 0)
+        losses_of, balances = [], []
         call = {"seed": self.config.seed, "step": at.step, "counter": at.counter, "probe": at.probe}
         call |= {"cache_weights": parts > 1, "kernels": self.kernels}
+        if self.pipeline is not None:
+            with quantization(microbatch=first, **call):
+                found = self.pipeline.step(inputs, targets)
+            balances = [Balance(loss=b, tokens=list(t)) for b, t in zip(found.balances, found.tokens, strict=True)]
+            return self._total(list(found.shares)), Balance.of(balances, self._of_ranks)
         for index, part in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
-            with quantization(microbatch=index, **call):
-                self.adapter.begin((self.config.seed, at.step, index))
+            with quantization(microbatch=first + index, **call), synchronized(self.model, last=index == parts - 1):
+                self.adapter.begin((self.config.seed, at.step, first + index))
                 losses = self._losses(*part)
-                loss = losses.minimized / parts
+                loss = losses.minimized / (parts * copies)
                 loss.backward()
-            total += loss.detach()
+            losses_of.append(loss.detach())
             balances.append(losses.balance)
-        return total, Balance.of(balances)
+        return self._total(losses_of), Balance.of(balances, self._of_ranks)
+
+    def _total(self, parts: list[Tensor]) -> Tensor:
+        """The sum of the shares of a loss, in order of the microbatches of all ranks."""
+        shares = torch.stack(parts)
+        total = torch.zeros((), device=self.device)
+        for share in self._of_ranks(shares).flatten():
+            total += share
+        return total
+
+    def _of_ranks(self, value: Tensor) -> Tensor:
+        """value [...] of this rank -> [ranks, ...] of all that have other sequences."""
+        return value[None] if self.ranks is None else in_order(value, self.ranks)
 
     def _batch(self, split: str, index: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets [B, T] on the CPU."""
         return self.dataset.batch(split, self.config.seed, index, self.config.train.batch, self.config.train.context)
 
+    def _own_part(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's sequences of a step's batch."""
+        if self.ranks is None:
+            return batch
+        return tuple(tokens.chunk(self.ranks.data_size)[self.ranks.data_rank] for tokens in batch)
+
     def _losses(self, inputs: Tensor, targets: Tensor) -> Losses:
         train = self.config.train
-        count = torch.is_grad_enabled() and not (self.saved.nbytes or train.offload or train.recompute != "none")
+        apart = train.offload or train.recompute != "none" or self.ranks is not None
+        count = torch.is_grad_enabled() and not (self.saved.nbytes or apart)
         return self.adapter.losses(inputs, targets, self.saved.counting if count else self.saving)
 
     def evaluate(self) -> float:
@@ -167,7 +218,11 @@ class Trainer:
 
         The model is what the next step's forward would see: after the update, under the scales that it leaves.
         """
-        inputs, targets = zip(*(self._batch("val", i) for i in range(self.config.train.eval_batches)), strict=True)
+        batches = self.config.train.eval_batches
+        copies, first = (self.ranks.data_size, self.ranks.data_rank) if self.ranks else (1, 0)
+        rounds = -(-batches // copies)  # ranks without a batch of their own in the last one repeat another's
+        own = (self._batch("val", min(first + copies * i, batches - 1)) for i in range(rounds))
+        inputs, targets = zip(*own, strict=True)
         return self.runner.evaluate(self._measure, (torch.stack(inputs), torch.stack(targets)), self.step + 1)
 
     @torch.no_grad()
@@ -175,8 +230,15 @@ class Trainer:
         """The mean loss over batches of inputs and targets [batches, B, T], float64."""
         call = {"seed": self.config.seed, "step": at.step, "counter": at.counter}
         with self.adapter.evaluating(), quantization(**call, cache_weights=True, kernels=self.kernels):
-            losses = [self._losses(*batch).cross_entropy.double() for batch in zip(inputs, targets, strict=True)]
-        return [torch.stack(losses).mean()]
+            if self.pipeline is None:
+                batches = zip(inputs, targets, strict=True)
+                every = torch.stack([self._losses(*batch).cross_entropy.double() for batch in batches])
+                reshard(self.model)
+            else:
+                every = self.pipeline.evaluate(inputs, targets).double()
+        if self.ranks is not None:
+            every = in_order(every, self.ranks).t().flatten()[: self.config.train.eval_batches]
+        return [every.mean()]
 
     @property
     def kept(self) -> Collection[int]:
@@ -184,35 +246,67 @@ class Trainer:
         return self.config.points
 
     def state(self) -> dict:
-        measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
-        return (
-            measured
-            | self.adapter.state()
-            | {
-                "trunk": self.trunk,
-                "step": self.step,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "loss_sum": self.loss_sum,
-                "loss_count": self.loss_count,
-            }
-        )
+        """All that training goes on from; over several ranks whole tensors, on each of them. A collective."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state |= self.adapter.state() | self.position()
+        return state if self.ranks is None else whole(state)
 
-    def fork_from(self, state: dict) -> None:
-        """Begin as a fork of a Trainer in any recipe, whose state it is."""
+    def load_weights(self, checkpoint: Checkpoint) -> Loaded:
+        """Take the weights, and the moments where there are some, of a checkpoint of another program. Each of several
+        ranks reads all of it, and gives the model its part."""
+        if self.ranks is None:
+            model, optimizer = self.model, self.optimizer
+        else:
+            plain = adapted(self.config, self.dataset.vocab_size, self.stage.recipe, torch.device("cpu"))
+            model, optimizer = plain.model, make_optimizer(plain, self.config.train)
+        loaded = load_checkpoint(checkpoint, model, optimizer)
+        if self.ranks is not None:
+            take_parts(self.model, self.optimizer, model, optimizer)
+        self.runner.forget()
+        return loaded
+
+    def fork_from(self, trunk: dict | Path) -> None:
+        """Begin as a fork of a Trainer in any recipe: from its state, or the folder that its ranks have written. A
+        collective."""
         fork, seed = self.config.fork, self.config.seed
-        self.adapter.load_state(state)
-        start_from(self.model, self.optimizer, state)
+        if isinstance(trunk, Path):
+            state = start_from_folder(self.model, self.optimizer, trunk)
+            self.adapter.check(state)
+        else:
+            if self.pipeline is not None:
+                raise UserError(
+                    "fork.trunk: it is the state of one process, and ranks with layers of their own (train.parallel.pp)"
+                    " go on from a folder that ranks wrote; give another, or pp=1"
+                )
+            state = self._shared_out(trunk)
+            self.adapter.load_state(state)
+            start_from(self.model, self.optimizer, state)
         if fork.noise:
-            perturb_state(self.model, self.optimizer, fork.noise, (seed, fork.start))
+            perturb_state(self.model, self.optimizer, fork.noise, (seed, fork.start), self.shapes)
         self.step = state["step"]
         self.trunk = {"trunk_val_loss": state.get("val_loss")}
         self.runner.forget()
 
+    def _shared_out(self, state: dict) -> dict:
+        """A state of whole tensors with this rank's parts of them."""
+        return state if self.ranks is None else state | shared_out(self.model, self.optimizer, state)
+
     def load_state(self, state: dict) -> None:
+        state = self._shared_out(state)
         self.model.load_state_dict(state["model"])
-        self.adapter.load_state(state)
         self.optimizer.load_state_dict(state["optimizer"])
+        self.adapter.load_state(state)
+        self.load_position(state)
+
+    def position(self) -> dict[str, Any]:
+        """What state() has of the loop itself; of copies, as the next step changes them."""
+        measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
+        sums = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count}
+        return {"trunk": self.trunk, "step": self.step, **sums, **measured, **self.adapter.facts}
+
+    def load_position(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with a model and an optimizer that are there already."""
+        self.adapter.check(state)
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum = state["loss_sum"].to(self.device)
         self.runner.forget()
@@ -221,81 +315,3 @@ class Trainer:
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:
     """The stage of a step, counted from 1."""
     return [stage for stage in stages if stage.first_step <= step][-1]
-
-
-def adapted(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, device: torch.device) -> ModelAdapter:
-    """The config's model on the device, in a recipe. UserError where a user's own model cannot be had."""
-    if isinstance(config.model, ModelConfig):
-        return GPTAdapter(build_model(config, vocab_size, recipe).to(device), config.model)
-    from hqsweep.train.user_model import user_adapter  # which a run of the GPT need not wait for
-
-    return user_adapter(config, vocab_size, recipe, device, DTYPES[config.train.dtype])
-
-
-def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:
-    """The model with weights that depend on the seed alone; the caller's random state is left as it was.
-
-    With model.quantized_weights they start from the same values, and training gives the same bytes: what a weight is
-    quantized from at every use without it is the master that it is quantized from once a step with it. (But +sr on
-    weights draws other bits.)
-    """
-    held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
-    with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
-        torch.manual_seed(config.seed)
-        model = GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype], config.train.recompute)
-        if config.model.init_noise:
-            perturb(model, config.model.init_noise)
-        return model
-
-
-@torch.no_grad()
-def perturb(model: GPT, noise: float) -> None:
-    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, whose next numbers the initial
-    weights do not hold. At noise = 0.01 it is a harmless change of the size of quantization noise."""
-    for parameter in model.parameters():
-        parameter.mul_(1 + noise * torch.randn(parameter.shape))
-
-
-def make_optimizer(adapter: ModelAdapter, train: TrainConfig) -> FusedAdam:
-    """AdamW, on FP32 masters where weights are quantized; what decays, the adapter says."""
-    decayed, parameters = {id(weight) for weight in adapter.decayed()}, list(adapter.model.parameters())
-    groups = [
-        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
-    ]
-    return FusedAdam(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=1e-8)
-
-
-def learning_rate(train: TrainConfig, step: int) -> float:
-    """Warm-up, stable, decay (WSD): linear up over `warmup`, linear down to min_lr_fraction over the last `decay`."""
-    warmup, decay = train.warmup * train.steps, train.decay * train.steps
-    rise = min(1.0, step / warmup) if warmup else 1.0
-    left = (train.steps - step + 1) / decay if decay else 1.0
-    return train.lr * rise * (train.min_lr_fraction + (1 - train.min_lr_fraction) * min(1.0, left))
-
-
-class Throughput:
-    """Tokens a second since the first call, evaluations and samples included."""
-
-    def __init__(self, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.tokens_per_step, self.clock = tokens_per_step, clock
-        self.start: tuple[int, float] | None = None
-
-    def at(self, step: int) -> float | None:
-        """None until a step has passed since the first call."""
-        if self.start is None:
-            self.start = (step, self.clock())
-            return None
-        steps, seconds = step - self.start[0], self.clock() - self.start[1]
-        return steps * self.tokens_per_step / seconds if steps and seconds > 0 else None
-
-
-def pick_device(name: str) -> torch.device:
-    """auto -> cuda when there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def is_finite(loss: float | None) -> bool:
-    return loss is None or math.isfinite(loss)

@@ -7,28 +7,35 @@ precision is FP32 on CPU, train.dtype on CUDA. Shapes: B batch, T context, D dim
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.model import ModelConfig, expert_width, ffn_width, has_experts
 from hqsweep.config.train import Recompute
+from hqsweep.dist.local import local, whole_tensor
+from hqsweep.nn import quantization, quantized_model_init
 from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.layer_stack import through
 from hqsweep.nn.linear import Linear
-from hqsweep.nn.linear_loss import cross_entropy, forms_loss, linear_cross_entropy
+from hqsweep.nn.linear_loss import cross_entropy, forms_loss, linear_cross_entropy, vocabulary_group
 from hqsweep.nn.moe import LayerNormMoE, MoELayer
 from hqsweep.nn.norm import Norm
 from hqsweep.nn.options import MoELayerOptions, TransformerOptions
 from hqsweep.nn.recipe_argument import module_quantizers
-from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.saved import saved_input_bytes
+from hqsweep.nn.tensor_parallel import whole_features
 from hqsweep.nn.transformer_layer import TransformerLayer
+from hqsweep.nn.vocabulary import split_embedding
 from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.roles import HEAD
-from hqsweep.train.adapter import Balance, Losses, Saving
+from hqsweep.train.adapter import DTYPES, Balance, Losses, Saving
 
 EMBEDDING_STD = 0.02
 
@@ -37,6 +44,8 @@ class Embedding(QuantizedWeight):
     """Tokens [...] -> rows [..., D] of a table [V, D]."""
 
     module_type = "embedding"
+    split: bool = False
+    """Whether a rank returns its part of each sequence alone, where ranks share the table."""
 
     def __init__(self, vocab_size: int, dim: int, name: str, recipe: AnyRecipe) -> None:
         super().__init__()
@@ -46,7 +55,9 @@ class Embedding(QuantizedWeight):
         nn.init.normal_(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.quantized_weight())
+        if self.part is None:
+            return F.embedding(tokens, self.quantized_weight())
+        return split_embedding(tokens, self.quantized_weight(), self.part.group, split=self.split)
 
 
 class GPT(nn.Module):
@@ -90,7 +101,8 @@ class GPT(nn.Module):
     def balanced(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """forward, and how the experts were used."""
         h, balance = self.hidden(tokens)
-        return self.head(h).float(), balance
+        logits, group = self.head(h), vocabulary_group(self.head)
+        return (logits if group is None else whole_features(logits, group)).float(), balance
 
     def loss(self, tokens: Tensor, targets: Tensor, saving: Saving = nullcontext) -> tuple[Tensor, Balance]:
         """The mean cross entropy of the tokens' logits with targets [B, T], float32 [], and how the experts were used.
@@ -103,22 +115,15 @@ class GPT(nn.Module):
             logits = None if forms_loss(self.head, h) else self.head(h)
         if logits is None:
             return linear_cross_entropy(h, self.head, targets), balance
-        return cross_entropy(logits, targets), balance
+        return cross_entropy(logits, targets, vocabulary_group(self.head)), balance
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
         """The head's input [B, T, D] in the head's dtype, and how the experts were used."""
-        x, branch, losses, counts = self.embedding(tokens), None, [], []
-        for layer in self.layers:
-            if self.recompute == "layer":  # each layer keeps its input alone: one sum, no branch beside it
-                out = recomputed(layer, x)
-                x, *routed = out if isinstance(out, tuple) else (out,)
-            else:
-                x, branch, *routed = layer.residual(x, branch, self.recompute == "attention")
-            if routed:
-                losses.append(routed[0])
-                counts.append(routed[1])
+        stream = through(self.layers, self.embedding(tokens), self.recompute)
+        x, losses = stream.x, stream.balances
         loss = torch.stack(losses).mean() if losses else x.new_zeros(())
-        return self.norm.added(x, branch, self.head.dtype)[1], Balance(loss=loss, tokens=counts)
+        h = self.norm.added(x, stream.branch, self.head.dtype)[1]
+        return h, Balance(loss=loss, tokens=stream.tokens)
 
     def linears(self) -> Iterator[Linear]:
         """All linears but grouped ones in order, the head last."""
@@ -139,6 +144,8 @@ class GPTAdapter:
     """hqsweep's own GPT as the training loop's model (adapter.ModelAdapter)."""
 
     why_eager = None
+    facts: Mapping[str, Any] = MappingProxyType({})
+    methods = ("loss",)
 
     def __init__(self, model: GPT, config: ModelConfig) -> None:
         self.model, self.load_balance, self.top_k = model, config.load_balance, config.top_k
@@ -159,7 +166,8 @@ class GPTAdapter:
 
     def decayed(self) -> list[Tensor]:
         """Matrices; gains and embeddings do not decay."""
-        return [weight for weight in self.model.matrices() if weight is not self.model.embedding.weight]
+        table = getattr(self.model.embedding, "weight", None)  # which later stages of a pipeline have not
+        return [weight for weight in self.model.matrices() if weight is not table]
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
         for linear in self.model.linears():
@@ -168,14 +176,17 @@ class GPTAdapter:
             yield grouped.name, saved_input_bytes(grouped, tokens * self.top_k)
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        masters = {linear.name: master(linear.weight) for linear in self.model.linears()}
-        for grouped in self.model.grouped_linears():
-            masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(master(grouped.weight))}
+        masters = {linear.name: master(linear.weight) for linear in self.model.linears() if _is_held(linear.weight)}
+        for grouped in filter(lambda grouped: _is_held(grouped.weight), self.model.grouped_linears()):
+            masters |= {f"{grouped.name}.{e}": w for e, w in enumerate(whole_tensor(master(grouped.weight)))}
         return masters
 
     def state(self) -> dict[str, Any]:
         """All of it is in state_dict()."""
         return {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Its code is hqsweep's."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         pass
@@ -183,6 +194,11 @@ class GPTAdapter:
     def unused(self) -> list[str]:
         """Each of its modules takes part in every step."""
         return []
+
+
+def _is_held(weight: Tensor) -> bool:
+    """Whether a weight, or this rank's part of it, is quantized operands."""
+    return isinstance(local(weight), HybridQuantizedTensor)
 
 
 def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtype) -> TransformerLayer | MoELayer:
@@ -193,3 +209,27 @@ def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtyp
     experts = {"experts": config.experts, "top_k": config.top_k, "shared_expert": config.shared_expert}
     options = MoELayerOptions(rope_base=config.rope_base, **experts)
     return MoELayer(config.dim, expert_width(config), config.heads, options=options, **shared)
+
+
+def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:
+    """The model with weights that depend on the seed alone; the caller's random state is left as it was.
+
+    With model.quantized_weights they start from the same values, and training gives the same bytes: what a weight is
+    quantized from at every use without it is the master that it is quantized from once a step with it. (But +sr on
+    weights draws other bits.)
+    """
+    held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
+    with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
+        torch.manual_seed(config.seed)
+        model = GPT(config.model, vocab_size, recipe, DTYPES[config.train.dtype], config.train.recompute)
+        if config.model.init_noise:
+            perturb(model, config.model.init_noise)
+        return model
+
+
+@torch.no_grad()
+def perturb(model: GPT, noise: float) -> None:
+    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, whose next numbers the initial
+    weights do not hold. At noise = 0.01 it is a harmless change of the size of quantization noise."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + noise * torch.randn(parameter.shape))

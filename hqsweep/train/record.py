@@ -1,5 +1,5 @@
-"""The record beside a file that a run goes on from, step_N.json beside step_N.pt: what its bytes are, and which rows
-stood before it.
+"""The record beside what a run goes on from, step_N.json beside step_N.pt, or beside the folder step_N that many ranks
+write: what its bytes are, and which rows stood before it.
 
 A file without its record, or with other bytes, is not what was written. The record is written after the file, and both
 are on the disk before anything builds on them.
@@ -10,15 +10,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hqsweep.checkpoints.whole import sync_folder
 
 Mark = dict[str, Any]
 """Where the rows of a table stood: {"rows": how many, "bytes": of how many bytes, "sha256": their hash, in hex}."""
 
 ANOTHER_RUN = "it is one of another run"
+ANOTHER_FILE = "it is another file than it was"
 ID_DIGITS = 10
 """How many digits of a run's id the name of its folder ends in."""
 
@@ -37,7 +40,8 @@ class NotAsWritten(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Name, sha256 (hex) and number of bytes of a file, the id of the run that wrote it, and the marks of its rows.
+    """Name, sha256 (hex) and number of bytes of a file, or of the files of a folder together (digest_of_files), the id
+    of the run that wrote it, and the marks of its rows.
 
     point: whether it is the state of a trunk at a point, with what is measured there, so that forks can begin.
     """
@@ -97,14 +101,49 @@ def _is_well_formed(record: Record) -> bool:
 def read_recorded(path: Path, file: BinaryIO) -> Record:
     """The record of an open file, which is read once and stands at its begin then. Raises NotAsWritten."""
     record = read_record(path)
-    size = os.fstat(file.fileno()).st_size
-    if size != record.bytes:
-        found = "it is empty" if size == 0 else f"it has {size} bytes"
-        raise NotAsWritten(path, f"{found}, and {record.bytes} were written")
+    _compare_size(path, os.fstat(file.fileno()).st_size, record)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     file.seek(0)
     if digest != record.sha256:
-        raise NotAsWritten(path, "its bytes are not those that were written")
+        raise NotAsWritten(path, CHANGED)
+    return record
+
+
+CHANGED = "its bytes are not those that were written"
+
+
+def _compare_size(path: Path, size: int, record: Record) -> None:
+    if size != record.bytes:
+        found = "it is empty" if size == 0 else f"it has {size} bytes"
+        raise NotAsWritten(path, f"{found}, and {record.bytes} were written")
+
+
+Digest = tuple[str, int]
+"""sha256 (hex) and number of bytes."""
+
+
+def digests_of(paths: Iterable[Path]) -> dict[str, Digest]:
+    """Name of each file -> its Digest, read from the disk where the system lets go of what it holds in memory."""
+    found = {}
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+    return found
+
+
+def digest_of_files(digests: Mapping[str, Digest]) -> Digest:
+    """Of several files together: the hash of their names and hashes, and how many bytes they all have."""
+    lines = "".join(f"{name} {sha256}\n" for name, (sha256, _) in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest(), sum(size for _, size in digests.values())
+
+
+def _check_folder(path: Path) -> Record:
+    """The record of a folder whose files are what was written. Raises NotAsWritten."""
+    record, files = read_record(path), sorted(path.iterdir())
+    _compare_size(path, sum(each.stat().st_size for each in files), record)
+    if digest_of_files(digests_of(files))[0] != record.sha256:
+        raise NotAsWritten(path, CHANGED)
     return record
 
 
@@ -119,8 +158,11 @@ def fault_of(path: Path, run: str) -> str | None:
 
 
 def check_recorded(path: Path) -> Record:
-    """The record of a file that is what was written. Raises NotAsWritten where it is not, or is not there."""
+    """The record of a file or a folder that is what was written. Raises NotAsWritten where it is not, or is not
+    there."""
     try:
+        if path.is_dir() and not path.suffix:
+            return _check_folder(path)
         with path.open("rb") as file:
             return read_recorded(path, file)
     except FileNotFoundError:
@@ -130,9 +172,9 @@ def check_recorded(path: Path) -> Record:
 
 
 def is_point(path: Path) -> bool:
-    """Whether a fork can begin with a file, as its record says; the file itself is not read."""
+    """Whether a fork can begin with a file or a folder, as its record says; what is in it is not read."""
     try:
-        return path.is_file() and read_record(path).point
+        return path.exists() and read_record(path).point
     except NotAsWritten:
         return False
 
@@ -147,18 +189,9 @@ def discard(path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> checkpoint, in order of steps."""
-    found = {path: re.fullmatch(r"step_([1-9][0-9]*)\.pt", path.name) for path in folder.glob("step_*.pt")}
+    """Step -> checkpoint, a file or a folder, in order of steps."""
+    found = {path: re.fullmatch(r"step_([1-9][0-9]*)(\.pt)?", path.name) for path in folder.glob("step_*")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
-
-
-def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk when the call returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def mark_of(data: bytes) -> Mark:

@@ -1,31 +1,29 @@
-"""The start of a trunk that begins from a checkpoint of another program, and whether it has recovered from that."""
+"""The start of a trunk that begins from a checkpoint of another program, and how far it is from that at its points."""
 
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-from torch.optim import Optimizer
-
+from hqsweep.checkpoints.checkpoint import Checkpoint
 from hqsweep.checkpoints.inspect import inspect_checkpoint
-from hqsweep.checkpoints.load import load_checkpoint
-from hqsweep.config.fork import SETTLED_PCT, ForkConfig
+from hqsweep.checkpoints.load import Loaded
+from hqsweep.config.fork import ForkConfig
 from hqsweep.errors import UserError
 
-UNSETTLED = "unsettled"
-"""Key of a trunk's facts: a warning for each point at which it has not recovered."""
+ABOVE = "above_source"
+"""Key of a trunk's facts: a line for each point at which its loss is above that of its checkpoint."""
 
 
 class Beginning(Protocol):
     """What a Trainer is to the checkpoint that it begins from."""
 
-    model: nn.Module
-    optimizer: Optimizer
     step: int
     val_loss: float | None
     kept: Collection[int]
     trunk: dict[str, Any]
-    runner: Any
+
+    def load_weights(self, checkpoint: Checkpoint) -> Loaded:
+        """Take the weights, and the moments where there are some, of a checkpoint of another program."""
 
     def evaluate(self) -> float:
         """The validation loss."""
@@ -43,25 +41,23 @@ def begin_source(trainer: Beginning, fork: ForkConfig) -> None:
             f"fork.trunk: {fork.source} is another checkpoint than it was when this run was planned; give that one, or"
             " give the sweep's command again, which makes runs of the new one"
         )
-    loaded = load_checkpoint(checkpoint, trainer.model, trainer.optimizer)
-    trainer.runner.forget()
+    loaded = trainer.load_weights(checkpoint)
     trainer.trunk = {
         "source_val_loss": trainer.evaluate(), "source_step": loaded.step, "source_moments": loaded.moments > 0,
-        UNSETTLED: [],
+        ABOVE: [],
     }  # fmt: skip
 
 
-def unsettled(trainer: Beginning) -> str | None:
-    """A warning at a point of a trunk at which the loss is still above its checkpoint's; None elsewhere."""
+def above_source(trainer: Beginning) -> str | None:
+    """A line at a point of a trunk at which the loss is above its checkpoint's; None elsewhere. Whether that is more
+    than noise a trunk alone cannot say: report.rewarm does."""
     before = trainer.trunk.get("source_val_loss")
-    if before is None or trainer.step not in trainer.kept or trainer.val_loss is None:
+    if before is None or trainer.step not in trainer.kept or trainer.val_loss is None or trainer.val_loss <= before:
         return None
     excess = 100 * (trainer.val_loss / before - 1)
-    if excess <= SETTLED_PCT:
-        return None
     line = (
-        f"the re-warm has not settled at step {trainer.step}: val_loss is {trainer.val_loss:.4f}, {excess:.2f} % above"
-        f" the {before:.4f} of the checkpoint; fork later (fork.at), or train at a lower train.lr"
+        f"at step {trainer.step} val_loss is {trainer.val_loss:.4f}, {excess:.2f} % above the {before:.4f} of the"
+        " checkpoint that this trunk began from; hqsweep compare says whether that is more than the study's noise"
     )
-    trainer.trunk[UNSETTLED] = [*trainer.trunk[UNSETTLED], line]
+    trainer.trunk[ABOVE] = [*trainer.trunk[ABOVE], line]
     return line

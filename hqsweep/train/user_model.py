@@ -6,6 +6,7 @@ linears that compute by the recipe take bf16 as those of the GPT do.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +17,87 @@ from torch.nn.modules.dropout import _DropoutNd
 from hqsweep.checkpoints.load import load_checkpoint
 from hqsweep.checkpoints.user_model import check_same, weights_of
 from hqsweep.config.job import ConvergenceConfig
-from hqsweep.config.user_model import HFModelConfig
+from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import UserError
-from hqsweep.models.build import build, check_recompute, vocab_fault
+from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
+from hqsweep.models.code import check_code, code_of
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
+from hqsweep.models.head_loss import HeadLoss, why_whole
 from hqsweep.models.hf import load_model
 from hqsweep.models.hf_config import HFConfig, read_hf_config
-from hqsweep.models.losses import model_loss
+from hqsweep.models.losses import is_hugging_face, model_loss
 from hqsweep.nn.saved import input_bytes
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.train.adapter import Balance, Losses, Saving
 from hqsweep.train.keyed import keyed_seed
+from hqsweep.train.step import NotCapturable
 
+CODE = "model_code"
+"""Key of a checkpoint, and of the manifest: Origin.code."""
 CONVERSION = "conversion"
 """Key of a checkpoint: the states of delayed scaling, which are not in the model's state_dict."""
+
+EVALUATION = 2**32
+"""Key of the random numbers of evaluations, which is that of no seed, step and microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The function that has made a model, and its code (models.code)."""
+
+    target: str
+    code: str
 
 
 class UserAdapter:
     """adapter.ModelAdapter of a model that convert() has converted. dtype: of products by the recipe."""
 
-    def __init__(self, model: nn.Module, conversion: Conversion, dtype: torch.dtype) -> None:
-        self.model, self.conversion, self.dtype = model, conversion, dtype
+    def __init__(
+        self,
+        model: nn.Module,
+        conversion: Conversion,
+        dtype: torch.dtype,
+        head_loss: HeadLoss | None = None,
+        origin: Origin | None = None,
+    ) -> None:
+        self.model, self.conversion, self.dtype, self.origin = model, conversion, dtype, origin
+        self.around = head_loss or nullcontext
+        own_loss = not is_hugging_face(model) and callable(getattr(model, "loss", None))
+        self.methods = ("loss",) if own_loss else ()
         self.device = next(model.parameters()).device
         config = getattr(model, "config", None)
         self.has_aux = bool(getattr(config, "output_router_logits", False))
-        self.draws = draws_numbers(model)
+        self.draws: bool | None = draws_numbers(model) or None  # None: the first forward in training tells
         self.why_eager = "the model has dropout" if self.draws else None
         conversion.reset()
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
         """As models.losses.model_loss has them; `saving` is around the whole model, its loss included."""
+        before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
         with saving(), self._autocast():
-            cross_entropy, aux = model_loss(self.model, inputs, targets)
+            cross_entropy, aux = model_loss(self.model, inputs, targets, self.around)
+        if before is not None:
+            self.draws = not torch.equal(before, generator_state(self.device))
         minimized = cross_entropy if aux is None else cross_entropy + aux
         self.has_aux = self.has_aux or aux is not None
         balance = Balance(loss=cross_entropy.new_zeros(()) if aux is None else aux, tokens=[])
         return Losses(cross_entropy=cross_entropy, minimized=minimized, balance=balance)
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """Dropout is a function of the key: a resumed run drops what an uninterrupted one does, and so do all arms."""
-        if self.draws:
+        """What the model draws of torch's generator is a function of the key: a resumed run drops what an uninterrupted
+        one does, and so do all arms."""
+        if not is_captured(self.device):
             torch.manual_seed(keyed_seed(*key))
+        elif self.draws:
+            raise NotCapturable("the model draws random numbers")
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without dropout."""
+        """Without dropout; what the model draws even so, it draws in every evaluation."""
         self.model.eval()
+        if not is_captured(self.device):
+            torch.manual_seed(keyed_seed(EVALUATION))
         try:
             yield
         finally:
@@ -85,12 +120,21 @@ class UserAdapter:
         return {}
 
     def state(self) -> dict[str, Any]:
-        """The states of delayed scaling."""
+        """The states of delayed scaling, and the code of the model."""
         states = self.conversion.state_dict()
-        return {CONVERSION: states} if states else {}
+        return ({CONVERSION: states} if states else {}) | self.facts
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        if self.origin is not None:
+            check_code(self.origin.target, state.get(CODE), self.origin.code)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        self.check(state)
         self.conversion.load_state_dict(state.get(CONVERSION, {}))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {} if self.origin is None else {CODE: self.origin.code}
 
     def unused(self) -> list[str]:
         return self.conversion.unused()
@@ -99,6 +143,16 @@ class UserAdapter:
         if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being made, in which no generator can be seeded."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """That of torch's own generator on the device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def draws_numbers(model: nn.Module) -> bool:
@@ -119,6 +173,9 @@ def user_adapter(
     if isinstance(section, HFModelConfig):
         check_same(section)
     model = trained_weights(section, config.seed) if isinstance(section, HFModelConfig) else build(section, config.seed)
+    origin = None
+    if isinstance(section, FactoryModelConfig):
+        origin = Origin(target=section.target, code=code_of(model, section.factory))
     if section.init_noise:
         perturb_weights(model, section.init_noise, config.seed)
     if fault := vocab_fault(model, vocab_size):
@@ -126,8 +183,21 @@ def user_adapter(
     if train.recompute != "none":
         check_recompute(model, train.recompute)
         compute_again(model)
+    if train.parallel.world > 1:
+        check_ranks(model)
+    by_chunks = dtype is torch.bfloat16 and device.type == "cuda" and train.parallel.world == 1
+    by_chunks = by_chunks and loss_by_chunks(model)
     conversion = convert(model, recipe, head=section.head, attention=section.attention)
-    return UserAdapter(model.to(device), conversion, dtype)
+    return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin)
+
+
+def loss_by_chunks(model: nn.Module) -> bool:
+    """Whether HeadLoss gives the loss of a model; a line says so, or why not."""
+    if not is_hugging_face(model):
+        return False
+    why = why_whole(model)
+    print("loss: by chunks of tokens" if why is None else f"loss: of whole logits, for {why}", flush=True)
+    return why is None
 
 
 def trained_weights(section: HFModelConfig, seed: int) -> nn.Module:

@@ -105,7 +105,9 @@ def test_half_of_the_optimizers_state(folder: Path) -> None:
 
 def test_what_is_not_read_is_said(folder: Path) -> None:
     (folder / "latest").write_text("global_step3")
-    assert inspect_checkpoint(folder).notes == ("the optimizer's state of DeepSpeed is not read",)
+    assert inspect_checkpoint(folder).notes == (
+        "the optimizer's state of DeepSpeed is not read: the folder that latest names is not there",
+    )
 
 
 def test_the_hash_is_of_weights_config_and_optimizer(folder: Path) -> None:
@@ -125,9 +127,8 @@ def test_the_hash_is_of_weights_config_and_optimizer(folder: Path) -> None:
     [
         (["config.json"], "it has a config.json and no weights"),
         (["adapter_model.safetensors"], "an adapter of PEFT alone; merge it"),
-        (["pytorch_model.bin.index.json"], "several .bin files; save it again by transformers"),
         (["checkpoint-5/x", "checkpoint-10/x"], "it holds checkpoint-10, checkpoint-5; give one of them"),
-        (["checkpoint/step_3.pt"], "it is the folder of a run; give one of its files, such as .*step_3.pt"),
+        (["checkpoint/step_3.pt"], "it is the folder of a run; give one of its checkpoints, such as .*step_3.pt"),
         ([], "give a Hugging Face folder with safetensors"),
     ],
 )

@@ -72,7 +72,7 @@ def test_nothing_that_reads_a_recipe_imports_its_factory(folder: Path):
 def test_run_imports_what_the_own_configs_name_and_nothing_from_the_working_directory(folder: Path):
     ran = hqsweep(*RUN)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("importing my_factory for recipe mine") == 1
+    assert ran.stderr.count("importing my_factory for recipe.qfactory=my_factory.make") == 1
     assert (folder / "imported").read_text().split() == ["my_factory"] * 2  # the command, and one worker
     assert not (folder / "planted").exists()
     (folder / "imported").unlink()
@@ -97,7 +97,7 @@ def test_a_factory_comes_from_the_folder_of_the_file_that_was_named(folder: Path
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     named = hqsweep("run", "conf=own", "recipe=foreign/other.yaml", "train.device=cuda", *TINY)
     assert named.returncode == 2 and "train.device" in named.stderr, named.stderr
-    assert "importing other_factory for recipe other" in named.stderr
+    assert "importing other_factory for recipe.qfactory=other_factory.make" in named.stderr
     assert (folder / "imported").read_text().split() == ["other_factory"]
     lost = hqsweep("run", "conf=own", "recipe._target_=typer.make", *TINY)
     assert lost.returncode == 2 and "typer has no function 'make'" in lost.stderr, lost.stderr

@@ -48,6 +48,13 @@ def test_ls_lists_packaged_and_own_recipes():
     assert "nvfp4+rht+sr" in recipe("ls").stdout
 
 
+def test_ls_lists_the_others_beside_a_wrong_one(folder: Path):
+    (folder / "conf/recipe/bad.yaml").write_text("name: bad\nlinear: ${oc.env:HOME}\n")
+    listed = recipe("ls")
+    assert listed.exit_code == 3 and "mine" in listed.stdout and "nvfp4" in listed.stdout
+    assert "'bad'" in listed.stderr and str(Path.home()) not in listed.stderr
+
+
 @pytest.mark.parametrize("name", ["mine", "conf/recipe/mine.yaml", "conf/sweep.yaml"])
 def test_show_tells_every_slot_overrides_and_schedule(name: str):
     shown = json.loads(recipe("show", name, "--json").stdout)

@@ -5,7 +5,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hqsweep.compat import CustomRecipe, DType, GroupedLinear, GroupedTensor, MXFP8Quantizer, autocast
+from hqsweep.compat import (
+    CustomRecipe,
+    DType,
+    GroupedLinear,
+    GroupedTensor,
+    MXFP8Quantizer,
+    autocast,
+    current_scaling_factory,
+    nvfp4_factory,
+)
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear as Ours
@@ -45,15 +54,75 @@ def test_options(held):
 
 
 def test_what_would_change_a_number_and_is_not_here_is_refused():
-    with pytest.raises(UserError, match="GroupedLinear: ub_overlap_ag=True, tp_size=2 has no counterpart here"):
-        GroupedLinear(2, 32, 32, ub_overlap_ag=True, tp_size=2)
+    with pytest.raises(UserError, match="GroupedLinear: ub_overlap_ag=True has no counterpart here"):
+        GroupedLinear(2, 32, 32, ub_overlap_ag=True)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_of_tensor_parallelism_has_one_rank(ranks):
-    group = ProcessGroup(0, ranks)
-    if ranks == 1:
-        GroupedLinear(2, 32, 32, tp_group=group, tp_size=1, sequence_parallel=True)
-        return
-    with pytest.raises(UserError, match="GroupedLinear: tp_group of size=2 has no counterpart here"):
-        GroupedLinear(2, 32, 32, tp_group=group, sequence_parallel=True, parallel_mode="column")
+def passed(module, x, dy):
+    """y and the gradients of x and of the weights."""
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    with autocast(recipe=CustomRecipe(qfactory=mxfp8)):
+        y = module(x, [64, 0, 32])
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_has_its_part_of_the_experts_and_exchanges_nothing(mode, later):
+    """To the byte what the whole has of it; what ranks split is a sum of what each returns."""
+
+    def build(**options):
+        torch.manual_seed(0)
+        return GroupedLinear(3, 64, 128, bias=False, init_method=nn.init.xavier_normal_, **options)
+
+    x, dy, sums = draw("normal", 96, 64), draw("normal", 96, 128, 1), []
+    whole = passed(build(tp_group=ProcessGroup(0, 1)), x, dy)
+    for rank in range(2):
+        group = {} if later else {"tp_group": ProcessGroup(rank, 2)}
+        own = build(parallel_mode=mode, tp_size=2, sequence_parallel=True, **group)
+        if later:
+            torch.manual_seed(0)
+            own.set_tensor_parallel_group(ProcessGroup(rank, 2))
+        cut = {"column": (None, 1), "row": (1, None)}[mode]
+        own_x, own_dy = (t if axis is None else t.chunk(2, axis)[rank] for t, axis in zip((x, dy), cut, strict=True))
+        made = passed(own, own_x, own_dy)
+        axes = {"column": (1, None, 0, 0, 0), "row": (None, 1, 1, 1, 1)}[mode]
+        for tensor, expected, axis in zip(made, whole, axes, strict=True):
+            if axis is None:
+                sums.append(tensor.float())
+            else:
+                assert torch.equal(tensor, expected.chunk(2, axis)[rank])
+    summed = whole[axes.index(None)].float()
+    assert (sums[0] + sums[1] - summed).norm() < 1e-2 * summed.norm()
+
+
+REFUSED = {
+    "tp_size=2 without a parallel_mode; give 'column' or 'row'": {"bias": False},
+    "with tp_size=2 what it returns may be a part of a sum": {"parallel_mode": "row"},
+    "out_features=33 does not divide by tp_size=2": {"bias": False, "parallel_mode": "column"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_ranks_cannot_share_is_refused(sentence):
+    with pytest.raises(UserError, match=sentence):
+        GroupedLinear(2, 32, 33, tp_size=2, **REFUSED[sentence])
+
+
+def test_parts_that_are_not_those_of_the_whole_are_refused():
+    group = ProcessGroup(0, 2)
+    with pytest.raises(UserError, match="a tp_group of 2 ranks, where tp_size is 3"):
+        GroupedLinear(2, 32, 33, bias=False, parallel_mode="column", tp_size=3).set_tensor_parallel_group(group)
+    with quantized_model_init(), pytest.raises(UserError, match="a part of a weight is not held quantized"):
+        GroupedLinear(2, 64, 64, bias=False, parallel_mode="row", tp_group=group)
+    module = GroupedLinear(2, 64, 96, bias=False, parallel_mode="column", tp_group=group)
+    x = draw("normal", 32, 64)
+    for factory, sentence in (
+        (nvfp4_factory, "grouped_linear: weight: nvfp4.* has scales or random bits of the whole"),
+        (current_scaling_factory, "grouped_linear: weight: fp8_current has scales or random bits of the whole"),
+        (mxfp8, "a rank's part has 48 rows of .48, 64., which cut a block of mxfp8"),
+    ):
+        with autocast(recipe=CustomRecipe(qfactory=factory)), pytest.raises(UserError, match=sentence):
+            module(x, [32, 0])

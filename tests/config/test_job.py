@@ -213,6 +213,8 @@ def test_every_leaf_refuses_a_wrong_type_and_names_itself(path: str, kind: str) 
         ({"train": {"warmup": 0.7}}, "train.warmup: 0.7 and train.decay 0.4 .* more than 1"),
         ({"train": {"steps": 0}}, "train.steps: got 0; must be greater than or equal to 1"),
         ({"train": {"lr": float("nan")}}, "train.lr: got nan; must be a finite number"),
+        ({"train": {"lr": 1e38}}, "train.lr: got 1e[+]38; must be less than or equal to 10{30}$"),
+        ({"train": {"weight_decay": 1e9}}, "train.weight_decay: got 1000000000.0; must be less than"),
         ({"train": {"steps": True}}, "train.steps: got True; must be an integer"),
         ({"train": {"dtype": "bf61"}}, r"train.dtype: got 'bf61'; must be 'bf16' or 'fp32' \(did you mean 'bf16'\?\)"),
         ({"train": 3}, "train: got 3; must be a section with the keys steps, batch"),

@@ -3,6 +3,7 @@
 import torch
 
 from hqsweep.formats import RngKey, RngKeys, RngNumbers, numbers_of
+from hqsweep.formats.random import PlacedKey, random_bytes
 from hqsweep.ops.addresses import key_table
 
 SLOTS = tuple(f"layers.0.experts/grouped_linear/input/{e}" for e in range(5))
@@ -38,3 +39,11 @@ def test_numbers_of_a_slot_are_the_words_of_its_directions():
     numbered = RngNumbers(seed=SEED, numbers=numbers_of(SLOTS[0]), step=STEP)
     for direction in ("rowwise", "columnwise"):
         assert numbered.under(direction).words == key.under(direction).words
+
+
+def test_a_part_draws_the_bytes_of_the_whole_wherever_it_is_cut():
+    key, whole = RngKey(seed=SEED, slot=SLOTS[0], step=STEP), (23, 37)
+    drawn = random_bytes(key, *whole)
+    for row, col, rows, cols in ((0, 0, 23, 37), (5, 3, 11, 30), (22, 36, 1, 1), (7, 0, 0, 37)):
+        part = random_bytes(PlacedKey(key, row, col, whole[1]), rows, cols)
+        assert torch.equal(part, drawn[row : row + rows, col : col + cols])

@@ -10,7 +10,7 @@ from hqsweep.nn import quantization
 pytestmark = pytest.mark.gpu
 
 
-def test_a_captured_step_is_every_step():
+def test_a_captured_step_is_every_step(deterministic):
     model = llama(layers=1).cuda().train()
     conversion = hqsweep.convert(model, "nvfp4+sr")
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")

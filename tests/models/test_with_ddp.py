@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ddp_ranks import DTYPES, RANKS, RECIPES, gradients, model, run
+from ranks import run_ranks
 
 import hqsweep
 
@@ -14,10 +14,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+def ranks():
+    return run_ranks(RANKS, run)
 
 
 def differences(a, b):

@@ -38,7 +38,7 @@ def tiny(kind: str, **options) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_BASE | CONFIGS[kind] | options))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_BASE | CONFIGS.get(kind, {}) | options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from delayed_ranks import RANKS, SHARED, STEPS, Model, run, states, train
+from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),
@@ -14,10 +14,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run, (str(folder),), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+def ranks():
+    return run_ranks(RANKS, run)
 
 
 def differences(a, b):

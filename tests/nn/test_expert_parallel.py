@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from expert_parallel import EXPERTS, LOCAL, RANKS, inputs, layer, run, weight
 from experts import SECTIONS
+from ranks import run_ranks
 
 COMPOSER_2 = SECTIONS[1]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
-def test_experts_of_two_ranks_are_those_of_one_process(tmp_path):
-    mp.spawn(run, (str(tmp_path), COMPOSER_2), nprocs=RANKS)
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+def test_experts_of_two_ranks_are_those_of_one_process():
+    parts = run_ranks(RANKS, run, COMPOSER_2)
     x, chosen, dy = (torch.cat(pair) for pair in zip(*map(inputs, range(RANKS)), strict=True))
     order, module = chosen.argsort(stable=True), layer(COMPOSER_2, EXPERTS)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
 from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
-from hqsweep.train.loop import build_model
+from hqsweep.train.model import build_model
 
 FORMATS = {
     "fp8_current": "fp8_current",

@@ -4,8 +4,11 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import SOME, STATELESS
 from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, grouped
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, set_recipe
@@ -198,3 +201,20 @@ def test_an_update_within_one_step_is_seen_where_our_fused_optimizer_makes_it():
         later = module(x)
     with quantization(step=1):
         assert torch.equal(later, module(x))
+
+
+def test_an_update_of_shards_within_one_step_is_seen(made, tmp_path):
+    """fully_shard gathers the updated weight into a tensor of the same version, maybe where it was before."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        p = torch.nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        p.grad = p.detach().clone()
+        module, x = linear(), draw("normal", 32, 64, 0)
+        with quantization(step=1, cache_weights=True), torch.no_grad():
+            module(x), module(x)
+            assert len(made) == 1
+            FusedAdam([p]).step()
+            module(x)
+        assert len(made) == 2
+    finally:
+        dist.destroy_process_group()

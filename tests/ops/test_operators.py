@@ -182,6 +182,7 @@ def test_wrong_offsets_sizes_and_keys(message, offsets, changes):
         ("buffer q is .*, not contiguous on cpu", {"buffers": [torch.zeros(32, 64).byte()[:, ::2]] * 2}),
         ("4 buffers for mxfp8; it has 2: q, s", {"buffers": [torch.zeros(1024).byte()] * 4}),
         ("there are no buffers", {"buffers": [], "offsets": torch.tensor([0, 32])}),
+        ("there are no buffers", {"buffers": []}),
         (r"cannot have the shape \(-1, 32\)", {"rows": -1}),
         ("dtype is torch.float64; values are decoded to", {"dtype": torch.float64}),
         ("bf16 has no kernel", {"format": "bf16"}),
@@ -193,7 +194,7 @@ def test_decoding_refuses_what_it_cannot_read(message, change):
     right = {"buffers": buffers, "format": "mxfp8", "rows": 32, "cols": 32, "exact": False, "dtype": torch.float32}
     assert operators.dequantize(*right.values()).shape == (32, 32)
     with pytest.raises(ValueError, match=message):
-        operators.dequantize(*{**right, "offsets": None, "columnwise": False, **change}.values())
+        torch.ops.hqsweep.dequantize(*{**right, "offsets": None, "columnwise": False, **change}.values())
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_part_that_shares_a_scale_is_not_written(text):
     [
         (lambda w: w[3:7], "slice 3:7 of 256 cuts a block of mxfp8: give multiples of 32, or slice dequantize"),
         (lambda w: w[:, :24], "slice 0:24 of 256 cuts a block of nvfp4: give multiples of 16, or slice dequantize"),
-        (lambda w: w.split(100), "slice 0:100 of 256 cuts a block of mxfp8"),
+        (lambda w: w.split_with_sizes([100, 156]), "slice 0:100 of 256 cuts a block of mxfp8"),
         (lambda w: w[::2], "with step 2; it takes step 1"),
         (lambda w: w[0], r"one row or column of a tensor in nvfp4\|mxfp8 cannot be held by itself"),
         (lambda w: w.unbind(), "one row or column"),
@@ -113,6 +113,18 @@ def test_parts_that_cannot_be_held_are_refused(part, message):
     """Their values would be a copy, and what is written to it lost."""
     with pytest.raises(UserError, match=message):
         part(quantized("nvfp4|mxfp8")[1])
+
+
+@pytest.mark.parametrize("text", STATELESS)
+def test_rows_that_are_split_inside_blocks_have_the_values_of_the_whole(text):
+    _, w = quantized(text)
+    parts = w.split(100)
+    assert [tuple(part.shape) for part in parts] == [(100, 256), (100, 256), (56, 256)]
+    assert torch.equal(torch.cat([part.dequantize() for part in parts]), w.dequantize())
+    assert all(pointers(part) == pointers(w) for part in parts)
+    first, last = parts[0].metadata.cover("columnwise")[:2]
+    columns = parts[0].columnwise.dequantize().t()[-first : 100 - first]
+    assert first == 0 and last >= 100 and torch.equal(columns, w.columnwise.dequantize().t()[:100])
 
 
 @pytest.mark.parametrize("text", STATELESS)

@@ -111,10 +111,10 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", ["qfactory", "_target_"])
 def test_a_factory_is_found_by_its_name_and_its_config_reads_back(key, module):
-    recipe = parse_recipe({"name": "mine", key: f"{module}.mine", "gemm": "strict"})
+    recipe = parse_recipe({"name": "mine", key: f"{module}.mine", "gemm": "strict"}, find_factory)
     assert str(recipe.quantizer(FC)) == "nvfp4|mxfp8"
     assert recipe.to_config() == {"qfactory": "my_factories.mine", "fp8_dpa": False, "gemm": "strict"}
-    assert parse_recipe(recipe.to_config()) == recipe
+    assert parse_recipe(recipe.to_config(), find_factory) == recipe
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
-from hqsweep.recipe import CustomRecipe, parse_recipe
+from hqsweep.nn import Linear
+from hqsweep.recipe import CustomRecipe, find_factory, parse_recipe
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.recipe.listing import described, diff, slots
 from hqsweep.recipe.roles import module_roles
@@ -53,12 +54,29 @@ def test_a_name_has_no_quantizers():
         recipe.resolve(module_roles("linear", "fc"))
 
 
+def test_a_call_in_python_imports_what_it_is_told_to_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """As `hqsweep run` alone does; a config is data to parse_recipe and to the recipe of a module."""
+    monkeypatch.syspath_prepend(folder)
+    refused = r"planted_factory.make is a Python factory, which is not imported.* parse_recipe\(config, find=find"
+    with pytest.raises(UserError, match=refused):
+        parse_recipe(CONFIG).resolve(module_roles("linear", "fc"))
+    with pytest.raises(UserError, match=refused):
+        Linear(32, 32, name="fc", recipe=CONFIG)
+    assert not Path("planted").exists() and "planted_factory" not in sys.modules
+    assert str(Linear(32, 32, name="fc", recipe=parse_recipe(CONFIG, find=find_factory)).quantizers.input) == "mxfp8"
+    assert Path("planted").exists()
+
+
 def test_an_importer_says_what_it_imports_once_and_what_a_worker_needs(folder: Path):
     find, said = importer(folders=[str(folder)])
     before = list(sys.path)
     for _ in range(2):
         assert str(parse_recipe(CONFIG, find).resolve(module_roles("linear", "fc")).popitem()[1]) == "mxfp8"
-    assert said == ["importing planted_factory for recipe mine"] and sys.path == before and Path("planted").exists()
+    assert (
+        said == ["importing planted_factory for recipe.qfactory=planted_factory.make"]
+        and sys.path == before
+        and Path("planted").exists()
+    )
     assert find.arguments == ["--import=planted_factory.make", f"--import-from={folder}"]
 
 
@@ -67,7 +85,7 @@ def test_the_working_directory_is_not_searched():
     with pytest.raises(UserError, match=r"recipe.qfactory: 'planted_factory.make' cannot be imported .*installed pack"):
         parse_recipe(CONFIG, find)
     with pytest.raises(UserError, match="cannot be imported"):
-        parse_recipe(CONFIG)
+        parse_recipe(CONFIG, find_factory)
     assert not Path("planted").exists()
 
 

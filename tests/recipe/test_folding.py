@@ -40,6 +40,9 @@ def test_every_slot_is_on_exactly_one_line():
     every = ["linear.input", "linear.weight", "dpa.s", "gemm"]
     assert together(every, every) == "linear, dpa; gemm"
     assert together(["linear.input", "gemm"], every) == "linear.input; gemm"
+    alike = ["overrides[0]", "schedule[0].overrides[0]"]
+    assert together(alike, [*alike, "schedule[0].at"]) == "overrides[0]; schedule[0].overrides[0]"
+    assert together(["gemm", "fp8_dpa"], []) == "gemm, fp8_dpa"
 
 
 def test_a_difference_of_both_directions_is_one_row():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hqsweep.recipe import parse_recipe
+from hqsweep.recipe import find_factory, parse_recipe
 from hqsweep.recipe.listing import diff, slots
 
 
@@ -67,7 +67,7 @@ def test_what_only_one_has_is_missing_in_the_other():
 
 
 def test_a_factory_is_compared_by_what_it_gives_and_by_its_path():
-    custom = parse_recipe({"qfactory": f"{__name__}.factory"})
+    custom = parse_recipe({"qfactory": f"{__name__}.factory"}, find_factory)
     rows = diff(recipe(), custom)
     assert not any(row["slot"].startswith(("linear", "grouped_linear", "dpa")) for row in rows)
     assert {"slot": "qfactory", "field": None, "a": None, "b": f"{__name__}.factory"} in rows

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from hqsweep.errors import UserError
-from hqsweep.recipe import CustomRecipe, QuantizerRole, parse_recipe
+from hqsweep.recipe import CustomRecipe, QuantizerRole, find_factory, parse_recipe
 from hqsweep.recipe.schedule import recipe_config
 from hqsweep.recipe.stages import stages
 
@@ -17,7 +17,7 @@ def factory(role):
 
 
 def recipe(*schedule, linear=NVFP4, **sections):
-    return parse_recipe({"name": "r", "linear": linear, "schedule": list(schedule), **sections})
+    return parse_recipe({"name": "r", "linear": linear, "schedule": list(schedule), **sections}, find_factory)
 
 
 def slots(recipe, name="layers.0.fc"):
@@ -87,13 +87,13 @@ def test_the_canonical_text_reads_back_and_equal_schedules_are_equal():
 )
 def test_wrong_schedules(schedule, message):
     with pytest.raises(UserError, match=message):
-        parse_recipe({"linear": "mxfp8", "schedule": schedule})
+        parse_recipe({"linear": "mxfp8", "schedule": schedule}, find_factory)
 
 
 def test_a_part_of_a_recipe_cannot_change_a_factory():
     path = f"{__name__}.factory"
     with pytest.raises(UserError, match=r"schedule\[0\]: fprop cannot change a Python qfactory"):
-        parse_recipe({"qfactory": path, "schedule": [{"at": 0.5, "fprop": "bf16"}]})
+        parse_recipe({"qfactory": path, "schedule": [{"at": 0.5, "fprop": "bf16"}]}, find_factory)
 
 
 @pytest.mark.parametrize(

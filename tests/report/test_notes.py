@@ -66,3 +66,13 @@ def test_without_samples_a_note_says_which_key_gives_them(every, why, make_sweep
         run.jsonl("stats").unlink()
     said = " ".join(compare(changed(runs, "config.yaml", set_keys)).notes)
     assert f"No quantization error was sampled ({why})" in said and "stats.every=100 gives them" in said
+
+
+def test_arms_of_other_code_of_their_model_are_told(make_sweep, fake):
+    runs = make_sweep(fake.three_arms(), "code")
+    for run in runs:
+        other = "b" if "mxfp8" in run.path.name else "a"
+        changed([run], "manifest.json", lambda m, code=other: m.update(model_code=f"own {code}"))
+        changed([run], "config.yaml", lambda c: c.update(model={"kind": "factory", "target": "own.build", "args": {}}))
+    (said,) = [note for note in compare(runs).notes if "code" in note]
+    assert said.startswith("The code of own.build changed between runs: some of 'mxfp8' were trained with other code")

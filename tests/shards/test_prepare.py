@@ -14,6 +14,7 @@ from texts import END, byte_level, documents, of_letters, write
 from tokenizers import Tokenizer
 
 from hqsweep.errors import UserError
+from hqsweep.shards import manifest as manifests
 from hqsweep.shards import prepare as preparing
 from hqsweep.shards import sources
 from hqsweep.shards.prepare import prepare
@@ -358,3 +359,20 @@ def test_half_of_a_pair_in_json_does_not_stop_it(tmp_path: Path, tokenizer: Path
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, r'{"text": "\ud83d"}', '{"text": null}']))
     manifest = prepare(tmp_path / "a.jsonl", tokenizer, tmp_path / "out", val_fraction=0.3, workers=1)
     assert manifest.source.empty == 1 and manifest.documents("train") + manifest.documents("val") == 51
+
+
+def test_a_record_is_written_after_its_shards_are_on_the_disk(tokenizer, tmp_path, monkeypatch):
+    """The workers do not wait for the disk; whoever writes the record does, of each file, before it."""
+    order, fsync, write = [], os.fsync, manifests.write_whole
+
+    def noted(number):
+        order.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(manifests, "write_whole", lambda path, data: order.append(path.name) or write(path, data))
+    source = tmp_path / "source.txt"
+    source.write_text("\n".join(f"line {i}" for i in range(2000)))
+    prepare(source, tokenizer, tmp_path / "out", format="lines", val_fraction=0.5, workers=1)
+    shards = order[: order.index("00000.json")]
+    assert [shards.count(f"00000.{end}") for end in ("bin", "idx")] == [2, 2]  # of both splits

@@ -9,7 +9,7 @@ from hqsweep.study import noise
 from hqsweep.study.forecast import forecasts, pace, registry
 from hqsweep.sweep.files import read_rows
 from hqsweep.sweep.launch import plan
-from hqsweep.train.loop import DTYPES
+from hqsweep.train.adapter import DTYPES
 from hqsweep.train.model import GPT
 
 ARMS = ("recipe=bf16,mxfp8,nvfp4", "null_arm=true")

@@ -15,11 +15,12 @@ from hqsweep.errors import Damaged, UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
 from hqsweep.recipe.factories import Importer
-from hqsweep.sweep.export import export_run
+from hqsweep.sweep.export import export_folder, export_run
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.train import data
-from hqsweep.train.checkpoint import read_state
-from hqsweep.train.loop import Trainer, build_model
+from hqsweep.train.checkpoint import read_state, save_checkpoint
+from hqsweep.train.loop import Trainer
+from hqsweep.train.model import build_model
 
 
 def config(*, fork: dict | None = None, steps: int = 3, **model) -> ConvergenceConfig:
@@ -145,3 +146,24 @@ class Model(nn.Module):
 def build(width):
     return Model(width)
 """
+
+
+@pytest.mark.parametrize("model", [KINDS["tied"], KINDS["experts"]], ids=["tied", "experts"])
+def test_the_weights_that_ranks_have_written(model: dict, tmp_path: Path) -> None:
+    """Of a folder as ranks write it, from a run and by itself."""
+    cfg = config(**model)
+    run = trained(cfg, tmp_path / "t/run")
+    trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cpu"))
+    for _ in trainer.steps():
+        pass
+    file, _ = export_run(run, tmp_path / "one")
+    trainer.ranks = "one"
+    save_checkpoint(trainer, run.checkpoint)
+    (run.checkpoint / "step_3.pt").unlink()
+    assert export_run(run, tmp_path / "ranks") == (tmp_path / "ranks/model.safetensors", 3)
+    assert (tmp_path / "ranks/model.safetensors").read_bytes() == file.read_bytes()
+    plain, every = load_file(file), load_file(export_folder(run.checkpoint / "step_3", tmp_path / "folder"))
+    assert plain.keys() == every.keys() and all(torch.equal(plain[name], every[name]) for name in plain)
+    (run.checkpoint / "step_3/.metadata").unlink()
+    with pytest.raises(Damaged, match="so it is not exported"):
+        export_run(run, tmp_path / "again")

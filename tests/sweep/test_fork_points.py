@@ -80,6 +80,8 @@ def test_other_points_arms_and_lengths_keep_the_name_of_the_trunk() -> None:
     ("words", "says"),
     [
         (["fork.at=300"], r"fork.at: step 300 is beyond the trunk, which has 200 steps \(train.steps\)"),
+        (["fork.at=10", "train.steps=abc"], "train.steps: got 'abc'; must be an integer"),
+        (["fork.at=10", "train.steps=null"], "train.steps: got None; must be an integer"),
         (["fork.at=100,100"], "fork.at: step 100 is given twice"),
         (["fork.at=[]"], "fork.at: empty; give the steps"),
         (["fork.at=0"], "fork.at.0: got 0; must be greater than or equal to 1"),

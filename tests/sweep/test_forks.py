@@ -44,6 +44,8 @@ def test_a_fork_names_its_trunk_and_the_file_that_it_starts_from(tmp_path: Path)
     runs = create(planned(tmp_path, "fork.at=10,20"))
     trunk, fork = runs["trunk"], runs["mxfp8 20"]
     assert fork.trunk() == trunk and fork.trunk_state() == trunk.checkpoint / "step_20.pt"
+    over = create(planned(tmp_path, "fork.at=10,20", "train.parallel.dp_shard=2"))
+    assert over["mxfp8 20"].trunk_state() == over["trunk"].checkpoint / "step_20"  # the folder that ranks write
     assert trunk.trunk() is None and trunk.trunk_state() is None and trunk.fork().is_trunk
     assert fork.manifest()["trunk"] == trunk.name and fork.manifest()["point"] == 20
     facts = RunStore(tmp_path).facts("f")

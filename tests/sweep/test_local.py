@@ -12,33 +12,15 @@ from pathlib import Path
 
 import fake_worker
 import pytest
+from shown import Shown
 
 from hqsweep.sweep import local, process, slots
 from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.locks import stopped_among
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
 
 pytestmark = pytest.mark.slow
-
-
-class Lines:
-    """A display that keeps what it is told."""
-
-    def __init__(self):
-        self.lines, self.states, self.reasons = [], [], {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def update(self, run, status):
-        self.states.append((run, status["state"]))
-        self.reasons[run] = status["reason"]
-
-    def say(self, line):
-        self.lines.append(line)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +47,7 @@ def wait_for(condition, seconds=10.0):
 
 def test_runs_die_each_in_its_way_and_the_others_finish(make_runs):
     runs = make_runs("quick", "segv", "kill", "raise", "exit", "quick")
-    statuses = run_local(runs, display=Lines(), limits=Limits(workers=2))
+    statuses = run_local(runs, display=Shown(), limits=Limits(workers=2))
     assert outcomes(statuses) == [
         ("finished", None),
         ("failed", "killed by SIGSEGV"),
@@ -80,7 +62,7 @@ def test_runs_die_each_in_its_way_and_the_others_finish(make_runs):
 
 def test_a_worker_does_one_run_after_another_until_one_does_not_finish(make_runs):
     runs = make_runs("quick", "quick", "exit", "quick", "raise", "quick", "kill", "quick", "quick")
-    statuses = run_local(runs, display=Lines())
+    statuses = run_local(runs, display=Shown())
     states = ["finished", "finished", "failed", "finished", "failed", "finished", "failed", "finished", "finished"]
     assert [status["state"] for status in statuses] == states
     pids = [status["pid"] for status in statuses]
@@ -90,7 +72,7 @@ def test_a_worker_does_one_run_after_another_until_one_does_not_finish(make_runs
 
 def test_each_run_of_a_worker_writes_to_its_own_log(make_runs):
     runs = make_runs("say", "say")
-    pids = [status["pid"] for status in run_local(runs, display=Lines())]
+    pids = [status["pid"] for status in run_local(runs, display=Shown())]
     assert pids[0] == pids[1]
     assert [run.log.read_text() for run in runs] == [f"{run.name} by Python\n{run.name} by a child\n" for run in runs]
 
@@ -105,14 +87,14 @@ def test_a_worker_that_dies_while_it_waits_costs_no_run(make_runs, monkeypatch):
         return original(slot, run, log)
 
     monkeypatch.setattr(process.Slot, "worker_for", worker_for)
-    first, second = run_local(runs, display=Lines())
+    first, second = run_local(runs, display=Shown())
     assert (second["state"], second["attempt"]) == ("finished", 1) and first["pid"] != second["pid"]
 
 
 def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
     (run,) = make_runs("exit")
     run.write_status(state="failed", reason="an old one", progress={"step": 3, "steps": 9})
-    display = Lines()
+    display = Shown()
     statuses = run_local([run], display=display)
     assert [state for _, state in display.states][:2] == ["failed", "pending"]
     assert statuses[0]["reason"].startswith("worker ended with exit code 1")
@@ -120,8 +102,8 @@ def test_a_run_taken_up_again_is_pending_until_its_worker_speaks(make_runs):
 
 def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs):
     runs = make_runs("quick", "segv", "quick")
-    run_local(runs, display=Lines())
-    display = Lines()
+    run_local(runs, display=Shown())
+    display = Shown()
     run_local(runs, display=display)
     assert [len(starts(run)) for run in runs] == [1, 2, 1]
     assert display.lines[0] == "2 of 3 runs are finished already and skipped; --force repeats them"
@@ -130,16 +112,16 @@ def test_the_same_call_again_repeats_only_what_is_not_finished(make_runs):
 
 def test_force_deletes_and_repeats(make_runs):
     runs = make_runs("quick", "quick")
-    run_local(runs, display=Lines())
+    run_local(runs, display=Shown())
     (runs[0].path / "metrics.jsonl").write_text("old")
-    statuses = run_local(runs, display=Lines(), force=True)
+    statuses = run_local(runs, display=Shown(), force=True)
     assert [status["attempt"] for status in statuses] == [1, 1]
     assert not (runs[0].path / "metrics.jsonl").exists()
 
 
 def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
     runs = make_runs("flaky", "raise")
-    display = Lines()
+    display = Shown()
     began = time.monotonic()
     statuses = run_local(runs, display=display, limits=Limits(workers=2, retries=2, backoff_s=0.2))
     assert time.monotonic() - began > 0.2 + 0.4
@@ -152,7 +134,7 @@ def test_retries_go_on_until_the_run_finishes_or_they_are_used_up(make_runs):
 def test_time_out_ends_willing_and_stubborn_workers(make_runs):
     runs = make_runs("sleep", "stubborn", "quick")
     began = time.monotonic()
-    statuses = run_local(runs, display=Lines(), limits=Limits(workers=3, timeout_s=2.5))
+    statuses = run_local(runs, display=Shown(), limits=Limits(workers=3, timeout_s=2.5))
     assert outcomes(statuses) == [("failed", "timed out after 2.5 s")] * 2 + [("finished", None)]
     assert time.monotonic() - began < 15
     assert 2.5 <= statuses[0]["seconds"] < 15
@@ -163,20 +145,20 @@ def test_threads_are_shared_out(make_runs, monkeypatch):
     monkeypatch.setattr(slots, "visible_gpus", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     runs = make_runs("quick", "quick")
-    run_local(runs[:1], display=Lines(), limits=Limits(workers=2))
-    run_local(runs[1:], display=Lines(), limits=Limits(workers=2, threads=5))
+    run_local(runs[:1], display=Shown(), limits=Limits(workers=2))
+    run_local(runs[1:], display=Shown(), limits=Limits(workers=2, threads=5))
     assert [starts(run) for run in runs] == [["3 None"], ["5 None"]]
 
 
 def test_runs_share_a_gpu_as_far_as_allowed(make_runs, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     runs = make_runs(*["short"] * 6)
-    run_local(runs, display=Lines(), limits=Limits(runs_per_gpu=2, threads=1))
+    run_local(runs, display=Shown(), limits=Limits(runs_per_gpu=2, threads=1))
     assert sorted(starts(run)[0] for run in runs[:4]) == ["1 0", "1 0", "1 1", "1 1"]
 
 
 def test_an_error_of_the_display_leaves_no_worker_behind(make_runs):
-    class Broken(Lines):
+    class Broken(Shown):
         def update(self, run, status):
             if status["state"] == "running":
                 raise BrokenPipeError
@@ -240,7 +222,7 @@ def test_a_sweep_killed_at_random_moments_finishes_without_repeating_finished_ru
         parent.communicate()
         assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
         done |= {run.path: len(starts(run)) for run in runs if run.status()["state"] == "finished"}
-    statuses = run_local(store.runs("fakes"), display=Lines(), limits=Limits(workers=2))
+    statuses = run_local(store.runs("fakes"), display=Shown(), limits=Limits(workers=2))
     assert [status["state"] for status in statuses] == ["finished"] * 6
     assert all(len(starts(run)) == done[run.path] for run in runs if run.path in done)
 
@@ -268,7 +250,7 @@ def test_a_folder_that_is_deleted_while_its_run_goes_on_costs_that_run_alone(mak
         wait_for(lambda: runs[0].seen()["state"] == "running")
         shutil.rmtree(runs[0].path)
 
-    display, began = Lines(), time.monotonic()
+    display, began = Shown(), time.monotonic()
     deleting = in_a_thread(delete)
     statuses = run_local(runs, display=display, limits=Limits(workers=2))
     deleting.join()
@@ -277,12 +259,12 @@ def test_a_folder_that_is_deleted_while_its_run_goes_on_costs_that_run_alone(mak
     assert display.reasons[runs[0].name] == "its folder was deleted while it ran; the same command starts it again"
     assert not runs[0].path.exists()
     again = make_runs("quick", "short", "short")
-    assert [status["state"] for status in run_local(again[1:], display=Lines())] == ["finished"] * 2
+    assert [status["state"] for status in run_local(again[1:], display=Shown())] == ["finished"] * 2
 
 
 def test_a_worker_that_finds_its_folder_deleted_is_no_busy_one(make_runs):
     (run,) = make_runs("gone")
-    display = Lines()
+    display = Shown()
     run_local([run], display=display)
     assert display.reasons[run.name].startswith("its folder was deleted while it ran")
 
@@ -290,7 +272,7 @@ def test_a_worker_that_finds_its_folder_deleted_is_no_busy_one(make_runs):
 def test_a_folder_that_is_deleted_before_its_run_starts_is_named(make_runs):
     runs = make_runs("quick", "quick")
     shutil.rmtree(runs[0].path)
-    display = Lines()
+    display = Shown()
     run_local(runs, display=display)
     assert display.reasons[runs[0].name].startswith("its folder was deleted before") and runs[1].has_finished()
 
@@ -305,7 +287,7 @@ def test_garbage_in_the_status_of_a_run_at_work_costs_nothing(make_runs, garbage
         (runs[0].path.parent / "go").touch()
 
     spoiling = in_a_thread(spoil)
-    statuses = run_local(runs, display=Lines())
+    statuses = run_local(runs, display=Shown())
     spoiling.join()
     assert [status["state"] for status in statuses] == ["finished"] * 2
 
@@ -319,7 +301,7 @@ def test_a_stopped_worker_of_a_killed_parent_is_named_and_its_run_goes_on_withou
     os.kill(pid, signal.SIGSTOP)
     parent.kill()
     parent.communicate()
-    display = Lines()
+    display = Shown()
 
     def end():
         try:
@@ -339,7 +321,7 @@ def test_a_stopped_worker_of_a_killed_parent_is_named_and_its_run_goes_on_withou
 def test_an_own_worker_that_somebody_stops_is_named(make_runs, monkeypatch):
     monkeypatch.setattr(process, "NAMED_S", 0.3)
     (run,) = make_runs("short")
-    display = Lines()
+    display = Shown()
 
     def stop():
         wait_for(lambda: run.seen()["state"] == "running")
@@ -355,9 +337,25 @@ def test_an_own_worker_that_somebody_stops_is_named(make_runs, monkeypatch):
     assert status["state"] == "finished" and any("is stopped; `kill -CONT" in line for line in display.lines)
 
 
+def test_a_stopped_rank_is_named_beside_its_worker():
+    """Ranks are children of a run's worker, and the others wait for one that is stopped."""
+    worker = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    rank = int(worker.stdout.readline())
+    try:
+        assert stopped_among(worker.pid) is None
+        os.kill(rank, signal.SIGSTOP)
+        wait_for(lambda: stopped_among(worker.pid) == rank)
+        os.kill(worker.pid, signal.SIGSTOP)
+        wait_for(lambda: stopped_among(worker.pid) == worker.pid)
+    finally:
+        os.kill(rank, signal.SIGKILL)
+        worker.kill()
+        worker.communicate()
+
+
 def test_a_kill_for_memory_is_told_from_other_kills(make_runs, monkeypatch):
     kills = iter([5, 6])
     monkeypatch.setattr(process.Memory, "kills", lambda memory: next(kills))
-    (status,) = run_local(make_runs("kill"), display=Lines())
+    (status,) = run_local(make_runs("kill"), display=Shown())
     assert status["reason"].startswith("killed for memory: ") and "fewer engine.workers" in status["reason"]
     assert "had 0.0 GiB" not in status["reason"]

@@ -16,7 +16,7 @@ from hqsweep.sweep.names import run_id
 from hqsweep.sweep.run_dir import RunDir
 from hqsweep.track.tables import TABLES
 from hqsweep.train.checkpoint import read_state
-from hqsweep.train.loop import learning_rate
+from hqsweep.train.pace import learning_rate
 from hqsweep.train.record import Record, mark_of, write_record
 
 TINY = [

@@ -32,3 +32,11 @@ def test_gpus_are_those_that_nvidia_smi_lists(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices(2, None) == ["0", "1"]
+
+
+def test_a_run_of_several_ranks_has_neighbours_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    assert devices(None, None, 2) == ["0,1", "2,3"]
+    assert devices(1, None, 2) == ["0,1"]
+    assert devices(3, None, 4) == ["0,1,2,3"]
+    assert devices(3, None, 8) == [None] * 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import fake_worker
 import pytest
 import slurm_cluster
+from shown import Shown
 
 from hqsweep.errors import UserError
 from hqsweep.sweep import follow, slurm
@@ -14,25 +15,8 @@ from hqsweep.sweep.slurm import run_slurm, sbatch_parameters
 
 pytest.importorskip("submitit")
 
-SECTION = {"partition": None, "gres": None, "mem_gb": None, "time_min": None, "signal_s": 60, "options": None,
-           "detach": False}  # fmt: skip
-
-
-class Quiet:
-    def __init__(self):
-        self.lines = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def update(self, run, status):
-        pass
-
-    def say(self, line):
-        self.lines.append(line)
+SECTION = {"partition": None, "gres": None, "mem_gb": None, "time_min": None, "nodes": 1, "signal_s": 60,
+           "options": None, "detach": False}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +37,7 @@ def submit(environment, monkeypatch):
 
     def call(runs, **keys):
         section = SECTION | {key: keys.pop(key) for key in keys.keys() & SECTION.keys()}
-        run_slurm(runs, display=(display := Quiet()), slurm=section, **keys)
+        run_slurm(runs, display=(display := Shown()), slurm=section, **keys)
         return display.lines
 
     return call
@@ -199,13 +183,15 @@ def test_what_sbatch_is_given():
         "requeue": True, "dependency": "afterok:7_2,singleton", "kill-on-invalid-dep": "yes"
     }  # fmt: skip
     assert (given["time"], given["mem"], given["cpus_per_task"], given["job_name"]) == (90, "1536M", 4, "hqsweep-grid")
+    many = sbatch_parameters("grid", section | {"nodes": 3}, None, 4)
+    assert "nodes" not in given and (many["nodes"], many["ntasks_per_node"]) == (3, 1)
 
 
 def test_without_slurm_and_without_submitit_one_sentence_each(make_runs, monkeypatch, tmp_path):
     (run,) = make_runs("quick")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r'engine: Slurm did not take the jobs: .*"srun"'):
-        run_slurm([run], display=Quiet(), slurm=SECTION)
+        run_slurm([run], display=Shown(), slurm=SECTION)
     monkeypatch.setattr(slurm, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"engine\.kind: 'slurm' needs submitit; pip install"):
-        run_slurm([run], display=Quiet(), slurm=SECTION)
+        run_slurm([run], display=Shown(), slurm=SECTION)

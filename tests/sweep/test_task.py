@@ -8,33 +8,12 @@ import time
 
 import fake_worker
 import pytest
+from shown import Shown
 
 from hqsweep.sweep import follow, process, seal
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.run_dir import CANCELLED
 from hqsweep.sweep.task import end_without
-
-
-class Display:
-    """What an engine says and shows, in order."""
-
-    def __init__(self):
-        self.lines, self.shown = [], []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    def update(self, run, status):
-        self.shown.append((run, status["state"], status["reason"]))
-
-    def say(self, line):
-        self.lines.append(line)
-
-    def order(self, state):
-        return list(dict.fromkeys(run for run, shown, _ in self.shown if shown == state))
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +52,7 @@ def test_what_becomes_of_a_fork_without_its_trunks_state(make_forks, status, end
 @pytest.mark.slow
 def test_trunks_come_first_and_forks_start_while_their_trunk_goes_on(make_forks, make_runs):
     runs = make_forks("trunk", "quick", "quick", seeds=2)
-    display = Display()
+    display = Shown()
     run_local([*make_runs("quick"), *runs[::-1]], display=display, limits=Limits(workers=2))
     assert states(runs) == ["finished"] * 10 and [starts(run) for run in runs] == [1] * 10
     assert set(display.order("running")[:2]) == {run.name for run in runs[:2]}
@@ -90,7 +69,7 @@ def test_no_slot_is_held_by_what_waits(make_forks, make_runs):
     runs = make_forks("trunk-sleeps", "quick")
     others = make_runs("quick", "quick")
     parent_limits = Limits(workers=2, timeout_s=3)
-    run_local([*runs, *others], display=Display(), limits=parent_limits)
+    run_local([*runs, *others], display=Shown(), limits=parent_limits)
     assert states(others) == ["finished"] * 2
     assert states(runs) == ["failed", "finished", "failed"]
     assert runs[2].status()["reason"] == f"its trunk {runs[0].name} failed: timed out after 3 s"
@@ -99,7 +78,7 @@ def test_no_slot_is_held_by_what_waits(make_forks, make_runs):
 @pytest.mark.slow
 def test_a_failed_trunk_says_so_burns_no_retries_of_its_forks_and_is_repeated_with_them(make_forks):
     trunk, *forks = runs = make_forks("trunk-fails", "quick", "quick")
-    display = Display()
+    display = Shown()
     began = time.monotonic()
     run_local(runs, display=display, limits=Limits(workers=1, retries=1, backoff_s=0.1))
     assert time.monotonic() - began < 20
@@ -114,15 +93,15 @@ def test_a_failed_trunk_says_so_burns_no_retries_of_its_forks_and_is_repeated_wi
 @pytest.mark.slow
 def test_a_trunk_that_is_killed_midway_is_retried_while_its_forks_wait(make_forks):
     runs = make_forks("trunk-dies", "quick")
-    run_local(runs, display=Display(), limits=Limits(workers=2, retries=1, backoff_s=0.1))
+    run_local(runs, display=Shown(), limits=Limits(workers=2, retries=1, backoff_s=0.1))
     assert states(runs) == ["finished"] * 3 and [starts(run) for run in runs] == [2, 1, 1]
 
 
 @pytest.mark.slow
 def test_force_repeats_the_trunk_before_its_forks(make_forks):
     runs = make_forks("trunk", "quick")
-    run_local(runs, display=Display(), limits=Limits(workers=2))
-    display = Display()
+    run_local(runs, display=Shown(), limits=Limits(workers=2))
+    display = Shown()
     run_local(runs, display=display, limits=Limits(workers=2), force=True)
     assert states(runs) == ["finished"] * 3 and [starts(run) for run in runs] == [1] * 3
     again = [(run, state) for run, state, reason in display.shown[3:] if not reason]  # after those of the first time
@@ -172,7 +151,7 @@ def test_a_fork_study_goes_on_after_a_kill_of_its_trunk(make_forks, store, victi
 @pytest.mark.slow
 def test_fail_fast_starts_nothing_after_the_first_failure(make_runs):
     runs = make_runs("short", "raise", "quick", "quick")
-    display = Display()
+    display = Shown()
     run_local(runs, display=display, limits=Limits(workers=2, retries=1, backoff_s=0.1, fail_fast=True))
     assert states(runs)[:2] == ["finished", "failed"] and starts(runs[1]) == 2
     left = states(runs).count("pending")

@@ -171,7 +171,7 @@ def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
     )
     said: list[str] = []
     ready = plan(given(*mine, "model.width=32,64"), config_dir=tmp_path, importer=Importer(said.append))
-    assert said == ["importing mine_20 for model mine_20.build"]
+    assert said == ["importing mine_20 for model._target_=mine_20.build"]
     assert ready.imports == ("--import=mine_20.build", f"--import-from={tmp_path}")
     check(ready)
     with pytest.raises(UserError, match=r"'mine_20\.build' is a Python factory, refused"):

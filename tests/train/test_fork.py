@@ -67,7 +67,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def forked(cfg: ConvergenceConfig, folder) -> Trainer:
     """A fork of the trunk in `folder`/trunk, before its first step."""
     made = trainer(cfg)
-    made.fork_from(read_state(cfg.fork.state_file(folder / "fork"), torch.device("cpu")))
+    made.fork_from(read_state(cfg.fork.state_path(folder / "fork"), torch.device("cpu")))
     return made
 
 

@@ -16,7 +16,9 @@ from hqsweep.recipe.factories import find_factory
 from hqsweep.sweep.compose import load_recipe
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
-from hqsweep.train.loop import Throughput, Trainer, build_model, learning_rate
+from hqsweep.train.loop import Trainer
+from hqsweep.train.model import build_model
+from hqsweep.train.pace import Throughput, learning_rate
 
 DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
 CURRENT_BACKWARD = {

@@ -13,9 +13,10 @@ from hqsweep.nn import GroupedLinear
 from hqsweep.quant import GroupedTensor
 from hqsweep.sweep.launch import plan
 from hqsweep.train import data
+from hqsweep.train.build import make_optimizer
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
-from hqsweep.train.loop import Trainer, build_model, make_optimizer
-from hqsweep.train.model import GPTAdapter
+from hqsweep.train.loop import Trainer
+from hqsweep.train.model import GPTAdapter, build_model
 
 COMPOSER2 = {
     "input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",

@@ -23,6 +23,7 @@ class Counter:
     step: int = 0
     kept: tuple[int, ...] = ()
     device: torch.device = CPU
+    ranks: None = None
     loaded: dict = field(default_factory=dict)
 
     def state(self) -> dict:

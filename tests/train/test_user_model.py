@@ -1,10 +1,13 @@
 """Users' own models in the training loop: they resume, recompute and accumulate to the bit, and statistics, capture,
 schedules and states of delayed scaling are as the GPT's."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hqsweep.checkpoints.user_model import check_model_files
@@ -12,13 +15,15 @@ from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import ListSink
+from hqsweep.models.code import code_of
+from hqsweep.models.head_loss import HeadLoss
 from hqsweep.models.linear import ConvertedLinear
 from hqsweep.models.losses import model_loss
 from hqsweep.recipe.factories import find_factory
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
-from hqsweep.train.user_model import draws_numbers
+from hqsweep.train.user_model import draws_numbers, loss_by_chunks
 from tests.checkpoints.titan import write
 from tests.models.tiny import tiny
 
@@ -47,6 +52,17 @@ class WithLoss(Small):
     def loss(self, tokens, targets):
         x = self(tokens)
         return nn.functional.cross_entropy(x.flatten(0, 1), targets.flatten()), 0.01 * x.square().mean()
+
+
+class Functional(Small):
+    """Drops without a module for it; `always`: in evaluation too."""
+
+    def __init__(self, always: bool = False) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, tokens):
+        return super().forward(tokens) * nn.functional.dropout(torch.ones(()), 0.5, self.training or self.always)
 
 
 class Wordy(Small):
@@ -141,6 +157,57 @@ def test_dropout_is_a_function_of_the_step_and_off_in_evaluations():
     assert t.model.training and "dropout" in t.adapter.why_eager and trainer(config({})).adapter.why_eager is None
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_functional_dropout_is_a_function_of_the_step_too(microbatches, tmp_path):
+    cfg = config({"_target_": f"{HERE}.Functional"}, microbatches=microbatches)
+    torch.manual_seed(1)
+    whole, first = trainer(cfg), trainer(cfg)
+    assert whole.adapter.draws is None
+    rows = [done.metrics for done in whole.steps()]
+    assert len({row["grad_norm"] for row in rows}) > 1 and whole.adapter.draws and first.adapter.why_eager is None
+    torch.manual_seed(2)
+    for _ in first.steps(last=3):
+        pass
+    save_checkpoint(first, tmp_path)
+    resumed = trainer(cfg)
+    assert load_checkpoint(resumed, tmp_path)
+    assert [done.metrics for done in resumed.steps()] == rows[3:] and same(weights(whole), weights(resumed))
+    plain = trainer(config({}))
+    next(plain.steps())
+    assert plain.adapter.draws is False
+
+
+def test_a_model_that_draws_in_evaluation_is_measured_alike_each_time():
+    t = trainer(config({"_target_": f"{HERE}.Functional", "always": True}))
+    assert t.evaluate() == t.evaluate()
+
+
+def test_the_loss_by_chunks_is_that_of_whole_logits(folders, capsys):
+    for name in ("llama", "mixtral"):
+        whole, parts = (trainer(config(folders / name)) for _ in range(2))
+        assert loss_by_chunks(parts.model)
+        parts.adapter.around = HeadLoss(parts.model, 128)
+        (a, b), (c, d) = ([done.metrics["train_loss"] for done in t.steps(last=2)] for t in (whole, parts))
+        assert c == pytest.approx(a, rel=1e-4) and d == pytest.approx(b, rel=1e-3) and (a, b) != (c, d)
+    assert not loss_by_chunks(Small())
+    t = trainer(config(folders / "llama"))
+    t.model.lm_head.register_forward_hook(lambda *_: None)
+    assert not loss_by_chunks(t.model)
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["loss: by chunks of tokens"] * 2 + ["loss: of whole logits, for its output projection has hooks"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_loss_is_by_chunks(folders):
+    cfg = config(folders / "llama", device="cuda", compile="off")
+    graph = config(folders / "llama", device="cuda")
+    whole, parts = (Trainer(c, data.load(c.data), c.recipe.build(), torch.device("cuda")) for c in (cfg, graph))
+    assert isinstance(parts.adapter.around, HeadLoss)
+    for own, ours in zip(whole.steps(), parts.steps(), strict=True):
+        assert ours.metrics["train_loss"] == pytest.approx(own.metrics["train_loss"], rel=5e-3)
+    assert parts.runner.has_graph
+
+
 def test_dropout_is_found_in_configs_too():
     assert draws_numbers(tiny("llama", attention_dropout=0.1)) and not draws_numbers(tiny("llama"))
 
@@ -212,6 +279,53 @@ def test_the_auxiliary_loss_is_told_apart(folders):
 def test_a_method_loss_is_what_is_minimized():
     done = next(trainer(config({"_target_": f"{HERE}.WithLoss"})).steps())
     assert done.metrics["aux_loss"] > 0
+
+
+OWN = """
+from torch import nn
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 32), nn.Linear(32, 16)
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        return self.out(self.up(self.table(tokens)))
+
+
+def build():
+    return Own()
+"""
+
+
+def test_a_state_of_other_code_is_refused_and_comments_are_none(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def written(text):
+        (tmp_path / "own_code.py").write_text(text)
+        sys.modules.pop("own_code", None)
+        importlib.invalidate_caches()
+        return trainer(config({"_target_": "own_code.build"}))
+
+    first = written(OWN)
+    next(first.steps())
+    assert first.adapter.facts["model_code"].startswith("own_code ") and "," not in first.adapter.facts["model_code"]
+    save_checkpoint(first, tmp_path / "run")
+    assert load_checkpoint(written("# a comment" + OWN), tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"own_code.build is other code than this state was trained with \(own_code diff"
+    ):
+        load_checkpoint(written(OWN.replace("self.up(", "2 * self.up(")), tmp_path / "run")
+    assert code_of(tiny("llama"), tiny).split(", ")[1] == f"transformers {transformers.__version__}"
+
+
+def test_the_code_of_a_function_s_model_is_a_fact_of_its_run(tmp_path):
+    sink = ListSink()
+    convergence.run(config({}, steps=1), sink, tmp_path)
+    assert sink.facts["model_code"].startswith(f"{HERE} ")
 
 
 def test_matrices_decay_and_embeddings_and_vectors_do_not(folders):

@@ -17,7 +17,7 @@ from hqsweep.jobs.calibrate.sqnr import sqnr_rows
 from hqsweep.jobs.calibrate.teacher import gemm_rows, teacher_row
 from hqsweep.jobs.sink import Sink
 from hqsweep.ops.fingerprint import fingerprint
-from hqsweep.train.loop import pick_device
+from hqsweep.train.build import pick_device
 
 DISTRIBUTION_STEPS = 500
 """Steps of a student that take about as long as the errors on one distribution."""

@@ -7,8 +7,9 @@ statistics  what is gathered while quantizing: counts exactly, sums up to the ro
 pairs    every ordered pair of formats with both columnwise sources, against the reference in two steps
 vanilla  Linear with one format in both directions against its composition from the format reference
 routing  Linear with a|b: forward equals the run with a alone, gradients equal the run with b alone; and three formats
-and those of jobs/parity_modules.py, on whole modules, of jobs/parity_causality.py, on what a later token changes, of
-jobs/parity_grouped.py, on experts, and of jobs/parity_training.py, which train a small GPT
+and those of jobs/parity/modules.py, on whole modules, of jobs/parity/causality.py, on what a later token changes, of
+jobs/parity/grouped.py, on experts, and of jobs/parity/training.py, which train a small GPT; with parity.ranks those of
+jobs/parity/ranks.py, on what several processes compute together
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +30,9 @@ from hqsweep.jobs.parity.composed import composed
 from hqsweep.jobs.parity.grouped import GROUPED_CHECKS, everywhere
 from hqsweep.jobs.parity.modules import MODULE_CHECKS
 from hqsweep.jobs.parity.outcomes import gathered, outcomes, same_up_to_rounding
+from hqsweep.jobs.parity.ranks import NAMES as RANK_CHECKS
+from hqsweep.jobs.parity.ranks import cases as rank_cases
+from hqsweep.jobs.parity.ranks import ranks_check
 from hqsweep.jobs.parity.training import TRAINING_CHECKS
 from hqsweep.jobs.sink import Sink
 from hqsweep.nn import Linear
@@ -36,9 +40,10 @@ from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.ops.kernels import supports
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.sections import LinearQuantizers
-from hqsweep.train.loop import pick_device
+from hqsweep.train.build import pick_device
 
 KEY = RngKey(seed=1, slot="parity", step=3)
+RANKS = "ranks"
 STATISTICS_SHAPE = (208, 304)
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -49,25 +54,30 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
     sink.rewind({})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     sink.manifest(device=name, kernel_digest=fingerprint(device))
-    names, share, done = config.parity.checks, shares(config), 0.0
+    names, share, done = checks_of(config), shares(config), 0.0
     for i, name in enumerate(names):
         sink.phase(name)
         sink.progress(i, len(names), None, None, part=done)
         rows = []
-        for each in CHECKS[name](config, device):
+        for each in {**CHECKS, RANKS: ranks_check}[name](config, device):
             rows.append(each)
-            if name == "kernel":
-                sink.progress(i, len(names), None, None, part=done + share[name] * _cases(rows) / kernel_cases(config))
+            if name in COUNTED:
+                sink.progress(i, len(names), None, None, part=done + share[name] * _cases(rows) / COUNTED[name](config))
         sink.rows("parity", rows)
         done += share[name]
     sink.progress(len(names), len(names), None, None)
 
 
+def checks_of(config: ParityConfig) -> list[str]:
+    """The named checks, and that of ranks where their numbers are given."""
+    return [*config.parity.checks, *([RANKS] if config.parity.ranks else [])]
+
+
 def shares(config: ParityConfig) -> dict[str, float]:
-    """Check -> its part of the time of all: the kernel check takes the time of its cases, and any other that of about
-    two of these for each format."""
+    """Check -> its part of the time of all: the checks of kernels and of ranks take the time of their cases, and any
+    other that of about two of the kernels' for each format."""
     others = 2 * len(config.parity.formats)
-    work = {name: kernel_cases(config) if name == "kernel" else others for name in config.parity.checks}
+    work = {name: COUNTED[name](config) if name in COUNTED else others for name in checks_of(config)}
     return {name: each / sum(work.values()) for name, each in work.items()}
 
 
@@ -78,8 +88,12 @@ def kernel_cases(config: ParityConfig) -> int:
 
 
 def _cases(rows: Sequence[dict]) -> int:
-    """How many of them these rows are of: on a GPU each has three."""
-    return sum(each["check"] == "cpu" for each in rows)
+    """How many of those that COUNTED counts these rows are of: on a GPU the kernels' have three each."""
+    return sum(each["check"] == "cpu" or each["check"] in RANK_CHECKS for each in rows)
+
+
+COUNTED = {"kernel": kernel_cases, RANKS: rank_cases}
+"""Check -> how many cases it has."""
 
 
 def kernel_check(config: ParityConfig, device: torch.device) -> Rows:

@@ -5,19 +5,23 @@ torch.optim.AdamW to the byte.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor
 from torch.optim.adamw import adamw
 
+from hqsweep.dist.local import is_spread, local, note_update, part_as, spread_like, whole_group
 from hqsweep.errors import UserError
+from hqsweep.optim.gradients import clip_, gradient, norm_of
+from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
 MASTER = "master_param"
+Norm = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+"""(parameters, their gradients) -> the norm [] of all gradients."""
 OWN_MASTERS = (torch.float32, torch.float64)
 """dtypes of plain parameters that are updated as they are."""
 
@@ -34,6 +38,9 @@ class FusedAdam(torch.optim.AdamW):
     The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
     fused choose torch's kernels: by default the fused one where all is on CUDA, elsewhere as AdamW does.
     master_weights=False updates plain low-precision parameters in place.
+
+    Of a DTensor, as fully_shard makes them, each rank updates its part: masters and moments are DTensors that are
+    spread as the parameter, so that torch.distributed.checkpoint saves and loads them.
 
     The fused kernel reads the learning rate and counts the steps on the device and nothing waits for it, so that a CUDA
     graph can hold a step; what replays one gives rates by set_lr().
@@ -61,7 +68,7 @@ class FusedAdam(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; UserError for quantized parameters without masters."""
         _uncompiled(super().add_param_group)(param_group)
-        quantized = [p for p in self.param_groups[-1]["params"] if isinstance(p, HybridQuantizedTensor)]
+        quantized = [local(p) for p in self.param_groups[-1]["params"] if _is_held(p)]
         if quantized and not self.master_weights:
             raise UserError(
                 f"FusedAdam: {len(quantized)} parameters are quantized, such as one in {quantized[0].quantizer}; they"
@@ -86,39 +93,46 @@ class FusedAdam(torch.optim.AdamW):
                 self._rate(index)
 
     @torch.no_grad()
-    def clip_and_step(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+    def clip_and_step(
+        self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm: Norm | None = None
+    ) -> Tensor:
         """A step of the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
-        them; returns their norm, float32 [].
+        them; returns their norm, float32 [], which of DTensors is that over all ranks.
 
         The fused kernel divides by the inverse as it reads a gradient, and stores the quotient: one pass less.
-        parameters: in whose order the norms of the gradients are summed, by default that of the groups.
+        parameters: in whose order the norms of the gradients are summed, by default that of the groups. norm: gives
+        the norm of these gradients of these parameters and of those that others have, by default of these alone.
         """
         if parameters is None:
             parameters = [p for group in self.param_groups for p in group["params"]]
-        parameters, gradients = list(parameters), self._gradients()
+        parameters = list(parameters)
         if all(self._is_fused(group) for group in self.param_groups):
+            gradients = self._gradients()
             every = {p: g for grads in gradients for p, g in grads.items()}
-            norm = get_total_norm([every[p] for p in parameters if p in every])
-            self._update_all(gradients, ((norm + 1e-6) / max_norm).clamp(min=1.0))
-            return norm
-        norm = get_total_norm([g for p in parameters if (g := gradient(p)) is not None])
-        clip_grads_with_norm_(parameters, max_norm, norm)
-        held = [p.main_grad for p in parameters if getattr(p, "main_grad", None) is not None]
-        if held:
-            torch._foreach_mul_(held, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            total = _norm({p: spread_like(p, every[p]) for p in parameters if p in every}, norm)
+            self._update_all(gradients, ((total + 1e-6) / max_norm).clamp(min=1.0))
+            return total
+        given = {p: g for p in parameters if (g := gradient(p)) is not None}
+        total = _norm(given, norm)
+        clip_(given.values(), max_norm, total)
         self._update_all(self._gradients())
-        return norm
+        return total
 
     def _gradients(self) -> list[dict[Tensor, Tensor]]:
-        """Of each group its parameters and their gradients in the dtype of their updates, as far as there are any."""
+        """Of each group its parameters and this rank's parts of their gradients, in the dtype of their updates, as far
+        as there are any."""
         groups = (group["params"] for group in self.param_groups)
-        return [{p: g.to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups]
+        return [
+            {p: part_as(p, g).to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups
+        ]
 
     def _update_all(self, gradients: list[dict[Tensor, Tensor]], divisor: Tensor | None = None) -> None:
         """One update; divisor: what gradients of fused groups are divided by."""
+        written: dict[Tensor, Tensor] = {}
         for index, grads in enumerate(gradients):
             if grads:
-                self._update(index, grads, divisor)
+                written |= self._update(index, grads, divisor)
+        _quantize({p: master for p, master in written.items() if _is_held(p)})
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Whether torch's fused kernel updates a group."""
@@ -141,15 +155,17 @@ class FusedAdam(torch.optim.AdamW):
         self._rates[index] = held.fill_(rate), rate
         return held
 
-    def _update(self, index: int, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> None:
+    def _update(self, index: int, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> dict[Tensor, Tensor]:
+        """Update the parameters of a group, but those that are held quantized; returns the masters of all, or of each
+        this rank's part."""
         group = self.param_groups[index]
         fused = self._is_fused(group)
         states = [self._state(p, fused) for p in grads]
-        masters = [self.master_param(p) for p in grads]
+        masters = [local(self.master_param(p)) for p in grads]
         adamw(
             masters,
             list(grads.values()),
-            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
+            *([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")),
             [],
             [state["step"] for state in states],
             foreach=group["foreach"],
@@ -163,13 +179,14 @@ class FusedAdam(torch.optim.AdamW):
         )
         if fused:  # whose kernel leaves versions as they are, by which kept operands of weights are known to be old
             torch.autograd.graph.increment_version(masters)
-        written = [(p, master) for p, master in zip(grads, masters, strict=True) if p is not master]
-        plain = [pair for pair in written if not isinstance(pair[0], HybridQuantizedTensor)]
+        plain = [(local(p), m) for p, m in zip(grads, masters, strict=True) if not (local(p) is m or _is_held(p))]
         if plain:
             torch._foreach_copy_(*map(list, zip(*plain, strict=True)))
-        for p, master in written:
-            if isinstance(p, HybridQuantizedTensor):
-                p.quantize_(master)
+        spread = [p for p in grads if is_spread(p)]
+        if spread:  # whose parts alone were written
+            torch.autograd.graph.increment_version(spread)
+            note_update()
+        return dict(zip(grads, masters, strict=True))
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         """dtype of the update: the master's."""
@@ -187,21 +204,23 @@ class FusedAdam(torch.optim.AdamW):
             state["step"] = state["step"].to(device)
         if master is not p and MASTER not in state:
             state[MASTER] = master
-            if isinstance(p, HybridQuantizedTensor):
-                p.clear_high_precision_init_val()
+            if _is_held(p):
+                local(p).clear_high_precision_init_val()
         return state
 
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:
-        """The FP32 master of a parameter, or what it would start from; p itself where it needs none."""
+        """The FP32 master of a parameter, or what it would start from, a DTensor for one; p itself where it needs
+        none."""
         if self.master_weights and p in self.state and MASTER in self.state[p]:
             return self.state[p][MASTER]
         if not self.master_weights or _is_own_master(p):
             return p
-        if isinstance(p, HybridQuantizedTensor):
-            preserved = p.get_high_precision_init_val()
-            p = p.dequantize(torch.float32) if preserved is None else preserved.to(p.device)
-        return p.detach().to(torch.float32, copy=True)
+        part = local(p)
+        if isinstance(part, HybridQuantizedTensor):
+            preserved = part.get_high_precision_init_val()
+            part = part.dequantize(torch.float32) if preserved is None else preserved.to(p.device)
+        return spread_like(p, part.detach().to(torch.float32, copy=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch has it."""
@@ -219,15 +238,15 @@ class FusedAdam(torch.optim.AdamW):
             for key, value in state_dict["state"].get(name, {}).items():
                 device, dtype = self.state[p][key].device, value.dtype if key == "step" else self._dtype(p)
                 self.state[p][key] = value.detach().to(device, dtype, copy=True)
-            if MASTER in self.state[p] and isinstance(p, HybridQuantizedTensor):
-                p.clear_high_precision_init_val()
+            if MASTER in self.state[p] and _is_held(p):
+                local(p).clear_high_precision_init_val()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every grad, and zero every main_grad in place."""
         _uncompiled(super().zero_grad)(set_to_none)
         held = [p.main_grad for group in self.param_groups for p in group["params"] if hasattr(p, "main_grad")]
         if held:
-            torch._foreach_zero_(held)
+            torch._foreach_zero_([local(main_grad) for main_grad in held])
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,40 +256,24 @@ def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return method if plain is None or "torch._dynamo" in sys.modules else partial(plain, method.__self__)
 
 
+def _norm(gradients: dict[Tensor, Tensor], norm: Norm | None) -> Tensor:
+    every = list(gradients.values())
+    return norm_of(every) if norm is None else norm(list(gradients), every)
+
+
+def _is_held(p: Tensor) -> bool:
+    """Whether a parameter, or this rank's part of it, is held as operands."""
+    return isinstance(local(p), HybridQuantizedTensor)
+
+
 def _is_own_master(p: Tensor) -> bool:
-    return p.dtype in OWN_MASTERS and not isinstance(p, HybridQuantizedTensor)
+    return p.dtype in OWN_MASTERS and not _is_held(p)
 
 
-def gradient(p: Tensor) -> Tensor | None:
-    """main_grad where there is one, else grad; UserError where there are both, since one of them would be lost."""
-    main_grad = getattr(p, "main_grad", None)
-    if main_grad is not None and p.grad is not None:
-        raise UserError(
-            f"a parameter of shape {tuple(p.shape)} has both grad and main_grad; optim.use_main_grads adds each grad to"
-            " main_grad"
-        )
-    return p.grad if main_grad is None else main_grad
-
-
-def use_main_grads(module: nn.Module) -> None:
-    """Give every parameter an FP32 main_grad of zeros, to which each backward adds, and no grad.
-
-    Modules with fuse_wgrad_accumulation add the FP32 result of wgrad; for other parameters autograd's grad is added
-    and dropped.
-    """
-    for part in module.modules():
-        if hasattr(part, "fuse_wgrad_accumulation"):
-            part.fuse_wgrad_accumulation = True
-    for p in _trained(module.parameters()):
-        p.main_grad = torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-        p.register_post_accumulate_grad_hook(_accumulate)
-
-
-def _trained(params: Iterable[Tensor]) -> Iterable[Tensor]:
-    return (p for p in params if p.requires_grad)
-
-
-def _accumulate(p: Tensor) -> None:
-    if p.grad is not None:  # a module that adds to main_grad gives autograd none
-        p.main_grad.add_(p.grad)
-        p.grad = None
+def _quantize(masters: dict[Tensor, Tensor]) -> None:
+    """Write masters into parameters that are held quantized, shards in one exchange for all of a group of ranks."""
+    shared: dict[Any, list[Tensor]] = {}
+    for p in masters:
+        shared.setdefault(whole_group(p), []).append(p)
+    for group, params in shared.items():
+        quantize_shards_([local(p) for p in params], [masters[p] for p in params], group=group)

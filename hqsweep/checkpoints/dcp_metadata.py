@@ -1,0 +1,200 @@
+"""The .metadata of a folder of torch.distributed.checkpoint: which tensors there are, and in which bytes of which file.
+
+It is a pickle, which torch reads by pickle.load: a forged one runs any code. Here it is read by an unpickler that knows
+a few names, each of which stands for a plain record of this module; no name leads to a class or a function of torch or
+of Python.
+"""
+
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hqsweep.errors import UserError
+
+METADATA = ".metadata"
+MOST_METADATA = 2**30
+"""Bytes of .metadata at most."""
+PLACES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+
+
+class _Record:
+    """Stands for an object of torch's metadata: its fields as attributes, nothing else."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update({str(name): value for name, value in state.items()})
+        else:
+            self.values = state
+
+
+class _Bytes(_Record):
+    """A BytesStorageMetadata: an object that is no tensor."""
+
+
+class _Index(_Record):
+    """A MetadataIndex: a tensor's name, and the offsets of a chunk of it."""
+
+    fqn: Any = None
+    offset: Any = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+def _value(*values: Any) -> Any:
+    """Stands for a function or an enumeration whose result is of no use here."""
+    return values[0] if values else None
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _path(*parts: str) -> str:
+    return "/".join(parts)
+
+
+STANDS_FOR: dict[tuple[str, str], Any] = {
+    (place, name): record
+    for place in PLACES
+    for name, record in {
+        "Metadata": _Record,
+        "TensorStorageMetadata": _Record,
+        "ChunkStorageMetadata": _Record,
+        "TensorProperties": _Record,
+        "StorageMeta": _Record,
+        "_StorageInfo": _Record,
+        "BytesStorageMetadata": _Bytes,
+        "MetadataIndex": _Index,
+        "_MEM_FORMAT_ENCODING": _value,
+    }.items()
+} | {
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _value,
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,
+}
+"""What a name in .metadata stands for; dtypes of torch stand for their names, and all else is refused."""
+DTYPES = {
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
+    "uint64", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64", "complex128",
+}  # fmt: skip
+
+
+class _Unpickler(pickle._Unpickler):  # that in Python: the other's memo grows to any number that a file names
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return name
+        try:
+            return STANDS_FOR[module, name]
+        except KeyError:
+            raise UserError(
+                f"its {METADATA} asks for {module}.{name}, which no checkpoint needs; it is refused, and nothing of it"
+                " was run"
+            ) from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise UserError(f"its {METADATA} refers to objects outside of it, which no checkpoint does")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where it is in it, its shape, and its bytes in a file of the folder."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the folder by its saved name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+    path: tuple[str, ...]
+    """The keys that lead to it in the nested state_dict that was saved."""
+
+
+def tensors_of(folder: Path) -> dict[str, Stored]:
+    """Saved name -> where the tensor is. UserError for a .metadata that is not there, no metadata, or asks for more."""
+    path = folder / METADATA
+    if not path.is_file():
+        raise UserError(f"it has no {METADATA}, which is written last: half a checkpoint; copy or save it again")
+    if path.stat().st_size > MOST_METADATA:
+        raise UserError(f"its {METADATA} has more than {MOST_METADATA} bytes")
+    try:
+        return _stored(_Unpickler(io.BytesIO(path.read_bytes())).load())
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # garbage makes an unpickler raise anything
+        raise UserError(f"its {METADATA} is cut short or damaged ({type(error).__name__}); copy it again") from None
+
+
+def _stored(document: Any) -> dict[str, Stored]:
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {
+        (index.fqn, index.offset): info for index, info in document.storage_data.items()
+    }
+    paths = document.planner_data or {}
+    found = {}
+    for name, facts in document.state_dict_metadata.items():
+        if isinstance(facts, _Bytes):
+            continue
+        chunks = tuple(_chunk(name, chunk, places) for chunk in facts.chunks)
+        shape, dtype = _sizes(facts.size), facts.properties.values[0]
+        if dtype not in DTYPES:
+            raise ValueError(name)
+        if sum(count_of(chunk.shape) for chunk in chunks) != count_of(shape):
+            raise UserError(f"its {METADATA} has not all parts of {name}; copy or save it again")
+        found[_text(name)] = Stored(
+            shape, dtype, chunks, tuple(str(key) for key in map(_key, paths.get(name, (name,))))
+        )
+    return found
+
+
+def _chunk(name: str, chunk: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Chunk:
+    offsets = _sizes(chunk.offsets)
+    info = places[name, offsets]
+    file = _text(info.relative_path)
+    if Path(file).name != file or file in (".", ".."):
+        raise UserError(f"its {METADATA} names the file {file!r}, which is none of its folder")
+    if getattr(info, "transform_descriptors", None):
+        raise UserError(f"{name} is stored compressed; save it without extensions")
+    return Chunk(offsets, _sizes(chunk.sizes), file, int(info.offset), int(info.length))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _key(value: Any) -> str | int:
+    """A key or an index of a nested state_dict."""
+    return value if isinstance(value, int) else _text(value)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    sizes = tuple(int(value) for value in values)
+    if any(size < 0 for size in sizes):
+        raise ValueError(sizes)
+    return sizes
+
+
+def count_of(shape: tuple[int, ...]) -> int:
+    """How many numbers a tensor of this shape holds."""
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,144 @@
+"""save_sharded and load_sharded: the checkpoint of a training over any number of ranks, which any other number loads.
+
+torch.distributed.checkpoint writes it, each rank its shards, in torchtitan's layout. What is written is whole or not
+there: it lies in NAME.partial until all ranks have written and the disk has it.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as torch_dcp
+
+from hqsweep.checkpoints.sharded_state import collect, joined
+from hqsweep.checkpoints.whole import sync_folder
+from hqsweep.dist.agreed import by_first, is_many, rank_in, together
+from hqsweep.errors import UserError
+
+Optimizer = torch.optim.Optimizer | None
+
+
+class Saving:
+    """A checkpoint that is being written beside the training, from copies on the CPU."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do."""
+        return self._future.done()
+
+    def result(self) -> Path:
+        """Where the checkpoint is, once all ranks have written it; raises what a rank raised. A training that ends
+        without asking may leave NAME.partial."""
+        return self._future.result()
+
+
+def save_sharded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    folder: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None = None,
+    *,
+    group: Any = None,
+) -> Path:
+    """Write a training's state as a new folder of torch.distributed.checkpoint; all ranks of `group` call it.
+
+    model: plain, fully_shard'ed, in DistributedDataParallel, of DTensors, or one stage of several with names of its
+    own. Each weight is written as its FP32 master (Shard or whole, as it is held), and what the optimizer keeps of it
+    beside it, both by its name in the plain model; histories of delayed scaling, keys of random bits, the groups'
+    options, each rank's state of torch's generators. optimizer: None for the weights alone. extra: what the caller
+    adds, of numbers, texts, None, tensors, lists and mappings by text, equal on all ranks.
+
+    Killed at any time, it leaves at most NAME.partial, which the next call clears. Raises UserError on all ranks where
+    something is there already, and where the model cannot be written so.
+    """
+    state = _collected(model, optimizer, folder, extra or {}, group)
+    return _write(state, Path(folder), group)
+
+
+def save_sharded_async(
+    model: nn.Module,
+    optimizer: Optimizer,
+    folder: str | os.PathLike[str],
+    extra: Mapping[str, Any] | None = None,
+    *,
+    group: Any = None,
+) -> Saving:
+    """save_sharded in the background: when it returns all is copied to the CPU, and training may go on. Wait for one
+    with result() before the next."""
+    state = _collected(model, optimizer, folder, extra or {}, group)
+    staged = torch_dcp.FileSystemWriter(folder).stage(state)
+    own = _beside(group) if is_many(group) else None
+    pool = ThreadPoolExecutor(1, thread_name_prefix="hqsweep-save")
+    future = pool.submit(_write, staged, Path(folder), own)
+    pool.shutdown(wait=False)
+    return Saving(future)
+
+
+def _collected(model: nn.Module, optimizer: Optimizer, folder: Any, extra: Mapping[str, Any], group: Any) -> dict:
+    """What is written, once it is clear that it can be."""
+    by_first(lambda: _check_new(Path(folder)), group)
+    return joined(together(lambda: collect(model, optimizer, extra, rank_in(group)), group), group)
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists():
+        raise UserError(f"save_sharded: '{folder}' is there already; give the name of a new folder, or remove it")
+    shutil.rmtree(_partial(folder), ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
+_BESIDE: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def _beside(group: Any) -> Any:
+    """A group of the same ranks on gloo, made once, as the training goes on with collectives in the other."""
+    group = group or dist.group.WORLD
+    if group not in _BESIDE:
+        ranks = dist.get_process_group_ranks(group)
+        _BESIDE[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _BESIDE[group]
+
+
+def _write(state: dict, folder: Path, group: Any) -> Path:
+    partial = _partial(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a save without ranks that it has none
+        try:
+            torch_dcp.save(
+                state,
+                storage_writer=torch_dcp.FileSystemWriter(partial),
+                process_group=group,
+                no_dist=not is_many(group),
+            )
+        except torch_dcp.api.CheckpointException as error:
+            _raise(error)
+    by_first(lambda: _name(partial, folder), group)
+    return folder
+
+
+def _raise(error: Any) -> None:
+    """The first failure of a rank: of the disk, and what is to stop this process, as it is."""
+    rank, (first, _) = next(iter(error.failures.items()))
+    if isinstance(first, OSError) or not isinstance(first, Exception):
+        raise first
+    raise RuntimeError(f"rank {rank}: {type(first).__name__}: {first}") from first
+
+
+def _name(partial: Path, folder: Path) -> None:
+    sync_folder(partial)
+    partial.rename(folder)
+    sync_folder(folder.parent)

@@ -1,0 +1,265 @@
+"""load_sharded: what save_sharded wrote on any number of ranks, in a training on any other number."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
+from hqsweep.checkpoints.dcp import Box, inspect_folder, read_part
+from hqsweep.checkpoints.dcp_metadata import Stored, tensors_of
+from hqsweep.checkpoints.fit import refuse_shape, refuse_strange
+from hqsweep.checkpoints.planes import take_, whole_of
+from hqsweep.checkpoints.sharded_state import (
+    DELAYED,
+    EXTRA,
+    FACTS,
+    OWN,
+    PLANES,
+    RANDOM,
+    buffers_of,
+    delayed_owners,
+    from_text,
+    key_of,
+    parameters_of,
+)
+from hqsweep.dist.agreed import gathered, rank_in, together
+from hqsweep.dist.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
+from hqsweep.errors import UserError
+from hqsweep.formats import RngKey
+from hqsweep.models.names import clean_name
+from hqsweep.nn.grouped_linear import link_held
+from hqsweep.optim.adam import MASTER, OWN_MASTERS, FusedAdam
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+Optimizer = torch.optim.Optimizer | None
+
+
+def box_of(tensor: Tensor) -> Box:
+    """The part that this rank holds of a DTensor, whatever its placements; of another tensor all."""
+    if not is_spread(tensor):
+        return Box(offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(offsets=tuple(offsets), shape=tuple(shape))
+
+
+@torch.no_grad()
+def load_sharded(
+    model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str], *, group: Any = None
+) -> dict[str, Any]:
+    """Give a training the state that save_sharded wrote, in place, and return its `extra`; all ranks of `group` call
+    it. Every rank reads what it holds: their number, the mesh and the placements may be others than they were.
+
+    Training goes on with the bytes that it would have had. torch's generators go on where the rank was there. A
+    folder of torchtitan with the model's own names is read too: weights and moments, all else begins anew. optimizer:
+    None for the weights alone.
+
+    Raises UserError on all ranks: before anything is written for names and shapes that are not the model's and for half
+    a checkpoint; afterwards for bytes that are no tensor, and then the model is to be loaded again.
+    """
+    extra, held = load_but_codes(model, optimizer, folder, group=group)
+    for each in held:
+        encode_again(each)
+    return extra
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """A weight that is held quantized, whose codes are still to be made."""
+
+    parameter: nn.Parameter
+    value: Tensor
+    """What this rank's part of it is quantized from."""
+    key: RngKey | None
+    """By which it was quantized last."""
+    quantizer: str | None
+    """In which the checkpoint had it; None in a folder of others."""
+
+
+def load_but_codes(
+    model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str], *, group: Any = None
+) -> tuple[dict[str, Any], list[Held]]:
+    """load_sharded but for the codes of held weights that have masters; returns them in the order of the parameters, in
+    which ranks quantize them together."""
+    folder = Path(folder)
+    content = together(lambda: Content.of(folder), group)
+    params, buffers = parameters_of(model), buffers_of(model)
+    everywhere = {name for names in gathered([*params, *buffers], group) for name in names}
+    together(lambda: content.check({**params, **buffers}, everywhere), group)
+    return together(lambda: _load(content, model, params, optimizer, rank_in(group)), group)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Content:
+    """A folder of torch.distributed.checkpoint, of which only small tensors were read."""
+
+    checkpoint: Checkpoint
+    stored: Mapping[str, Stored]
+    facts: Mapping[str, Any] | None
+    """What stands in the text of save_sharded; None in a folder of others."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Content":
+        """UserError for what is no whole checkpoint."""
+        if not folder.is_dir():
+            raise UserError(f"load_sharded: '{folder}' is not there; give a folder of torch.distributed.checkpoint")
+        checkpoint = inspect_folder(folder)
+        checkpoint.check()
+        stored, facts = tensors_of(folder), None
+        if (name := f"{OWN}.{FACTS}") in stored:
+            try:
+                facts = json.loads(read_part(folder, name, stored[name]).numpy().tobytes())
+            except ValueError as error:
+                raise UserError(f"{folder}: its {name} is no text ({error}); copy or save it again") from None
+        return cls(checkpoint=checkpoint, stored=stored, facts=facts)
+
+    def check(self, wanted: Mapping[str, Tensor], everywhere: set[str]) -> None:
+        """UserError unless the tensors of the model, of which `wanted` are this rank's, are those that are there."""
+        there, path = self.checkpoint.tensors, self.checkpoint.path
+        if lacking := [name for name in wanted if name not in there]:
+            raise UserError(
+                f"{path}: it lacks {len(lacking)} of the {len(wanted)} tensors of the model: {first_names(lacking)};"
+                " give the checkpoint of this model"
+            )
+        if strange := [name for name in there if name not in everywhere]:
+            refuse_strange(self.checkpoint, strange, wanted)
+        for name, value in wanted.items():
+            if there[name][0] != tuple(value.shape):
+                refuse_shape(self.checkpoint, name, there[name][0], tuple(value.shape))
+
+    def part(self, saved: str, like: Tensor) -> Tensor:
+        """This rank's part of a tensor that is cut as `like` is, on its device."""
+        if is_in_pieces(like):
+            whole = read_part(self.checkpoint.path, saved, self.stored[saved]).to(like.device)
+            return local(spread_out(whole, like))
+        return read_part(self.checkpoint.path, saved, self.stored[saved], box_of(like)).to(like.device)
+
+    def weight(self, name: str, like: Tensor) -> Tensor:
+        """This rank's part of a tensor of the model."""
+        return self.part(self.checkpoint.saved_as[name], like)
+
+    def beside(self, lead: str) -> dict[str, Tensor]:
+        """The tensors under hqsweep whose names begin so, without that."""
+        lead = f"{OWN}.{lead}."
+        found = {name: each for name, each in self.stored.items() if name.startswith(lead)}
+        return {n.removeprefix(lead): read_part(self.checkpoint.path, n, each) for n, each in found.items()}
+
+    def moments(self, name: str) -> dict[str, str]:
+        """Of a parameter "exp_avg" and so on -> the saved name."""
+        return self._moments.get(name, {})
+
+    @cached_property
+    def _moments(self) -> Mapping[str, Mapping[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for saved in self.stored:
+            if saved.startswith(lead := "optimizer.state."):
+                name, _, key = saved.removeprefix(lead).rpartition(".")
+                found.setdefault(clean_name(name), {})[key] = saved
+        return found
+
+
+def _load(
+    content: Content, model: nn.Module, params: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int
+) -> tuple[dict[str, Any], list[Held]]:
+    """All but the codes of held weights, which ranks make together."""
+    for name, buffer in buffers_of(model).items():
+        local(buffer).copy_(content.weight(name, buffer))
+    _load_delayed(model, content.beside(DELAYED) if content.facts else {})
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+    values = []
+    for name, p in params.items():
+        value = content.weight(name, p)
+        if id(p) in updated:
+            optimizer.state[p] = _state(content, name, p, value, optimizer)
+        if isinstance(own := local(p), HybridQuantizedTensor):
+            values += _load_held(content, name, p, value)
+            if id(p) in updated and MASTER in optimizer.state[p]:
+                own.clear_high_precision_init_val()
+        else:
+            own.copy_(value)
+    torch.autograd.graph.increment_version(list(params.values()))
+    note_update()
+    if content.facts is None:
+        return {}, values
+    _load_options(content.facts["groups"], params, optimizer)
+    _load_generators(content.beside(RANDOM), rank)
+    extra = {f"{EXTRA}.{name}": value for name, value in content.beside(EXTRA).items()}
+    return from_text(content.facts[EXTRA], extra), values
+
+
+def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> list[Held]:
+    """Give a held weight the codes of the checkpoint, where it has such; else what they are to be made of."""
+    own, told = local(p), (content.facts or {}).get("held", {}).get(name)
+    if told and "metadata" in told:
+        take_(p, whole_of(told, content.beside(f"{PLANES}.{name}"), own.device))
+        return []
+    if own.high_precision_init_val is None and not content.moments(name):
+        own.high_precision_init_val = value.to("cpu", copy=True)
+    key = key_of(told["key"]) if told else own.metadata.key
+    return [Held(parameter=p, value=value, key=key, quantizer=(told or {}).get("quantizer"))]
+
+
+def encode_again(held: Held) -> None:
+    """Quantize a held weight as it was quantized last: under the amaxes that its states of delayed scaling have, which
+    stay as they are."""
+    own = local(held.parameter)
+    slots = own.states if isinstance(own.states, list) else [own.states]
+    states = [state for slot in slots if slot for state in slot.states.values()]
+    before = [(state, state.history.clone(), state.amax.clone(), state.step) for state in states]
+    for state in states:
+        state.step = None  # so that none ends its step
+    write_held(held.parameter, held.value, held.key)
+    for state, history, amax, step in before:
+        state.history.copy_(history)
+        state.amax.copy_(amax)
+        state.step = step
+
+
+def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter; nothing where it had made no step."""
+    state: dict[str, Any] = {}
+    for key, saved in content.moments(name).items():
+        if content.stored[saved].shape == tuple(p.shape) and key != "step":
+            state[key] = spread_like(p, content.part(saved, p))
+        else:
+            state[key] = read_part(content.checkpoint.path, saved, content.stored[saved])
+    own_master = p.dtype in OWN_MASTERS and not isinstance(local(p), HybridQuantizedTensor)
+    if state and isinstance(optimizer, FusedAdam) and optimizer.master_weights and not own_master:
+        state[MASTER] = spread_like(p, value.to(torch.float32, copy=True))
+    return state
+
+
+def _load_options(groups: list[dict[str, Any]], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+    """Give each group of the optimizer the options that the group of the same parameters had."""
+    names = {id(p): name for name, p in params.items()}
+    options = {name: group["options"] for group in groups for name in group["params"]}
+    for group in optimizer.param_groups if optimizer else ():
+        first = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+        for key, value in options.get(first, {}).items():
+            old = group.get(key)
+            if isinstance(old, Tensor):
+                old.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _load_delayed(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, states in delayed_owners(model).items():
+        own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        states.load_state_dict(own, strict=False)
+    link_held(model)
+
+
+def _load_generators(states: Mapping[str, Tensor], rank: int) -> None:
+    if (own := states.get(f"{rank}.cpu")) is not None:
+        torch.set_rng_state(own)
+    if (own := states.get(f"{rank}.cuda")) is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(own)

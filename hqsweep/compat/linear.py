@@ -1,0 +1,175 @@
+"""transformer_engine.pytorch.Linear and LayerNormLinear, by their names, on this package's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hqsweep.compat.arguments import refuse
+from hqsweep.errors import UserError
+from hqsweep.nn.context import HIGH_PRECISION
+from hqsweep.nn.layernorm_linear import LayerNormLinear as _LayerNormLinear
+from hqsweep.nn.linear import Linear as _Linear
+from hqsweep.nn.options import LayerNormLinearOptions, LinearOptions
+from hqsweep.nn.tensor_parallel import TensorParallel
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+MODES = ("column", "row", None)
+TOKENS = 0
+"""The axis along which tokens lie split: tensors are [sequence, batch, features]."""
+
+
+class _Shared:
+    """What tensor parallelism adds to a linear of TransformerEngine's arguments: a rank holds plain parameters of its
+    part, and exchanges over the group what it computes of them."""
+
+    pieces: int = 1
+    """Matrices that lie one below the other in the weight, of each of which a rank has its part."""
+
+    def _build(
+        self,
+        base: type[_Linear],
+        sizes: tuple[int, int],
+        options: LinearOptions,
+        arguments: dict[str, Any],
+    ) -> None:
+        kind, mode = type(self).__name__, arguments.pop("parallel_mode")
+        group, ranks = arguments.pop("tp_group"), arguments.pop("tp_size")
+        sequence, dtype = arguments.pop("sequence_parallel"), arguments.pop("params_dtype")
+        name, bias, draw = arguments.pop("name"), arguments.pop("bias"), arguments.pop("init_method")
+        refuse(kind, arguments)
+        if mode not in MODES:
+            raise UserError(f"{kind}: parallel_mode is {mode!r}; it takes 'column', 'row' or None")
+        self._ranks = ranks if group is None else group.size()
+        if self._ranks > 1 and mode is None:
+            raise UserError(f"{kind}: tp_size={self._ranks} without a parallel_mode; give 'column' or 'row'")
+        self._mode, self._sequence = mode, bool(sequence) and self._ranks > 1
+        axis = {"column": 1, "row": 0, None: 0}[mode]
+        if sizes[axis] // self.pieces % self._ranks:
+            what = ("in_features", "out_features")[axis]
+            raise UserError(f"{kind}: {what}={sizes[axis]} does not divide by tp_size={self._ranks}")
+        own = [size // self._ranks if i == axis else size for i, size in enumerate(sizes)]
+        state = torch.get_rng_state()
+        base.__init__(self, *own, name=name, recipe=HIGH_PRECISION, bias=bias, options=options)
+        if dtype is not None:
+            self.to(dtype)
+        if self._ranks > 1 and isinstance(self.weight, HybridQuantizedTensor):
+            raise UserError(
+                f"{kind}: a part of a weight is not held quantized; build it outside of quantized_model_init"
+            )
+        if self._ranks > 1 or draw is not None:
+            torch.set_rng_state(state)
+            self._whole, self._draw = sizes, draw
+        if group is not None:
+            self.set_tensor_parallel_group(group)
+        elif self._ranks == 1 and draw is not None:
+            self._take_part(0)
+
+    def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
+        """The ranks that share the linear, whose weight becomes the part of this one. UserError for another number of
+        them than tp_size."""
+        if tp_group is None or tp_group.size() == 1:
+            if self._ranks == 1 and getattr(self, "_draw", None) is not None:
+                self._take_part(0)
+            return
+        if tp_group.size() != self._ranks:
+            raise UserError(f"{self.name}: a tp_group of {tp_group.size()} ranks, where tp_size is {self._ranks}")
+        sequence = TOKENS if self._sequence else None
+        self.parallel = TensorParallel(group=tp_group, mode=self._mode, sequence=sequence, pieces=self.pieces)
+        self._take_part(tp_group.rank())
+
+    def _take_part(self, rank: int) -> None:
+        """The weight of this rank, of a whole that is drawn on every one."""
+        whole = drawn_whole(self._draw, *self._whole, self.weight.dtype)
+        with torch.no_grad():
+            self.weight.copy_(part_of(whole, self._mode, rank, self._ranks, self.pieces))
+
+
+def drawn_whole(draw: Callable[[Tensor], Any] | None, inputs: int, outputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight [outputs, inputs] by `draw`, or as Linear draws it without."""
+    whole = torch.empty(outputs, inputs, dtype=dtype)
+    with torch.no_grad():
+        if draw is None:
+            nn.init.normal_(whole, std=inputs**-0.5)
+        else:
+            draw(whole)
+    return whole
+
+
+def part_of(whole: Tensor, mode: str | None, rank: int, ranks: int, pieces: int = 1) -> Tensor:
+    """What a rank has of a weight [N, K]: of each of the pieces, which lie one below the other, rows; or columns."""
+    if mode == "row":
+        return whole.chunk(ranks, 1)[rank]
+    return whole.unflatten(0, (pieces, -1)).chunk(ranks, 1)[rank].flatten(0, 1)
+
+
+class Linear(_Shared, _Linear):
+    """y = x @ weight.T (+ bias), in high precision outside of autocast.
+
+    tp_group, tp_size, parallel_mode: "column" has out_features / tp_size on each rank, "row" in_features / tp_size; the
+    group exchanges as hqsweep.parallel.tensor's styles do, and may come later by set_tensor_parallel_group.
+    sequence_parallel: tokens of x ("column") or y ("row") [sequence, ...] lie split over the group.
+    fuse_wgrad_accumulation: dw is added to weight.main_grad. init_method draws the whole weight [out_features,
+    in_features], alike on ranks whose generators are; each takes its part. UserError for an option that would change a
+    number and is not there.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: Callable[[Tensor], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        save_original_input: bool = False,
+        **arguments: Any,
+    ) -> None:
+        options = LinearOptions(
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, save_original_input=save_original_input
+        )
+        arguments = _defaults("linear") | arguments | {"bias": bias, "init_method": init_method}
+        self._build(_Linear, (in_features, out_features), options, arguments)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
+        return super().forward(inp)
+
+
+class LayerNormLinear(_Shared, _LayerNormLinear):
+    """Linear of a norm of x, by the same arguments and eps and normalization. Its gain is `norm.weight`. With
+    sequence_parallel gradients of the norm are those of this rank's tokens, and its parameters have the attribute
+    sequence_parallel, by which Megatron sums them."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        init_method: Callable[[Tensor], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        **arguments: Any,
+    ) -> None:
+        if arguments.get("parallel_mode") == "row":
+            raise UserError("LayerNormLinear: parallel_mode='row' would give its norm parts of rows; give 'column'")
+        options = LayerNormLinearOptions(
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, normalization=normalization, epsilon=eps
+        )
+        arguments = _defaults("layernorm_linear") | arguments | {"bias": bias, "init_method": init_method}
+        self._build(_LayerNormLinear, (in_features, out_features), options, arguments)
+        for parameter in self.norm.parameters():
+            parameter.sequence_parallel = self._sequence
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
+        return super().forward(inp)
+
+
+def _defaults(name: str) -> dict[str, Any]:
+    options = {"sequence_parallel": False, "tp_group": None, "tp_size": 1, "parallel_mode": None}
+    return options | {"params_dtype": None, "name": name}

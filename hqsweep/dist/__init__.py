@@ -1,0 +1,1 @@
+"""Collectives on plain tensors, whose bytes do not depend on the backend."""

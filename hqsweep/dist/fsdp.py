@@ -1,0 +1,88 @@
+"""What torch's fully_shard keeps of a model: its groups, what a gather serves, and FP32 gradients of what it gathers.
+
+A weight that is gathered in bfloat16 takes no other gradient from autograd. FSDP has a sum of its own for microbatches
+that are not reduced, in the dtype of the reduction: what is written there is reduced in the place of the grad.
+Attributes of torch's that are not public are read here alone; FSDP of torch 2.11 to 2.13 has them.
+"""
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+_UNITS: WeakSet[Any] = WeakSet()
+"""torch's FSDPParam of each parameter whose gradient is summed in FP32."""
+_OF_WEIGHT = "_hqsweep_fsdp_param"
+DIRECTIONS = ("rowwise", "columnwise")
+
+
+def sum_in_fp32(module: nn.Module) -> None:
+    """Have unsharded_sum know the parameters of every unit of fully_shard in the module. All gradients of a unit are
+    summed in FP32 once it was asked for one of its weights."""
+    for part in module.modules():
+        _UNITS.update(each for group in groups_of(part) for each in group.fsdp_params)
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    """torch's FSDPParamGroup of each group of parameters of a unit that fully_shard was called on; [] for others."""
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        return []
+    state = state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch had several for a unit
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
+    """The directions of weights that are read before torch gathers a group again; both where a forward or a backward
+    may follow without a gather. repeats: a forward reads more than once, recomputes: backward runs forward again."""
+    state, reshards = group._training_state.name, bool(group._reshard_after_forward)
+    if state == "FORWARD" and reshards and not in_backward() and not repeats:
+        return DIRECTIONS[:1]
+    if state == "PRE_BACKWARD" and reshards and group.reshard_after_backward and not recomputes:
+        return DIRECTIONS[1:]
+    return DIRECTIONS
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def unsharded_sum(weight: Tensor) -> Tensor | None:
+    """float32, the shape of a weight that fully_shard has gathered: the sum of its gradients that FSDP reduces next, to
+    which a backward adds in the place of giving autograd one; None for a weight that sum_in_fp32 does not know."""
+    unit = _unit_of(weight)
+    if unit is None:
+        return None
+    if unit.unsharded_accumulated_grad is None:
+        unit.unsharded_accumulated_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    return unit.unsharded_accumulated_grad
+
+
+def _unit_of(weight: Tensor) -> Any:
+    if not _UNITS:
+        return None
+    unit = getattr(weight, _OF_WEIGHT, None)
+    if unit is not None:
+        return unit
+    units = [each for each in _UNITS if hasattr(each, "_unsharded_param") and not each.is_dtensor]
+    known = {id(each._unsharded_param): each for each in units}
+    if id(weight) not in known:
+        return None
+    for each in known.values():
+        if not hasattr(each._unsharded_param, _OF_WEIGHT):
+            setattr(each._unsharded_param, _OF_WEIGHT, each)
+            each._unsharded_param.register_post_accumulate_grad_hook(_to_fp32)
+    return known[id(weight)]
+
+
+def _to_fp32(weight: Tensor) -> None:
+    """Add what autograd gave a gathered parameter to its sum: one reduction takes gradients of one dtype."""
+    if weight.grad is not None:  # a module that adds to the sum gives autograd none
+        unsharded_sum(weight).add_(weight.grad)
+        weight.grad = None

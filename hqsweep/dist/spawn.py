@@ -1,0 +1,90 @@
+"""A function in several processes of this machine that form a group: what each returns, or yields."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_S = 120.0
+"""Seconds that a rank waits for the others before it fails."""
+POLL_S = 0.05
+
+
+def spawn_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    """function(rank, *arguments) in `world` new processes, each on one CPU thread, with "nccl" each on the GPU of its
+    rank; returns what the ranks returned, in their order.
+
+    function: one of a module's, as processes find it by its name; results: what torch.save takes. Raises
+    torch.multiprocessing.ProcessRaisedException with the traceback of a rank that raised, and ProcessExitedException
+    for one that was killed; the others are ended.
+    """
+    [results] = stream_ranks(world, _once, function, *arguments, backend=backend, timeout_s=timeout_s)
+    return results
+
+
+def stream_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", timeout_s: float = TIMEOUT_S
+) -> Iterator[list[Any]]:
+    """spawn_ranks of a generator function: the first values of all ranks as soon as every rank has yielded one, then
+    their second ones, and so on, while the ranks go on. Processes that are at work when the caller stops are ended."""
+    with tempfile.TemporaryDirectory(prefix="hqsweep-ranks-") as folder:
+        started = mp.spawn(_rank, (world, backend, timeout_s, folder, function, arguments), nprocs=world, join=False)
+        try:
+            yield from _as_they_come(started, Path(folder), world)
+        finally:
+            for process in started.processes:
+                process.terminate()
+                process.join()
+
+
+def _as_they_come(started: mp.ProcessContext, folder: Path, world: int) -> Iterator[list[Any]]:
+    index, ended = 0, False
+    while True:
+        paths = [folder / f"{index}.{rank}.pt" for rank in range(world)]
+        if all(path.exists() for path in paths):
+            yield [torch.load(path, weights_only=False) for path in paths]
+            for path in paths:
+                path.unlink()
+            index += 1
+        elif ended:
+            return
+        else:
+            ended = started.join(POLL_S)
+
+
+def _once(rank: int, function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    yield function(rank, *arguments)
+
+
+def _rank(
+    rank: int, world: int, backend: str, timeout_s: float, folder: str, function: Callable[..., Any], arguments: tuple
+) -> None:
+    torch.set_num_threads(1)
+    options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout_s)}
+    options["init_method"] = f"file://{folder}/store"
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    if backend == "nccl":
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group(backend, **options)
+    try:
+        for index, value in enumerate(function(rank, *arguments)):
+            partial = Path(folder) / f"{index}.{rank}.partial"
+            torch.save(value, partial)
+            partial.rename(partial.with_suffix(".pt"))
+    finally:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A mesh that is still referred to keeps its groups, whose threads may free tensors while Python ends, which aborts
+    # the process (github.com/pytorch/pytorch/pull/179291).
+    os._exit(0)

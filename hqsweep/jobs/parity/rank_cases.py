@@ -1,0 +1,196 @@
+"""What ranks and one process compute for the check of ranks: two steps of a linear, each rank on its slice of the rows.
+
+Both sides of a column give the same names: what a rank has, and what one process has for it that computes the slices
+one after the other, and adds what ranks add in their order.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hqsweep.dist.collectives import gather_bytes, ordered_reduce_scatter
+from hqsweep.dist.local import whole_tensor
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import Linear, quantization, quantized_model_init
+from hqsweep.optim import FusedAdam
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.recipe.sections import LinearQuantizers
+
+ROWS, K, N = 64, 128, 96
+"""Rows of a rank; a weight whose halves and quarters cut blocks of 32 and 128 rows."""
+STEPS = (1, 2)
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One linear under these quantizers, whose rows `ranks` ranks share."""
+
+    quantizers: LinearQuantizers
+    seed: int
+    ranks: int
+    held: bool = False
+    """Whether the weight is held as operands."""
+
+    def linear(self) -> Linear:
+        with quantized_model_init(preserve_high_precision_init_val=True) if self.held else nullcontext():
+            module = Linear(K, N, name="parity", recipe=self.quantizers, bias=True)
+        with torch.no_grad():
+            module.weight.copy_(draw("heavy", N, K, self.seed, torch.float32).clamp(-1e3, 1e3))
+        return module
+
+    def slice(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
+        """x and dy of a rank."""
+        both = (draw("heavy", ROWS * self.ranks, width, self.seed + 2 * step + i) for i, width in enumerate((K, N)))
+        return tuple(each.clamp(-1e3, 1e3).chunk(self.ranks)[rank] for each in both)
+
+    def pass_(self, module: Any, step: int, rank: int) -> Results:
+        """Forward and backward of a rank's slice."""
+        x, dy = self.slice(step, rank)
+        x = x.requires_grad_()
+        with quantization(seed=self.seed, step=step, microbatch=rank):
+            y = module(x)
+            y.backward(dy)
+        return {f"y of step {step}": y.detach(), f"dx of step {step}": x.grad}
+
+
+def optimizer_of(module: torch.nn.Module) -> FusedAdam:
+    return FusedAdam(module.parameters(), lr=1e-2)
+
+
+@lru_cache(maxsize=2)
+def one_process(problem: Problem) -> list[Results]:
+    """Of each rank: slice after slice, gradients added in the order of ranks."""
+    module, results = problem.linear(), [dict[str, Tensor]() for _ in range(problem.ranks)]
+    optimizer = optimizer_of(module)
+    for step in STEPS:
+        gradients = []
+        for rank, result in enumerate(results):
+            result |= problem.pass_(module, step, rank)
+            gradients.append([p.grad for p in module.parameters()])
+            optimizer.zero_grad()
+        for p, *parts in zip(module.parameters(), *gradients, strict=True):
+            p.grad = in_order(parts) / problem.ranks
+        shared = _state(module, optimizer, step)
+        results = [result | shared for result in results]
+    return results
+
+
+def products(problem: Problem) -> list[Results]:
+    """y and dx of the first step, of each rank."""
+    return [{name: result[f"{name} of step {STEPS[0]}"] for name in ("y", "dx")} for result in one_process(problem)]
+
+
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in float32 of one after the other."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total
+
+
+def ddp(problem: Problem, rank: int) -> Results:
+    """A rank under DistributedDataParallel."""
+    module = problem.linear()
+    parallel = DistributedDataParallel(module)
+    parallel.register_comm_hook(None, _in_rank_order)
+    return _trained(problem, parallel, module, rank)
+
+
+def fsdp2(problem: Problem, rank: int) -> Results:
+    """A rank under fully_shard."""
+    module = problem.linear()
+    mesh = init_device_mesh("cpu", (problem.ranks,))
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    module.set_custom_reduce_scatter(_InRankOrder())
+    return _trained(problem, module, module, rank)
+
+
+def fsdp2_bf16(problem: Problem, rank: int) -> Results:
+    """A rank whose weights are gathered in bfloat16: operands and products alone."""
+    module = problem.linear()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (problem.ranks,)), mp_policy=policy)
+    done = problem.pass_(module, STEPS[0], rank)
+    return {name: done[f"{name} of step {STEPS[0]}"] for name in ("y", "dx")}
+
+
+def _trained(problem: Problem, model: torch.nn.Module, module: Linear, rank: int) -> Results:
+    results: Results = {}
+    optimizer = optimizer_of(module)
+    for step in STEPS:
+        results |= problem.pass_(model, step, rank)
+        results |= _state(module, optimizer, step)
+    return results
+
+
+def _state(module: Linear, optimizer: FusedAdam, step: int) -> Results:
+    """Gradients; after an update with them masters, and the operands of a weight that is held."""
+    results = {f"{name}.grad of step {step}": _whole(p.grad) for name, p in module.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    results |= {f"{name} after step {step}": _whole(optimizer.master_param(p)) for name, p in module.named_parameters()}
+    sharded = hasattr(module, "unshard")
+    if sharded:
+        module.unshard()
+    if isinstance(module.weight, HybridQuantizedTensor):
+        buffers = module.weight.buffers.items()
+        results |= {f"{name} after step {step}": buffer.clone() for name, buffer in buffers}
+    if sharded:
+        module.reshard()
+    return results
+
+
+def _whole(x: Tensor) -> Tensor:
+    return whole_tensor(x).detach().clone()
+
+
+def _in_rank_order(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook of DistributedDataParallel whose sums do not depend on the backend."""
+    own = bucket.buffer()
+    every = gather_bytes(own).view(own.dtype)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(in_order(every.unbind()).to(own.dtype) / len(every))
+    return done
+
+
+class _InRankOrder:
+    """The same as FSDP's reduction."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        total = ordered_reduce_scatter(input_tensor, group)
+        output_tensor.copy_(total / dist.get_world_size(group) if op == dist.ReduceOp.AVG else total)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A way to share work, which is a column of the parity matrix."""
+
+    name: str
+    case: str
+    ranked: Callable[[Problem, int], Results]
+    expected: Callable[[Problem], list[Results]]
+    held: bool = False
+
+
+DATA_COLUMNS = (
+    Column("ddp", "plain weights", ddp, one_process),
+    Column("ddp", "held weights", ddp, one_process, held=True),
+    Column("fsdp2", "plain weights", fsdp2, one_process),
+    Column("fsdp2", "gathered in bfloat16", fsdp2_bf16, products),
+    Column("fsdp2", "held weights", fsdp2, one_process, held=True),
+)

@@ -1,0 +1,189 @@
+"""Cases of the check of ranks that share out a layer itself: linears by column and by row, and experts.
+
+Expected results come from one process that has the whole layer and all tokens; sums over ranks are put together from
+its own operands, part by part, each rounded to the linear's dtype as it travels.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hqsweep.dist.local import local
+from hqsweep.formats.inputs import draw
+from hqsweep.jobs.parity.rank_cases import STEPS, Column, Problem, Results
+from hqsweep.jobs.parity.rank_sums import SplitSum
+from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.parallel.expert import expert_parallel
+from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
+
+TOKENS, PART = 128, 128
+"""Rows of all ranks; features of a rank's part, which cuts no block."""
+EXPERTS, DIM, FFN = 8, 64, 96
+OF_RANK = (40, 0, 24, 56)
+"""Tokens of each rank for a mixture of experts."""
+
+
+def _linear(problem: Problem) -> Linear:
+    size = problem.ranks * PART
+    module = Linear(size, size, name="parity", recipe=problem.quantizers, bias=True)
+    with torch.no_grad():
+        module.weight.copy_(draw("heavy", size, size, problem.seed, torch.float32).clamp(-1e3, 1e3))
+        module.bias.copy_(draw("normal", 1, size, problem.seed, torch.float32)[0])
+    return module
+
+
+def _tensors(problem: Problem, step: int) -> tuple[Tensor, Tensor]:
+    """x and dy of all tokens and features."""
+    size = problem.ranks * PART
+    return tuple(draw("heavy", TOKENS, size, problem.seed + 2 * step + i).clamp(-1e3, 1e3) for i in range(2))
+
+
+def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: int) -> Results:
+    module.zero_grad()
+    x = x.clone().requires_grad_()
+    with quantization(seed=problem.seed, step=step):
+        y = module(x)
+    y.backward(dy)
+    results = {"y": y.detach(), "dx": x.grad, "dw": local(module.weight.grad), "db": local(module.bias.grad)}
+    return {f"{name} of step {step}": tensor for name, tensor in results.items()}
+
+
+@dataclass(frozen=True)
+class SharedLinear:
+    """A linear of which each rank has columns of y, or of x; with sequence, and its part of the tokens of the other."""
+
+    mode: Literal["column", "row"]
+    sequence: bool
+
+    def ranked(self, problem: Problem, rank: int) -> Results:
+        """Of a rank under the style."""
+        mesh, results = init_device_mesh("cpu", (problem.ranks,), mesh_dim_names=("tp",)), {}
+        style = ColwiseLinear if self.mode == "column" else RowwiseLinear
+        module = parallelize_module(_linear(problem), mesh, style(sequence=0 if self.sequence else None))
+        x_axis, dy_axis = (self._tokens, 1) if self.mode == "column" else (1, self._tokens)
+        for step in STEPS:
+            x, dy = _tensors(problem, step)
+            own = _part(x, x_axis, problem.ranks)[rank], _part(dy, dy_axis, problem.ranks)[rank]
+            results |= _linear_pass(problem, module, *own, step)
+        return results
+
+    def expected(self, problem: Problem) -> list[Results]:
+        """Of each rank, from one process; what is summed over ranks is put together of their parts."""
+        module, results = _linear(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
+        for step in STEPS:
+            passed = _linear_pass(problem, module, *_tensors(problem, step), step)
+            sums = {f"{self.summed} of step {step}": self.split_sum(problem, module, step).total}
+            for name, tensor in (passed | sums).items():
+                parts = _part(tensor, self._axes[name.split(" ")[0]], problem.ranks)
+                for result, part in zip(results, parts, strict=True):
+                    result[name] = part.contiguous()
+        return results
+
+    @property
+    def summed(self) -> str:
+        """Which tensor is a sum over ranks."""
+        return "dx" if self.mode == "column" else "y"
+
+    @property
+    def _tokens(self) -> int | None:
+        return 0 if self.sequence else None
+
+    @property
+    def _axes(self) -> dict[str, int | None]:
+        """The axis along which ranks have parts of a result; None: each has all of it."""
+        if self.mode == "column":
+            return {"y": 1, "dx": self._tokens, "dw": 0, "db": 0}
+        return {"y": self._tokens, "dx": 1, "dw": 1, "db": None}
+
+    def split_sum(self, problem: Problem, module: Linear, step: int) -> SplitSum:
+        """The sum over ranks of a step, after the step has been computed by the module."""
+        x, dy = _tensors(problem, step)
+        with quantization(seed=problem.seed, step=step), torch.no_grad():
+            call, weight = LinearCall(**module.linear_facts()), module.weight.to(torch.bfloat16)
+            if self.mode == "column":
+                a = call.quantize("grad_output", dy, rowwise="exact").rowwise
+                return SplitSum(a, call.quantize("weight", weight, columnwise="exact").columnwise, problem.ranks)
+            a = call.quantize("input", x, rowwise="exact").rowwise
+            b, bias = call.quantize("weight", weight, rowwise="exact").rowwise, module.bias.to(torch.bfloat16)
+            return SplitSum(a, b, problem.ranks, bias)
+
+
+def _part(x: Tensor, axis: int | None, ranks: int) -> Sequence[Tensor]:
+    return [x] * ranks if axis is None else x.chunk(ranks, axis)
+
+
+def _mixture(problem: Problem) -> LayerNormMoE:
+    options = MoEOptions(experts=EXPERTS, top_k=2)
+    torch.manual_seed(problem.seed)
+    module = LayerNormMoE(DIM, FFN, name="parity", recipe=problem.quantizers, options=options)
+    nn.init.normal_(module.router.weight)
+    return module
+
+
+def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: int) -> Results:
+    """y and dx of the tokens of these ranks, and the gradients of the experts' weights."""
+    seeds = [problem.seed + 100 * rank + 10 * step for rank in ranks]
+    x, dy = (
+        torch.cat(
+            [draw("normal", OF_RANK[rank] + 1, DIM, seed + i)[1:] for rank, seed in zip(ranks, seeds, strict=True)]
+        )
+        for i in range(2)
+    )
+    module.zero_grad()
+    x = x.float().requires_grad_()
+    with quantization(seed=problem.seed, step=step):
+        y = module(x)[0]
+        y.backward(dy.float())
+    weights = {f"d {name}": local(p.grad) for name, p in module.named_parameters() if name.startswith("fc")}
+    return {f"{name} of step {step}": t for name, t in ({"y": y.detach(), "dx": x.grad} | weights).items()}
+
+
+def experts(problem: Problem, rank: int) -> Results:
+    """A rank with its part of the experts, and tokens for all of them."""
+    mesh, results = init_device_mesh("cpu", (problem.ranks,)), {}
+    module = expert_parallel(_mixture(problem), mesh)
+    for step in STEPS:
+        results |= _mixture_pass(problem, module, range(rank, rank + 1), step)
+    return results
+
+
+def of_experts(problem: Problem) -> list[Results]:
+    """experts() of each rank, whose gradients of weights are divided by the number of ranks."""
+    module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
+    for step in STEPS:
+        for name, tensor in _mixture_pass(problem, module, range(problem.ranks), step).items():
+            of_tokens = not name.startswith("d ")
+            parts = (
+                tensor.split(OF_RANK[: problem.ranks]) if of_tokens else (tensor / problem.ranks).chunk(problem.ranks)
+            )
+            for result, part in zip(results, parts, strict=True):
+                result[name] = part
+    return results
+
+
+SHARED = {
+    "by column": SharedLinear("column", sequence=False),
+    "by row": SharedLinear("row", sequence=False),
+    "by column, tokens split": SharedLinear("column", sequence=True),
+    "by row, tokens split": SharedLinear("row", sequence=True),
+}
+LAYER_COLUMNS = (
+    *(Column("tp", case, shared.ranked, shared.expected) for case, shared in SHARED.items()),
+    Column("ep", "", experts, of_experts),
+)
+
+
+def shared_sums(problem: Problem) -> Iterator[tuple[str, SplitSum, Tensor]]:
+    """Case, sum over ranks of the first step, and the same product as one process has it."""
+    for case, shared in SHARED.items():
+        if not shared.sequence:
+            module, step = _linear(problem), STEPS[0]
+            passed = _linear_pass(problem, module, *_tensors(problem, step), step)
+            split = shared.split_sum(problem, module, step)
+            yield f"{shared.summed} {case}", split, passed[f"{shared.summed} of step {step}"]

@@ -1,0 +1,101 @@
+"""Columns ddp, fsdp2, tp, ep and pp of the parity job: what ranks compute together, against one process, to the byte.
+
+For each number in parity.ranks that many processes are started once, in a gloo group, and go through all formats, all
+ordered pairs of base formats with both columnwise sources, and recipes. What each rank has is compared with what one
+process has for it (jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): operands, y and dx, whose sums no rank
+splits, and what ranks sum against the sum of as many parts in the order of ranks, with masters and operands after each
+of two updates. Further rows compare such a sum with that of one process, as far as the order of sums allows
+(jobs/parity/rank_sums.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+
+import torch
+import torch.multiprocessing as mp
+
+from hqsweep.config.format_text import SOURCES
+from hqsweep.config.job import ParityConfig
+from hqsweep.dist.spawn import stream_ranks
+from hqsweep.errors import UserError
+from hqsweep.formats import bases, parse
+from hqsweep.jobs.parity.compare_bytes import Rows, named_pairs, row
+from hqsweep.jobs.parity.grouped import RECIPES, everywhere
+from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, Column, Problem, Results
+from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, shared_sums
+from hqsweep.jobs.parity.rank_stages import STAGE_COLUMNS
+from hqsweep.jobs.parity.rank_sums import order_of_sums
+from hqsweep.recipe.sections import LinearQuantizers
+
+COLUMNS: tuple[Column, ...] = (*DATA_COLUMNS, *LAYER_COLUMNS, *STAGE_COLUMNS)
+NAMES = frozenset(column.name for column in COLUMNS)
+Found = list[Results | str]
+"""Of one subject, on one rank: the results of each column, or the sentence by which it was refused."""
+
+
+def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
+    """The rows of every number of ranks, as the ranks go on; on the CPU, whatever the device of the other checks."""
+    sections = subjects(config)
+    for ranks in config.parity.ranks:
+        subject = next(iter(sections))
+        try:
+            every = run_ranks(ranks, sections, config.seed)
+            for subject, quantizers in sections.items():
+                yield from _rows(subject, Problem(quantizers, config.seed, ranks), next(every))
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            note = f"rank {error.error_index} ended with {str(error).strip().splitlines()[-1]}"
+            yield row("ranks", subject, f"{ranks} ranks", {}) | {"status": "FAIL", "note": note}
+
+
+def cases(config: ParityConfig) -> int:
+    """How many rows of columns the check has."""
+    return len(config.parity.ranks) * len(subjects(config)) * len(COLUMNS) if config.parity.ranks else 0
+
+
+def subjects(config: ParityConfig) -> dict[str, LinearQuantizers]:
+    """Each format, every pair of base formats, and recipes that are neither."""
+    sections = {text: everywhere(parse(text)) for text in config.parity.formats}
+    for a, b, source in product(bases(), bases(), SOURCES):
+        pair = f"{a}|{b}@{source}"
+        quantizers = {"input": pair, "weight": pair, "grad_output": b}
+        sections[f"{a}|{b}" if source == "original" else pair] = LinearQuantizers.parse(quantizers, "parity")
+    return sections | {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
+
+
+def run_ranks(ranks: int, sections: Mapping[str, LinearQuantizers], seed: int) -> Iterator[list[Found]]:
+    """What each rank has found, subject after subject."""
+    return stream_ranks(ranks, _found, ranks, list(sections.values()), seed)
+
+
+def _found(rank: int, ranks: int, sections: list[LinearQuantizers], seed: int) -> Iterator[Found]:
+    for quantizers in sections:
+        found: Found = []
+        for column in COLUMNS:
+            try:
+                found.append(column.ranked(Problem(quantizers, seed, ranks, column.held), rank))
+            except UserError as error:
+                found.append(str(error))
+        yield found
+
+
+def _rows(subject: str, problem: Problem, every: list[Found]) -> Rows:
+    """Those of one subject."""
+    for index, column in enumerate(COLUMNS):
+        case = f"{problem.ranks} ranks, {column.case}" if column.case else f"{problem.ranks} ranks"
+        actual = [found[index] for found in every]
+        refused = [each for each in actual if isinstance(each, str)]
+        if refused:
+            yield row(column.name, subject, case, {}) | {"status": "FAIL", "note": refused[0]}
+        else:
+            expected = column.expected(replace(problem, held=column.held))
+            yield compared((column.name, subject, case), expected, actual)
+    yield from order_of_sums(subject, problem, shared_sums(problem))
+
+
+def compared(names: tuple[str, str, str], expected: list[Results], actual: list[Results]) -> dict[str, object]:
+    """The row, of these check, subject and case, of what all ranks have."""
+    pairs = {}
+    for rank, both in enumerate(zip(expected, actual, strict=True)):
+        pairs |= {f"{name} on rank {rank} ": pair for name, pair in named_pairs(*both).items()}
+    return row(*names, pairs)

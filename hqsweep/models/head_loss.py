@@ -1,0 +1,184 @@
+"""The loss of a causal language model of Hugging Face by chunks of its tokens, so that its logits never exist whole.
+
+The model's own forward runs. For its time the output projection returns its input, and the model's loss_function gets
+that in place of logits, and forms projection and cross entropy by nn.linear_loss. What the model adds to its loss, such
+as the auxiliary loss of a mixture, it adds as ever. That is right only where nothing lies between the projection and
+the standard loss, and nothing else reads the logits: why_whole() tries that beforehand.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hqsweep.models.first_step import watched
+from hqsweep.models.heads import output_projection
+from hqsweep.models.linear import ConvertedLinear, LinearPart, call_dtype
+from hqsweep.models.losses import is_hugging_face
+from hqsweep.models.refusals import is_distributed, is_sharded
+from hqsweep.models.seen import note_call
+from hqsweep.nn.context import current, use_kernels
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear_loss import product_cross_entropy
+from hqsweep.nn.module import PARTS
+from hqsweep.nn.options import LinearOptions
+from hqsweep.nn.recipe_argument import module_quantizers
+from hqsweep.recipe.sections import LinearQuantizers
+
+TOKENS = 8
+"""Of the trial."""
+TOLERANCE = 1e-5
+"""Of the trial's losses, relative: float32 sums in another order."""
+BETWEEN = "something lies between its output projection and its loss"
+FORWARDS = (nn.Linear.forward, ConvertedLinear.forward)
+
+
+class Changed(RuntimeError):
+    """What loss_function gets is not what the output projection gave."""
+
+
+class HeadLoss:
+    """model -> its loss by chunks, in `with head_loss(): model(input_ids=..., labels=y, shift_labels=y)`.
+
+    Values are those of the projection in its own arithmetic (bfloat16, or the recipe's where it is converted), and of a
+    cross entropy of its logits in float32; the gradient of the weight is a float32 sum of the chunks' products. Chunks
+    are formed where nn.linear_cross_entropy forms them, on hqsweep's kernels and in bfloat16, or always with `chunk`,
+    their rows, a multiple of 128; elsewhere the model's own loss_function gets its own logits, within the same call.
+    Targets are tokens: -100 is none. Only for a model of which why_whole() says nothing.
+    """
+
+    def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
+        self.model, self.chunk = model, chunk
+        self.head = output_projection(model)
+        section, gemm = module_quantizers("bf16", "linear", "head")
+        self._plain = LinearPart("head", section, gemm, torch.bfloat16, LinearOptions())
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """The context of a forward. Not for one in torch.compile, which may hold the model's layers or its body."""
+        if is_sharded(self.head):  # whose weight is whole in its own forward alone
+            yield
+            return
+        inputs: list[Tensor] = []
+        with _replaced(self.model, self.head, inputs, self._loss):
+            yield
+
+    def _loss(self, h: Tensor, targets: Tensor) -> Tensor | None:
+        """The mean cross entropy, or None where it is not formed here."""
+        weight, part = self.head.weight, None
+        dtype = call_dtype(h, weight)
+        if is_distributed(weight) or dtype is not torch.bfloat16 or not (self.chunk or use_kernels(h)):
+            return None
+        if isinstance(self.head, ConvertedLinear):
+            part = getattr(self.head, PARTS)[0]
+            call = part.call(dtype)
+        else:
+            call = _unseen(LinearCall(**self._plain.linear_facts()), self._plain.quantizers)
+        if call.quantizers.output is not None:
+            return None
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # gradients, which nobody counts or moves
+            loss = product_cross_entropy(call, h, weight, targets, self.chunk)
+        if part is not None:
+            note_call(part)
+            loss = watched(part, loss)
+        return loss
+
+
+def why_whole(model: nn.Module) -> str | None:
+    """Why the loss of a model needs its logits whole, as a part of a sentence, or None: then HeadLoss gives it.
+
+    Tried by two forwards of a few tokens in evaluation, of the model as it is and with the projection taken out.
+    """
+    if not is_hugging_face(model):
+        return "it is of no Hugging Face model"
+    head, loss = output_projection(model), getattr(model.loss_function, "__name__", "one of its own")
+    if loss != "ForCausalLMLoss":
+        return f"its loss is {loss}"
+    if head is None or type(head).forward not in FORWARDS or "forward" in head.__dict__:
+        return "its output projection is no plain linear"
+    if head.bias is not None:
+        return "its output projection has a bias"
+    if _has_hooks(head):
+        return "its output projection has hooks"
+    try:
+        own, apart = _trial(model, head)
+    except Changed:
+        return BETWEEN
+    except Exception as error:
+        return f"a trial of it raised {type(error).__name__}"
+    if not torch.isclose(own, apart, rtol=TOLERANCE, atol=0).item():
+        return BETWEEN
+    return None
+
+
+@torch.no_grad()
+def _trial(model: nn.Module, head: nn.Module) -> tuple[Tensor, Tensor]:
+    """The loss of the model as it is, and that of its projection's input."""
+    device, training = head.weight.device, model.training
+    tokens = torch.arange(TOKENS, device=device).remainder(len(head.weight))[None]
+    inputs: list[Tensor] = []
+    own_loss = model.loss_function
+
+    def of_input(h: Tensor, targets: Tensor) -> Tensor:
+        logits = type(head).forward(head, h)
+        return own_loss(logits=logits, labels=targets, vocab_size=len(head.weight), shift_labels=targets)
+
+    model.eval()
+    try:
+        call = {"input_ids": tokens, "labels": tokens, "shift_labels": tokens, "use_cache": False}
+        own = model(**call).loss
+        with _replaced(model, head, inputs, of_input):
+            return own, model(**call).loss
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _replaced(model: nn.Module, head: nn.Module, inputs: list[Tensor], loss_of: Any) -> Iterator[None]:
+    """With a projection that returns its input, and a loss_function that is loss_of(input, targets), or the model's
+    own where that gives None."""
+    own_loss, own_is_set = model.loss_function, "_loss_function" in model.__dict__
+
+    def keep(h: Tensor) -> Tensor:
+        inputs.append(h)
+        return h
+
+    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        h, targets = inputs.pop(), options.get("shift_labels")
+        if logits is not h or inputs:
+            raise Changed(BETWEEN)
+        others = [name for name, value in options.items() if name != "shift_labels" and value is not None]
+        loss = None
+        if targets is not None and not others and vocab_size == len(head.weight):
+            loss = loss_of(h, targets)
+        if loss is None:
+            loss = own_loss(logits=type(head).forward(head, h), labels=labels, vocab_size=vocab_size, **options)
+        return loss
+
+    head.forward, model.loss_function = keep, loss_function
+    try:
+        yield
+    finally:
+        del head.forward
+        if own_is_set:
+            model.loss_function = own_loss
+        else:
+            del model._loss_function
+
+
+def _unseen(call: LinearCall, quantizers: LinearQuantizers) -> LinearCall:
+    """A call of a projection that no recipe takes: no autocast reaches it, and no sample of error statistics."""
+    return replace(call, quantizers=quantizers, context=replace(current(), probe=None), workspace=None)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        len(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name
+    )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

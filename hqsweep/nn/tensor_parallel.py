@@ -1,0 +1,155 @@
+"""TensorParallel: how the ranks of a group share a linear, and what a call of it exchanges.
+
+column: a rank has rows of W [N, K], and makes columns of y of the whole x; the gradients of x are summed over ranks.
+row: a rank has columns of W and of x; the products are summed over ranks to y, and dy is whole. With a sequence axis
+the whole x, or y, lies split along its tokens: it is gathered, and what is summed is left split (Korthikanti et al.,
+arXiv 2205.05198).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hqsweep.dist.tokens import gather_rows, sum_rows, sum_whole
+from hqsweep.errors import UserError
+from hqsweep.quant.part import Part
+
+Mode = Literal["column", "row"]
+CUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "column": {"weight": 0, "output": 1, "grad_output": 1},
+        "row": {"input": 1, "weight": 1, "grad_input": 1},
+    }
+)
+"""Mode -> tensor -> the axis of its matrix of which each rank has a part; of other tensors it has all, or tokens."""
+TOKENS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"column": ("input", "grad_input"), "row": ("grad_output", "output")}
+)
+"""Mode -> the tensor that is gathered, and the one that is summed, where tokens lie split over ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorParallel:
+    """Of a module."""
+
+    group: ProcessGroup
+    mode: Mode
+    sequence: int | None = None
+    """The axis of x, or of y, along which tokens lie split over ranks; None: every rank has them all."""
+    pieces: int = 1
+    """Matrices that lie one below the other in the weight, each of which is cut for itself, as q, k and v."""
+
+    def exchange(self, x: Tensor) -> "Exchange":
+        """That of a call with this input."""
+        lead, ranks = 1 if self.sequence is None else math.prod(x.shape[: self.sequence]), self.group.size()
+        if self.mode == "row" and self.sequence is not None and x.shape[self.sequence] % ranks:
+            raise UserError(f"a sequence of {x.shape[self.sequence]} tokens does not divide by tp={ranks}")
+        rows = math.prod(x.shape[:-1])
+        return Exchange(parallel=self, lead=lead, rows=rows if self.mode == "column" else rows // ranks)
+
+    def __deepcopy__(self, memo: Any) -> "TensorParallel":
+        return self  # a group has no copies
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exchange:
+    """Of one call."""
+
+    parallel: TensorParallel
+    lead: int
+    """Sequences whose tokens lie split, one after the other."""
+    rows: int
+    """This rank's tokens, where they lie split."""
+    parts: Mapping[str, Part] = field(init=False)
+    """Tensor -> where the parts lie that ranks have of it; others are whole."""
+
+    def __post_init__(self) -> None:
+        own = self.parallel
+        cuts = {t: Part(group=own.group, axis=axis, runs=own.pieces) for t, axis in CUTS[own.mode].items()}
+        if own.sequence is not None:
+            cuts[TOKENS[own.mode][1]] = Part(group=own.group, axis=0, runs=self.lead)
+        object.__setattr__(self, "parts", cuts)
+
+    def shape(self, x: Tensor) -> list[int]:
+        """The leading axes of y."""
+        own, shape = self.parallel, list(x.shape[:-1])
+        if own.sequence is not None:
+            ranks, length = own.group.size(), shape[own.sequence]
+            shape[own.sequence] = length * ranks if own.mode == "column" else length // ranks
+        return shape
+
+    def tokens(self, tensor: str, rows: int) -> Part | None:
+        """Where this rank's rows of the tensor lie, where they are some of its tokens and not all."""
+        own = self.parallel
+        if own.sequence is None or tensor != TOKENS[own.mode][0] or own.group.size() == 1 or rows != self.rows:
+            return None
+        return Part(group=own.group, axis=0, runs=self.lead)
+
+    def gathered(self, tensor: str, x: Tensor) -> Tensor:
+        """x [rows, C] of all ranks, where this tensor lies split along its tokens; else x itself."""
+        part = self.tokens(tensor, len(x))
+        return x if part is None else gather_rows(x, part.group, part.runs)
+
+    def summed(self, tensor: str, x: Tensor) -> Tensor:
+        """The sum over ranks of x, each of which has a part of its products, or this rank's tokens of it; x itself
+        where every rank has whole products."""
+        own = self.parallel
+        if tensor != TOKENS[own.mode][1]:
+            return x
+        return sum_whole(x, own.group) if own.sequence is None else sum_rows(x, own.group, self.lead)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter that is a DTensor; any other as it is. A part with a main_grad is a leaf, since
+    autograd gets no gradient of it: torch 2.11 would make one of zeros."""
+    if getattr(parameter, "to_local", None) is None:
+        return parameter
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        return parameter.to_local()
+    part = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
+    part.main_grad = main_grad.to_local() if hasattr(main_grad, "to_local") else main_grad
+    return part
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return sum_whole(gradient, ctx.group), None
+
+
+def sum_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x itself, of whose gradient every rank has the part of its tokens, and receives the sum."""
+    return _SumGradient.apply(x, group)
+
+
+class _WholeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        rows = x.reshape(-1, x.shape[-1])
+        parts = gather_rows(rows, group).unflatten(0, (group.size(), -1))
+        return parts.transpose(0, 1).flatten(1).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+
+
+def whole_features(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., C] of each rank -> [..., W * C], of which every rank then computes the same."""
+    return _WholeFeatures.apply(x, group)

@@ -1,0 +1,90 @@
+"""A vocabulary over the ranks of a group: its table, and the cross entropy of its logits.
+
+Rank r of W has the entries [r * v, (r + 1) * v) of W * v. Nothing of the size of all logits goes over the wire: of a
+row only its largest logit, the sum of its exponentials, and the logit of its target (Shoeybi et al., arXiv 1909.08053).
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hqsweep.dist.tokens import gather_rows, sum_rows, sum_whole
+from hqsweep.errors import UserError
+
+IGNORED = -100
+"""Target of a row that has no loss, as torch's cross_entropy has it."""
+
+
+def split_cross_entropy(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean cross entropy of logits [M, v] of each rank with targets int64 [M] of the whole vocabulary, float32 [],
+    equal on all ranks: log(sum_v exp(x_v - max)) + max - x_target in float32, sums added in the order of ranks."""
+    return _SplitCrossEntropy.apply(logits, targets, group)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Saves the softmax of this rank's logits in float32."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+        x, first = logits.float(), group.rank() * logits.shape[1]
+        largest = x.amax(dim=1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        rows, own = torch.arange(len(x), device=x.device), targets - first
+        here = (own >= 0) & (own < x.shape[1])
+        own = own.where(here, 0)
+        of_target = x[rows, own].where(here, 0.0)
+        softmax = (x - largest[:, None]).exp_()
+        total, of_target = sum_whole(torch.stack([softmax.sum(dim=1), of_target]), group)
+        softmax /= total[:, None]
+        counted = targets != IGNORED
+        losses = (total.log() + largest - of_target).where(counted, 0.0)
+        count = counted.sum()
+        ctx.save_for_backward(softmax, own, here, counted, count)
+        ctx.dtype = logits.dtype
+        return losses.sum() / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        softmax, own, here, counted, count = ctx.saved_tensors
+        gradients = softmax.clone()
+        rows = torch.arange(len(own), device=own.device)
+        gradients[rows, own] -= here.float()
+        return gradients.mul_((counted * (gradient / count))[:, None]).to(ctx.dtype), None, None
+
+
+def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split: bool) -> Tensor:
+    """Tokens [B, T] -> rows [B, T, D] of the whole table, of which each rank has [v, D]; with split, this rank's
+    T / W positions of each sequence."""
+    return _SplitEmbedding.apply(tokens, table, group, split)
+
+
+class _SplitEmbedding(torch.autograd.Function):
+    """Every row comes from one rank; the others add zeros."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, table: Tensor, group: ProcessGroup, split: bool) -> Tensor:
+        if split and tokens.shape[-1] % group.size():
+            raise UserError(f"a sequence of {tokens.shape[-1]} tokens does not divide by tp={group.size()}")
+        own = tokens.reshape(-1) - group.rank() * len(table)
+        here = (own >= 0) & (own < len(table))
+        own = own.where(here, 0)
+        ctx.save_for_backward(own, here)
+        ctx.group, ctx.split, ctx.lead, ctx.entries = group, split, tokens[..., 0].numel(), len(table)
+        rows = F.embedding(own, table).masked_fill_(~here[:, None], 0.0)
+        rows = sum_rows(rows, group, ctx.lead) if split else sum_whole(rows, group)
+        return rows.view(*tokens.shape[:-1], -1, table.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor, None, None]:
+        own, here = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = gather_rows(rows, ctx.group, ctx.lead) if ctx.split else rows
+        table = torch.ops.aten.embedding_dense_backward(
+            rows.masked_fill(~here[:, None], 0.0), own, ctx.entries, -1, False
+        )
+        return None, table, None, None

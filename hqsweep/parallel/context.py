@@ -1,0 +1,34 @@
+"""Context parallelism: the tokens of every sequence spread over ranks, attention in high precision over all of them."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hqsweep.errors import UserError
+from hqsweep.nn.multihead_attention import MultiheadAttention
+from hqsweep.parallel.peers import axis_of
+
+AXIS = "cp"
+
+
+def context_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Have every MultiheadAttention of the model take x [B, T / n, D]: the tokens [r * T / n, (r + 1) * T / n) of each
+    sequence on rank r of the n ranks along an axis of the mesh, "cp" or the only one. Returns the model.
+
+    Queries, keys and values are gathered in the linears' dtype; each rank attends from its own tokens, under a causal
+    mask to those before them, and the gradients of all three are summed over ranks. Linears around it quantize the
+    tokens of their rank, as those of data-parallel ranks do; gradients of parameters are of these tokens, for
+    DistributedDataParallel or fully_shard to add up. Sums have another order than in one process.
+
+    UserError for a mesh of several axes without "cp", a model without attention, tensors that are rounded at its
+    boundaries, and, at the call, for attention in low precision.
+    """
+    group = axis_of(mesh, AXIS, "context_parallel").get_group()
+    found = [module for module in model.modules() if isinstance(module, MultiheadAttention)]
+    if not found:
+        raise UserError(f"context_parallel: {type(model).__name__} has no MultiheadAttention")
+    rounded = [module.dpa.name for module in found if module.quantize_boundaries]
+    if rounded:
+        raise UserError(f"{rounded[0]}: quantize_boundaries rounds gradients that are then summed over ranks; drop it")
+    for module in found:
+        module.dpa.tokens = group
+    return model

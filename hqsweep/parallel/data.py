@@ -1,0 +1,145 @@
+"""Data parallel ranks: fully_shard over the blocks of a model, and gradients that are sums over ranks.
+
+torch's modules of FSDP and DTensor import sympy and take half a second, so only what needs ranks imports them: a run in
+one process does without.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hqsweep.dist import collectives
+from hqsweep.dist.fsdp import groups_of
+from hqsweep.dist.local import spread_out, whole_tensor
+from hqsweep.nn.linear import LinearBase
+from hqsweep.parallel.mesh import Ranks
+
+
+def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Collection[nn.Parameter] = ()) -> None:
+    """Share out the parameters of a model over ranks.fsdp_mesh, a unit for each of its blocks and one for the rest.
+
+    Gradients are summed over ranks, so that a rank's part of the loss is its share of the mean. Weights of linears are
+    gathered in the linear's dtype, all else in its own. methods: of the model, that compute as its forward does. apart:
+    parameters that this rank alone has, and keeps.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    from hqsweep.parallel.tensor import fsdp_placement
+
+    options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": fsdp_placement}
+    for block in blocks(model):
+        fully_shard(block, reshard_after_forward=True, **options)
+    fully_shard(model, **options)
+    gather_in_linear_dtype(model)
+    for name in methods:
+        register_fsdp_forward_method(model, name)
+    for unit in units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # by which gloo, too, reduces without a factor
+
+
+def gather_in_linear_dtype(model: nn.Module) -> None:
+    """Have plain weights of linears that fully_shard has cut travel in the dtype that their linear rounds them to, once
+    every unit of the model is made and before its first forward.
+
+    Values, gradients and random bits are what they are without: a float32 weight of a bfloat16 linear has float32
+    gradients, and is quantized from its values in bfloat16. Between forward and backward it has those values for all
+    who read it. Memory that was gathered is free as soon as its operands are made. Weights that other modules share,
+    ones whose dtype is no wider, and weights held quantized travel as they did; so do those of a unit whose linears
+    have another dtype than its first one.
+    """
+    from hqsweep.dist.gathering import gather_in
+
+    for module in model.modules():
+        for group in groups_of(module):
+            dtypes = {each: _linear_dtype(each) for each in group.fsdp_params}
+            first = next((dtype for dtype in dtypes.values() if dtype is not None), None)
+            for parameter, dtype in dtypes.items():
+                if dtype is not None and dtype == first and not hasattr(parameter, "_unsharded_param"):
+                    gather_in(group, parameter, dtype)
+
+
+def _linear_dtype(parameter: Any) -> torch.dtype | None:
+    """The dtype in which an FSDPParam that is a weight of linears, and of nothing else, is gathered."""
+    info = parameter._module_info
+    owners = {*zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)}
+    if not all(isinstance(owner, LinearBase) and name.startswith("weight") for owner, name in owners):
+        return None
+    [dtype, *others] = {owner.dtype for owner, _ in owners}
+    own, local_tensor = parameter.sharded_param.dtype, parameter.sharded_param.to_local()
+    if others or not own.is_floating_point or hasattr(local_tensor, "fsdp_pre_all_gather"):
+        return None
+    return dtype if dtype.itemsize < own.itemsize else own
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of the outermost lists of modules: the layers of a transformer."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return found
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether fully_shard was called on the module itself, whose class is a torch.distributed.fsdp.FSDPModule then."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
+def units(model: nn.Module) -> list[Any]:
+    """The modules that fully_shard was called on."""
+    return [module for module in model.modules() if is_unit(module)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every unit of fully_shard go back to its shards; the outermost one keeps what its forward has gathered until
+    a backward, and its module has those tensors in the place of the parameters meanwhile."""
+    for unit in units(model):
+        unit.reshard()
+
+
+@contextmanager
+def synchronized(model: nn.Module, last: bool) -> Iterator[None]:
+    """Around a microbatch: gradients are summed over ranks in the last one of a step only."""
+    if is_unit(model):
+        model.set_requires_gradient_sync(last)
+    yield
+
+
+def in_order(value: Tensor, ranks: Ranks) -> Tensor:
+    """value [...] of every rank with other sequences, [data_size, ...] in order of data_rank. A collective."""
+    every = value.new_empty((ranks.data_size, *value.shape))
+    collectives.all_gather(every.view(-1), value.reshape(-1).contiguous(), group=ranks.data_group)
+    return every
+
+
+def whole(tree: object) -> object:
+    """The same nest of dicts and lists with every DTensor as the whole tensor. A collective."""
+    return tree_map_only(Tensor, whole_tensor, tree)
+
+
+def shared_out(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The "model" and "optimizer" of a state of whole tensors as the parameters are shared out: this rank's parts."""
+    own = model.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        index: {name: _part(v, params[index]) if _is_of(v, params[index]) else v for name, v in entries.items()}
+        for index, entries in state["optimizer"]["state"].items()
+    }
+    return {
+        "model": {name: _part(value, own.get(name)) for name, value in state["model"].items()},
+        "optimizer": state["optimizer"] | {"state": moments},
+    }
+
+
+def _is_of(value: object, p: Tensor) -> bool:
+    """Whether something in an optimizer's state has an entry for each element of a parameter."""
+    return isinstance(value, Tensor) and value.shape == p.shape
+
+
+def _part(value: Tensor, like: Tensor | None) -> Tensor:
+    """This rank's part of a whole tensor, as `like` is shared out; the tensor where that is whole."""
+    return value if like is None else spread_out(value.to(like.device), like)

@@ -1,0 +1,61 @@
+"""Expert parallelism: the experts of a model spread over ranks, each of which has tokens of its own for all of them."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hqsweep.errors import UserError
+from hqsweep.nn.dispatch import Dispatcher
+from hqsweep.nn.grouped_linear import GroupedLinear
+from hqsweep.nn.moe import LayerNormMoE
+from hqsweep.parallel.peers import axis_of, peers
+
+AXIS = "ep"
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True) -> nn.Module:
+    """Spread the experts of every LayerNormMoE of the model, in place, over the ranks along an axis of the mesh: "ep",
+    or the only one. Returns the model.
+
+    With n ranks and E experts, rank r holds the experts r * E / n to (r + 1) * E / n - 1, which before this call it
+    must have had as all ranks have them: parameters [E, ...] become DTensors with Shard(0). Tokens go to their experts
+    and back by all_to_all, in the order in which one process with the tokens of all ranks, rank by rank, has them.
+    Outputs and gradients of inputs are to the byte what experts compute there, scales and random bits included; so are
+    gradients of the experts' weights, but divided by n, as gradients are that are averaged over data-parallel ranks;
+    not with average=False, for losses that are divided by the number of ranks and gradients that are summed over them.
+    Random bits are those of the first rank's microbatch. Ranks along other axes of the mesh hold the same experts, and
+    share their amaxes of delayed scaling. Every rank calls the model as often as the others; it may have no tokens for
+    some experts, or none at all.
+
+    Raises:
+        UserError: for a mesh of several axes without "ep", a number of experts that ranks do not divide, a model
+            without a LayerNormMoE, and experts that are spread already.
+    """
+    along = axis_of(mesh, AXIS, "expert_parallel")
+    mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
+    if not mixtures:
+        raise UserError(f"expert_parallel: {type(model).__name__} has no LayerNormMoE, and so no experts to spread")
+    ranks = along.size()
+    for mixture in mixtures:
+        if mixture.dispatcher is not None:
+            raise UserError(f"{mixture.name}: its experts are spread over ranks already")
+        if mixture.fc1.num_experts % ranks:
+            raise UserError(
+                f"{mixture.name}: {mixture.fc1.num_experts} experts over {ranks} ranks; ep takes a number that divides"
+                " the experts"
+            )
+    dispatcher = Dispatcher(group=along.get_group(), same_experts=peers(mesh, AXIS))
+    for mixture in mixtures:
+        mixture.dispatcher = dispatcher
+        for grouped in (mixture.fc1, mixture.fc2):
+            _hold_own(grouped, along, along.size() if average else 1)
+    return model
+
+
+def _hold_own(grouped: GroupedLinear, along: DeviceMesh, mean_over: int) -> None:
+    """The part of the experts that is this rank's."""
+    count = grouped.num_experts // along.size()
+    grouped.hold_experts(along.get_local_rank() * count, count, mean_over)
+    for name, parameter in list(grouped.named_parameters(recurse=False)):
+        whole = DTensor.from_local(parameter.detach(), along, [Shard(0)], run_check=False)
+        grouped.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))

@@ -1,0 +1,161 @@
+"""The mesh of ranks: one DeviceMesh, whose axes have the names of torchtitan."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hqsweep.config.parallel import ParallelConfig
+from hqsweep.errors import UserError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+"""From the outermost to the innermost: neighbours, which exchange the most, are on one node."""
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "tp")
+TIMEOUT_S = 1800.0
+"""Seconds that a rank waits for the others, as for one that writes a state. A rank that ends is not waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranks:
+    """The ranks of one training and this process among them."""
+
+    dims: ParallelConfig
+    mesh: DeviceMesh
+    """With the axes AXES."""
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0 to size - 1."""
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return self.dims.world
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes rows, states and warnings."""
+        return self.rank == 0
+
+    @cached_property
+    def data_rank(self) -> int:
+        """Which part of a step's batch this rank has, from 0 to data_size - 1; equal for all ranks of tp and pp."""
+        return self._data_mesh.get_local_rank()
+
+    @property
+    def data_size(self) -> int:
+        """In how many parts a step's batch is shared out."""
+        return self.dims.data
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What fully_shard takes: [dp_shard], with copies [dp_replicate, dp_shard]."""
+        if self.dims.dp_replicate == 1:
+            return self.mesh["dp_shard"]
+        return self.mesh["dp_replicate", "dp_shard"]
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks with the same part of the model's computation and other sequences, in order of data_rank."""
+        return self._data_mesh.get_group()
+
+    @cached_property
+    def _data_mesh(self) -> DeviceMesh:
+        return self.mesh["dp_replicate", "dp_shard"]._flatten("dp")
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same ranks with the axes pp, dp_replicate, efsdp, ep and tp: dp_shard as ep neighbours, which share out
+        the experts, and efsdp ranks that share out the parameters of the same experts."""
+        dims = self.dims
+        sizes = (dims.pp, dims.dp_replicate, dims.dp_shard // dims.ep, dims.ep, dims.tp)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=EXPERT_AXES)
+
+    @cached_property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """What fully_shard takes for experts: the ranks that hold the same ones, as fsdp_mesh has all."""
+        if self.dims.dp_replicate == 1:
+            return self.expert_mesh["efsdp"]
+        return self.expert_mesh["dp_replicate", "efsdp"]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, in order of ranks; values that pickle takes. A collective of all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather_to_first(self, value: Any) -> list[Any] | None:
+        """What each rank gave, in order of ranks, on rank 0; None on others. A collective of all ranks."""
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values)
+        return values
+
+    def first(self, value: Any) -> Any:
+        """What rank 0 gave. A collective of all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.gather(None)
+
+
+def build_mesh(dims: ParallelConfig, device_type: str) -> DeviceMesh:
+    """The mesh of a process group that is there, with the axes AXES. UserError where the group has another number of
+    ranks than `dims`."""
+    dims.check_world(dist.get_world_size(), "the process group")
+    sizes = tuple(getattr(dims, axis) for axis in AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+
+
+def backend(device_type: str) -> str:
+    """The library of the collectives: gloo for CPUs, beside it NCCL for GPUs. UserError where torch lacks it."""
+    if device_type == "cpu":
+        return "gloo"
+    if not dist.is_nccl_available():
+        raise UserError(
+            "train.parallel: this torch is built without NCCL, by which GPUs exchange tensors; install a build of torch"
+            " for CUDA, or give train.device=cpu"
+        )
+    return "cpu:gloo,cuda:nccl"
+
+
+def check_devices(dims: ParallelConfig, device_type: str) -> None:
+    """UserError where this machine, on which all ranks are to be, has fewer GPUs than ranks, or no NCCL."""
+    if dims.world == 1 or device_type == "cpu":
+        return
+    backend(device_type)
+    there = torch.cuda.device_count()
+    if there < dims.world:
+        raise UserError(
+            f"train.parallel: {dims.formula} asks for {dims.world} GPUs, one for each rank, and this machine has"
+            f" {there}; lower one of them, or give train.device=cpu or engine=slurm"
+        )
+
+
+def join(dims: ParallelConfig, device_type: str) -> Ranks:
+    """Begin the process group of the ranks that a launcher has started (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT in the environment) and build the mesh. On GPUs the one of LOCAL_RANK becomes the current one.
+
+    UserError where no launcher has started this process, NCCL is missing, or there is another number of ranks than
+    `dims`.
+    """
+    if "RANK" not in os.environ:
+        raise UserError(
+            f"train.parallel: {dims.formula} asks for {dims.world} ranks, and this is one process; `hqsweep run` starts"
+            " them, and so does torchrun"
+        )
+    dims.check_world(int(os.environ["WORLD_SIZE"]), "the launcher")
+    name, device = backend(device_type), torch.device(device_type)
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
+    return Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device)

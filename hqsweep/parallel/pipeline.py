@@ -1,0 +1,274 @@
+"""Pipelines: the layers of a model spread over ranks, which work on different microbatches at a time.
+
+The schedules, the sends and the receives are torch.distributed.pipelining's. What is added is that every microbatch is
+computed under its own number, whatever the order of the schedule, so that its random bits are those of one process;
+that weights are quantized once a step; and that shapes are known beforehand, for torch would find them by running a
+forward and a backward, which draws random bits and counts steps of delayed scaling.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from hqsweep.dist.local import is_spread, local, squared_norms
+from hqsweep.errors import UserError
+from hqsweep.nn.context import current, within
+from hqsweep.nn.module import WHOLE_ROLES, roles_of
+from hqsweep.nn.moe import MoELayer
+from hqsweep.parallel.data import reshard
+from hqsweep.parallel.peers import axis_of, peers
+from hqsweep.parallel.stage import Stage, StageOfLayers
+
+AXIS = "pp"
+TABLE = "embedding.weight"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepLosses:
+    """Of a step, equal on all ranks of the pipeline."""
+
+    shares: Tensor
+    """float32 [microbatches]: what each adds to what is minimized."""
+    balances: Tensor
+    """float32 [microbatches]: the mean of Routing.balance over the layers with experts; 0 without any."""
+    tokens: Tensor
+    """int64 [microbatches, layers with experts, E]: the tokens of each expert."""
+
+    @property
+    def total(self) -> Tensor:
+        """float32 []: the sum of the shares in order."""
+        total = torch.zeros_like(self.shares[0])
+        for share in self.shares:
+            total += share
+        return total
+
+
+class Pipeline:
+    """Spreads a GPT, in place, over the ranks along an axis of the mesh, "pp" or the only one, and trains it there.
+
+    Each rank keeps its own layers, under the names that they have in the whole; the first stage has the embedding, the
+    last one the norm and the head. With n ranks and s stages_per_rank there are n * s stages of as many layers as each
+    other, or one more; rank r has the stages r, r + n and so on. The schedule is 1F1B, interleaved for several stages.
+    Microbatch j of a step under quantization(microbatch=i) draws its random bits as microbatch i + j, so losses and
+    gradients are to the byte those of one process that computes the microbatches one after the other. Ranks along
+    other axes of the mesh share the amaxes of delayed scaling of a stage. Stages recompute as the model does. A head
+    that is tied to the embedding is on the first rank and on the last; each microbatch adds to both gradients, which
+    become their sum at the end of the step, where one process adds both of a microbatch at a time.
+
+    `parts` are the modules of this rank's stages, each of which may be given to fully_shard, its layers first. What is
+    minimized is the mean cross entropy over `copies` ranks with other tokens, plus load_balance times the mean balance
+    of layers with experts.
+
+    Raises:
+        UserError: for a model that is no GPT; fewer layers than stages; fewer microbatches than ranks, or with several
+            stages a number that ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        microbatches: int,
+        *,
+        stages_per_rank: int = 1,
+        copies: int = 1,
+        load_balance: float = 0.0,
+    ) -> None:
+        along = axis_of(mesh, AXIS, "Pipeline")
+        self.model, self.group, self.ranks, self.microbatches = model, along.get_group(), along.size(), microbatches
+        self.stages, self.share, self.load_balance = self.ranks * stages_per_rank, microbatches * copies, load_balance
+        _check(model, self.stages)
+        if microbatches < self.ranks or (stages_per_rank > 1 and microbatches % self.ranks):
+            takes = f"a multiple of {self.ranks}" if stages_per_rank > 1 else f"{self.ranks} or more"
+            raise UserError(f"Pipeline: {microbatches} microbatches over {self.ranks} ranks; it takes {takes}")
+        self.same_stage = peers(mesh, AXIS)
+        self.width, self.dtype = model.embedding.weight.shape[1], model.embedding.weight.dtype
+        self.device, layers = model.embedding.weight.device, len(model.layers)
+        setattr(model, WHOLE_ROLES, roles_of(model))
+        self._order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+        self._mixtures = [index for index, layer in enumerate(model.layers) if isinstance(layer, MoELayer)]
+        self._experts = len(model.layers[self._mixtures[0]].mlp.router.weight) if self._mixtures else 0
+        self._bounds = [layers * index // self.stages for index in range(self.stages + 1)]
+        self._place = along.get_local_rank()
+        own, tied = range(self._place, self.stages, self.ranks), model.head.weight is model.embedding.weight
+        self._shares_table = tied and self.ranks > 1 and self._place in (0, self.ranks - 1)
+        self.parts = {i: StageOfLayers(model, self._layers(i), i == 0, i == self.stages - 1) for i in own}
+        _keep(model, [layer for i in own for layer in self._layers(i)], own)
+        if self._shares_table and self._place:
+            model.embedding = _Tied(model.head)
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._first, self._training = 0, True
+
+    def _layers(self, stage: int) -> range:
+        return range(self._bounds[stage], self._bounds[stage + 1])
+
+    def step(self, tokens: Tensor, targets: Tensor) -> StepLosses:
+        """The losses of tokens [B, T] with targets [B, T], after forward and backward: gradients of what is minimized
+        are added to those of this rank's parameters. Every rank gives the same tokens. UserError for a B that the
+        microbatches do not divide."""
+        if len(tokens) % self.microbatches:
+            raise UserError(f"Pipeline: a batch of {len(tokens)} sequences for {self.microbatches} microbatches")
+        shape = tuple(tokens.shape)
+        if shape not in self._schedules:
+            self._schedules[shape] = self._schedule((len(tokens) // self.microbatches, shape[1]), self.microbatches)
+        before = self._take_gradient() if self._shares_table else None
+        shares = self._run(self._schedules[shape], tokens, targets)
+        if self._shares_table:
+            self._sum_gradients(before)
+        balances = [balance for part in self.parts.values() for balance in part.balances]
+        return StepLosses(
+            shares=self._from_last(shares),
+            balances=self._from_last(balances if self._mixtures else [torch.zeros(())] * self.microbatches),
+            tokens=self._tokens(),
+        )
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """float32 [n]: the mean cross entropy of each of n batches of tokens [n, B, T] with targets, all of them under
+        the number of one microbatch."""
+        batches, size, length = tokens.shape
+        more = -batches % self.ranks if len(self.parts) > 1 else 0  # which an interleaved schedule needs
+        tokens, targets = (torch.cat([each, *[each[-1:]] * more]).flatten(0, 1) for each in (tokens, targets))
+        schedule = self._schedule((size, length), batches + more, training=False)
+        losses = self._run(schedule, tokens, targets, training=False)
+        for part in self.parts.values():
+            reshard(part)
+        return self._from_last(losses, batches + more)[:batches]
+
+    def norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        """[]: the 2-norm of the gradients of all ranks, of which these are this rank's; norms of single parameters are
+        summed in the order of the whole model, as in one process."""
+        names, spread = {id(p): name for name, p in self.model.named_parameters()}, any(map(is_spread, gradients))
+        every = torch.zeros(len(self._order), dtype=torch.float32, device=self.device)
+        own = squared_norms(gradients) if spread else torch.stack(torch._foreach_norm(list(gradients))).float()
+        every[[self._order[names[id(p)]] for p in parameters]] = own
+        if self._shares_table and self._place:
+            every[self._order[TABLE]] = 0.0  # the first rank counts it
+        dist.all_reduce(every, group=self.group)
+        return every.sum().sqrt() if spread else torch.linalg.vector_norm(every)
+
+    def _run(self, schedule: Any, tokens: Tensor, targets: Tensor, *, training: bool = True) -> list[Tensor]:
+        """The losses of the microbatches in order, where this rank has the last stage."""
+        self._first, self._training, losses = current().microbatch, training, []
+        for part in self.parts.values():
+            part.share = self.share if training else None
+            part.load_balance = self.load_balance
+            part.tokens.clear()
+            part.balances.clear()
+        inputs = (tokens,) if 0 in self.parts else ()
+        last = {"targets": targets} if self.stages - 1 in self.parts else {}
+        target = {"target": targets, "losses": losses} if last and training else {}
+        outputs = schedule.step(*inputs, **target, **last)
+        if training:
+            return [loss.detach() for loss in losses]
+        return list(outputs.unbind()) if last else []
+
+    def _take_gradient(self) -> Tensor | None:
+        """The gradient that the weight of embedding and head has from earlier steps, which is a sum already."""
+        table = self.model.embedding.weight
+        if hasattr(table, "main_grad"):
+            raise UserError("Pipeline: a tied head has no main_grad over ranks; give model.tied=false, or plain grads")
+        before, table.grad = table.grad, None
+        return before
+
+    def _sum_gradients(self, before: Tensor | None) -> None:
+        """Add up the gradients that the first rank and the last have of their common weight."""
+        own = local(self.model.embedding.weight.grad)
+        theirs = torch.empty_like(own)
+        other = dist.get_global_rank(self.group, 0 if self._place else self.ranks - 1)
+        operations = [(dist.isend, own), (dist.irecv, theirs)]
+        for work in dist.batch_isend_irecv([dist.P2POp(op, x, other, self.group) for op, x in operations]):
+            work.wait()
+        own += theirs
+        if before is not None:
+            own += local(before)
+
+    def _from_last(self, values: Sequence[Tensor], count: int | None = None) -> Tensor:
+        """float32 [count]: the values [] that the rank of the last stage has, on all ranks."""
+        found = torch.zeros(count or self.microbatches, dtype=torch.float32, device=self.device)
+        if self.stages - 1 in self.parts:
+            found = torch.stack(list(values)).to(self.device)
+        dist.broadcast(found, dist.get_global_rank(self.group, (self.stages - 1) % self.ranks), group=self.group)
+        return found
+
+    def _tokens(self) -> Tensor:
+        """The tokens of all experts, which each rank has counted for its own layers."""
+        size = (self.microbatches, len(self._mixtures), self._experts)
+        counts = torch.zeros(size, dtype=torch.int64, device=self.device)
+        for stage, part in self.parts.items():
+            own = [self._mixtures.index(layer) for layer in self._layers(stage) if layer in self._mixtures]
+            if own:
+                counts[:, own] = torch.stack([torch.stack(of_layers) for of_layers in part.tokens])
+        if self._mixtures:
+            dist.all_reduce(counts, group=self.group)
+        return counts
+
+    def _schedule(self, shape: tuple[int, int], microbatches: int, *, training: bool = True) -> Any:
+        """Of microbatches of tokens of this shape; one without a loss computes forward only."""
+        stages = [self._stage(index, part, shape) for index, part in self.parts.items()]
+        loss = _loss if training else None
+        if len(stages) > 1:
+            return ScheduleInterleaved1F1B(stages, microbatches, loss, scale_grads=False)
+        kind = Schedule1F1B if training else ScheduleGPipe
+        return kind(stages[0], microbatches, loss, scale_grads=False)
+
+    def _stage(self, index: int, part: StageOfLayers, shape: tuple[int, int]) -> Stage:
+        inputs = self._stream(self._bounds[index], shape)
+        if index == 0:
+            inputs = (torch.empty(shape, dtype=torch.int64, device="meta"),)
+        outputs = self._stream(self._bounds[index + 1], shape)
+        if index == self.stages - 1:
+            outputs = (torch.empty(1, device="meta", requires_grad=True),)
+        options = {"input_args": inputs, "output_args": outputs, "group": self.group}
+        return Stage(part, index, self.stages, self.device, **options, at=self._at)
+
+    def _stream(self, layer: int, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+        """What goes from the stage before a layer to the one that begins with it."""
+        stream = torch.empty(*shape, self.width, dtype=self.dtype, device="meta", requires_grad=True)
+        balances = sum(index < layer for index in self._mixtures)
+        return (stream, torch.empty(balances, device="meta", requires_grad=True)) if balances else (stream,)
+
+    def _at(self, microbatch: int) -> AbstractContextManager:
+        """In which a microbatch of the call is computed, forward and backward."""
+        number = self._first + microbatch if self._training else self._first
+        return within(replace(current(), microbatch=number, cache_weights=True, amax_group=self.same_stage))
+
+
+class _Tied(nn.Module):
+    """What stands for the embedding in the last stage of a model whose head is tied to it: its weight, by its name.
+    Both modules have one dictionary of parameters, so that what fully_shard gives the head is here, too."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self._parameters = head._parameters
+        self.register_state_dict_pre_hook(lambda *_: head.state_dict())  # which has fully_shard go back to shards
+
+
+def _loss(share: Tensor, targets: Tensor) -> Tensor:
+    """The last stage has computed it, in the context of its microbatch."""
+    return share.sum()
+
+
+def _check(model: nn.Module, stages: int) -> None:
+    missing = [name for name in ("embedding", "layers", "norm", "head", "recompute") if not hasattr(model, name)]
+    if missing:
+        raise UserError(f"Pipeline: {type(model).__name__} has no {missing[0]}; it takes hqsweep's own GPT")
+    if len(model.layers) < stages:
+        raise UserError(f"Pipeline: {stages} stages of {len(model.layers)} layers; lower pp, or stages_per_rank")
+
+
+def _keep(model: nn.Module, layers: list[int], stages: range) -> None:
+    """Drop from the model what other ranks have."""
+    for name in set(model.layers._modules) - set(map(str, layers)):
+        del model.layers._modules[name]
+    if 0 not in stages:
+        model.embedding = None
+    if stages[-1] != stages.stop - 1:
+        model.norm = model.head = None

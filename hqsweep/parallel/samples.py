@@ -1,0 +1,66 @@
+"""The rows of a sampled step over many ranks: what each rank's probe has seen, joined in the order of ranks.
+
+Parts of a matrix are joined to the whole first, then the tokens of data-parallel ranks one below the other's, as those
+of microbatches are; layers and experts that other ranks have stand beside. One gather for all rows of a step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hqsweep.nn.probe import Key, Probe, Sample, is_of_step, rows_of
+from hqsweep.parallel.mesh import Ranks
+
+Samples = Mapping[Key, Sample]
+
+
+def rows_of_all(probe: Probe, ranks: Ranks) -> list[dict[str, object]]:
+    """The rows of the probes of all ranks, on rank 0; on others none. A collective, also of ranks without a sample."""
+    own = {key: sample.to("cpu") for key, sample in probe.samples.items()}
+    every = ranks.gather_to_first(own)
+    if every is None:
+        return []
+    total = joined(every, ranks.dims.tp)
+    return rows_of(probe.step, {key: sample.to(ranks.device) for key, sample in total.items()})
+
+
+def captured_of_all(probe: Probe, ranks: Ranks) -> dict[str, Tensor]:
+    """The operands that the probes of all ranks have kept, whole, on rank 0; on others none. A collective."""
+    every, whole = ranks.gather_to_first(probe.operands) or [], {}
+    for first in range(0, len(every), ranks.dims.tp):
+        sharing = every[first : first + ranks.dims.tp]
+        for name, (matrix, part) in sharing[0].items():
+            if name not in whole:
+                whole[name] = matrix if part is None else _put_together([own[name].matrix for own in sharing], *part)
+    return whole
+
+
+def _put_together(parts: Sequence[Tensor], axis: int, runs: int) -> Tensor:
+    """The matrix of which each rank has a part of so many pieces."""
+    pieces = zip(*(part.chunk(runs, axis) for part in parts), strict=True)
+    return torch.cat([piece for run in pieces for piece in run], axis)
+
+
+def joined(samples: Sequence[Samples], tp: int) -> Samples:
+    """One sample for each row from those of every rank, of which `tp` neighbours share matrices and have the same
+    tokens. What weights are is the same on all that have one, and counted once."""
+    total: dict[Key, Sample] = {}
+    for first in range(0, len(samples), tp):
+        for key, sample in _joined_parts(samples[first : first + tp]):
+            _, name, direction = key
+            if key not in total:
+                total[key] = sample
+            elif not is_of_step(name):
+                total[key] = total[key].joined(sample, direction)
+    return total
+
+
+def _joined_parts(samples: Sequence[Samples]) -> Iterable[tuple[Key, Sample]]:
+    """Of ranks that share matrices: the parts together, and what each of them has whole once."""
+    for key in dict.fromkeys(key for own in samples for key in own):
+        whole, *others = (own[key] for own in samples if key in own)
+        for part in others:
+            if whole.cut is not None:
+                whole = whole.joined(part, key[2], whole.cut)
+        yield key, whole

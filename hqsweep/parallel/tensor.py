@@ -1,0 +1,253 @@
+"""Tensor parallelism: styles for torch's parallelize_module, and tensor_parallel for whole models.
+
+Parameters become DTensors, whole ones on every rank too, so that optimizers and norms of gradients see one kind. With
+sequence parallelism tokens lie split over the ranks wherever a matrix does not need them all.
+"""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from hqsweep.errors import UserError
+from hqsweep.nn.layernorm_linear import LayerNormLinear
+from hqsweep.nn.layernorm_mlp import LayerNormMLP
+from hqsweep.nn.linear import Linear
+from hqsweep.nn.moe import LayerNormMoE
+from hqsweep.nn.multihead_attention import MultiheadAttention
+from hqsweep.nn.norm import Norm
+from hqsweep.nn.tensor_parallel import TensorParallel
+from hqsweep.nn.weight import QuantizedWeight
+from hqsweep.ops.activation import INPUTS
+from hqsweep.quant.held_part import hold_part
+from hqsweep.quant.part import Part
+from hqsweep.quant.tensor import HybridQuantizedTensor
+
+AXIS = "tp"
+TOKENS = 1
+"""The axis of tokens of x [B, T, D]."""
+
+
+class SequenceStyle(ParallelStyle):
+    """sequence: the axis of x along which each rank has an equal part of the tokens; None: every rank has all."""
+
+    def __init__(self, *, sequence: int | None = None) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+
+class ColwiseLinear(SequenceStyle):
+    """A Linear or LayerNormLinear of which each rank makes columns of y [..., N], from rows of its weight [N, K].
+
+    x is whole on every rank; with sequence, the axis of x along which each rank has an equal part of the tokens, it is
+    gathered, and its gradient comes back split. y has N / ranks features of all tokens, to the bit what one process
+    computes; the gradient of x is a sum over ranks of products that are rounded to the linear's dtype. pieces: of as
+    many matrices in the weight, one below the other, such as q, k and v, each rank has rows of every one. UserError for
+    features that ranks do not divide, and at the call for parts that cut a block.
+    """
+
+    def __init__(self, *, sequence: int | None = None, pieces: int = 1) -> None:
+        super().__init__(sequence=sequence)
+        self.pieces = pieces
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_linear(module, device_mesh, 0, self.pieces)
+        group, options = device_mesh.get_group(), {"sequence": self.sequence, "pieces": self.pieces}
+        module.parallel = TensorParallel(group=group, mode="column", **options)
+        rows = Shard(0) if self.pieces == 1 else _StridedShard(0, split_factor=self.pieces)
+        distribute(module, device_mesh, {"weight": rows, "bias": rows}, self.src_data_rank)
+        if self.sequence is not None and isinstance(module, LayerNormLinear):
+            module.norm.tokens_group = group
+        return module
+
+
+class RowwiseLinear(SequenceStyle):
+    """A Linear that reads columns of x [..., K] on each rank, by columns of its weight [N, K].
+
+    y is the sum over ranks of their products, each rounded to the linear's dtype, on every rank; with sequence, the
+    axis of y along which each rank keeps an equal part of the tokens. The gradient of x is to the bit what one process
+    computes. UserError for features that ranks do not divide, and at the call for parts that cut a block.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_linear(module, device_mesh, 1)
+        if isinstance(module, LayerNormLinear):
+            raise UserError(f"{module.name}: its norm reads whole rows, of which RowwiseLinear has parts")
+        module.parallel = TensorParallel(group=device_mesh.get_group(), mode="row", sequence=self.sequence)
+        distribute(module, device_mesh, {"weight": Shard(1)}, self.src_data_rank)
+        return module
+
+
+class SequenceNorm(ParallelStyle):
+    """A Norm of each rank's tokens: its parameters are whole, and their gradients summed over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.tokens_group = device_mesh.get_group()
+        distribute(module, device_mesh, {}, self.src_data_rank)
+        return module
+
+
+class Whole(ParallelStyle):
+    """A module that every rank has whole, and computes alike."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute(module, device_mesh, {}, self.src_data_rank)
+        return module
+
+
+class SharedAttention(SequenceStyle):
+    """A MultiheadAttention of which each rank computes as many of the heads. UserError for heads that ranks do not
+    divide."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_divides(module.qkv.name, module.heads, "heads", device_mesh)
+        ColwiseLinear(sequence=self.sequence, pieces=3)._apply(module.qkv, device_mesh)
+        RowwiseLinear(sequence=self.sequence)._apply(module.proj, device_mesh)
+        module.heads //= device_mesh.size()
+        module.dpa.group = device_mesh.get_group()
+        return module
+
+
+class SharedMLP(SequenceStyle):
+    """A LayerNormMLP of which each rank computes as many of the inner features. UserError for a width that ranks do not
+    divide."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        pieces = INPUTS[module.activation]
+        ColwiseLinear(sequence=self.sequence, pieces=pieces)._apply(module.fc1, device_mesh)
+        RowwiseLinear(sequence=self.sequence)._apply(module.fc2, device_mesh)
+        return module
+
+
+class SharedVocabulary(SequenceStyle):
+    """An embedding of which each rank has as many entries of the table [V, D]. With sequence each returns its part of
+    the tokens. UserError for a vocabulary that ranks do not divide."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_divides(module.name, module.weight.shape[0], "entries of the vocabulary", device_mesh)
+        module.part, module.split = Part(group=device_mesh.get_group(), axis=0), self.sequence is not None
+        distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
+        return module
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> nn.Module:
+    """Share a model's matrices over the ranks along an axis of the mesh: "tp", or the only one. Returns the model.
+
+    The model: hqsweep's GPT, or any of its modules, a TransformerLayer, a MultiheadAttention or a LayerNormMLP. Before
+    this call all ranks have it whole, and rank 0's values are taken, but of weights that are held quantized each rank's
+    own, which have to be the same. Every rank is then called with the same tokens.
+    sequence: tokens lie split over ranks between matrices, so that norms and what is kept for backward cost 1 / ranks;
+    a module that is no GPT takes and returns its part of the tokens of x [B, T, D]. A GPT's loss is that of all tokens
+    on every rank, and no rank ever has all logits of a token; its forward gathers them.
+
+    Raises:
+        UserError: for a mesh of several axes without "tp", heads, widths or a vocabulary that ranks do not divide,
+            held weights whose parts cut a block, weights that lie over ranks already, and modules that have no such
+            form: mixtures of experts, and linears outside of attention and MLP but the head. At a call: for tokens
+            that ranks do not divide, and parts of matrices that cut a block.
+    """
+    axes = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and AXIS not in axes:
+        raise UserError(f"tensor_parallel: the mesh has axes {axes}; it takes one that is named '{AXIS}', or one axis")
+    along = mesh[AXIS] if AXIS in axes and mesh.ndim > 1 else mesh
+    plan = _plan(model, TOKENS if sequence else None)
+    head = getattr(model, "head", None)
+    tied = head is not None and head.weight is model.embedding.weight
+    for module, style in plan:
+        style._apply(module, along)
+    if tied:
+        head.weight = model.embedding.weight
+    return model
+
+
+def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
+    """shard_placement_fn of torch's fully_shard, over a model that tensor_parallel has shared: Shard(1) of weights
+    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), of all others.
+
+    Cut along rows once more, the rows of such a part would no longer be those that its DTensor says.
+    """
+    spread = parameter.placements if isinstance(parameter, DTensor) else ()
+    return Shard(1) if any(isinstance(placement, _StridedShard) for placement in spread) else None
+
+
+def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, ParallelStyle]]:
+    """The style of each module that has one, in order."""
+    found: list[tuple[nn.Module, ParallelStyle]] = []
+    within: set[nn.Module] = set()
+    for module in model.modules():
+        if module in within:
+            continue
+        style = _style(module, sequence, is_head=module is getattr(model, "head", None))
+        if style is not None:
+            found.append((module, style))
+            within |= set(module.modules())
+        elif isinstance(module, LayerNormMoE | Linear):
+            what = "mixtures of experts" if isinstance(module, LayerNormMoE) else "linears outside of attention and MLP"
+            raise UserError(f"{module.name}: tensor_parallel does not share {what}; give tp=1, or styles of your own")
+    if not found:
+        raise UserError(f"tensor_parallel: {type(model).__name__} has no module of hqsweep.nn that ranks can share")
+    return found
+
+
+def _style(module: nn.Module, sequence: int | None, *, is_head: bool) -> ParallelStyle | None:
+    if isinstance(module, MultiheadAttention):
+        return SharedAttention(sequence=sequence)
+    if isinstance(module, LayerNormMLP):
+        return SharedMLP(sequence=sequence)
+    if is_head:
+        return ColwiseLinear(sequence=sequence)
+    if isinstance(module, Norm):
+        return Whole() if sequence is None else SequenceNorm()
+    if isinstance(module, QuantizedWeight):
+        return SharedVocabulary(sequence=sequence)
+    return None
+
+
+def check_linear(module: nn.Module, mesh: DeviceMesh, axis: int, pieces: int = 1) -> None:
+    """UserError for a module of another kind, one that is shared already, and features that ranks do not divide."""
+    name = getattr(module, "name", "") or type(module).__name__
+    if not isinstance(module, Linear):
+        got = f"{type(module).__module__}.{type(module).__name__}"
+        raise UserError(f"{name}: the style takes hqsweep.nn.Linear, and got {got}")
+    if mesh.ndim != 1:
+        raise UserError(f"{name}: the mesh has {mesh.ndim} axes; give the one of tensor parallelism, mesh['tp']")
+    if module.parallel is not None:
+        raise UserError(f"{name}: its weight lies over ranks already")
+    check_divides(name, module.weight.shape[axis] // pieces, ("output features", "input features")[axis], mesh)
+
+
+def check_divides(name: str, size: int, what: str, mesh: DeviceMesh) -> None:
+    """UserError for a size that ranks do not divide."""
+    if size % mesh.size():
+        raise UserError(f"{name}: {size} {what} do not divide by tp={mesh.size()}")
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: Any) -> None:
+    """Make every parameter of the module, its submodules' too, a DTensor of rank `source`'s values (of a held weight
+    the rank's own), whole where no placement is named."""
+    for name, parameter in list(module.named_parameters()):
+        if isinstance(parameter, DTensor):
+            continue
+        placement = placements.get(name, Replicate())
+        if isinstance(parameter, HybridQuantizedTensor):
+            try:
+                placed = _held(parameter.detach(), mesh, placement)
+            except UserError as error:
+                raise UserError(f"{module.name}: {error}") from None
+        else:
+            placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+def _held(weight: HybridQuantizedTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A weight that is held as its operands, of which this rank keeps its part."""
+    if placement.is_replicate():
+        return DTensor.from_local(weight, mesh, [placement], run_check=False)
+    runs = getattr(placement, "split_factor", 1)
+    own = hold_part(weight, Part(group=mesh.get_group(), axis=placement.dim, runs=runs))
+    whole = {"shape": weight.shape, "stride": weight.stride()}
+    return DTensor.from_local(own, mesh, [placement], run_check=False, **whole)

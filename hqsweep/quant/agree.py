@@ -1,0 +1,277 @@
+"""What ranks that hold parts of one whole agree on: amaxes of the whole, and the values of blocks that a cut divides.
+
+Then each quantizes its part by the ordinary kernels, and has the bytes that the whole has there. All weights of a step
+go through three collectives at most: the missing rows, the amaxes, and the amaxes of what is made from decoded rows.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.dist.collectives import maximum_
+from hqsweep.dist.exchange import Area, Exchange
+from hqsweep.errors import UserError
+from hqsweep.formats import Buffers, Format, RngKey
+from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
+from hqsweep.ops.request import Output, Target
+from hqsweep.quant.delayed import SlotStates, grids_of, note
+from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, Operand, narrow
+from hqsweep.quant.place import Place
+
+Write = tuple[Any, Tensor, RngKey | None]
+"""A quantized tensor, the values that it is given, and the key that they are quantized by."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A matrix x [rows, cols] that is a part of a whole, and what is to be made of it (HybridQuantizer.quantize).
+
+    It holds whole blocks of its formats. place: where it lies, which random bits follow from.
+    """
+
+    x: Tensor
+    quantizer: HybridQuantizer
+    rowwise: Output | None = "codes"
+    columnwise: Output | None = "codes"
+    key: RngKey | None = None
+    states: SlotStates | None = None
+    place: Place | None = None
+    cut_rows: bool = False
+    """Whether the rows of the whole lie over several ranks, so that they agree on amaxes of rows, too; the same on all
+    ranks, and with a place."""
+    grids: dict[str, Buffers] = field(default_factory=dict)
+    """Direction -> the amax of the whole, as far as it is known."""
+
+    @property
+    def dequantized(self) -> bool:
+        """Whether the columnwise operand is made from the decoded rowwise one."""
+        return self.columnwise is not None and self.quantizer.columnwise_source == "rowwise_dequantized"
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """Direction -> format of what is encoded, wanted or decoded from."""
+        wanted = {"rowwise": self.rowwise is not None or self.dequantized, "columnwise": self.columnwise is not None}
+        return {direction: getattr(self.quantizer, direction) for direction, needed in wanted.items() if needed}
+
+
+def quantize_parts(parts: Sequence[Part], group: Any) -> list[HybridOperand]:
+    """The operands of every part under the amaxes of its whole, which lies over the ranks of the group.
+
+    All ranks of the group call this with their parts of the same matrices, in the same order. States of delayed scaling
+    give amaxes and take those of the whole. group None: no other rank has a part.
+    """
+    for part in parts:
+        if part.states:
+            grids = grids_of([part.states], part.formats)
+            part.grids.update({direction: of_slots[0] for direction, of_slots in grids.items()})
+    _agree([amax for part in parts for amax in _find(part)], group)
+    _agree([amax for part in parts for amax in _find_decoded(part)], group)
+    operands = [
+        part.quantizer.quantize_given(
+            part.x, part.grids, rowwise=part.rowwise, columnwise=part.columnwise, key=part.key, place=part.place
+        )
+        for part in parts
+    ]
+    _agree([amax for part in parts for amax in _note(part)], group)
+    return operands
+
+
+def _agree(amaxes: Sequence[Tensor], group: Any) -> None:
+    if amaxes and group is not None:
+        maximum_(amaxes, group)
+
+
+def _has_one_amax(format: Format | None) -> bool:
+    """Whether a format has one amax of the whole, which is found when it is quantized."""
+    return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
+
+
+def _find(part: Part) -> list[Tensor]:
+    """The amaxes of x, found for this part and noted in its grids, of the directions that are made from x."""
+    row = part.formats.get("rowwise")
+    column = None if part.dequantized else part.formats.get("columnwise")
+    found: dict[str, Tensor] = {}
+    for direction, format in (("rowwise", row), ("columnwise", column)):
+        if _has_one_amax(format):
+            same = direction == "columnwise" and "rowwise" in found and not format.rht
+            found[direction] = found["rowwise"] if same else part.x.new_zeros(1, 1, dtype=torch.float32)
+            part.grids[direction] = {format.amax_name: found[direction]}
+    rowwise, columnwise = found.get("rowwise"), found.get("columnwise")
+    if part.cut_rows and row is not None and row.row_scaled:
+        found["rowwise"] = part.x.new_zeros(part.place.rows_of_whole, 1, dtype=torch.float32)
+        rowwise = found["rowwise"][part.place.first_row : part.place.first_row + len(part.x)]
+        part.grids["rowwise"] = {row.amax_name: rowwise}
+    if part.x.numel() and found:
+        columns = NO_SEARCH if columnwise is None or columnwise is rowwise else Search(column, columnwise)
+        find_amax(part.x, NO_SEARCH if rowwise is None else Search(row, rowwise), columns)
+    return list({id(amax): amax for amax in found.values()}.values())
+
+
+def _find_decoded(part: Part) -> list[Tensor]:
+    """The columnwise amax of decoded rows, where the columnwise operand is made from them."""
+    row, column = part.formats.get("rowwise"), part.formats.get("columnwise")
+    if not (part.dequantized and _has_one_amax(column)):
+        return []
+    amax = part.x.new_zeros(1, 1, dtype=torch.float32)
+    part.grids["columnwise"] = {column.amax_name: amax}
+    if part.x.numel():
+        known = part.grids.get("rowwise", {}).get(row.amax_name)
+        lacks = row.row_scaled and known is None
+        own = part.x.new_zeros(len(part.x), 1, dtype=torch.float32) if lacks else None
+        key = part.quantizer.direction_keys(part.key, part.place)["rowwise"]
+        rowwise = Search(row, own, known, key)
+        find_amax(part.x, rowwise, Search(column, amax), columnwise_source="rowwise_dequantized")
+    return [amax]
+
+
+def _note(part: Part) -> list[Tensor]:
+    """The present amaxes of the states of a tensor that is held, into which those of x are merged."""
+    if not part.states:
+        return []
+    if part.x.numel():
+        key = part.quantizer.direction_keys(part.key, part.place)["rowwise"]
+        source = part.quantizer.columnwise_source if part.columnwise else "original"
+        row = Target(part.quantizer.rowwise, key=key, grid=part.grids.get("rowwise"))
+        note([part.states], part.x, None, part.formats, source, row)
+    held = part.states.held and part.states.record
+    return [part.states.states[d].history[:1] for d in part.states.delayed(part.formats)] if held else []
+
+
+def quantize_shards_(
+    tensors: Sequence[Any], values: Sequence[Tensor], keys: Sequence[RngKey | None] | None = None, group: Any = None
+) -> None:
+    """Overwrite quantized tensors, each a shard of a whole (its metadata has a place), with these values, of
+    which every rank has those of its own shard, of its shape.
+
+    The bytes are those of the whole quantized at once: rows of a block that a cut divides come from the ranks that have
+    them, amaxes of the whole are the largest over the ranks, and random bits those of the element's place in the whole.
+    All ranks of the group call this with their shards of the same weights, in the same order; rows travel in the
+    source dtype. The first call with new places is slower, as ranks tell them to each other. Tensors without a place
+    are written as they are. keys: by default each tensor's next.
+
+    group None: the shards cut no blocks and share no amaxes, else UserError. UserError as quantize_() has it.
+    """
+    writes: list[Write] = []
+    for tensor, x, key in zip(tensors, values, keys or [None] * len(tensors), strict=True):
+        if tensor.metadata.place is None:
+            tensor.quantize_(x, key=key)
+            continue
+        x, key = tensor.begin_write(x, key)
+        if tensor.is_meta or x.is_meta:
+            tensor.end_write(None, x, key)
+        else:
+            writes.append((tensor, x, key))
+    shards, held = [tensor for tensor, _, _ in writes], [[own_area(tensor)] for tensor, _, _ in writes]
+    with torch.no_grad():
+        pieces = [[x.to(t.device, t.source_dtype).reshape(t.metadata.matrix)] for t, x, _ in writes]
+        write_shards_(writes, gather_sources(shards, held, pieces, group, remember=True), group)
+
+
+def gather_sources(
+    tensors: Sequence[Any],
+    held: Sequence[Sequence[Area]],
+    pieces: Sequence[Sequence[Tensor]],
+    group: Any,
+    *,
+    remember: bool = False,
+) -> list[tuple[Tensor, bool]]:
+    """For each tensor the values that its operands are made from: [rows, cols] of source_area() in its source dtype,
+    from the areas of the whole that this rank holds, whose values are the pieces, and from the other ranks; and whether
+    rows of the whole lie over several ranks.
+
+    remember: the same tensors always bring the same areas, which ranks tell each other once, and not at every call.
+    """
+    if not tensors:
+        return []
+    held, needed = tuple(map(tuple, held)), tuple(source_area(tensor) for tensor in tensors)
+    if group is None:
+        _refuse_lonely(tensors, held, needed)
+        return [(own[0], False) for own in pieces]
+    exchange = _remembered(tensors, held, needed, group) if remember else Exchange(held, needed, group)
+    values = exchange.run(pieces, [tensor.source_dtype for tensor in tensors], tensors[0].device)
+    return list(zip(values, exchange.cut_rows, strict=True))
+
+
+def write_shards_(writes: Sequence[Write], sources: Sequence[tuple[Tensor, bool]], group: Any) -> None:
+    """Write shards, from the values of gather_sources()."""
+    parts = [_part(tensor, *source, key) for (tensor, _, key), source in zip(writes, sources, strict=True)]
+    for (tensor, x, key), operands in zip(writes, quantize_parts(parts, group), strict=True):
+        tensor.end_write(_cut(tensor, operands), x, key)
+
+
+def own_area(tensor: Any) -> Area:
+    """The area of the whole that a tensor has."""
+    meta = tensor.metadata
+    return Area(0, meta.matrix[0], 0, meta.matrix[1]) if meta.place is None else meta.place.area(meta.matrix)
+
+
+def source_area(tensor: Any) -> Area:
+    """The area of the whole whose values the operands of a tensor are made from."""
+    meta = tensor.metadata
+    if meta.place is None:
+        return own_area(tensor)
+    decodes = "columnwise" in meta.directions and meta.quantizer.columnwise_source == "rowwise_dequantized"
+    directions = sorted({*meta.directions, *(["rowwise"] if decodes else [])})
+    return meta.place.sources([(getattr(meta.quantizer, each), each) for each in directions], meta.matrix)
+
+
+def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
+    meta = tensor.metadata
+    wanted = {direction: "codes" if direction in meta.directions else None for direction in DIRECTIONS}
+    states = tensor.states and tensor.states.written()
+    place = Place.of(source_area(tensor), meta.place.whole)
+    return Part(x=x, quantizer=meta.quantizer, **wanted, key=key, states=states, place=place, cut_rows=cut_rows)
+
+
+def _cut(tensor: Any, operands: HybridOperand) -> HybridOperand:
+    """The operands of a shard's covers, from those of its source_area()."""
+    area = source_area(tensor)
+    cut: dict[str, Operand | None] = {"rowwise": operands.rowwise, "columnwise": operands.columnwise}
+    for direction in tensor.metadata.directions:
+        cut[direction] = operand_of_area(cut[direction], direction, area, tensor.metadata.cover(direction))
+    return HybridOperand(**cut)
+
+
+def operand_of_area(operand: Operand, direction: str, area: Area, part: Area) -> Operand:
+    """Views of the buffers for a part of the area that an operand of this direction encodes; UserError for a part that
+    cuts blocks."""
+    if part == area:
+        return operand
+    rows, cols = (0, 1) if direction == "rowwise" else (1, 0)
+    operand = narrow(operand, rows, part.first_row - area.first_row, part.last_row - area.first_row)
+    return narrow(operand, cols, part.first_col - area.first_col, part.last_col - area.first_col)
+
+
+def _remembered(tensors: Sequence[Any], held: tuple, needed: tuple, group: Any) -> Exchange:
+    """The exchange of these shards, which the first of them remembers for as long as it is written together with the
+    same others.
+
+    By the tensors themselves and not by their areas: where a program makes tensors anew it does so on every rank, and
+    then all of them, or none, tell the others their areas. A rank's own areas may be those of another set.
+    """
+    first, *others = (tensor.shared for tensor in tensors)
+    same = (held, needed, group)
+    known = first.exchanges.get(len(tensors))
+    if known is None or known[0] != same or any(ref() is not o for ref, o in zip(known[1], others, strict=True)):
+        known = first.exchanges[len(tensors)] = same, [weakref.ref(o) for o in others], Exchange(held, needed, group)
+    return known[2]
+
+
+def _refuse_lonely(tensors: Sequence[Any], held: Sequence[Sequence[Area]], needed: Sequence[Area]) -> None:
+    """UserError for a tensor that needs other ranks, whose group is not given."""
+    for tensor, own, area in zip(tensors, held, needed, strict=True):
+        meta = tensor.metadata
+        whole = meta.matrix if meta.place is None else meta.place.whole
+        formats = [getattr(meta.quantizer, direction) for direction in meta.directions]
+        shares = area.shape != whole and any(f.amax_name and not f.row_scaled for f in formats)
+        if list(own) != [area] or shares:
+            why = "shares an amax with the rest" if shares else "needs what it does not hold"
+            raise UserError(
+                f"a shard {tuple(meta.matrix)} of a weight {tuple(whole)} in {meta.quantizer} {why}; give group=, the"
+                " process group whose ranks hold the whole"
+            )

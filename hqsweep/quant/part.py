@@ -1,0 +1,194 @@
+"""Quantize a matrix that is the part of one rank, with the bytes that it has in the whole.
+
+The ranks of a group hold equal parts of a matrix, cut along one axis. Scales of blocks are those of the part, which no
+block crosses; amaxes of whole tensors, and of whole rows, are the largest over the group; random bits are those of the
+place in the whole.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hqsweep.dist.collectives import maximum_
+from hqsweep.errors import UserError
+from hqsweep.formats import WHOLE, ExactOperand, Format, RngKey
+from hqsweep.ops.amax import NO_SEARCH, Search, find_amax
+from hqsweep.ops.request import Output
+from hqsweep.ops.stats import Sums
+from hqsweep.quant.delayed import SlotStates, grids_of
+from hqsweep.quant.hybrid import Direction, HybridQuantizer
+from hqsweep.quant.operand import HybridOperand, Operand
+from hqsweep.quant.place import Place
+
+AXES = ("rows", "columns")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Where the part lies of each rank of `group`."""
+
+    group: ProcessGroup
+    axis: int
+    """The axis of the matrix that is cut: 0 for rows, 1 for columns."""
+    runs: int = 1
+    """Of how many pieces of equal size, which do not follow each other in the whole, a part consists."""
+
+
+def quantize_part(
+    quantizer: HybridQuantizer,
+    x: Tensor,
+    part: Part,
+    *,
+    rowwise: Output | None = None,
+    columnwise: Output | None = None,
+    key: RngKey | None = None,
+    states: SlotStates | None = None,
+) -> HybridOperand:
+    """quantizer.quantize() of this rank's part x [rows, cols]: operands with the bytes of their part of the operands of
+    the whole. A collective where a format has an amax of the whole. UserError as check_part."""
+    check_part(quantizer, x, part, rowwise, columnwise)
+    decodes = columnwise is not None and quantizer.columnwise_source == "rowwise_dequantized"
+    row = quantizer.rowwise if rowwise or decodes else None
+    column = quantizer.columnwise if columnwise else None
+    states = states and replace(states, parts=part.group)
+    pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
+    amaxes = _agreed(quantizer, pieces, part, row, column, key, states)
+    outputs = {"rowwise": rowwise, "columnwise": columnwise, "key": key, "states": states}
+    made = [quantizer.quantize_under(piece, amaxes, place=place, **outputs) for piece, place in pieces]
+    if len(made) == 1:
+        return made[0]
+    rows = None if rowwise is None else _joined([each.rowwise for each in made], part.axis)
+    columns = None if columnwise is None else _joined([each.columnwise for each in made], 1 - part.axis)
+    return HybridOperand(rowwise=rows, columnwise=columns)
+
+
+def part_sums(
+    quantizer: HybridQuantizer, x: Tensor, part: Part, key: RngKey | None = None, states: SlotStates | None = None
+) -> dict[Direction, Sums]:
+    """quantizer.sums() of this rank's part x [rows, cols], quantized as quantize_part does. A collective where a format
+    has an amax of the whole. UserError as check_part."""
+    check_part(quantizer, x, part, "codes", "codes")
+    states = states and replace(states, parts=part.group, record=False)
+    pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
+    amaxes = _agreed(quantizer, pieces, part, quantizer.rowwise, quantizer.columnwise, key, states)
+    found: dict[Direction, Sums] = {}
+    for piece, place in pieces:
+        for direction, sums in quantizer.sums(piece, key, states, amaxes=amaxes, place=place).items():
+            below, before = is_below(part.axis, direction), found.get(direction)
+            found[direction] = sums if before is None else before.joined(sums, below=below)
+    return found
+
+
+def is_below(axis: int, direction: str) -> bool:
+    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, of X or
+    of X.T; or else parts of the same rows."""
+    return (axis == 0) == (direction != "columnwise")
+
+
+def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
+    """The pieces of a part that each lie together in the whole, and where."""
+    ranks, rank, placed = part.group.size(), part.group.rank(), []
+    whole = [size * ranks if axis == part.axis else size for axis, size in enumerate(x.shape)]
+    for run, piece in enumerate(x.chunk(part.runs, part.axis)):
+        first = [0, 0]
+        first[part.axis] = (run * ranks + rank) * piece.shape[part.axis]
+        placed.append((piece, Place(*first, *whole)))
+    return placed
+
+
+def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
+    """Operands of pieces, one after the other along an axis."""
+    first = operands[0]
+    if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
+        return replace(first, matrix=torch.cat([each.matrix for each in operands], axis))
+    cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
+    buffers = {name: torch.cat([each.buffers[name] for each in operands], axis) for name in cut}
+    shape = list(first.shape)
+    shape[axis] *= len(operands)
+    return replace(first, buffers={**first.buffers, **buffers}, shape=tuple(shape))
+
+
+def check_part(
+    quantizer: HybridQuantizer, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+) -> None:
+    """UserError for a part that cuts a block of a wanted operand, and for a quantizer whose bytes depend on more than
+    amaxes and blocks."""
+    if type(quantizer) is not HybridQuantizer:
+        raise UserError(f"{quantizer} is of a class of its own, which knows no parts over ranks; take HybridQuantizer")
+    size = x.shape[part.axis] // part.runs
+    for format, block in _blocks(quantizer, part, rowwise, columnwise):
+        if size % block:
+            raise UserError(
+                f"a rank's part has {size} {AXES[part.axis]} of {tuple(x.shape)}, which cut a block of {format}; take"
+                f" sizes whose parts are multiples of {block}, or fewer ranks"
+            )
+
+
+def is_part(
+    quantizer: HybridQuantizer, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+) -> bool:
+    """Whether check_part lets it pass."""
+    if type(quantizer) is not HybridQuantizer:
+        return False
+    size = x.shape[part.axis] // part.runs
+    return all(size % block == 0 for _, block in _blocks(quantizer, part, rowwise, columnwise))
+
+
+def _blocks(
+    quantizer: HybridQuantizer, part: Part, rowwise: Output | None, columnwise: Output | None
+) -> list[tuple[Format, int]]:
+    """The formats that are encoded, each with its elements along the axis that is cut which go together."""
+    row = rowwise or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
+    wanted = ((quantizer.rowwise, row, part.axis), (quantizer.columnwise, columnwise, 1 - part.axis))
+    return [(format, _block(format, axis)) for format, needed, axis in wanted if needed]
+
+
+def _block(format: Format, axis: int) -> int:
+    """How many elements along an axis of the operand share an entry of some buffer, those of the whole axis aside."""
+    sizes = [(buffer.rows, buffer.cols)[axis] for buffer in format.layout.values()]
+    return max(size if size != WHOLE else 1 for size in sizes)
+
+
+def _has_amax(format: Format | None) -> bool:
+    return format is not None and format.amax_name is not None and not format.delayed
+
+
+def _agreed(
+    quantizer: HybridQuantizer,
+    pieces: list[tuple[Tensor, Place | None]],
+    part: Part,
+    row: Format | None,
+    column: Format | None,
+    key: RngKey | None,
+    states: SlotStates | None,
+) -> dict[str, Tensor | None]:
+    """Direction -> the amax of the whole, where its format has one."""
+    found: dict[str, Tensor | None] = {"rowwise": None, "columnwise": None}
+    for direction, format in (("rowwise", row), ("columnwise", column)):
+        if _has_amax(format):
+            rows = pieces[0][0].shape[0] if format.row_scaled else 1
+            found[direction] = pieces[0][0].new_zeros((rows, 1), dtype=torch.float32)
+    row_amax, column_amax = found["rowwise"], found["columnwise"]
+    of_row = [] if row_amax is None or (row.row_scaled and part.axis == 0) else [row_amax]  # a row may be on one rank
+    of_column = [] if column_amax is None else [column_amax]
+    rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
+    columnwise = NO_SEARCH if column_amax is None else Search(column, column_amax)
+    decodes = column_amax is not None and quantizer.columnwise_source == "rowwise_dequantized"
+    for x, _ in pieces:
+        find_amax(x, rowwise, NO_SEARCH if decodes else columnwise)
+    _largest(of_row if decodes else of_row + of_column, part.group)
+    if decodes:
+        known = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else row_amax
+        for x, place in pieces:
+            by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
+            find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
+        _largest(of_column, part.group)
+    return found
+
+
+def _largest(amaxes: list[Tensor], group: ProcessGroup) -> None:
+    """The largest of each over the group, in one collective."""
+    if group.size() > 1:
+        maximum_(amaxes, group)

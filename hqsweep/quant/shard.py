@@ -1,0 +1,143 @@
+"""Which bytes of a held tensor each rank of a sharding has, and how they become the whole: pack and unpack.
+
+A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty.
+All follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds the ones
+that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hqsweep.formats import WHOLE
+from hqsweep.memo import memo
+from hqsweep.quant.place import Place
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of `shape` and `metadata`, in parts of `each` rows, or experts, of its first axis."""
+
+    metadata: Any
+    """The tensor's Metadata."""
+    shape: tuple[int, ...]
+    each: int
+
+    @classmethod
+    def of(cls, metadata: Any, shape: Sequence[int], each: int) -> "Cut":
+        """The key of random bits, which changes, is left out."""
+        return cls(replace(metadata, key=None), tuple(shape), each)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First row, or expert, of a rank's part, and the one after its last."""
+        size = self.shape[0]
+        return min(rank * self.each, size), min((rank + 1) * self.each, size)
+
+    def part(self, start: int, stop: int) -> Any:
+        """The Metadata of the part from start to stop, with its place, or its first expert."""
+        meta = self.metadata
+        content = meta.content.part(start, stop, self.shape[0])
+        if meta.content.splits is not None:
+            return replace(meta, content=content)
+        whole = meta.place or Place(0, 0, *meta.matrix)
+        first_row = whole.first_row + start * (meta.matrix[0] // self.shape[0])
+        return replace(meta, content=content, place=replace(whole, first_row=first_row))
+
+
+@dataclass(frozen=True)
+class BufferCut:
+    """How one buffer is cut. As entries it is a matrix `shape`, cut along `axis`."""
+
+    shape: tuple[int, int]
+    axis: int
+    spans: tuple[tuple[int, int], ...]
+    """The entries of each rank along the axis."""
+    skipped: tuple[int, ...]
+    """How many entries of each rank's buffer come before these: of its cover, which others send."""
+    dtype: torch.dtype
+    whole: bool
+    """Every rank has all entries, as of the scale of a tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each rank sends: those of the rank that has most."""
+        most = max(last - first for first, last in self.spans)
+        return most * self.shape[1 - self.axis] * self.dtype.itemsize
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what all ranks send is, one after the other, the buffer itself, or starts with it."""
+        return self.whole or (self.axis == 0 and self.even)
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have the same number of entries, and no two the same ones."""
+        size = self.spans[0][1]
+        return all(span == (rank * size, (rank + 1) * size) for rank, span in enumerate(self.spans))
+
+    def pack(self, shard: Tensor, rank: int) -> Tensor:
+        """The bytes of a rank's buffer, uint8 [nbytes]; without a copy unless it is shorter than another's, or has
+        more."""
+        if not self.whole:
+            (first, last), entries = self.spans[rank], list(self.shape)
+            entries[self.axis] = -1
+            shard = shard.view(entries if shard.numel() else [0, 0])
+            shard = shard.narrow(self.axis, self.skipped[rank], last - first)
+        own = shard.contiguous().view(-1).view(torch.uint8)
+        return own if own.numel() == self.nbytes else torch.cat([own, own.new_zeros(self.nbytes - own.numel())])
+
+    def unpack(self, gathered: Tensor, buffer: Tensor) -> None:
+        """Write what all ranks sent, uint8 [ranks * nbytes], into the buffer of the whole."""
+        parts, buffer = gathered.view(len(self.spans), -1), buffer.view(self.shape)
+        if self.whole:
+            buffer.copy_(parts[0].view(self.dtype).view(self.shape))
+        elif self.even:
+            ordered, arrived = self.turned(gathered, buffer)
+            ordered.copy_(arrived)
+        else:
+            self._unpack_each(parts, buffer)
+
+    def turned(self, gathered: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Of an even cut, views of the buffer of the whole and of what all ranks sent in which entries lie alike."""
+        rows, cols = (n // len(self.spans) if i == self.axis else n for i, n in enumerate(self.shape))
+        arrived = gathered.view(self.dtype).view(-1, rows, cols).movedim(0, self.axis)
+        return buffer.view(arrived.shape), arrived
+
+    def _unpack_each(self, parts: Tensor, buffer: Tensor) -> None:
+        for part, (first, last) in zip(parts, self.spans, strict=True):
+            shape = [last - first if i == self.axis else n for i, n in enumerate(self.shape)]
+            own = part[: math.prod(shape) * self.dtype.itemsize]
+            buffer.narrow(self.axis, first, last - first).copy_(own.view(self.dtype).view(shape))
+
+
+@memo
+def buffer_cuts(cut: Cut, ranks: int) -> Mapping[str, BufferCut]:
+    """Buffer, as "rowwise_q" -> how it is cut over this many ranks."""
+    return {f"{direction}_{name}": _buffer_cut(cut, ranks, direction, name) for direction, name in cut.metadata.stored}
+
+
+def _buffer_cut(cut: Cut, ranks: int, direction: str, name: str) -> BufferCut:
+    meta, spans = cut.metadata, [cut.span(rank) for rank in range(ranks)]
+    dtype, shape = meta.buffer(direction, name)
+    if meta.content.splits is not None:  # a group, cut between experts
+        experts = cut.shape[0]
+        entries = (experts, math.prod(shape) // experts)
+        return BufferCut(entries, 0, tuple(spans), (0,) * ranks, dtype, whole=False)
+    axis, format = 0 if direction == "rowwise" else 1, getattr(meta.quantizer, direction)
+    divisor = (format.layout[name].rows, format.layout[name].cols)[axis]
+    if divisor == WHOLE:
+        return BufferCut(shape, axis, ((0, 1),) * ranks, (0,) * ranks, dtype, whole=True)
+    factor = meta.matrix[0] // cut.shape[0]
+    first_row, cover_row = (0, 0) if meta.place is None else (meta.place.first_row, meta.cover(direction).first_row)
+    entries, skipped = [], []
+    for start, stop in spans:
+        first, last = (first_row + start * factor) // divisor, -(-(first_row + stop * factor) // divisor)
+        cover = cut.part(start, stop).cover(direction).first_row if stop > start else first_row + start * factor
+        first, last = (first, last) if stop > start else (first, first)
+        entries.append((first - cover_row // divisor, last - cover_row // divisor))
+        skipped.append(first - cover // divisor)
+    return BufferCut(shape, axis, tuple(entries), tuple(skipped), dtype, whole=False)

@@ -1,0 +1,195 @@
+"""The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker, which holds
+the folder and watches them, and a rank that fails says why before it ends.
+
+The first failure ends all ranks. What follows from it (a connection that the dead rank has closed) is not it: a rank
+that has lost another gives way, so that the launcher sees the cause first.
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hqsweep.errors import UserError
+from hqsweep.jobs.sink import Diverged
+from hqsweep.sweep.memory import Memory, killed_for_memory
+from hqsweep.sweep.nodes import COME_S, LOOK_S, Meeting
+from hqsweep.sweep.reasons import RankFailed, reason_of
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.slots import thread_limits
+
+GIVE_WAY_S = 3.0
+"""Seconds that a rank waits to be ended before it reports what another one should have."""
+SHUTDOWN_S = 5
+"""Seconds from SIGTERM to SIGKILL for ranks, which have nothing to write."""
+HERE = "localhost:"
+"""How the endpoint of a run on one machine begins."""
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "NCCL",
+    "recvValue",
+)
+"""In the messages of errors by which a rank learns that it has lost another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Where the ranks of a run are: on how many machines, and so many on each."""
+
+    count: int = 1
+    ranks: int
+    endpoint: str = "localhost:0"
+    """HOST:PORT of the store at which machines meet (nodes.Meeting); of a single one a free port of its own."""
+
+
+def launch(nodes: Nodes, key: str, command: Sequence[str], meeting: Meeting | None = None) -> None:
+    """Run the command as every rank of this machine, to the end of all: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are in its environment. CPU threads are shared out. To be called from the main thread.
+
+    key: equal on all machines, and another for every attempt. Raises RankFailed with the rank that ended first and why,
+    and torch's SignalException at SIGTERM or SIGINT; in either case no rank is left.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    if meeting is None:
+        return _launch(nodes, key, command)
+    try:
+        with meeting.watched(key):
+            _launch(nodes, key, command)
+        meeting.end(key, "")
+    except RankFailed as failed:
+        time.sleep(0 if failed.is_cause else LOOK_S * 4)  # in which the machine of the cause says it
+        meeting.end(key, str(failed))
+        raise RankFailed(meeting.reason(key) or str(failed)) from None
+    except SignalException:
+        if reason := meeting.reason(key):
+            raise RankFailed(reason) from None
+        meeting.end(key, "another machine was stopped")
+        raise
+
+
+def _launch(nodes: Nodes, key: str, command: Sequence[str]) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    kills_before = Memory().kills()
+    threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // nodes.ranks)
+    os.environ.update(thread_limits(threads))
+    with tempfile.TemporaryDirectory(prefix="hqsweep-ranks-") as folder:
+        options = {
+            "min_nodes": nodes.count, "max_nodes": nodes.count, "nproc_per_node": nodes.ranks, "run_id": key,
+            "rdzv_backend": "c10d", "rdzv_endpoint": nodes.endpoint, "max_restarts": 0,
+            "rdzv_configs": {"join_timeout": COME_S} | ({"is_host": False} if nodes.count > 1 else {}),
+            "signals_to_handle": "SIGTERM,SIGINT", "logs_specs": DefaultLogsSpecs(log_dir=folder),
+            "shutdown_timeout": SHUTDOWN_S, "local_addr": "localhost" if nodes.endpoint.startswith(HERE) else None,
+        }  # fmt: skip
+        known = {field.name for field in fields(LaunchConfig)}  # torch 2.11 has not all of them
+        config = LaunchConfig(**{name: value for name, value in options.items() if name in known})
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise RankFailed(_reason(rank, failure, kills_before), is_cause=not _lost(failure)) from None
+
+
+def _lost(failure: Any) -> bool:
+    """Whether a rank ended because it had lost another one."""
+    said = failure.error_file_data.get("message")
+    return isinstance(said, dict) and bool(said.get("lost"))
+
+
+def _reason(rank: int, failure: Any, kills_before: int) -> str:
+    """Why a rank ended, in one line."""
+    said = failure.error_file_data.get("message")
+    if isinstance(said, dict) and "reason" in said:
+        return said["reason"]
+    if failure.exitcode < 0:
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        for_memory = killed_for_memory(Memory(), kills_before, peak) if failure.signal_name() == "SIGKILL" else None
+        return f"rank {rank}: {for_memory or f'killed by {failure.signal_name()}'}"
+    return f"rank {rank}: ended with exit code {failure.exitcode}; log.txt has what it said"
+
+
+class Signaled(Exception):
+    """SIGTERM or SIGINT came while ranks ran, and has ended them."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Machines:
+    """On how many machines the ranks of a worker's runs are, where these meet, and the words that tell a rank which
+    Python factories it may import."""
+
+    nodes: int
+    endpoint: str
+    imports: Sequence[str]
+
+
+def launch_run(run: RunDir, ranks: int, machines: Machines) -> None:
+    """Have a run done by its ranks. Raises RankFailed, or Signaled."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    nodes = Nodes(ranks=ranks // machines.nodes, count=machines.nodes, endpoint=machines.endpoint)
+    path, key = run.path.resolve(), f"{run.name}-{run.written_status()['attempt']}"
+    meeting = Meeting(machines.endpoint) if machines.nodes > 1 else None
+    if meeting is not None:
+        meeting.announce(key, [str(nodes.ranks), str(path), *machines.imports])
+    try:
+        launch(nodes, key, rank_command(path, machines.imports), meeting)
+    except SignalException as signaled:
+        raise Signaled(signal.Signals(signaled.sigval)) from None
+
+
+def rank_command(path: Path, imports: Sequence[str]) -> list[str]:
+    """The command of a rank of the run in this folder, which ends itself when the process that launches it is gone."""
+    own = [sys.executable, "-P", "-m", "hqsweep.worker", str(path), "--rank", "--parent", str(os.getpid())]
+    return [*own, *imports]
+
+
+def nodes_arguments(count: int, endpoint: str) -> list[str]:
+    """Words that tell a worker on how many machines the ranks of its runs are, and where these meet."""
+    return [f"--nodes={count}", f"--endpoint={endpoint}"]
+
+
+def help_out(count: int, endpoint: str) -> None:
+    """Be one of the further machines of a run: launch what the first one announces, until it has no more. Raises
+    torch's SignalException at SIGTERM or SIGINT."""
+    from torch.distributed import DistError
+
+    meeting = Meeting(endpoint)
+    with suppress(DistError):  # the first machine is gone, and so is the run
+        for announced in meeting.announced():
+            ranks, path, *imports = announced["command"]
+            nodes = Nodes(ranks=int(ranks), count=count, endpoint=endpoint)
+            with suppress(RankFailed):  # which the first machine says
+                launch(nodes, announced["key"], rank_command(Path(path), imports), meeting)
+
+
+def tell(error: Exception, rank: int) -> None:
+    """Leave the reason of a rank's end to the launcher (TORCHELASTIC_ERROR_FILE), after giving way to the rank that
+    caused it, or to rank 0, which fails by the same fault of the input."""
+    shared = isinstance(error, UserError | Diverged)
+    lost = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
+    if (shared and rank) or lost:
+        time.sleep(GIVE_WAY_S)
+    reason = reason_of(error) if shared and not rank else f"rank {rank}: {reason_of(error)}"
+    message = {"message": reason, "reason": reason, "lost": lost, "extraInfo": {"timestamp": str(int(time.time()))}}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": message}))

@@ -1,0 +1,35 @@
+"""adapt_megatron: Megatron-Core's distributed optimizer writes held weights as one process does, to the byte."""
+
+import sys
+
+import megatron_ranks
+import pytest
+import torch
+from ranks import run_ranks
+
+from hqsweep.compat.megatron import adapt_megatron
+from hqsweep.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def every():
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    return run_ranks(megatron_ranks.RANKS, megatron_ranks.run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", megatron_ranks.RECIPES)
+def test_fragments_are_the_weights_of_one_process(recipe, every):
+    expected = megatron_ranks.in_one_process(recipe)
+    for of_rank in every:
+        for step, (own, whole) in enumerate(zip(of_rank[recipe], expected, strict=True), 1):
+            assert [name for name in whole if not torch.equal(own[name], whole[name])] == [], step
+    assert all(not torch.equal(expected[0][name], expected[-1][name]) for name in expected[0] if "_q" in name)
+
+
+def test_without_megatron_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    for name in [name for name in sys.modules if name.startswith("megatron.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError, match=r"adapt_megatron: .*; install megatron-core"):
+        adapt_megatron()

@@ -1,0 +1,83 @@
+"""The section train.parallel: what does not divide is refused, and one rank changes no id."""
+
+import pytest
+
+from hqsweep.config.keys import Training
+from hqsweep.config.parallel import ParallelConfig
+from hqsweep.errors import UserError
+from hqsweep.sweep.names import ONE_RANK
+
+RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"train": {"parallel": {"dp_shard": 3}}}, r"train.batch: 16 sequences do not divide into 3 ranks"),
+        ({"train": {"parallel": {"dp_shard": 4}, "microbatches": 8}}, r"into 4 ranks .* of 8 microbatches; .* of 32"),
+        ({"train": {"parallel": {"tp": 3}}}, r"train.parallel.tp: 3 does not divide the model's heads \(4\)"),
+        ({"train": {"parallel": {"tp": 4}}, "model": {"ffn": 90}}, r"tp: 4 does not divide the MLP's width \(90\)"),
+        (
+            {"train": {"parallel": {"tp": 4}}, "model": {"experts": 4, "expert_ffn": 90}},
+            r"tp: 4 does not divide an expert's width \(90\)",
+        ),
+        ({"train": {"parallel": {"ep": 2, "dp_shard": 2}}, "model": {"experts": 3}}, r"ep: 2 does not .*experts \(3\)"),
+        ({"train": {"parallel": {"ep": 2, "dp_shard": 2}}}, r"train.parallel.ep: 2, but model.experts is 0"),
+        ({"train": {"parallel": {"ep": 2}}, "model": {"experts": 4}}, r"ep: 2 does not divide dp_shard \(1\)"),
+        ({"train": {"parallel": {"pp": 4}, "microbatches": 4}}, r"train.parallel: pp=4 is 4 stages of 2 model.layers"),
+        (
+            {"train": {"parallel": {"pp": 2, "stages_per_rank": 2}, "microbatches": 2}},
+            r"pp=2 \* stages_per_rank=2 is 4 stages of 2 model.layers",
+        ),
+        ({"train": {"parallel": {"stages_per_rank": 2}}}, r"stages_per_rank: 2 stages of each rank of pp, but pp is 1"),
+        ({"train": {"parallel": {"pp": 2}}}, r"train.microbatches: 1 for the stages of train.parallel.pp=2"),
+        (
+            {"train": {"parallel": {"pp": 2, "stages_per_rank": 2}, "microbatches": 3, "batch": 12}},
+            r"train.microbatches: 3 do not divide into rounds of train.parallel.pp=2",
+        ),
+        (
+            {"train": {"parallel": {"pp": 2, "tp": 2}, "microbatches": 2}},
+            r"train.parallel.pp: 2 does not go with train.parallel.tp",
+        ),
+        (
+            {"train": {"parallel": {"pp": 2, "dp_shard": 2, "ep": 2}, "microbatches": 2}, "model": {"experts": 4}},
+            r"train.parallel.pp: 2 does not go with train.parallel.ep",
+        ),
+        (
+            {"train": {"parallel": {"ep": 2, "dp_shard": 4}}, "model": {"experts": 6}},
+            r"dp_shard: 4 does not divide model.experts \(6\), which with ep=2 all of its ranks share out",
+        ),
+        (
+            {"train": {"parallel": {"tp": 2, "dp_shard": 2}}, "model": {"quantized_weights": True}},
+            r"tp: 2 does not go with both model.quantized_weights and several copies or shards of the model",
+        ),
+        ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
+        ({"train": {"parallel": {"dp_shard": 2}, "offload": True}}, r"several ranks, but train.offload is true"),
+        (
+            {"train": {"parallel": {"dp_shard": 2}}, "engine": {"gpus_per_run": 4}},
+            r"engine.gpus_per_run 4 gives 4 ranks",
+        ),
+        (
+            {"train": {"parallel": {"dp_shard": 2}}, "engine": {"kind": "slurm", "slurm": {"nodes": 3}}},
+            r"engine.slurm.nodes: 3 machines do not share out the 2 ranks",
+        ),
+        ({"engine": {"runs_per_gpu": 2, "gpus_per_run": 2}}, r"engine.runs_per_gpu: 2 with engine.gpus_per_run 2"),
+        ({"train": {"parallel": {"dp_shard": 0}}}, r"greater than or equal to 1"),
+        ({"train": {"parallel": {"cp": 2}}}, r"Extra inputs"),
+    ],
+)
+def test_what_does_not_divide_is_refused(config, why):
+    with pytest.raises(ValueError, match=why):
+        Training.model_validate({"job": "convergence", "sweep": "s", "recipe": RECIPE, **config})
+
+
+def test_world():
+    dims = ParallelConfig(pp=2, dp_replicate=3, dp_shard=4, tp=5, ep=2)
+    assert (dims.world, dims.data) == (120, 12)
+    dims.check_world(120, "engine.gpus_per_run")
+    with pytest.raises(UserError, match=r"engine.gpus_per_run gives 8 ranks, but pp=2 \* .* is 120; change one"):
+        dims.check_world(8, "engine.gpus_per_run")
+
+
+def test_one_rank_is_what_run_ids_leave_out():
+    assert ParallelConfig().model_dump() == ONE_RANK

@@ -1,0 +1,33 @@
+"""What each rank does in tests of a run's checkpoints over ranks."""
+
+from pathlib import Path
+
+import torch
+from sharded_training import assert_same, whole
+from training_ranks import config, trainer
+
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+
+
+def content(run) -> dict[str, torch.Tensor]:
+    found = {name: whole(value) for name, value in run.model.state_dict().items()}
+    for name, p in run.model.named_parameters():
+        found |= {f"{name}.{key}": whole(value) for key, value in run.optimizer.state[p].items()}
+    return found
+
+
+def resumed(rank: int, folder: Path, cases: list) -> None:
+    """Four steps, with checkpoints after each, and what goes on from those of the second and the third."""
+    for index, (linear, changes) in enumerate(cases):
+        cfg = config(linear, steps=4, **changes)
+        one, own = trainer(cfg), folder / str(index)
+        rows = []
+        for done in one.steps():
+            rows.append(done.metrics)
+            if done.step < 4:
+                save_checkpoint(one, own, run="r")
+        for before, step in ((None, 3), (3, 2)):
+            two = trainer(cfg)
+            assert load_checkpoint(two, own, before) and two.step == step
+            assert [done.metrics for done in two.steps()] == rows[step:]
+            assert_same(content(two), content(one))

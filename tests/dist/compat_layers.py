@@ -1,0 +1,79 @@
+"""TransformerEngine's layers over ranks by their names, beside the styles of this package, and one process."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hqsweep import compat
+from hqsweep.compat import CustomRecipe, autocast, current_scaling_factory, high_precision_factory, nvfp4_factory
+from hqsweep.formats.inputs import draw
+from hqsweep.parallel.tensor import tensor_parallel
+
+D, F, H, S = 128, 128, 4, 64
+LAYER = {"hidden_dropout": 0, "attention_dropout": 0, "activation": "swiglu", "name": "m"}
+ATTENTION = {"attention_dropout": 0, "input_layernorm": True, "name": "m"}
+LAYERS = {
+    "TransformerLayer": (partial(compat.TransformerLayer, D, F, H, **LAYER), {"attn_input_format": "bshd"}),
+    "MultiheadAttention": (partial(compat.MultiheadAttention, D, H, **ATTENTION), {"qkv_format": "bshd"}),
+    "LayerNormMLP": (partial(compat.LayerNormMLP, D, F, name="m"), {}),
+}
+"""How each is built, and by what it takes x [1, S, D], as the styles do, and not [S, 1, D]."""
+HIGH = CustomRecipe(qfactory=high_precision_factory)
+LOW = CustomRecipe(
+    qfactory=lambda role: (current_scaling_factory if role and role.module_type == "dpa" else nvfp4_factory)(role),
+    fp8_dpa=True,
+)
+WEIGHTS = ("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight")
+
+
+def differences(rank: int, world: int) -> list[str]:
+    """What of each layer is not, to the byte, that of the styles, whose operands are those of one process, or in high
+    precision differs from one process by more than the order of sums explains; without and with tokens that lie split,
+    with a group that is given at once, or later."""
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    group = mesh.get_group()
+    for name, (build, as_styles) in LAYERS.items():
+        for sequence in (False, True):
+            shared = {"tp_size": world, "set_parallel_mode": True, "sequence_parallel": sequence}
+            styled = tensor_parallel(seeded(build, **as_styles), mesh, sequence=sequence)
+            own = seeded(build, tp_group=group, **shared)
+            tokens = partial(part, rank=rank, ranks=world if sequence else 1)
+            expected = run(styled, LOW, (1, -1, D), tokens)
+            actual = run(own, LOW, (-1, 1, D), tokens)
+            found += [f"{name} {sequence}: {n}" for n, t in expected.items() if not torch.equal(t, actual[n])]
+            whole = run(seeded(build), HIGH, (-1, 1, D), partial(part, rank=0, ranks=1))
+            actual = run(own, HIGH, (-1, 1, D), tokens)
+            for n in ("y", "dx"):
+                error = (actual[n].float() - tokens(whole[n]).float()).norm() / tokens(whole[n]).float().norm()
+                found += [f"{name} {sequence}: {n} is off by {error}"] if error > 1e-2 else []
+    build = LAYERS["MultiheadAttention"][0]
+    at_once = seeded(build, tp_group=group, tp_size=world, set_parallel_mode=True)
+    later = seeded(build, tp_size=world, set_parallel_mode=True)
+    later.set_tensor_parallel_group(group)
+    later.load_state_dict(at_once.state_dict())
+    x = draw("normal", S, D, 3).view(S, 1, D)
+    return found + ([] if torch.equal(later(x), at_once(x)) else ["a group that comes later"])
+
+
+def seeded(build, **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    return build(**options)
+
+
+def part(x: Tensor, rank: int, ranks: int) -> Tensor:
+    return x.chunk(ranks)[rank % ranks]
+
+
+def run(module: nn.Module, recipe: CustomRecipe, shape: tuple[int, ...], tokens) -> dict[str, Tensor]:
+    """y, the gradient of x, and those of this rank's parts of weights, of one sequence or this rank's tokens of it."""
+    module.zero_grad()
+    x, dy = (tokens(draw("normal", S, D, seed)) for seed in (3, 4))
+    x = x.clone().requires_grad_()
+    with autocast(recipe=recipe):
+        y = module(x.view(shape))
+    y.backward(dy.view(shape).to(y.dtype))
+    gradients = {name: p.grad for name, p in module.named_parameters() if name.endswith(WEIGHTS)}
+    own = {name: g.to_local() if hasattr(g, "to_local") else g for name, g in gradients.items()}
+    return {"y": y.detach().view(-1, D), "dx": x.grad} | own

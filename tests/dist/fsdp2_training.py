@@ -1,0 +1,200 @@
+"""A model of held weights, or of plain ones, that ranks train under fully_shard, all on the same data, as one process
+trains it.
+
+The mean of equal gradients is each of them, so that losses and weights are those of one process, to the byte.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from fsdp2_ranks import differing, mesh
+from ranks import rank_device
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from hqsweep.formats.inputs import draw
+from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
+from hqsweep.optim import FusedAdam
+from hqsweep.parallel.data import gather_in_linear_dtype
+from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.recipe import LinearQuantizers, Recipe
+
+WIDTH, HIDDEN, ROWS, STEPS = 64, 80, 64, 3
+
+
+class Block(nn.Module):
+    """x + b(relu(a(x))), and experts between them."""
+
+    def __init__(self, name, text, recompute=None):
+        super().__init__()
+        quantizers = LinearQuantizers.parse(text, "test")
+        self.a = Linear(WIDTH, HIDDEN, name=f"{name}.a", recipe=quantizers)
+        self.b = Linear(HIDDEN, WIDTH, name=f"{name}.b", recipe=quantizers)
+        single = GroupedLinearOptions(single_grouped_weight=True)
+        recipe = Recipe.from_config({"linear": text})
+        self.experts = GroupedLinear(3, HIDDEN, HIDDEN, name=f"{name}.e", recipe=recipe, options=single)
+        self.recompute = recompute
+
+    def inner(self, x):
+        h = self.a(x).relu()
+        return x + self.b(self.experts(h, [16, 32, 16]))
+
+    def forward(self, x):
+        return self.inner(x) if self.recompute is None else checkpoint(self.inner, x, use_reentrant=self.recompute)
+
+
+class Model(nn.Module):
+    """Two blocks, then a plain linear."""
+
+    def __init__(self, text, inside=None, around=None):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(f"l{i}", text, inside) for i in range(2)])
+        self.head = nn.Linear(WIDTH, 8, bias=False, dtype=torch.bfloat16)
+        self.around = around
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.around is None else checkpoint(block, x, use_reentrant=self.around)
+        return self.head(x)
+
+
+def build(text, *, held=True, **checkpoints):
+    torch.manual_seed(0)
+    with quantized_model_init(enabled=held), quantization(seed=0, step=0):
+        return Model(text, **checkpoints).to(rank_device())
+
+
+def batch(step, part=0):
+    return draw("normal", ROWS, WIDTH, 10 * step + part).to(rank_device()).requires_grad_()
+
+
+def train(model, *, microbatches=1, held_back=None, between=None, saving=nullcontext):
+    """Losses of a few steps. held_back(model, last): called before each microbatch; between(model): after each step;
+    saving(): around each forward."""
+    optimizer, losses = FusedAdam(model.parameters(), lr=1e-2), []
+    for step in range(1, STEPS + 1):
+        for part in range(microbatches):
+            if held_back:
+                held_back(model, part == microbatches - 1)
+            with quantization(seed=0, step=step, microbatch=part):
+                with saving():
+                    loss = model(batch(step, part)).float().square().mean() / microbatches
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if between:
+            between(model)
+    return losses
+
+
+def shard(model, raf=True, **options):
+    """Plain weights travel in the dtype of their linear."""
+    options = {"mesh": mesh(), "reshard_after_forward": raf} | options
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    gather_in_linear_dtype(model)
+    return model
+
+
+def accumulate(model, last):
+    """As torchtitan accumulates: nothing is reduced, or sharded again, before the last microbatch."""
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
+
+
+def evaluate(model):
+    model.eval()
+    with torch.no_grad(), quantization(seed=0, step=1):
+        model(batch(9))
+    model.train()
+
+
+def unshard_by_hand(model):
+    for block in model.blocks:
+        block.unshard()
+
+
+def hsdp(ranks_that_share):
+    size = dist.get_world_size()
+    shape = (size // ranks_that_share, ranks_that_share)
+    return init_device_mesh(rank_device().type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+SAVING = partial(save_on_cpu, pin_memory=True)
+"""Without it nothing is copied on the CPU."""
+CASES = {
+    "reshards": ({}, shard, {}),
+    "keeps": ({}, partial(shard, raf=False), {}),
+    "root keeps": ({}, partial(shard, raf=None), {}),
+    "checkpoint inside": ({"inside": False}, shard, {}),
+    "reentrant checkpoint inside": ({"inside": True}, shard, {}),
+    "checkpoint around": ({"around": False}, shard, {}),
+    "reentrant checkpoint around": ({"around": True}, shard, {}),
+    "accumulates": ({}, shard, {"microbatches": 3, "held_back": accumulate}),
+    "accumulates and keeps": ({}, partial(shard, raf=False), {"microbatches": 3, "held_back": accumulate}),
+    "reduces each microbatch": ({}, shard, {"microbatches": 3}),
+    "evaluates between": ({}, shard, {"between": evaluate}),
+    "evaluates between and keeps": ({}, partial(shard, raf=False), {"between": evaluate}),
+    "unshards by hand": ({}, shard, {"between": unshard_by_hand}),
+    "saves on the CPU": ({}, shard, {"saving": SAVING}),
+    "saves on the CPU and recomputes": ({"inside": False}, shard, {"saving": SAVING}),
+    "offloads": ({}, partial(shard, offload_policy=CPUOffloadPolicy(pin_memory=False)), {}),
+}
+HYBRID_CASES = {
+    "shards of one rank": ({}, lambda model: shard(model, mesh=hsdp(1)), {}),
+    "shards of two ranks": ({}, lambda model: shard(model, mesh=hsdp(2)), {}),
+}
+
+
+MESH_CASES = {"reshards to two ranks": ({}, partial(shard, raf=2), {})}
+
+
+def trained(rank, texts, names, *, held=True):
+    """(text, case) -> what differs from one process."""
+    faults, cases = {}, CASES | HYBRID_CASES | MESH_CASES
+    for text in texts:
+        for name in names:
+            options, sharded, run = cases[name]
+            options = options | {"held": held}
+            alone = build(text, **options)
+            expected = train(alone, **{k: v for k, v in run.items() if k in ("microbatches",)})
+            model = sharded(build(text, **options))
+            got = train(model, **run)
+            found = [] if got == expected else [(got, expected)]
+            found += weights_that_differ(model, alone)
+            if found:
+                faults[text, name] = found
+    return faults
+
+
+def plainly_trained(rank, names):
+    """The same of weights in high precision."""
+    return trained(rank, ["nvfp4|mxfp8@rowwise_dequantized"], names, held=False)
+
+
+def trained_on_four(rank, text, names, plain_names):
+    """(held weights, plain ones)."""
+    return trained(rank, [text], names), trained(rank, [text], [*names, *plain_names], held=False)
+
+
+def weights_that_differ(model, alone):
+    names = []
+    for block, whole in zip(model.blocks, alone.blocks, strict=True):
+        block.unshard()
+        for layer in ("a", "b", "experts"):
+            a, b = getattr(block, layer).weight, getattr(whole, layer).weight
+            names += [f"{layer}.{name}" for name in (differing(a, b) if isinstance(b, HybridQuantizedTensor) else [])]
+        block.reshard()
+    model.reshard()
+    plain = [
+        (a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True) if type(b.data) is torch.Tensor
+    ]
+    return names + [str(b.shape) for a, b in plain if not torch.equal(a.full_tensor(), b)]

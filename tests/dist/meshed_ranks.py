@@ -1,0 +1,62 @@
+"""What each rank does in tests of trainings over several axes of a mesh."""
+
+from pathlib import Path
+
+import torch
+from training_ranks import config, trainer
+
+from hqsweep.checkpoints.sharded_state import delayed_tensors, parameters_of
+from hqsweep.dist.local import local, whole_tensor
+from hqsweep.optim import MASTER
+from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+
+EXPERTS = {"experts": 8, "first_moe_layer": 1, "tied": True}
+"""In the last layer alone, so that what reaches the experts in a first step is that of any number of ranks."""
+
+
+def content(run) -> dict[str, torch.Tensor]:
+    """Whole weights (but held ones, which are made of their masters), masters and moments, and the states of delayed
+    scaling that this rank writes."""
+    found = {name: value.clone() for name, value in delayed_tensors(run.model).items()}
+    for name, p in parameters_of(run.model).items():
+        state = {f"{name}.{key}": value for key, value in run.optimizer.state[p].items()}
+        if not isinstance(local(p), HybridQuantizedTensor):
+            state |= {name: p.detach(), f"{name}.{MASTER}": run.optimizer.master_param(p).detach()}
+        found |= {name: whole_tensor(value).clone() for name, value in state.items()}
+    return found
+
+
+def outcome(linear, **changes) -> tuple:
+    """The metrics of each step, and content() after the last."""
+    run = trainer(config(linear, **changes))
+    metrics = [step.metrics for step in run.steps()]
+    return metrics, content(run)
+
+
+def resumed(folder: Path, linear, **changes) -> tuple:
+    """The same of three steps, and of the last one after the checkpoint of the second."""
+    cfg = config(linear, **changes)
+    one = trainer(cfg)
+    metrics = []
+    for step in one.steps():
+        metrics.append(step.metrics)
+        if step.step == 2:
+            save_checkpoint(one, folder)
+    two = trainer(cfg)
+    assert load_checkpoint(two, folder) and two.step == 2
+    again = [step.metrics for step in two.steps()]
+    return metrics, content(one), again, content(two)
+
+
+def sampled(linear, **changes) -> tuple:
+    """Statistics and operands of the first step."""
+    step = next(trainer(config(linear, **changes, stats={"every": 1, "capture_at": 1})).steps())
+    return step.stats, step.captured
+
+
+def run(rank: int, folder: Path, cases: list, resumes: list) -> tuple:
+    """outcome() of each case, resumed() of others, and sampled() of the first two cases."""
+    outcomes = [outcome(linear, **changes) for linear, changes in cases]
+    again = [resumed(folder / str(i), linear, **changes) for i, (linear, changes) in enumerate(resumes)]
+    return outcomes, again, [sampled(linear, **changes) for linear, changes in cases[:2]]

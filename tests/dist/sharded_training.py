@@ -1,0 +1,184 @@
+"""What test_sharded.py runs on ranks: small trainings that are saved, loaded on other numbers of ranks, and go on."""
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from hqsweep.checkpoints.save import save_model
+from hqsweep.checkpoints.sharded import save_sharded, save_sharded_async
+from hqsweep.checkpoints.sharded_load import load_sharded
+from hqsweep.dist.local import local, whole_tensor
+from hqsweep.nn import quantization, quantized_model_init
+from hqsweep.nn.linear import Linear
+from hqsweep.optim import FusedAdam
+from hqsweep.quant import HybridQuantizedTensor
+from hqsweep.recipe import Recipe
+
+RECIPES = {
+    "mxfp8": "mxfp8",
+    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+sr", "grad_output": "nvfp4+rht+sr"},
+    "fp8_delayed": "fp8_delayed|fp8_delayed+e5m2+history2",
+}
+LR = 1e-2
+
+
+class Training:
+    """Two linears by a recipe with a norm between them, in FSDP2 over the ranks of a mesh (None: plain). kind: bf16 or
+    fp32 weights, held ones that start from their values, or held ones that start from their codes."""
+
+    def __init__(self, recipe: str, mesh: DeviceMesh | None, seed: int = 0, kind: str = "fp32") -> None:
+        made = Recipe.from_config({"linear": RECIPES[recipe]})
+        torch.manual_seed(seed)
+        held = quantized_model_init(enabled="held" in kind, preserve_high_precision_init_val=kind == "held")
+        with held, quantization(seed=1):
+            first, last = Linear(32, 64, name="0", recipe=made, bias=True), Linear(64, 64, name="2", recipe=made)
+        self.model = nn.Sequential(first, nn.LayerNorm(64), last)
+        if kind == "bf16":
+            self.model.bfloat16()
+        self.model.register_buffer("calls", torch.zeros(1))
+        if mesh is not None:
+            for layer in (self.model[0], self.model[2], self.model):
+                fully_shard(layer, mesh=mesh)
+        self.optimizer = FusedAdam(
+            [
+                {"params": [p for p in self.model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in self.model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=LR,
+        )
+        self.step, self.mesh = 0, mesh
+
+    def train(self, steps: int) -> None:
+        """Steps on the rank's own tokens; the rate falls, and dropout draws from torch's generator."""
+        rank, group = (0, None) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.get_group())
+        for _ in range(steps):
+            self.step += 1
+            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(100 * self.step + rank))
+            with quantization(seed=1, step=self.step, microbatch=rank, amax_group=group):
+                y = self.model(nn.functional.dropout(x, 0.1).to(self.model[1].weight.dtype))
+                y.float().square().mean().backward()
+            self.model.calls += 1
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.optimizer.set_lr(self.optimizer.param_groups[0]["lr"] * 0.9)
+
+    def content(self) -> dict[str, torch.Tensor]:
+        """Every number that training goes on from, whole."""
+        found = {name: whole(value) for name, value in self.model.state_dict().items() if not is_held(value)}
+        for name, p in self.model.named_parameters():
+            found |= {f"{name}.{key}": whole(value) for key, value in self.optimizer.state[p].items()}
+        for index in (0, 2):
+            if self.mesh is not None:
+                self.model[index].unshard()
+            weight = self.model[index].weight
+            if isinstance(weight, HybridQuantizedTensor):
+                found |= {
+                    f"{index}.{name}": b.view(torch.uint8).clone()
+                    for name, b in weight.buffers.items()
+                    if name != "high_precision_init_val"
+                }
+            if self.mesh is not None:
+                self.model[index].reshard()
+        found["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"])
+        return found
+
+    def save(self, folder: Path, group=None) -> Path:
+        extra = {"step": self.step, "sum": torch.tensor(0.1), "notes": ["a", None]}
+        return save_sharded(self.model, self.optimizer, folder, extra, group=group)
+
+    def load(self, folder: Path, group=None) -> "Training":
+        extra = load_sharded(self.model, self.optimizer, folder, group=group)
+        assert extra == {"step": extra["step"], "sum": torch.tensor(0.1), "notes": ["a", None]}
+        self.step = extra["step"]
+        return self
+
+
+def is_held(value: torch.Tensor) -> bool:
+    return isinstance(local(value), HybridQuantizedTensor)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return whole_tensor(value).detach().clone()
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], where: str = "") -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), where + name
+
+
+RESUMED = [
+    ("mxfp8", "bf16"),
+    ("fp8_delayed", "fp32"),
+    ("nvfp4", "held"),
+    ("fp8_delayed", "held"),
+    ("mxfp8", "held_codes"),
+]
+
+
+def resumed(rank: int, folder: Path, cases: list[tuple[str, str]]) -> None:
+    """Two ranks: four steps without a break, and two, a checkpoint, and two in another process's place."""
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    save_model(Training("mxfp8", mesh, kind="held").model, folder / "whole")
+    for recipe, kind in cases:
+        one, name = Training(recipe, mesh, kind=kind), f"{recipe}_{kind}"
+        one.save(folder / f"{name}_0")
+        one.train(2)
+        one.save(folder / name)
+        saving = save_sharded_async(one.model, one.optimizer, folder / f"{name}_async", {"step": 2})
+        one.train(2)
+        assert saving.result() == folder / f"{name}_async" and saving.done()
+        last = torch.get_rng_state()
+        for step, file in ((0, f"{name}_0"), (2, name), (2, f"{name}_async")):
+            two = Training(recipe, mesh, seed=7, kind=kind)
+            two.train(1)
+            if step == 0:
+                two.optimizer.state.clear()
+            two.step = load_sharded(two.model, two.optimizer, folder / file)["step"]
+            assert two.step == step
+            two.train(4 - step)
+            assert_same(one.content(), two.content(), f"{file}: ")
+            assert torch.equal(torch.get_rng_state(), last)
+
+
+def killed(rank: int, folder: Path) -> None:
+    """Two ranks, the second of which is killed while it writes its second checkpoint."""
+    training = Training("mxfp8", DeviceMesh("cpu", torch.arange(2)), kind="held")
+    training.train(1)
+    training.save(folder / "step-1")
+    if rank == 1:
+        FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    training.save(folder / "step-2")
+
+
+RESHARDED = [("fp8_delayed", "bf16"), ("nvfp4", "held"), ("mxfp8", "held_codes")]
+
+
+def reshard(rank: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Four ranks: what two and one of them wrote in all four, and what four write in two."""
+    two, four = (DeviceMesh("cpu", torch.arange(n)) for n in (2, 4))
+    found = {}
+    for recipe, kind in RESHARDED:
+        name = f"{recipe}_{kind}"
+        if rank < 2:
+            first = Training(recipe, two, kind=kind)
+            first.train(0 if kind == "held_codes" else 2)
+            first.save(folder / f"{name}_two", group=two.get_group())
+            found[f"{name} saved"] = first.content()
+        dist.barrier()
+        other = Training(recipe, four, seed=rank, kind=kind).load(folder / f"{name}_two")
+        found[f"{name} on four"] = other.content()
+        other.save(folder / f"{name}_four")
+        one = Training(recipe, four, seed=1, kind=kind).load(folder / f"{name}_one")
+        found[f"{name}_one on four"] = one.content()
+        if rank < 2:
+            again = Training(recipe, two, seed=3, kind=kind).load(folder / f"{name}_four", two.get_group())
+            found[f"{name} on two"] = again.content()
+    return found

@@ -1,0 +1,234 @@
+"""GPTs shared over ranks, beside one process whose sums are split as theirs: to the byte, but for gains of norms."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from hqsweep.config.model import ModelConfig
+from hqsweep.config.parallel import ParallelConfig
+from hqsweep.dist.local import whole_tensor
+from hqsweep.errors import UserError
+from hqsweep.formats import ExactOperand
+from hqsweep.gemm.exact import mm_t
+from hqsweep.nn import Probe, quantization
+from hqsweep.nn.linear_call import LinearCall
+from hqsweep.parallel.data import gather_in_linear_dtype
+from hqsweep.parallel.mesh import Ranks
+from hqsweep.parallel.samples import captured_of_all, rows_of_all
+from hqsweep.parallel.tensor import fsdp_placement, tensor_parallel
+from hqsweep.quant.operand import Operand
+from hqsweep.recipe import Recipe
+from hqsweep.track.tables import ERRORS, LOADS
+from hqsweep.train import model as gpt
+from hqsweep.train.model import GPT
+
+VOCABULARY, BATCH, CONTEXT = 128, 2, 64
+ROW = ("proj", "fc2")
+"""Linears whose products are sums over ranks; of the others the gradients of x are."""
+PIECES = {"qkv": 3, "fc1": 2}
+
+
+def build(recipe: dict, **model: object) -> GPT:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"dim": 128, "layers": 1, "heads": 4, "ffn": 128} | model)
+    made = GPT(config, VOCABULARY, Recipe.from_config(recipe), torch.bfloat16)
+    with torch.no_grad():
+        made.head.weight.normal_(std=0.2)
+        for parameter in made.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(mean=1.0, std=0.1)
+    return made
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model: GPT, steps: int) -> dict[str, Tensor]:
+    """The loss of each step, and the gradients of the last."""
+    made = {}
+    for step in range(1, steps + 1):
+        model.zero_grad()
+        with quantization(seed=1, step=step):
+            loss, _ = model.loss(*data(step))
+            loss.backward()
+        made[f"loss {step}"] = loss.detach()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return made | {n: whole_tensor(g) for n, g in gradients.items()}
+
+
+def split_product(world: int) -> Callable[..., Tensor]:
+    """LinearCall.product whose sums over features are split as ranks split them."""
+    product = LinearCall.product
+
+    def run(call: LinearCall, gemm: str, a: ExactOperand, b: ExactOperand, dtype: torch.dtype) -> Tensor:
+        kind = call.name.rpartition(".")[2]
+        if gemm != ("fprop" if kind in ROW else "dgrad"):
+            return product(call, gemm, a, b, dtype)
+        a, b = (x.operand() if isinstance(x, Operand) else x for x in (a, b))
+        total = None
+        for rank in range(world):
+            parts = (replace(x, matrix=own_columns(x.matrix, world, rank, PIECES.get(kind, 1))) for x in (a, b))
+            part = mm_t(*parts, out_dtype=dtype).float()
+            total = part if total is None else total + part
+        return total.to(dtype)
+
+    return run
+
+
+def own_columns(matrix: Tensor, world: int, rank: int, pieces: int) -> Tensor:
+    return matrix.unflatten(1, (pieces, world, -1))[:, :, rank].flatten(1)
+
+
+class SplitLoss(torch.autograd.Function):
+    """The cross entropy whose sums of exponentials are split."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, world: int) -> Tensor:
+        x, targets = logits.float().flatten(0, -2), targets.flatten()
+        largest, rows = x.amax(1), torch.arange(len(x))
+        softmax = (x - largest[:, None]).exp()
+        total = sum(part.sum(1) for part in softmax.chunk(world, 1))
+        softmax /= total[:, None]
+        losses = total.log() + largest - x[rows, targets]
+        softmax[rows, targets] -= 1.0
+        ctx.save_for_backward((softmax * (1 / torch.tensor(float(len(x))))).view(logits.shape).to(logits.dtype))
+        return losses.sum() / len(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0], None, None
+
+
+@contextmanager
+def split_sums(world: int) -> Iterator[None]:
+    """One process computes what ranks do."""
+    loss = lambda logits, targets, group: SplitLoss.apply(logits, targets, world)  # noqa: E731
+    with mock.patch.object(LinearCall, "product", split_product(world)), mock.patch.object(gpt, "cross_entropy", loss):
+        yield
+
+
+def compare(rank: int, world: int, cases: list[dict]) -> list[str]:
+    """What differs from one process, in a few words each."""
+    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    for case in cases:
+        found += [f"{case}: {words}" for words in differences(mesh, **case)]
+    return found
+
+
+def differences(
+    mesh: DeviceMesh, recipe: dict, sequence: bool = True, steps: int = 1, **model: object
+) -> Iterator[str]:
+    whole, shared = build(recipe, **model), tensor_parallel(build(recipe, **model), mesh, sequence=sequence)
+    with split_sums(mesh.size()):
+        expected = train(whole, steps)
+    got = train(shared, steps)
+    for name, tensor in expected.items():
+        if name.endswith("norm.weight"):
+            if not torch.allclose(got[name], tensor, rtol=1e-3, atol=1e-6):
+                yield f"{name} is not close"
+        elif not torch.equal(got[name], tensor):
+            yield f"{name} differs by {(got[name] - tensor).abs().max():.2e} of {tensor.abs().max():.2e}"
+    tokens = data(1)[0]
+    with torch.no_grad(), quantization(seed=1, step=9), split_sums(mesh.size()):
+        logits = whole(tokens)
+    with torch.no_grad(), quantization(seed=1, step=9):
+        if not torch.equal(shared(tokens), logits):
+            yield "logits"
+    with split_sums(mesh.size()):
+        of_one = probe(whole, steps + 1)
+    ranks, own = Ranks(dims=ParallelConfig(tp=mesh.size()), mesh=mesh, device=tokens.device), probe(shared, steps + 1)
+    yield from different_rows(rows_of_all(own, ranks), of_one.rows if ranks.is_first else [])
+    captured = of_one.captured if ranks.is_first else {}
+    operands = captured_of_all(own, ranks)
+    yield from (f"operand {name}" for name in captured if not torch.equal(operands.get(name), captured[name]))
+    if operands.keys() != captured.keys():
+        yield f"operands {list(operands)}"
+
+
+def probe(model: GPT, step: int) -> Probe:
+    """Of a step of two microbatches."""
+    seen = Probe(step, capture=True)
+    for microbatch in range(2):
+        with quantization(seed=1, step=step, probe=seen, microbatch=microbatch):
+            model.loss(*data(10 + microbatch))[0].backward()
+    return seen
+
+
+def different_rows(got: list[dict], expected: list[dict]) -> Iterator[str]:
+    """Rows, or their numbers, that are not equal but for the order of sums in float32."""
+    if [list(row.values())[:5] for row in got] != [list(row.values())[:5] for row in expected]:
+        yield f"{len(got)} other rows than {len(expected)}"
+    for own, wanted in zip(got, expected, strict=True):
+        for name in (*ERRORS, *LOADS):
+            if own[name] != wanted[name] and own[name] != pytest.approx(wanted[name], rel=1e-5, abs=1e-5):
+                yield f"{list(own.values())[:5]} {name}: {own[name]} is not {wanted[name]}"
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    mesh, said = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    two = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    high = {"linear": "bf16"}
+    for refused in (
+        lambda: tensor_parallel(build(high, heads=1), mesh),
+        lambda: tensor_parallel(build(high, ffn=97), mesh),
+        lambda: tensor_parallel(build(high, experts=2), mesh),
+        lambda: tensor_parallel(build(high), two),
+        lambda: tensor_parallel(torch.nn.Linear(2, 2), mesh),
+        lambda: tensor_parallel(build(high), mesh)(torch.zeros(1, 3, dtype=torch.long)),
+    ):
+        try:
+            refused()
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def everything(rank: int, world: int, cases: list[dict]) -> tuple[list[str], list[str]]:
+    return compare(rank, world, cases), refusals(rank, world)
+
+
+def over_fsdp(rank: int, world: int) -> list[str]:
+    """Parameters that are not what they were, a loss and gradients that are others once weights travel in bfloat16, and
+    what is said of rows of pieces, once fully_shard cuts parts further."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    shared = tensor_parallel(build({"linear": "mxfp8"}), mesh)
+    expected = {name: whole_tensor(p.detach()) for name, p in shared.named_parameters()}
+    with torch.no_grad(), quantization(step=1):
+        loss = shared.loss(*data(1))[0]
+    found, gradients = [], []
+    for narrow in (False, True):
+        model = _cut(shared if narrow else tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, fsdp_placement)
+        if narrow:
+            gather_in_linear_dtype(model)
+        whole = {name: whole_tensor(p.detach()) for name, p in model.named_parameters()}
+        with quantization(step=1):
+            own = model.loss(*data(1))[0]
+            own.backward()
+        found += [] if torch.equal(own, loss) else ["loss"]
+        found += [name for name in expected if not torch.equal(whole[name], expected[name])]
+        gradients.append({name: p.grad.to_local() for name, p in model.named_parameters()})
+    found += [name for name, gradient in gradients[0].items() if not torch.equal(gradients[1][name], gradient)]
+    rows = _cut(tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, None)
+    try:
+        whole_tensor(rows.layers[0].attn.qkv.weight)
+        found.append("rows of pieces")
+    except UserError as error:
+        found += [] if "fsdp_placement" in str(error) else [str(error)]
+    return found
+
+
+def _cut(model: gpt.GPT, mesh: DeviceMesh, placement: Callable | None) -> gpt.GPT:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=placement)
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=placement)
+    register_fsdp_forward_method(model, "loss")
+    return model

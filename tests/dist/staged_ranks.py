@@ -1,0 +1,97 @@
+"""What each rank does in tests of trainings in stages."""
+
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from checkpointed import content
+from training_ranks import config, trainer
+
+from hqsweep.checkpoints.sharded import save_sharded
+from hqsweep.jobs.convergence import facts, saved_facts
+from hqsweep.train.checkpoint import go_on_from, save_checkpoint
+
+STEPS, BREAK = 3, 1
+BASE = {"steps": STEPS, "batch": 4, "microbatches": 4, "eval_batches": 3}
+NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+RECIPE = {
+    "linear": "mxfp8",
+    "overrides": [{"layers": "last(1)", "linear": "bf16"}],
+    "schedule": [{"at": 2, "linear": "nvfp4", "overrides": [{"layers": "last(1)", "linear": "fp8_current"}]}],
+}
+"""Which changes after two steps, and counts layers."""
+FOUR = {"layers": 4}
+CASES = {
+    "recipe that changes": (RECIPE, {"clip": 0.01}),
+    "stochastic, interleaved, recomputed": (NVFP4, {"model": FOUR, "recompute": "layer", "stages": 2}),
+    "held, delayed": (DELAYED, {"model": {"quantized_weights": True}}),
+    "experts": ("mxfp8", {"model": FOUR | {"experts": 4, "first_moe_layer": 1}, "stages": 2}),
+}
+
+
+TIED = "tied"
+"""Whose gradients of embedding and head are added in another order than in one process."""
+
+
+FACTS = ("recipe that changes", "experts")
+
+
+def staged(name: str, pp: int = 2, **dims):
+    """The config of a case over stages, or with pp=1 in one process."""
+    recipe, changes = ("mxfp8", {"model": {"tied": True}}) if name == TIED else CASES[name]
+    changes = BASE | changes
+    stages = changes.pop("stages", 1)
+    if pp > 1:
+        changes["parallel"] = {"pp": pp, "stages_per_rank": stages, **dims}
+    return config(recipe, **changes, stats={"capture_at": STEPS})
+
+
+def trained(cfg, folder: Path) -> tuple:
+    """(metrics, statistics and operands, weights and moments) of a training, which leaves a checkpoint after BREAK
+    steps, of the same layout from one process as from many."""
+    run, metrics, stats = trainer(cfg), [], []
+    for done in run.steps():
+        metrics.append(done.metrics)
+        stats += map(str, done.stats)
+        stats += (f"{name} {sha256(bytes_of(x)).hexdigest()}" for name, x in done.captured.items())
+        if done.step == BREAK and run.ranks is None:
+            save_sharded(run.model, run.optimizer, folder / f"step_{BREAK}", run.position())
+        elif done.step == BREAK:
+            save_checkpoint(run, folder)
+    return metrics, stats, content(run)
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    return x.view(torch.uint8).numpy().tobytes()
+
+
+def facts_of(run) -> dict:
+    """What the manifest says of all layers. A collective."""
+    known = {name: fact for name, fact in facts(run).items() if name in ("params", "gemm_plan", "recipe_schedule")}
+    return known | {"saved": saved_facts(run)["input_bytes_per_element"]}
+
+
+def resumed(cfg, folder: Path) -> tuple:
+    """(metrics, weights and moments) of a training that goes on from there."""
+    run = trainer(cfg)
+    go_on_from(run, folder / f"step_{BREAK}")
+    return [done.metrics for done in run.steps()], content(run)
+
+
+def train_all(rank: int, folder: Path) -> dict:
+    """Case -> what is trained, and what goes on from its checkpoint and from that of one process."""
+    found = {}
+    for name in CASES:
+        cfg, own = staged(name), folder / name
+        found[name] = trained(cfg, own), resumed(cfg, own), resumed(cfg, folder / "one" / name)
+    found["facts"] = {name: facts_of(trainer(staged(name))) for name in FACTS}
+    tied, own = staged(TIED), folder / TIED
+    return found | {TIED: (trained(tied, own), resumed(tied, own)), "shards": train_shards(rank, folder, 1)}
+
+
+def train_shards(rank: int, folder: Path, pp: int) -> tuple:
+    """trained() of two shards, without stages or with two of them."""
+    model, parallel = FOUR | {"quantized_weights": True}, {"dp_shard": 2, "pp": pp, "stages_per_rank": pp}
+    changes = {"clip": 0.01, "microbatches": 2, "model": model, "parallel": parallel}
+    return trained(config(NVFP4, **BASE | changes), folder / f"shards {pp}")

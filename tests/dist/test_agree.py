@@ -1,0 +1,37 @@
+"""Shards over 2 and 4 ranks have the bytes that the whole has there, however it is cut and whoever has the masters."""
+
+import pytest
+from agree_ranks import CUTS, all_cases
+from ranks import run_ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return run_ranks(request.param, all_cases, request.param)
+
+
+@pytest.mark.parametrize("case", [*(f"shards {cut}" for cut in CUTS[2]), "columns", "one_direction"])
+def test_shards_equal_the_whole(ranks, case):
+    assert [rank[case] for rank in ranks] == [{}] * len(ranks)
+
+
+def test_flat_fragments_any_offset(ranks):
+    assert [rank["fragments"] for rank in ranks] == [{}] * len(ranks)
+    assert all(rank["grouped_fragments"] for rank in ranks)
+
+
+def test_states_of_shards_are_those_of_the_whole(ranks):
+    assert [rank["delayed"] for rank in ranks] == [[]] * len(ranks)
+
+
+@pytest.mark.parametrize("collective", ["maximum", "bytes", "sum"])
+def test_collectives(ranks, collective):
+    assert all(rank["collectives"][collective] for rank in ranks)
+
+
+def test_parts_that_make_no_whole_are_refused_on_all_ranks(ranks):
+    for said in zip(*(rank["refusals"] for rank in ranks), strict=True):
+        assert len(set(said)) == 1
+    first, second = ranks[0]["refusals"]
+    assert "rank 0 needs rows 0:32 and columns 0:160" in first
+    assert "of these 33280 elements its group holds" in second

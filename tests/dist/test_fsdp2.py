@@ -1,0 +1,131 @@
+"""fully_shard of held weights: gathered to the byte for every format and pair, trained as in one process, and what is
+sent and kept is what the pass reads."""
+
+import pytest
+from cases import STATELESS
+from fsdp2_ranks import gathered
+from fsdp2_training import CASES, HYBRID_CASES, MESH_CASES, plainly_trained, trained, trained_on_four
+from fsdp2_uses import compiled, uses
+from fsdp2_wire import memory, plain, sent
+from ranks import BACKENDS, run_ranks
+
+EVEN = [(256, 96), (4, 48, 32)]
+CUT = [(32, 32), (272, 32), (4, 32), (2, 16, 32)]
+"""Parts that cut blocks, and nibbles; of other sizes than the first, and empty."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_ranks_gather_is_the_whole(backend):
+    assert run_ranks(2, gathered, STATELESS, EVEN + CUT[:1], backend=backend) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_cuts_inside_blocks():
+    assert run_ranks(3, gathered, STATELESS, CUT) == [{}, {}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_train_as_one_process(backend):
+    """However torch shards, recomputes and accumulates: every pass reads operands that are there."""
+    names = [name for name in CASES if backend == "gloo" or name != "offloads"]  # collectives of tensors on the CPU
+    assert run_ranks(2, trained, ["nvfp4|mxfp8@rowwise_dequantized"], names, backend=backend) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plain_weights_train_as_in_one_process(backend):
+    """Though they travel in the dtype of their linear, and are given up as soon as they are quantized."""
+    names = [name for name in CASES if backend == "gloo" or name != "offloads"]
+    assert run_ranks(2, plainly_trained, names, backend=backend) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_formats_train_as_in_one_process(backend):
+    texts = ["mxfp8", "fp8_current", "fp8_delayed", "nvfp4+sr", "nvfp4+2d|fp8_block+2d"]
+    assert run_ranks(2, trained, texts, ["reshards"], backend=backend) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_hybrid_shards_train_as_one_process():
+    """Shards of one rank, too: nothing is gathered there. Plain weights also take a number of ranks, on which they are
+    whole between forward and backward."""
+    assert run_ranks(4, trained_on_four, "nvfp4|mxfp8", ["reshards", *HYBRID_CASES], MESH_CASES) == [({}, {})] * 4
+
+
+PLANES = {
+    "mxfp8": (1.0312, 1.0312),
+    "nvfp4|mxfp8": (0.5626, 1.0312),
+    "mxfp8|nvfp4": (1.0312, 0.5626),
+    "bf16": (2.0, 2.0),
+}
+"""Bytes an element of the rowwise operand, and of the columnwise one."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_pass_sends_the_plane_that_it_reads(backend):
+    ranks = run_ranks(2, sent, list(PLANES), backend=backend)
+    for text, (row, column) in PLANES.items():
+        both = row if text == "bf16" else round(row + column, 4)
+        wanted = {
+            "reshards": [row, column] * 2,
+            "keeps": [both] * 2,
+            "recomputes": [row, column, row, both],  # the first backward lacks the rows, and gathers them on the spot
+            "evaluates": [row] * 2,
+            "accumulates": [row, both, column] * 2,
+        }
+        for cases in (of_rank[text] for of_rank in ranks):
+            assert cases.keys() == wanted.keys()
+            for case in cases:
+                assert cases[case] == pytest.approx(wanted[case], abs=2e-4), (text, case)
+
+
+PLAIN = {
+    "mxfp8": 1.0312,
+    "nvfp4+2d": 0.504,
+    "nvfp4|mxfp8": 1.0312,
+    "bf16": 2.0,
+    "fp8_delayed": 2.0,
+}
+"""Bytes an element of what is kept of a plain weight for backward, where that is in one gather with forward."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_plain_weights_travel_in_bf16_and_are_kept_as_codes(backend):
+    """Two bytes an element each way; what is kept for backward is what that reads."""
+    for text, cases in run_ranks(2, plain, list(PLAIN), backend=backend)[0].items():
+        wanted = {
+            "reshards": ([2.0] * 4, [0, 0]),
+            "keeps": ([2.0] * 2, [PLAIN[text], 0]),
+            "recomputes": ([2.0] * 4, [0, 0]),
+            "evaluates": ([2.0] * 2, [0, 0]),
+        }
+        assert cases == {name: (sent, pytest.approx(left, abs=2e-4)) for name, (sent, left) in wanted.items()}, text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_is_that_of_the_plane_in_use(backend):
+    step = [[0, 0.5626], [0, 1.0312], [0, 0]]  # the second block's forward, its backward, the end of a step
+    assert run_ranks(2, memory, "nvfp4|mxfp8", backend=backend) == [step * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_policies_states_the_meta_device_and_converted_models(backend):
+    wanted = {
+        "policy": ("torch.bfloat16", "torch.float32", True),
+        "plain_policy": ("torch.bfloat16", "torch.float32", [0]),
+        "ignored": ("HybridQuantizedTensor", True, "DTensor"),
+        "plain_ignored": ("Tensor", True, "DTensor"),
+        "states": [],
+        "on_meta": [],
+        "converted": True,
+    }
+    assert run_ranks(2, uses, backend=backend) == [wanted] * 2
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_eager_ones():
+    """With and without recomputation, and of plain weights."""
+    assert run_ranks(2, compiled) == [[[True, []]] * 3] * 2

@@ -1,0 +1,63 @@
+"""What each rank does in tests of trainings over several ranks."""
+
+from pathlib import Path
+
+import torch
+
+from hqsweep.config.job import parse
+from hqsweep.parallel.mesh import Ranks, build_mesh
+from hqsweep.train import data
+from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
+from hqsweep.train.loop import Trainer
+
+
+def config(linear, *, model=None, stats=None, **train):
+    """A small training without checkpoints. linear: those of the recipe, or several of its keys."""
+    recipe = linear if isinstance(linear, dict) and "linear" in linear else {"linear": linear}
+    return parse(
+        {
+            "job": "convergence", "sweep": "t", "seed": 3, "recipe": {"name": "r", **recipe},
+            "model": {"dim": 64, "layers": 2, "heads": 2, **(model or {})}, "stats": {"every": 2, **(stats or {})},
+            "data": {"source": "markov", "markov": {"length": 20000}},
+            "train": {"steps": 3, "batch": 4, "context": 32, "eval_batches": 3, "eval_every": 2, "log_every": 1,
+                      "device": "cpu", **train},
+        }
+    )  # fmt: skip
+
+
+def trainer(cfg):
+    """In this process alone, or as one of the ranks of the process group that is there."""
+    dims, ranks, device = cfg.train.parallel, None, torch.device("cpu")
+    if dims.world > 1:
+        ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=device)
+    return Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, ranks)
+
+
+def train(cfg):
+    """(metrics of each step, statistics of each step, the state of the model at the end)."""
+    run = trainer(cfg)
+    steps = list(run.steps())
+    return [step.metrics for step in steps], [step.stats for step in steps], run.state()
+
+
+def train_all(rank: int, cases: list) -> list:
+    """train() of each configuration that a case says."""
+    return [train(config(linear, **changes)) for linear, changes in cases]
+
+
+def resume(changes: dict, folder: Path) -> tuple:
+    """The last step's metrics of a training, and of one that goes on from its checkpoint before that step."""
+    through = trainer(config("mxfp8", **changes))
+    steps = through.steps()
+    next(steps), next(steps)
+    save_checkpoint(through, folder)
+    last = next(steps)
+    again = trainer(config("mxfp8", **changes))
+    again.ranks.barrier()
+    assert load_checkpoint(again, folder) and again.step == 2
+    return last.metrics, next(again.steps()).metrics
+
+
+def resume_all(rank: int, folder: Path, cases: list) -> list:
+    """resume() of each case."""
+    return [resume(changes, folder / str(index)) for index, changes in enumerate(cases)]

@@ -1,0 +1,153 @@
+"""parity.ranks: what ranks compute together is one process to the byte, and a rank that has another byte is named."""
+
+import pytest
+import torch
+
+from hqsweep.config.job import parse
+from hqsweep.errors import UserError
+from hqsweep.jobs.parity import job as parity
+from hqsweep.jobs.parity import rank_cases, rank_layers, rank_sums, ranks
+from hqsweep.jobs.sink import ListSink
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo"),
+    pytest.mark.slow,
+]
+SUBJECTS = {
+    2: ("nvfp4+rht+sr", "fp8_block|nvfp4@rowwise_dequantized", "mxfp8|fp8_current", "fp8_delayed"),
+    4: ("nvfp4+rht+sr",),
+}
+"""Number of ranks -> whose results are computed."""
+
+
+def config(*numbers):
+    formats = ["mxfp8", "nvfp4+rht+sr"]
+    section = {"formats": formats, "distributions": ["heavy"], "shapes": [[32, 48]], "checks": ["export"]}
+    return parse({"job": "parity", "sweep": "parity", "parity": section | {"device": "cpu", "ranks": list(numbers)}})
+
+
+def sections_of(number):
+    every = ranks.subjects(config())
+    return {subject: every[subject] for subject in SUBJECTS[number]}
+
+
+@pytest.fixture(scope="module")
+def every():
+    """Number of ranks -> subject -> what the ranks have of each column."""
+    return {n: dict(zip(SUBJECTS[n], ranks.run_ranks(n, sections_of(n), 0), strict=True)) for n in SUBJECTS}
+
+
+@pytest.fixture
+def run(every, monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks, "run_ranks", lambda number, sections, seed: (every[number][each] for each in sections))
+
+    def rows(number, *subjects):
+        chosen = {subject: section for subject, section in sections_of(number).items() if subject in subjects}
+        monkeypatch.setattr(ranks, "subjects", lambda _: chosen)
+        sink = ListSink()
+        sink.progress = lambda *_, part=None: parts.append(part)
+        parity.run(config(number), sink, tmp_path)
+        return [row for row in sink.tables["parity"] if row["check"] != "export"]
+
+    parts = []
+    rows.parts = parts
+    return rows
+
+
+def failed(rows):
+    return {(row["check"], row["case"], row["subject"]): row["first_index"] for row in rows if row["status"] != "PASS"}
+
+
+def case_of(number, column):
+    return f"{number} ranks, {column.case}" if column.case else f"{number} ranks"
+
+
+@pytest.mark.parametrize("number", SUBJECTS)
+def test_ranks_are_one_process_to_the_byte(number, run):
+    rows = run(number, *SUBJECTS[number])
+    assert failed(rows) == {} and all(row["total"] > 0 for row in rows)
+    names = {(column.name, case_of(number, column)) for column in ranks.COLUMNS}
+    assert {name for name, _ in names} == {"ddp", "fsdp2", "tp", "ep", "pp"}
+    sums = {(rank_sums.NAME, f"{number} ranks, {case}") for case in ("y by row", "dx by column")}
+    for subject in SUBJECTS[number]:
+        assert {(row["check"], row["case"]) for row in rows if row["subject"] == subject} == names | sums
+
+
+def test_a_job_without_ranks_starts_none(monkeypatch):
+    monkeypatch.setattr(ranks, "run_ranks", None)
+    assert list(ranks.ranks_check(config(), torch.device("cpu"))) == [] and "ranks" not in parity.checks_of(config())
+
+
+def test_progress_is_that_of_the_columns(run):
+    run(2, "fp8_delayed")
+    done = [part for part in run.parts if part is not None]
+    share = parity.shares(config(2))["ranks"]
+    assert done == sorted(done) and done[-1] == 1.0
+    columns = len(ranks.COLUMNS)
+    counted = {round((part - 1 + share) / share * columns, 3) for part in done}
+    assert counted >= set(range(1, columns + 1))
+
+
+DAMAGED = [
+    ("fsdp2", "held weights", "y of step 2"),
+    ("fsdp2", "held weights", "weight.grad of step 1"),
+    ("fsdp2", "held weights", "bias after step 2"),
+    ("fsdp2", "held weights", "rowwise_q after step 1"),
+    ("ddp", "plain weights", "weight after step 2"),
+    ("tp", "by row, tokens split", "y of step 1"),
+    ("ep", "", "d fc2.weight of step 2"),
+    ("pp", "two stages a rank", "loss of step 2"),
+]
+
+
+@pytest.mark.parametrize(("check", "case", "name"), DAMAGED)
+def test_a_rank_with_another_byte_is_named(check, case, name, every, run):
+    subject = "mxfp8|fp8_current"
+    [index] = [i for i, column in enumerate(ranks.COLUMNS) if (column.name, column.case) == (check, case)]
+    tensor = every[2][subject][1][index][name].view(-1).view(torch.uint8)
+    tensor[-1] ^= 1
+    try:
+        [(where, first)] = failed(run(2, subject)).items()
+        assert where == (check, case_of(2, ranks.COLUMNS[index]), subject)
+        assert first.startswith(f"{name} on rank 1 [")
+    finally:
+        tensor[-1] ^= 1
+
+
+@pytest.mark.parametrize("subject", ["mxfp8", "nvfp4"])
+def test_the_order_of_sums_explains_what_split_sums_differ_by(subject, monkeypatch):
+    """Sums of a quarter of the allowed size are not explained, nor a part that is missing."""
+    sections = ranks.subjects(config())
+    sections["nvfp4"] = sections["nvfp4|nvfp4"]
+    problem = rank_cases.Problem(sections[subject], 0, 2)
+
+    def rows():
+        return {row["case"]: row for row in rank_sums.order_of_sums(subject, problem, rank_layers.shared_sums(problem))}
+
+    slices = {"mxfp8": {"2 ranks, wgrad of slices"}, "nvfp4": set()}[subject]
+    assert rows().keys() == slices | {"2 ranks, y by row", "2 ranks, dx by column"}
+    assert {row["status"] for row in rows().values()} == {"PASS"}
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_sums, "ROUNDING", 0.0)
+        patch.setattr(rank_sums, "TRAVEL", rank_sums.TRAVEL / 4)
+        assert {row["status"] for row in rows().values()} == {"FAIL"}
+    monkeypatch.setattr(rank_sums, "in_order", lambda parts: parts[0].float())
+    lost = rows()
+    assert {lost[case]["status"] for case in lost if case not in slices} == {"FAIL"}
+
+
+def test_a_rank_that_fails_is_a_row(monkeypatch):
+    def run_ranks(number, sections, seed):
+        yield [["refused"] * len(ranks.COLUMNS)] * number
+        raise torch.multiprocessing.ProcessRaisedException("Traceback\nValueError: no such weight", 1, 7)
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    *rows, last = ranks.ranks_check(config(2), torch.device("cpu"))
+    assert [row["note"] for row in rows[: len(ranks.COLUMNS)]] == ["refused"] * len(ranks.COLUMNS)
+    assert (last["status"], last["note"]) == ("FAIL", "rank 1 ended with ValueError: no such weight")
+    assert last["subject"] == "nvfp4+rht+sr"
+
+
+def test_other_numbers_of_ranks_are_refused():
+    with pytest.raises(UserError, match=r"parity.ranks"):
+        config(3)

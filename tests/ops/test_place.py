@@ -1,0 +1,95 @@
+"""A part of a matrix draws the random bits that the whole draws there, in the reference and in the kernels."""
+
+import pytest
+import torch
+
+from hqsweep.dist.exchange import Area
+from hqsweep.formats import RngKey, parse
+from hqsweep.formats.inputs import draw
+from hqsweep.ops.amax import Search, find_amax
+from hqsweep.ops.quantize import quantize
+from hqsweep.ops.request import Target
+from hqsweep.quant.agree import operand_of_area
+from hqsweep.quant.operand import Operand
+from hqsweep.quant.place import Place
+
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+backends = pytest.mark.parametrize("backend", ["reference", "auto"])
+KEY = RngKey(seed=7, slot="test", step=2**40 + 3)
+WHOLE = Area(0, 192, 0, 320)
+PARTS = [Area(16, 176, 0, 320), Area(32, 192, 64, 256), Area(48, 64, 16, 32), Area(64, 64, 0, 320)]
+PAIRS = [
+    ("nvfp4+sr", "nvfp4+rht+sr"),
+    ("nvfp4+2d+sr", "nvfp4+2d+sr"),
+    ("nvfp4+tensor+sr", "nvfp4+tensor+rht+sr"),
+    ("fp8_current", "nvfp4+sr"),
+]
+
+
+def both(x, area, pair, backend, grids, **options):
+    place = Place.of(area, WHOLE.shape)
+    formats = dict(zip(("rowwise", "columnwise"), map(parse, pair), strict=True))
+    keys = {d: place.key(KEY.under(d), d) for d in formats}
+    targets = [Target(format, key=keys[d], grid=grids.get(d)) for d, format in formats.items()]
+    made = quantize(x, *targets, backend=backend, **options)
+    shapes = {"rowwise": tuple(x.shape), "columnwise": tuple(x.shape)[::-1]}
+    return {d: Operand(format=formats[d], shape=shapes[d], dtype=x.dtype, buffers=getattr(made, d)) for d in formats}
+
+
+def grids_of(operands, x):
+    """The amaxes of the whole, by which parts are encoded."""
+    grids = {}
+    for direction, operand in operands.items():
+        name = operand.format.amax_name
+        if name:
+            amax = torch.zeros(1, 1, device=x.device)
+            find_amax(x if direction == "rowwise" else x.t(), Search(operand.format, amax))
+            grids[direction] = {name: amax}
+    return grids
+
+
+@devices
+@backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="|".join)
+@pytest.mark.parametrize("turned", [False, True])
+def test_parts_draw_the_bits_of_the_whole(device, backend, dtype, pair, turned):
+    x = draw("normal", *WHOLE.shape, dtype=dtype).to(device)
+    x = x.t().contiguous().t() if turned else x
+    whole = both(x, WHOLE, pair, backend, {})
+    plain = quantize(
+        x, *(Target(parse(f), key=KEY.under(d)) for f, d in zip(pair, whole, strict=True)), backend=backend
+    )
+    for direction, operand in whole.items():
+        assert all(torch.equal(t, getattr(plain, direction)[name]) for name, t in operand.buffers.items())
+    for area in PARTS:
+        part = both(area.of(x, WHOLE), area, pair, backend, grids_of(whole, x))
+        for direction, operand in part.items():
+            wanted = operand_of_area(whole[direction], direction, WHOLE, area)
+            for name, buffer in operand.buffers.items():
+                assert torch.equal(buffer, wanted.buffers[name]), (area, direction, name)
+
+
+@devices
+@backends
+def test_columns_of_decoded_rows(device, backend):
+    """The random bits of the rows decide what the columns are made from, and their amax."""
+    pair, area = ("nvfp4+sr", "nvfp4"), PARTS[1]
+    x = draw("normal", *WHOLE.shape).to(device)
+    whole = both(x, WHOLE, pair, backend, {}, columnwise_source="rowwise_dequantized")
+    grids = {d: {"g": operand.buffers["g"]} for d, operand in whole.items()}
+    part = both(area.of(x, WHOLE), area, pair, backend, grids, columnwise_source="rowwise_dequantized")
+    wanted = operand_of_area(whole["columnwise"], "columnwise", WHOLE, area)
+    assert all(torch.equal(part["columnwise"].buffers[name], t) for name, t in wanted.buffers.items())
+    rest = torch.zeros(1, 1, device=device)
+    for columns in (Area(0, 192, 0, 160), Area(0, 192, 160, 320)):
+        key = Place.of(columns, WHOLE.shape).key(KEY.under("rowwise"), "rowwise")
+        rows = Search(parse("nvfp4+sr"), None, grids["rowwise"]["g"], key)
+        source = {"columnwise_source": "rowwise_dequantized", "backend": backend}
+        find_amax(columns.of(x, WHOLE), rows, Search(parse("nvfp4"), rest), **source)
+    assert torch.equal(rest, grids["columnwise"]["g"])
+
+
+def test_a_part_that_cuts_a_draw_is_refused():
+    with pytest.raises(ValueError, match="column 8 of 320 columns cuts the random bytes of one draw"):
+        both(torch.zeros(16, 32), Area(0, 16, 8, 40), ("nvfp4+sr", "mxfp8"), "auto", {})

@@ -1,0 +1,78 @@
+"""The mesh: which rank has which part of the batch, and sizes that do not multiply."""
+
+import pytest
+import torch
+
+from hqsweep.config.parallel import ParallelConfig
+from hqsweep.errors import UserError
+from hqsweep.parallel.handshake import Disagreement, agree
+from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
+from tests.ranks import run_ranks
+
+
+def _ranks(rank: int, cases: list[dict[str, int]]) -> list[tuple]:
+    found = []
+    for case in cases:
+        dims = ParallelConfig(**case)
+        ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=torch.device("cpu"))
+        found.append((ranks.rank, ranks.data_rank, ranks.fsdp_mesh.shape, ranks.gather(rank), ranks.first(rank)))
+        experts = ranks.expert_mesh
+        assert experts["ep"].size() == dims.ep and experts["efsdp"].size() == dims.dp_shard // dims.ep
+        assert ranks.rank % dims.tp == experts.get_local_rank("tp")
+    with pytest.raises(UserError, match=r"the process group gives 4 ranks, but .* dp_shard=3.* is 3"):
+        build_mesh(ParallelConfig(dp_shard=3), "cpu")
+    return found
+
+
+def test_axes():
+    cases = [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2},
+             {"dp_shard": 4, "ep": 2}]  # fmt: skip
+    data_ranks = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0), (0, 1, 2, 3)]
+    shapes = [(4,), (2, 2), (2,), (1,), (4,)]
+    for rank, found in enumerate(run_ranks(4, _ranks, cases)):
+        expected = [(rank, data[rank], shape, [0, 1, 2, 3], 0) for data, shape in zip(data_ranks, shapes, strict=True)]
+        assert found == expected
+
+
+def _disagree(rank: int) -> list[str]:
+    dims = ParallelConfig(dp_shard=4)
+    ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=torch.device("cpu"))
+    agree(ranks, {"recipe": {"linear": "mxfp8"}, "seed": 0})
+    said = []
+    for facts in ({"recipe": 1, "seed": int(rank == 2)}, {"recipe": 1, "data": "ab" if rank else "cd"}):
+        with pytest.raises(Disagreement) as refused:
+            agree(ranks, facts)
+        said.append(str(refused.value))
+    return said
+
+
+def test_ranks_that_disagree_say_in_what_with_one_sentence():
+    said = run_ranks(4, _disagree)
+    assert all(each == said[0] for each in said)
+    assert said[0][0].startswith(
+        "train.parallel: the ranks disagree in seed: rank 2 has 6b86b273ff, the others 5feceb66ff"
+    )
+    assert "the ranks disagree in data: rank 0 has" in said[0][1]
+
+
+def test_gpus_and_nccl_are_looked_for_before_anything_starts(monkeypatch):
+    dims = ParallelConfig(dp_shard=2)
+    check_devices(ParallelConfig(), "cuda")
+    check_devices(dims, "cpu")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(UserError, match=r"train.parallel: this torch is built without NCCL"):
+        check_devices(dims, "cuda")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"dp_shard=2 \* tp=1 asks for 2 GPUs, .* this machine has 1"):
+        check_devices(dims, "cuda")
+
+
+def test_one_process_alone_is_no_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match=r"asks for 2 ranks, and this is one process; `hqsweep run` starts them"):
+        join(ParallelConfig(dp_shard=2), "cpu")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match=r"the launcher gives 4 ranks, but .* is 2"):
+        join(ParallelConfig(dp_shard=2), "cpu")

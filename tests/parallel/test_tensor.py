@@ -1,0 +1,104 @@
+"""Linears shared over ranks: to the byte what one process computes, or a sum that is split as theirs."""
+
+import pytest
+import shared_linears
+import shared_models
+import torch
+from cases import FEW, QUANTIZERS
+from ranks import run_ranks
+
+REFUSALS = [
+    "l: 97 output features do not divide by tp=2",
+    "l: grad_output: a rank's part has 24 columns of (32, 24), which cut a block of mxfp8; take sizes whose parts are"
+    " multiples of 32, or fewer ranks",
+    "l: its weight lies over ranks already",
+    "l: its norm reads whole rows, of which RowwiseLinear has parts",
+    "Linear: the style takes hqsweep.nn.Linear, and got torch.nn.modules.linear.Linear",
+    "l: a rank's part has 24 rows of (24, 64), which cut a block of mxfp8; take sizes whose parts are multiples of 32,"
+    " or fewer ranks",
+]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks():
+    """What each rank returned: differences, refusals, main gradients."""
+    return list(zip(*run_ranks(2, shared_linears.everything, 2, QUANTIZERS), strict=True))
+
+
+def test_linears_over_two_ranks_are_those_of_one_process(of_two_ranks):
+    assert of_two_ranks[0] == ([], [])
+
+
+def test_what_ranks_cannot_share(of_two_ranks):
+    assert of_two_ranks[1] == (REFUSALS, REFUSALS)
+
+
+def test_main_grad_of_a_part_is_that_part_of_the_whole(of_two_ranks):
+    for part, whole in of_two_ranks[2]:
+        assert torch.equal(part, whole) and part.any()
+
+
+def test_tokens_travel_as_codes_where_that_takes_fewer_bytes(of_two_ranks):
+    """Those of x rowwise in forward and columnwise in backward, those of dy both at once."""
+    first, second = of_two_ranks[3]
+    assert first == second
+    assert {name: tuple(round(x, 2) for x in each) for name, each in first.items()} == {
+        "bf16 ColwiseLinear": (2.0, 2.0),
+        "bf16 RowwiseLinear": (0.0, 2.0),
+        "mxfp8 ColwiseLinear": (1.03, 1.03),
+        "mxfp8 RowwiseLinear": (0.0, 2.0),
+        "nvfp4 ColwiseLinear": (0.56, 0.56),
+        "nvfp4 RowwiseLinear": (0.0, 1.12),
+        "fp8_block ColwiseLinear": (2.0, 0.0),  # a part of 64 tokens cuts blocks of 128
+        "fp8_block RowwiseLinear": (0.0, 2.0),
+    }
+
+
+def test_linears_by_the_names_of_transformer_engine(of_two_ranks):
+    assert of_two_ranks[4][0] == of_two_ranks[4][1]
+    assert of_two_ranks[4][0] == [
+        "Linear: in_features=33 does not divide by tp_size=2",
+        "Linear: tp_size=2 without a parallel_mode; give 'column' or 'row'",
+        "Linear: ub_overlap_ag=True has no counterpart here; leave it out",
+        "Linear: parallel_mode is 'both'; it takes 'column', 'row' or None",
+    ]
+
+
+def test_layers_by_the_names_of_transformer_engine(of_two_ranks):
+    assert of_two_ranks[5] == ([], [])
+
+
+MODELS = [
+    {"recipe": {"linear": "bf16"}, "sequence": False},
+    {"recipe": {"linear": "mxfp8"}, "tied": True},
+    {"recipe": {"linear": "nvfp4|mxfp8@rowwise_dequantized", "dpa": "fp8_current", "embedding": "fp8_current"}},
+    {"recipe": {"linear": "fp8_delayed", "dpa": "nvfp4"}, "steps": 2, "layers": 2},
+    {"recipe": {"linear": "nvfp4+sr|nvfp4+sr@rowwise_dequantized", "dpa": "nvfp4+sr", "embedding": "nvfp4+sr"}},
+]
+UNSHARED = [
+    "layers.0.attn.qkv: 1 heads do not divide by tp=2",
+    "layers.0.mlp.fc1: 97 output features do not divide by tp=2",
+    "layers.0.mlp: tensor_parallel does not share mixtures of experts; give tp=1, or styles of your own",
+    "tensor_parallel: the mesh has axes ('dp', 'cp'); it takes one that is named 'tp', or one axis",
+    "tensor_parallel: Linear has no module of hqsweep.nn that ranks can share",
+    "a sequence of 3 tokens does not divide by tp=2",
+]
+
+
+def test_models_over_two_ranks_have_the_bytes_of_sums_that_are_split():
+    assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED)] * 2
+
+
+@pytest.mark.slow
+def test_models_over_four_ranks():
+    assert run_ranks(4, shared_models.compare, 4, MODELS[1:2]) == [[]] * 4
+
+
+@pytest.mark.slow
+def test_parts_that_fully_shard_cuts_further():
+    assert run_ranks(4, shared_models.over_fsdp, 4) == [[]] * 4
+
+
+@pytest.mark.slow
+def test_sums_of_four_ranks_are_in_their_order():
+    assert run_ranks(4, shared_linears.differences, 4, FEW) == [[]] * 4

@@ -1,0 +1,46 @@
+"""Ranks on several machines, which are processes here that meet as the tasks of a Slurm job do."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.nodes import Meeting, free_endpoint
+from hqsweep.sweep.ranks import nodes_arguments
+from tests.sweep.test_ranks import Lines, make_run, ranks_of, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_path):
+    run, display, endpoint = make_run(tmp_path), Lines(), free_endpoint("localhost")
+    meeting = Meeting(endpoint, serves=True)
+    code = f"from hqsweep.sweep.ranks import help_out; help_out(2, '{endpoint}')"
+    other = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    killed = []
+
+    def kill():
+        wait_for(lambda: list(run.checkpoint.glob("step_*.json")))
+        rank, process = next((r, p) for r, p in ranks_of(run).items() if parent(p) == other.pid)
+        killed.append(rank)
+        os.kill(process, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    limits = Limits(retries=1, backoff_s=0.1, threads=1, nodes=nodes_arguments(2, endpoint))
+    try:
+        (status,) = run_local([run], display=display, limits=limits)
+    finally:
+        meeting.finish()
+        said = other.wait(timeout=30)
+    assert any(f"rank {killed[0]}: killed by SIGKILL; trying again" in line for line in display.said), display.said
+    assert (status["state"], status["attempt"], said) == ("finished", 2, 0)
+    assert not ranks_of(run)
+
+
+def parent(process: int) -> int:
+    with open(f"/proc/{process}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])

@@ -1,0 +1,166 @@
+"""Runs of several ranks by the local engine: a rank that dies is named, the next attempt goes on, nothing is left."""
+
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from shown import Shown
+
+from hqsweep.config.job import parse
+from hqsweep.errors import Damaged
+from hqsweep.jobs import convergence
+from hqsweep.jobs.sink import ListSink
+from hqsweep.sweep.local import Limits, run_local
+from hqsweep.sweep.run_dir import RunDir
+from hqsweep.sweep.store import RunStore
+from hqsweep.sweep.verify import verify
+
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "job": "convergence", "sweep": "t",
+    "recipe": {"name": "mxfp8", "linear": "mxfp8"},
+    "model": {"dim": 32, "layers": 1, "heads": 2},
+    "data": {"source": "markov", "markov": {"length": 20_000}},
+    "train": {"steps": 40, "batch": 4, "context": 32, "log_every": 1, "eval_every": 20, "eval_batches": 2,
+              "checkpoint_every": 10, "device": "cpu", "parallel": {"dp_shard": 2}},
+    "stats": {"every": 20},
+}  # fmt: skip
+
+
+def make_run(root: Path, **train) -> RunDir:
+    config = parse(CONFIG | {"runs_dir": str(root), "train": CONFIG["train"] | train}).model_dump(mode="json")
+    point = SimpleNamespace(config=config, arm="mxfp8", overrides=[])
+    return RunStore(root).create(sweep="t", conf="t", overrides=[], runs=[point])[0]
+
+
+def ranks_of(run: RunDir) -> dict[int, int]:
+    """Rank -> process of the ranks of a run that are alive."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if b"--rank" in words and str(run.path).encode() in words:
+                variables = (process / "environ").read_bytes().split(b"\0")
+                found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(process.name)
+        except (OSError, StopIteration):
+            continue
+    return found
+
+
+def wait_for(condition, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def without_norm(rows):
+    return [row for row in rows if row["metric"] not in ("grad_norm",)]
+
+
+def test_a_killed_rank_is_named_and_the_retry_goes_on(tmp_path):
+    run, display = make_run(tmp_path), Shown()
+
+    def kill():
+        wait_for(lambda: list(run.checkpoint.glob("step_*.json")))
+        os.kill(ranks_of(run)[1], signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    (status,) = run_local([run], display=display, limits=Limits(retries=1, backoff_s=0.1, threads=2))
+    assert any("rank 1: killed by SIGKILL; trying again in 0.1 s" in line for line in display.lines)
+    assert (status["state"], status["reason"], status["attempt"]) == ("finished", None, 2)
+    assert not ranks_of(run)
+    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2}
+    convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
+    assert without_norm(run.rows("metrics")) == without_norm(sink.metrics)
+    assert run.rows("stats") == sink.tables["stats"]
+
+
+@pytest.mark.parametrize(
+    ("whom", "number", "state", "reason"),
+    [
+        ("worker", signal.SIGTERM, "interrupted", "stopped by SIGTERM"),
+        ("worker", signal.SIGKILL, "failed", "killed by SIGKILL"),
+    ],
+)
+def test_no_rank_outlives_its_worker(tmp_path, whom, number, state, reason):
+    run = make_run(tmp_path, steps=100_000)
+
+    def end():
+        wait_for(lambda: (run.seen()["progress"] or {}).get("step"))
+        os.kill(run.seen()["pid"], number)
+
+    threading.Thread(target=end, daemon=True).start()
+    (status,) = run_local([run], display=Shown(), limits=Limits(threads=2))
+    assert (status["state"], status["reason"]) == (state, reason)
+    wait_for(lambda: not ranks_of(run), seconds=5.0)
+
+
+def test_what_a_rank_refuses_is_said_in_its_words(tmp_path):
+    run = make_run(tmp_path, context=30_000)
+    (status,) = run_local([run], display=Shown(), limits=Limits(threads=2))
+    assert status["state"] == "failed" and status["reason"].startswith("data: the train split has 20000 tokens")
+    assert not ranks_of(run)
+
+
+@pytest.fixture(scope="module")
+def broken_off(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that was killed with two checkpoints and rows after them."""
+    run = make_run(tmp_path_factory.mktemp("broken_off"))
+
+    def kill():
+        wait_for(lambda: len(list(run.checkpoint.glob("step_*.json"))) > 1)
+        os.kill(run.seen()["pid"], signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    run_local([run], display=Shown(), limits=Limits(threads=2))
+    return run
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a flipped byte in what rank 1 wrote": lambda run, last: flip(last / "__1_0.distcp"),
+    "its record is foreign": lambda run, last: last.with_suffix(".json").write_text("[]"),
+    "cut rows": lambda run, last: run.jsonl("metrics").write_text("".join(run.jsonl("metrics").open().readlines()[:5])),
+}
+SAID = {
+    "a flipped byte in what rank 1 wrote": r"checkpoint/step_\d+: its bytes are not those that were written; the run",
+    "its record is foreign": r"checkpoint/step_\d+: its record step_\d+.json is not one; the run went on from step_",
+    "cut rows": r"metrics.jsonl has 5 rows, \d+ were written before it; the run began again from the start",
+}
+
+
+def test_damage_to_what_many_ranks_wrote_is_named_and_made_good(broken_off: RunDir, tmp_path: Path):
+    runs = {}
+    for number, (how, damage) in enumerate(DAMAGES.items()):
+        shutil.copytree(broken_off.sweep_path, tmp_path / str(number) / "t")
+        runs[how] = run = RunDir(tmp_path / str(number) / "t" / broken_off.name)
+        damage(run, max(run.checkpoint.glob("step_*.json")).with_suffix(""))
+    run_local(list(runs.values()), display=Shown(), limits=Limits(workers=2, threads=2))
+    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2}
+    convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
+    for how, run in runs.items():
+        assert run.status()["state"] == "finished", how
+        assert without_norm(run.rows("metrics")) == without_norm(sink.metrics), how
+        assert run.rows("stats") == sink.tables["stats"]
+        assert re.search(SAID[how], "\n".join(run.manifest()["repairs"])), run.manifest()["repairs"]
+        assert not verify([run.sweep_path], done=lambda *_: None).faults
+    last = max(run.checkpoint.glob("step_*"), key=lambda path: path.is_dir())
+    flip(next(last.glob("__0_*")))
+    (fault,) = verify([run.sweep_path], done=lambda *_: None).faults
+    assert "its bytes are not those that were written" in str(fault)
+    flip(run.jsonl("stats"))
+    with pytest.raises(Damaged, match=r"stats.jsonl: is not what it was when the run ended"):
+        run.rows("stats")

@@ -1,0 +1,175 @@
+"""Trainings whose ranks share out experts, and what other axes of the mesh do with them, against one process."""
+
+import pytest
+import torch
+from meshed_ranks import EXPERTS, outcome, run, sampled
+from ranks import run_ranks
+from safetensors.torch import load_file
+from sharded_training import assert_same
+from training_ranks import config, trainer
+
+from hqsweep.sweep.export import export_folder
+from hqsweep.train.checkpoint import go_on_from
+
+pytestmark = pytest.mark.slow
+HELD = EXPERTS | {"quantized_weights": True}
+FIRST = {"steps": 1, "clip": 1e9}
+"""One step, whose gradients are those of one process, and are not scaled by their norm, whose last digit is not."""
+DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+NVFP4 = {"input": "nvfp4", "weight": "nvfp4+2d", "grad_output": "nvfp4+sr"}
+TWO = {"dp_shard": 2, "ep": 2}
+OF_TWO = [("mxfp8", {"model": EXPERTS, "parallel": TWO} | FIRST), ("mxfp8", {"model": HELD, "parallel": TWO} | FIRST)]
+CLOSE = [
+    (DELAYED, {"model": EXPERTS, "parallel": TWO, "microbatches": 2}),
+    ("mxfp8", {"model": HELD, "parallel": TWO, "recompute": "layer", "clip": 0.1}),
+]
+MESHES = ({"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4})
+OF_FOUR = [
+    ("mxfp8", {"model": model, "parallel": mesh} | FIRST)
+    for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS), strict=True)
+]
+SHARED = {"model": {"ffn": 128}, "clip": 1e9}
+MATRICES = [("mxfp8", SHARED | {"model": {"ffn": 128, "tied": True}}), (DELAYED, SHARED), (NVFP4, SHARED)]
+"""Over 2 ranks of tp with as many microbatches, and over tp and the axes that follow."""
+TP_ALONE = [(r, c | {"parallel": {"tp": 2}, "microbatches": 2}) for r, c in MATRICES]
+HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE]
+BESIDE = ({"dp_shard": 2}, {"dp_shard": 2}, {"dp_replicate": 2})
+OF_FOUR += [(r, c | {"parallel": d | {"tp": 2}}) for (r, c), d in zip(MATRICES, BESIDE, strict=True)]
+RESUMES = [
+    (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
+    (DELAYED, {"model": {"ffn": 128}, "parallel": {"dp_shard": 2, "tp": 2}}),
+]
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    return run_ranks(2, run, tmp_path_factory.mktemp("two"), [*OF_TWO, *CLOSE, *TP_ALONE, *HELD_PARTS], HELD_PARTS[1:2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def of_four(folder):
+    return run_ranks(4, run, folder, OF_FOUR, RESUMES)
+
+
+def alone(linear, changes, parts):
+    """One process, whose microbatches are those of as many ranks."""
+    one = {key: value for key, value in changes.items() if key != "parallel"}
+    return outcome(linear, **one | {"microbatches": parts * one.get("microbatches", 1)})
+
+
+def is_of_experts(name):
+    """Of the last layer, which has no other MLP."""
+    return name.startswith("layers.1.mlp.fc")
+
+
+@pytest.mark.parametrize("case", range(len(OF_TWO)))
+def test_a_first_step_with_experts_over_two_ranks(of_two, case):
+    """All but the experts to the byte as with two microbatches, and experts as with the tokens of both in one."""
+    metrics, expected = alone(*OF_TWO[case], parts=2)
+    _, of_experts = alone(*OF_TWO[case], parts=1)
+    expected |= {name: value for name, value in of_experts.items() if is_of_experts(name)}
+    for own, whole in (each[0][case] for each in of_two):
+        assert own[0].pop("grad_norm") == pytest.approx(metrics[0]["grad_norm"], rel=1e-6)
+        assert own == [{name: value for name, value in metrics[0].items() if name != "grad_norm"}]
+        assert_same(whole, expected)
+    assert any(is_of_experts(name) and value.any() for name, value in whole.items() if name.endswith("exp_avg"))
+
+
+@pytest.mark.parametrize("case", range(2))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_statistics_and_operands_of_a_first_step(of_two, of_four, ranks, case):
+    """Of all experts, as in a process with a microbatch for each group of ep; of all else, with one for each rank."""
+    found, (linear, changes) = (of_two, OF_TWO[case]) if ranks == 2 else (of_four, OF_FOUR[case])
+    one = {key: value for key, value in changes.items() if key != "parallel"}
+    parts = {False: ranks, True: ranks // 2}
+    rows, operands = zip(
+        *(
+            ({name(row): row for row in stats if is_of_experts(row["layer"]) == experts},
+             {key: x for key, x in captured.items() if is_of_experts(key) == experts})
+            for experts, microbatches in parts.items()
+            for stats, captured in [sampled(linear, **one | {"microbatches": microbatches})]
+        ),
+        strict=True,
+    )  # fmt: skip
+    (stats, captured), *others = (each[2][case] for each in found)
+    assert {name(row): row for row in stats} == rows[0] | rows[1] and len(stats) == len(rows[0] | rows[1])
+    assert captured.keys() == operands[0].keys() | operands[1].keys()
+    assert all(torch.equal(captured[key], x) for each in operands for key, x in each.items())
+    assert others == [([], {})] * (ranks - 1)
+
+
+def name(row):
+    """What a row is about."""
+    return row["layer"], row["tensor"], row["direction"]
+
+
+@pytest.mark.parametrize("case", range(len(CLOSE)))
+def test_later_steps_with_experts_over_two_ranks_stay_close(of_two, case):
+    """Blocks of the experts' wgrads are of other tokens than in one process."""
+    metrics, _ = alone(*CLOSE[case], parts=2)
+    assert of_two[0][0][len(OF_TWO) + case][0] == of_two[1][0][len(OF_TWO) + case][0]
+    for step, expected in zip(of_two[0][0][len(OF_TWO) + case][0], metrics, strict=True):
+        assert step == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("case", range(len(MATRICES)))
+def test_matrices_over_ranks_whose_parts_other_ranks_share_out(of_two, of_four, case):
+    """To the byte as over two ranks of tp, with as many microbatches: sums over tp have the same parts."""
+    metrics, expected = of_two[0][0][len(OF_TWO) + len(CLOSE) + case]
+    for own, whole in (each[0][len(MESHES) + case] for each in of_four):
+        for step, other in zip(own, metrics, strict=True):
+            assert step.pop("grad_norm") == pytest.approx(other["grad_norm"], rel=1e-6)
+            assert step == {name: value for name, value in other.items() if name != "grad_norm"}
+        assert_same(whole, expected)
+
+
+@pytest.mark.parametrize("case", range(len(HELD_PARTS)))
+def test_held_weights_over_ranks_train_as_plain_ones(of_two, case):
+    """To the byte, as operands are made of the same masters under amaxes of the whole."""
+    for outcomes, *_ in of_two:
+        (metrics, expected), (own, held) = (outcomes[n + case] for n in (-2 * len(HELD_PARTS), -len(HELD_PARTS)))
+        assert own == metrics
+        compared = [name for name in held if ".states." not in name]
+        assert all(torch.equal(held[name], expected[name]) for name in compared)
+        assert any("master_param" in name for name in compared)
+
+
+def test_held_weights_over_ranks_go_on_from_their_checkpoint(of_two):
+    for metrics, through, again, content in (each[1][0] for each in of_two):
+        assert metrics[2:] == again
+        assert_same(content, through)
+
+
+@pytest.mark.parametrize("case", range(len(MESHES)))
+def test_experts_over_ranks_that_share_out_their_parameters(of_four, case):
+    """Experts to the byte as with a microbatch for each group of ep; of sums of four, in another order, the rest."""
+    linear, changes = OF_FOUR[case]
+    metrics, expected = alone(linear, changes, parts=4)
+    _, of_experts = alone(linear, changes, parts=4 // changes["parallel"]["ep"])
+    for own, whole in (each[0][case] for each in of_four):
+        assert own[0] == pytest.approx(metrics[0], rel=1e-6)
+        assert {n: own[0][n] for n in ("train_loss", "expert_load_max")} == {
+            n: metrics[0][n] for n in ("train_loss", "expert_load_max")
+        }
+        for name, value in whole.items():
+            if is_of_experts(name):
+                assert torch.equal(value, of_experts[name]), name
+            elif "exp_avg" in name:
+                assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-9), name
+
+
+@pytest.mark.parametrize("case", range(len(RESUMES)))
+def test_a_training_of_four_ranks_goes_on_from_its_checkpoint(of_four, case, folder):
+    for metrics, through, again, content in (each[1][case] for each in of_four):
+        assert metrics[2:] == again
+        assert_same(content, through)
+    exported = load_file(export_folder(folder / str(case) / "step_2", folder / f"{case}.safetensors"))
+    one = trainer(config(RESUMES[case][0], **RESUMES[case][1] | {"parallel": {}}))
+    go_on_from(one, folder / str(case) / "step_2")
+    for name, p in one.model.named_parameters():
+        assert torch.equal(exported[name], one.optimizer.master_param(p)), name

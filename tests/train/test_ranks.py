@@ -1,0 +1,95 @@
+"""Trainings over several ranks against the training in one process with as many microbatches."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from hqsweep.quant import HybridQuantizedTensor
+from tests.dist import training_ranks as ranks
+from tests.ranks import run_ranks
+
+NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+TWO = {"parallel": {"dp_shard": 2}}
+LAYER = {"recompute": "layer", "microbatches": 2}
+HELD = TWO | {"model": {"quantized_weights": True}}
+EXACT = [
+    ("bf16", TWO),
+    ("mxfp8", TWO),
+    (NVFP4, TWO),
+    ("fp8_current", TWO),
+    (DELAYED, TWO),
+    ({"linear": "mxfp8", "head": "mxfp8"}, HELD | {"eval_every": 1}),
+    (NVFP4, HELD),
+]
+CLOSE = [("mxfp8", TWO | LAYER), (NVFP4, {"parallel": {"dp_replicate": 2}})]
+SHARED = ("mxfp8", {"parallel": {"tp": 2}})
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What both ranks return of all cases, for which they are launched once."""
+    return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED])
+
+
+def alone(linear, changes):
+    """The same in one process, whose microbatches are those of both ranks."""
+    one = {key: value for key, value in changes.items() if key != "parallel"}
+    return ranks.train(ranks.config(linear, **one | {"microbatches": 2 * one.get("microbatches", 1)}))
+
+
+def values(weight):
+    """Of a weight that is held as operands what these mean."""
+    return weight.dequantize() if isinstance(weight, HybridQuantizedTensor) else weight
+
+
+def assert_close_rows(got, expected, rel):
+    """Statistics of steps, about the same things in the same order."""
+    for own, wanted in zip(chain(*got), chain(*expected), strict=True):
+        assert list(own.values())[:5] == list(wanted.values())[:5]
+        ratios = {name: wanted[name] for name in ("sqnr_db", "cosine")}
+        assert {name: own[name] for name in ratios} == pytest.approx(ratios, rel=rel)
+
+
+@pytest.mark.parametrize("case", range(len(EXACT)))
+def test_two_ranks_are_two_microbatches(found, case):
+    """Losses, weights and moments to the byte, since a sum of two has one order; the norm of the gradients is a sum
+    over more parts."""
+    metrics, stats, state = alone(*EXACT[case])
+    for theirs, _, own in (each[case] for each in found):
+        for step, expected in zip(theirs, metrics, strict=True):
+            assert step.pop("grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-6)
+            assert step == {name: value for name, value in expected.items() if name != "grad_norm"}
+        for name, value in state["model"].items():
+            assert torch.equal(values(own["model"][name]), values(value)), name
+        for index, moments in state["optimizer"]["state"].items():
+            assert all(torch.equal(own["optimizer"]["state"][index][name], v) for name, v in moments.items())
+    assert [each[case][1] for each in found] == [stats, [[]] * len(stats)]
+    assert {row["step"] for rows in stats for row in rows} == {2}
+
+
+@pytest.mark.parametrize("case", range(len(CLOSE)))
+def test_sums_in_another_order_stay_close(found, case):
+    metrics, stats, state = alone(*CLOSE[case])
+    assert_close_rows(found[0][len(EXACT) + case][1], stats, rel=1e-2)
+    for theirs, _, own in (each[len(EXACT) + case] for each in found):
+        for step, expected in zip(theirs, metrics, strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
+        for name, value in state["model"].items():
+            assert torch.allclose(own["model"][name], value, rtol=1e-3, atol=2e-5), name
+
+
+def test_shared_matrices_stay_close(found):
+    """Parts of products are rounded before their sum, and Adam's first steps take signs of gradients that are noise."""
+    metrics, stats, _ = ranks.train(ranks.config(SHARED[0]))
+    assert_close_rows(found[0][-1][1], stats, rel=0.1)
+    assert found[0][-1][0] == found[1][-1][0]
+    for step, expected in zip(found[0][-1][0], metrics, strict=True):
+        assert step == pytest.approx(expected, rel=5e-3)
+        assert step["train_loss"] == pytest.approx(expected["train_loss"], rel=2e-4)
+
+
+def test_a_training_goes_on_from_its_checkpoint(tmp_path):
+    for found in run_ranks(2, ranks.resume_all, tmp_path, [TWO, HELD, SHARED[1]]):
+        assert all(through == again for through, again in found)

@@ -1,0 +1,81 @@
+"""Users' own models over two ranks against the training in one process with as many microbatches."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny import tiny
+from user_ranks import Normed, config, train, train_all
+
+from hqsweep.checkpoints.inspect import inspect_checkpoint
+from hqsweep.errors import UserError
+from hqsweep.models.build import check_ranks
+
+pytestmark = pytest.mark.slow
+
+NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
+SHARDED, COPIES = {"dp_shard": 2}, {"dp_replicate": 2}
+MODELS = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "dropping": ("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "qwen3": ("qwen3", {"intermediate_size": 96, "head_dim": 16}),
+    "mixtral": ("mixtral", {"output_router_logits": True}),
+}
+CASES = {
+    "llama": (NVFP4, SHARDED, {"recompute": "layer"}),
+    "dropping": ("mxfp8", SHARDED),
+    "qwen3": (DELAYED, COPIES),
+    "mixtral": ("mxfp8", SHARDED),
+    "Blocks": ("mxfp8", SHARDED),
+    "Calling": ("mxfp8", SHARDED),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Configs of models of Hugging Face."""
+    path = tmp_path_factory.mktemp("models")
+    for name, (kind, options) in MODELS.items():
+        tiny(kind, **options).config.save_pretrained(path / name)
+    return path
+
+
+def cases(folder: Path) -> list[tuple]:
+    return [(folder / name if name in MODELS else name, *case) for name, case in CASES.items()]
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """What both ranks return, for which they are launched once."""
+    return run_ranks(2, train_all, folder / "ranks", cases(folder))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_are_two_microbatches(found, folder, name, tmp_path):
+    """Losses and statistics to the byte, and the weights that are exported at the end."""
+    index = list(CASES).index(name)
+    model, linear, _, *more = cases(folder)[index]
+    metrics, stats = train(config(model, linear, None, *more), tmp_path)
+    for theirs, _ in (each[index] for each in found):
+        for step, expected in zip(theirs, metrics, strict=True):
+            assert step.pop("grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-6)
+            assert step == {name: value for name, value in expected.items() if name != "grad_norm"}
+    assert found[0][index][1] == stats and any(stats)
+    folders = folder / "ranks" / str(index), tmp_path
+    ours, theirs = (load_file(inspect_checkpoint(path / "out").files[0]) for path in folders)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_what_ranks_would_compute_otherwise_is_refused():
+    with pytest.raises(UserError, match=r"train.parallel: norm is a BatchNorm1d, whose statistics"):
+        check_ranks(Normed())
+    model = Normed().blocks
+    model.gain = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match=r"train.parallel: gain is a number.*shape \[1\]"):
+        check_ranks(model)
+    with pytest.raises(UserError, match=r"train.parallel.tp: 2, but ranks of a model of your own.*give tp=1"):
+        config("Blocks", "mxfp8", {"tp": 2})
