@@ -185,7 +185,7 @@ def test_a_step_that_never_comes_is_not_captured():
 def test_plans_of_grouped_linears_are_those_of_experts():
     recipe = parse_recipe({"linear": "mxfp8"})
     model = torch.nn.Sequential(GroupedLinear(2, 32, 32, name="experts", recipe=recipe))
-    trainer = SimpleNamespace(model=model, device=torch.device("cpu"))
+    trainer = SimpleNamespace(model=model, pipeline=None, device=torch.device("cpu"))
     plans = convergence.stage_plans(trainer, SimpleNamespace(recipe=recipe))
     expected = "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM, for each expert"
     assert plans == {"experts": dict.fromkeys(("fprop", "dgrad", "wgrad"), expected)}

@@ -7,17 +7,18 @@ import sys
 import threading
 
 import pytest
+from shown import Shown
 
 from hqsweep.sweep.local import Limits, run_local
 from hqsweep.sweep.nodes import Meeting, free_endpoint
 from hqsweep.sweep.ranks import nodes_arguments
-from tests.sweep.test_ranks import Lines, make_run, ranks_of, wait_for
+from tests.sweep.test_ranks import make_run, ranks_of, wait_for
 
 pytestmark = pytest.mark.slow
 
 
 def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_path):
-    run, display, endpoint = make_run(tmp_path), Lines(), free_endpoint("localhost")
+    run, display, endpoint = make_run(tmp_path), Shown(), free_endpoint("localhost")
     meeting = Meeting(endpoint, serves=True)
     code = f"from hqsweep.sweep.ranks import help_out; help_out(2, '{endpoint}')"
     other = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -36,7 +37,7 @@ def test_two_machines_share_a_run_and_name_the_rank_that_died_on_the_other(tmp_p
     finally:
         meeting.finish()
         said = other.wait(timeout=30)
-    assert any(f"rank {killed[0]}: killed by SIGKILL; trying again" in line for line in display.said), display.said
+    assert any(f"rank {killed[0]}: killed by SIGKILL; trying again" in line for line in display.lines), display.lines
     assert (status["state"], status["attempt"], said) == ("finished", 2, 0)
     assert not ranks_of(run)
 

@@ -5,7 +5,7 @@ import shutil
 
 import fake_worker
 import pytest
-from test_local import Lines
+from shown import Shown
 
 from hqsweep.errors import Damaged
 from hqsweep.sweep import process
@@ -134,7 +134,7 @@ def test_force_deletes_links_and_never_what_they_lead_to(make_runs, cut, tmp_pat
     moved = tmp_path / "moved"
     (cut.checkpoint if what == "checkpoint" else cut.path).rename(moved)
     (cut.checkpoint if what == "checkpoint" else cut.path).symlink_to(moved)
-    (status,) = run_local([cut], display=Lines(), force=True)
+    (status,) = run_local([cut], display=Shown(), force=True)
     assert status["state"] == "finished" and (cut.path / "product").exists()
     kept = moved / "step_10.pt" if what == "checkpoint" else moved / "checkpoint" / "step_10.pt"
     assert kept.read_text() == "state" and not cut.checkpoint.exists() and not cut.path.is_symlink()
