@@ -94,9 +94,9 @@ def check_possible(training: Training) -> None:
         check_stages(training)
     if train.offload:
         raise UserError("train.parallel: several ranks, but train.offload is true; give one of them")
-    if train.compile == "graph":
+    if train.compile == "graph" and dims.pp > 1:
         raise UserError(
-            "train.parallel: several ranks, which no CUDA graph holds, but train.compile is graph; give auto"
+            "train.parallel.pp: several stages, which no CUDA graph holds, but train.compile is graph; give auto"
         )
 
 

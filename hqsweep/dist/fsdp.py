@@ -48,6 +48,31 @@ def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
     return DIRECTIONS
 
 
+def drop_pass(module: nn.Module) -> None:
+    """Have every unit of fully_shard in the module begin anew, where an error has ended a forward or a backward: its
+    shards are the parameters, nothing is on its way, and there are no gradients."""
+    for part in module.modules():
+        for group in groups_of(part):
+            state, engine = part._get_fsdp_state(), group.comm_ctx
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False
+            engine.all_gather_state = None
+            if hasattr(engine, "reduce_scatter_states"):  # since torch 2.13
+                engine.reduce_scatter_states.clear()
+                engine._last_post_reduce_events.clear()
+            else:
+                engine.reduce_scatter_state = None
+            engine.post_forward_order.clear()
+            group._post_forward_indices.clear()
+            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+            state._training_state = group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = None
+                if hasattr(each, "_unsharded_param"):
+                    each._unsharded_param.grad = None
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

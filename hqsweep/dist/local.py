@@ -148,14 +148,15 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
     Squares are summed within each part, then over ranks, in one collective for all tensors that are cut alike.
     """
-    norms = [torch.linalg.vector_norm(local(x), dtype=torch.float32) for x in tensors]
-    squares = torch.stack(norms).square()
+    squares = torch.stack([torch.linalg.vector_norm(local(x), dtype=torch.float32) for x in tensors]).square()
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, x in enumerate(tensors):
         alike.setdefault(shard_groups(x), []).append(index)
+    parts = list(squares.unbind())  # by slices, as indices would be a copy from the host, which no CUDA graph holds
     for groups, indices in alike.items():
+        sums = torch.stack([parts[index] for index in indices])
         for group in groups:
-            sums = squares[indices]
             dist.all_reduce(sums, group=group)
-            squares[indices] = sums
-    return squares
+        for index, total in zip(indices, sums.unbind(), strict=True):
+            parts[index] = total
+    return torch.stack(parts)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.local import local
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear, LinearBase
 from hqsweep.quant.tensor import HybridQuantizedTensor
@@ -17,9 +18,10 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, the operands of quantized ones: what saving does not keep alive."""
-    for parameter in model.parameters():
-        yield from parameter.buffers.values() if isinstance(parameter, HybridQuantizedTensor) else (parameter,)
+    """Parameters and buffers, the operands of quantized ones and this rank's part of those that ranks share: what
+    saving does not keep alive."""
+    for part in map(local, model.parameters()):
+        yield from part.buffers.values() if isinstance(part, HybridQuantizedTensor) else (part,)
     yield from model.buffers()
 
 

@@ -80,7 +80,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.adapter, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)
-        why_eager = self.adapter.why_eager if ranks is None else "its ranks exchange tensors in it"
+        why_eager = self.adapter.why_eager or (self.pipeline and "its stages send tensors to each other")
         self.runner = StepRunner(config.train, self.model, device, why_eager)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hqsweep.config.train import TrainConfig
+from hqsweep.dist.fsdp import drop_pass
+from hqsweep.dist.local import local, note_update
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
 from hqsweep.nn.module import quantized_modules
@@ -157,6 +159,7 @@ class StepRunner:
 
     def _fall_back(self, error: str) -> None:
         self.model.zero_grad(set_to_none=True)
+        drop_pass(self.model)
         self.pool = None
         self.reason = f"the step cannot be captured: {error}"
         if self.mode == "graph":
@@ -217,7 +220,8 @@ class _PythonMemory:
         counter of the training's step."""
         self.clear_workspaces()
         self._states = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
-        held = [p for p in self.model.parameters() if isinstance(p, HybridQuantizedTensor)]
+        parts = [local(p) for p in self.model.parameters()]
+        held = [p for p in parts if isinstance(p, HybridQuantizedTensor)]
         self._keys = {p: p.metadata.key for p in held if p.quantizer.stochastic}
         self._ahead = {p: key.step + 1 - step for p, key in self._keys.items()}
         for ahead in (0, *self._ahead.values()):
@@ -257,6 +261,7 @@ class _PythonMemory:
         for p, ahead in self._ahead.items():
             p.set_key(replace(p.metadata.key, step=step + ahead))
         torch.autograd.graph.increment_version(list(self.model.parameters()))
+        note_update()
 
     def clear_workspaces(self) -> None:
         """Operands of weights that were kept would be in the memory of the graph."""

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
+from graph_cases import CASES, config
 from replayed import EagerPool
 
-from hqsweep.config.job import parse
 from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.nn.saved import tensors_of
@@ -16,28 +16,6 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
-STOCHASTIC = {"input": "nvfp4+rht+sr", "weight": "nvfp4+2d+sr", "grad_output": "nvfp4+rht+sr"}
-DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
-DECODED = dict.fromkeys(STOCHASTIC, "nvfp4+sr|mxfp8@rowwise_dequantized")
-STAGES = [{"at": 6, "linear": DELAYED}]
-EXPERTS = {"experts": 2, "shared_expert": True}
-SAMPLED = {"every": 5}
-"""Step 5 is sampled, between replays, and 10, the third one of its stage."""
-
-CASES = {
-    "bf16": {"recipe": {"linear": "bf16"}},
-    "mxfp8": {"recipe": {"linear": "mxfp8"}, "stats": SAMPLED},
-    "nvfp4": {"recipe": {"linear": STOCHASTIC}, "stats": SAMPLED},
-    "decoded": {"recipe": {"linear": DECODED}},
-    "delayed": {"recipe": {"linear": DELAYED}, "stats": SAMPLED},
-    "stages": {"recipe": {"linear": STOCHASTIC, "schedule": STAGES}, "stats": SAMPLED},
-    "experts": {"recipe": {"linear": "mxfp8", "grouped_linear": STOCHASTIC}, "model": EXPERTS},
-    "microbatches": {"recipe": {"linear": STOCHASTIC}, "train": {"microbatches": 2}},
-    "delayed microbatches": {"recipe": {"linear": DELAYED}, "train": {"microbatches": 2}},
-    "held": {"recipe": {"linear": STOCHASTIC}, "model": {"quantized_weights": True}},
-    "held delayed": {"recipe": {"linear": DELAYED}, "model": {"quantized_weights": True}},
-    "recompute": {"recipe": {"linear": STOCHASTIC}, "train": {"recompute": "layer"}},
-}
 cases = pytest.mark.parametrize("case", CASES)
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -51,19 +29,6 @@ def deterministic(request):
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-def config(case, **train):
-    given = CASES[case]
-    options = {"steps": 12, "batch": 4, "context": 32, "eval_batches": 1, "eval_every": 4, "log_every": 3, "lr": 1e-2}
-    return parse(
-        {
-            "job": "convergence", "sweep": "t", "recipe": {"name": "r", **given["recipe"]},
-            "model": {"dim": 32, "layers": 1, "heads": 2, **given.get("model", {})},
-            "stats": given.get("stats", {"every": 0}), "data": {"source": "markov", "markov": {"length": 20000}},
-            "train": {**options, **given.get("train", {}), **train},
-        }
-    )  # fmt: skip
 
 
 def trainer(cfg, device, *, graph):

@@ -1,0 +1,81 @@
+"""What each rank does in tests of steps that are CUDA graphs."""
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from ranks import rank_device
+from replayed import EagerPool
+
+from hqsweep.dist.local import local
+from hqsweep.jobs import convergence
+from hqsweep.parallel.mesh import Ranks, build_mesh
+from hqsweep.quant.tensor import HybridQuantizedTensor
+from hqsweep.train import data
+from hqsweep.train.loop import Trainer
+
+
+class SharedPool(EagerPool):
+    """As EagerPool, of parameters that are shared out."""
+
+    def tensors(self):
+        return [local(tensor) for tensor in super().tensors()]
+
+    def python(self):
+        states, _ = super().python()
+        parts = [local(p) for p in self.trainer.model.parameters()]
+        return states, {p: p.metadata.key for p in parts if isinstance(p, HybridQuantizedTensor)}
+
+
+class FailingPool(SharedPool):
+    """Whose captures fail in a backward."""
+
+    def capture(self, function):
+        with self.failing():
+            return super().capture(function)
+
+    @contextmanager
+    def failing(self):
+        def fail(*_):
+            raise RuntimeError("not today")
+
+        first = next(self.trainer.model.children())
+        handle = first.register_full_backward_hook(fail)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+POOLS = {"graph": SharedPool, "failing": FailingPool, "eager": lambda trainer: None}
+
+
+def trainer(cfg, kind):
+    """One of the ranks' Trainer: with graphs, on the CPU their stand-in, or eager."""
+    device, dims = rank_device(), cfg.train.parallel
+    made = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, Ranks(
+        dims=dims, mesh=build_mesh(dims, device.type), device=device
+    ))  # fmt: skip
+    if device.type == "cpu" or kind == "eager":
+        made.runner.pool = POOLS[kind](made)
+    return made
+
+
+def train(cfg, kind):
+    """(metrics and statistics of each step, the state at the end, why steps were eager, replays)."""
+    made = trainer(cfg, kind)
+    steps = [(step.metrics, step.stats) for step in made.steps()]
+    reason, pool = made.runner.reason, made.runner.pool
+    graphs = getattr(pool, "replays", made.runner.has_graph)
+    state = made.state()
+    made.runner.forget()  # a communicator waits for the graphs that hold it
+    return steps, state, reason, graphs
+
+
+def train_both(rank: int, configs: list, kind: str) -> list:
+    """train() of each config, eagerly and otherwise."""
+    if dist.get_backend() == "nccl":
+        convergence.make_deterministic()
+    found = [[train(cfg, each) for each in ("eager", kind)] for cfg in configs]
+    return torch.utils._pytree.tree_map_only(torch.Tensor, partial(torch.Tensor.to, device="cpu"), found)

@@ -1,0 +1,58 @@
+"""Steps over several ranks as graphs: the bits of eager steps, and eager steps after a capture that fails."""
+
+import pytest
+import torch
+from graph_cases import CASES, config
+from ranks import BACKENDS, run_ranks
+from torch.utils._pytree import tree_leaves
+
+from tests.dist import graph_ranks as ranks
+
+TWO = {"dp_shard": 2}
+SHARED = {
+    "mxfp8": TWO,
+    "nvfp4": TWO,
+    "delayed": TWO,
+    "stages": TWO,
+    "microbatches": TWO,
+    "held": TWO,
+    "held delayed": TWO,
+    "recompute": TWO,
+    "experts": {"dp_shard": 2, "ep": 2},
+    "bf16": {"dp_replicate": 2},
+    "decoded": {"tp": 2},
+}
+"""Case -> the axes of its ranks."""
+FEW = ("stages", "held delayed", "experts", "decoded")
+"""On the CPU, where the stand-in for graphs shows what Python does."""
+
+
+def assert_same(one, other):
+    """Steps and states to the byte."""
+    assert one[0] == other[0]
+    leaves, others = (tree_leaves(state) for state in (one[1], other[1]))
+    assert len(leaves) == len(others)
+    for a, b in zip(leaves, others, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def configs(cases):
+    return [config(case, dim=64 if "tp" in SHARED[case] else 32, parallel=SHARED[case]) for case in cases]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_are_those_of_eager_steps(backend):
+    assert set(SHARED) == set(CASES) - {"delayed microbatches"}
+    cases = FEW if backend == "gloo" else list(SHARED)
+    for found in run_ranks(2, ranks.train_both, configs(cases), "graph", backend=backend):
+        for case, (eager, graphed) in zip(cases, found, strict=True):
+            assert_same(eager, graphed)
+            assert graphed[2] is None or backend == "gloo", (case, graphed[2])
+            assert graphed[3], case
+
+
+def test_ranks_go_on_eagerly_after_a_capture_that_fails():
+    for found in run_ranks(2, ranks.train_both, configs(["held", "microbatches"]), "failing"):
+        for eager, failed in found:
+            assert_same(eager, failed)
+            assert "not today" in failed[2]
