@@ -22,7 +22,7 @@ def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    flat = torch.where(flat.isnan(), 0.0, flat)  # backends keep a NaN or drop it by the order of ranks
+    flat.nan_to_num_(0.0, posinf=torch.inf)  # backends keep a NaN or drop it by the order of ranks
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
     parts = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)])

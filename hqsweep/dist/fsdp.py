@@ -37,6 +37,15 @@ def groups_of(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
+def hook_ids(module: nn.Module) -> set[int]:
+    """The ids of the hooks that fully_shard has put around the forward of a module."""
+    state = getattr(module, "_get_fsdp_state", None)
+    if state is None:
+        return set()
+    state = state()
+    return {state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id}
+
+
 def served(group: Any, *, repeats: bool, recomputes: bool) -> tuple[str, ...]:
     """The directions of weights that are read before torch gathers a group again; both where a forward or a backward
     may follow without a gather. repeats: a forward reads more than once, recomputes: backward runs forward again."""

@@ -148,7 +148,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
 
     Squares are summed within each part, then over ranks, in one collective for all tensors that are cut alike.
     """
-    squares = torch.stack([torch.linalg.vector_norm(local(x), dtype=torch.float32) for x in tensors]).square()
+    squares = torch.stack(torch._foreach_norm([local(x) for x in tensors], dtype=torch.float32)).square()
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, x in enumerate(tensors):
         alike.setdefault(shard_groups(x), []).append(index)

@@ -81,7 +81,10 @@ def _rank(
             partial = Path(folder) / f"{index}.{rank}.partial"
             torch.save(value, partial)
             partial.rename(partial.with_suffix(".pt"))
-    finally:
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    if "nccl" not in backend:  # which would wait for CUDA graphs that hold its communicators
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,7 +8,11 @@ from typing import Any
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
+from hqsweep.dist.fsdp import hook_ids
 from hqsweep.ops.kernels import in_dtype
+
+RESIDUAL = "_residual"
+"""The method of layers by which they hand on (x, branch)."""
 
 
 def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
@@ -18,10 +22,21 @@ def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
 
 def is_observed(module: nn.Module) -> bool:
     """Whether a call of the module is more than the forward of its class: it has hooks, as FSDP2 sets them, is compiled
-    by module.compile(), or has been given another forward."""
+    by module.compile(), or has been given another forward. Hooks of FSDP2 that residual_under_fsdp() puts around
+    another method, too, do not count."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    known = hook_ids(module) if RESIDUAL in module.__dict__ else ()
     wrapped = module._compiled_call_impl is not None or "forward" in module.__dict__
-    return wrapped or any(hooks) or torch_module._has_any_global_hook()
+    return wrapped or any(key not in known for each in hooks for key in each) or torch_module._has_any_global_hook()
+
+
+def residual_under_fsdp(layer: nn.Module) -> None:
+    """Have the hooks of fully_shard, which a layer is a unit of, run around its residual(x, branch), too, so that the
+    sum of a branch is left to the next norm there as well."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    if hasattr(layer, RESIDUAL):
+        register_fsdp_forward_method(layer, RESIDUAL)
 
 
 class AddsBranch(nn.Module):

@@ -16,6 +16,7 @@ from hqsweep.dist import collectives
 from hqsweep.dist.fsdp import groups_of
 from hqsweep.dist.local import spread_out, whole_tensor
 from hqsweep.nn.linear import LinearBase
+from hqsweep.nn.residual import residual_under_fsdp
 from hqsweep.parallel.mesh import Ranks
 
 
@@ -33,6 +34,7 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": fsdp_placement}
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=True, **options)
+        residual_under_fsdp(block)
     fully_shard(model, **options)
     gather_in_linear_dtype(model)
     for name in methods:

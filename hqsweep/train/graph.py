@@ -7,16 +7,22 @@ did. Results of a graph are good until another one, or eager work, runs.
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 _FAILED: list[torch.cuda.CUDAGraph] = []
 """Captures that failed, to which torch's allocators still refer."""
+_INSIDE: list[object] = []
+"""One entry for each pool that is in use now."""
+_LEFT: list[torch.cuda.MemPool] = []
+"""Pools whose owners are gone, which torch cannot free while another one is in use: it would end the process."""
 
 
 @cache
@@ -46,8 +52,19 @@ class GraphPool:
 
     def __init__(self) -> None:
         self.stream = _stream_of(torch.cuda.current_device())
+        self._open()
+
+    def _open(self) -> None:
         self.pool = torch.cuda.MemPool()
+        self._end = weakref.finalize(self, _leave, self.pool)
         self._live: frozenset[int] = frozenset()
+
+    def renew(self) -> None:
+        """Before a capture that follows graphs which were given up. Collectives keep what they have pinned for a graph,
+        and torch takes no other graph into the pool of one that did; otherwise the pool goes on, with its memory."""
+        if dist.is_available() and dist.is_initialized():
+            self._end()
+            self._open()
 
     @contextmanager
     def eager(self) -> Iterator[None]:
@@ -59,10 +76,14 @@ class GraphPool:
     def _on_stream(self) -> Iterator[None]:
         outer = torch.cuda.current_stream()
         self.stream.wait_stream(outer)
+        _INSIDE.append(self)
         try:
             with torch.cuda.stream(self.stream):
                 yield
         finally:
+            _INSIDE.pop()
+            if not _INSIDE:
+                _LEFT.clear()
             outer.wait_stream(self.stream)
 
     def capture(self, function: Callable[[], list[Tensor]]) -> CudaGraph:
@@ -102,3 +123,9 @@ class GraphPool:
     def wait(self) -> None:
         """Until all graphs have run, before one is given up."""
         torch.cuda.synchronize()
+
+
+def _leave(pool: torch.cuda.MemPool) -> None:
+    """Free a pool, as soon as none is in use."""
+    if _INSIDE:
+        _LEFT.append(pool)

@@ -86,6 +86,7 @@ class Trainer:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
         self.val_loss: float | None = None
+        self._sampled: dict[str, Any] = {}
         self.trunk: dict[str, Any] = {}
         """For the manifest of a fork: trunk_val_loss and trunk_sha256, of the state that it began with."""
 
@@ -115,6 +116,9 @@ class Trainer:
         norm = self.optimizer.clip_and_step(self.config.train.clip, self.model.parameters(), of_stages)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.double()
+        if at.probe is not None:  # before what it has seen lies in memory that graphs write over
+            self._sampled = self._probed(at.probe)
+            at.probe.samples.clear()
         return [whole(norm), balance.loss, *balance.tokens]
 
     def _follow_schedule(self) -> None:
@@ -143,12 +147,10 @@ class Trainer:
             metrics["val_loss"] = self.val_loss = self.evaluate()
         if len(self.stages) > 1 and self.step == self.stage.first_step:
             metrics["recipe_stage"] = float(self.stages.index(self.stage))
-        return Step(step=self.step, metrics=metrics, loss=mean, **self._probed(probe))
+        return Step(step=self.step, metrics=metrics, loss=mean, **(self._sampled if probe else {}))
 
-    def _probed(self, probe: Probe | None) -> dict[str, Any]:
+    def _probed(self, probe: Probe) -> dict[str, Any]:
         """What a sampled step has found, of all ranks."""
-        if probe is None:
-            return {}
         if self.ranks is None:
             return {"stats": probe.rows, "captured": probe.captured}
         captured = captured_of_all(probe, self.ranks) if probe.capture else {}

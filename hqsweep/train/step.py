@@ -120,7 +120,8 @@ class StepRunner:
         """Give up the graphs: the recipe, or tensors that they read or write, are other ones from now on."""
         if self.has_graph:
             self.pool.wait()
-        self._update = self._evaluation = None
+            self._update = self._evaluation = None
+            self.pool.renew()
         self._eager_updates = self._eager_evaluations = 0
 
     def _moved(self, batch: Batch) -> Iterator[Tensor]:

@@ -1,6 +1,5 @@
 """What each rank does in tests of steps that are CUDA graphs."""
 
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -28,27 +27,21 @@ class SharedPool(EagerPool):
         return states, {p: p.metadata.key for p in parts if isinstance(p, HybridQuantizedTensor)}
 
 
-class FailingPool(SharedPool):
-    """Whose captures fail in a backward."""
+def fail_in_backward(made):
+    """Have the captures of a trainer fail in their backward."""
+    capture = made.runner.pool.capture
 
-    def capture(self, function):
-        with self.failing():
-            return super().capture(function)
+    def fail(*_):
+        raise RuntimeError("not today")
 
-    @contextmanager
-    def failing(self):
-        def fail(*_):
-            raise RuntimeError("not today")
-
-        first = next(self.trainer.model.children())
-        handle = first.register_full_backward_hook(fail)
+    def failing(function):
+        handle = next(made.model.children()).register_full_backward_hook(fail)
         try:
-            yield
+            return capture(function)
         finally:
             handle.remove()
 
-
-POOLS = {"graph": SharedPool, "failing": FailingPool, "eager": lambda trainer: None}
+    made.runner.pool.capture = failing
 
 
 def trainer(cfg, kind):
@@ -57,8 +50,12 @@ def trainer(cfg, kind):
     made = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, Ranks(
         dims=dims, mesh=build_mesh(dims, device.type), device=device
     ))  # fmt: skip
-    if device.type == "cpu" or kind == "eager":
-        made.runner.pool = POOLS[kind](made)
+    if kind == "eager":
+        made.runner.pool = None
+    elif device.type == "cpu":
+        made.runner.pool = SharedPool(made)
+    if kind == "failing":
+        fail_in_backward(made)
     return made
 
 

@@ -46,6 +46,9 @@ class EagerPool:
     def wait(self):
         pass
 
+    def renew(self):
+        pass
+
 
 class EagerGraph:
     def __init__(self, pool, function):

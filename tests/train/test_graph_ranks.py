@@ -51,8 +51,9 @@ def test_bits_are_those_of_eager_steps(backend):
             assert graphed[3], case
 
 
-def test_ranks_go_on_eagerly_after_a_capture_that_fails():
-    for found in run_ranks(2, ranks.train_both, configs(["held", "microbatches"]), "failing"):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_go_on_eagerly_after_a_capture_that_fails(backend):
+    for found in run_ranks(2, ranks.train_both, configs(["held", "microbatches"]), "failing", backend=backend):
         for eager, failed in found:
             assert_same(eager, failed)
             assert "not today" in failed[2]
