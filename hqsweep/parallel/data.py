@@ -21,7 +21,8 @@ from hqsweep.parallel.mesh import Ranks
 
 
 def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Collection[nn.Parameter] = ()) -> None:
-    """Share out the parameters of a model over ranks.fsdp_mesh, a unit for each of its blocks and one for the rest.
+    """Share out the parameters of a model over ranks.fsdp_mesh, a unit for each of its blocks, one for the head of a
+    GPT, and one for the rest.
 
     Gradients are summed over ranks, so that a rank's part of the loss is its share of the mean. Weights of linears are
     gathered in the linear's dtype, all else in its own. methods: of the model, that compute as its forward does. apart:
@@ -35,6 +36,9 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=True, **options)
         residual_under_fsdp(block)
+    if (head := _own_head(model)) is not None:  # its gradient, the first, travels while the others are computed
+        fully_shard(head, reshard_after_forward=False, **options)
+        register_fsdp_forward_method(head, "loss")
     fully_shard(model, **options)
     gather_in_linear_dtype(model)
     for name in methods:
@@ -42,6 +46,13 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     for unit in units(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # by which gloo, too, reduces without a factor
+
+
+def _own_head(model: nn.Module) -> nn.Module | None:
+    """The output projection of a GPT, or of its last stage, that has a weight of its own."""
+    head, embedding = getattr(model, "head", None), getattr(model, "embedding", None)
+    tied = embedding is not None and head is not None and head.weight is embedding.weight
+    return head if hasattr(head, "loss") and not tied else None
 
 
 def gather_in_linear_dtype(model: nn.Module) -> None:

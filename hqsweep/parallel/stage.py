@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from hqsweep.nn.layer_stack import through
-from hqsweep.nn.linear_loss import cross_entropy, forms_loss, linear_cross_entropy
+from hqsweep.nn.linear_loss import cross_entropy, forms_loss
 from hqsweep.nn.residual import add_branch
 
 
@@ -44,10 +44,7 @@ class StageOfLayers(nn.Module):
             x = add_branch(stream.x, stream.branch)
             return (x, torch.cat(every)) if every else x
         h = self.norm.added(stream.x, stream.branch, self.head.dtype)[1]
-        if forms_loss(self.head, h):
-            loss = linear_cross_entropy(h, self.head, targets)
-        else:
-            loss = cross_entropy(self.head(h), targets)
+        loss = self.head.loss(h, targets) if forms_loss(self.head, h) else cross_entropy(self.head(h), targets)
         if self.share is None:
             return torch.stack([loss])  # which is no view, as fully_shard asks for
         if every:

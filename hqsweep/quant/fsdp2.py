@@ -66,7 +66,7 @@ class Sharding:
         ahead, parameter = self._pass(self._directions()), self._parameter()
         # torch makes its outputs once, of the sizes of the first pass; another pass has other ones.
         parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
-        return self._inputs(shard, ahead.names), ahead
+        return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
 
     def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
         """Fill the buffers; for torch's first gather the whole tensor, and the memory that torch frees when it shards
@@ -123,7 +123,8 @@ class Sharding:
     def _pass(self, directions: tuple[str, ...]) -> "_Pass":
         if directions not in self._passes:
             names = list(dict.fromkeys(name for direction in directions for name in self._names(direction)))
-            self._passes[directions] = _Pass(names, [self._received[name] for name in names], self._own(names))
+            received = [_wide(self._received[name], self._cuts[name].nbytes) for name in names]
+            self._passes[directions] = _Pass(names, received, self._own(names))
         return self._passes[directions]
 
     def _names(self, direction: str) -> list[str]:
@@ -249,6 +250,13 @@ def _groups() -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None)
         one = None if groups is not None else getattr(state, "_fsdp_param_group", None)
         yield from groups if groups is not None else ([] if one is None else [one])
+
+
+def _wide(tensor: Tensor, sent: int) -> Tensor:
+    """Bytes as float32 where each rank sends a multiple of four: torch copies what it gathers element by element."""
+    if sent % 4:
+        return tensor
+    return (tensor if tensor.storage_offset() % 4 == 0 else tensor.clone()).view(torch.float32)
 
 
 def _is_free(tensor: Tensor) -> bool:

@@ -60,6 +60,14 @@ class Embedding(QuantizedWeight):
         return split_embedding(tokens, self.quantized_weight(), self.part.group, split=self.split)
 
 
+class Head(Linear):
+    """The output projection, h [B, T, D] -> logits [B, T, V]."""
+
+    def loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        """nn.linear_cross_entropy of this linear."""
+        return linear_cross_entropy(h, self, targets)
+
+
 class GPT(nn.Module):
     """Tokens [B, T] -> logits [B, T, V] in FP32. set_recipe(model, other) changes the recipe that it is built with.
 
@@ -80,7 +88,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(vocab_size, config.dim, "embedding", recipe)
         self.layers = nn.ModuleList(_layer(config, i, recipe, dtype) for i in range(config.layers))
         self.norm = Norm(config.dim, name="norm", recipe=recipe)
-        self.head = Linear(config.dim, vocab_size, name=HEAD, recipe=recipe, dtype=dtype)
+        self.head = Head(config.dim, vocab_size, name=HEAD, recipe=recipe, dtype=dtype)
         self._initialise(config)
 
     def _initialise(self, config: ModelConfig) -> None:
@@ -114,7 +122,7 @@ class GPT(nn.Module):
             h, balance = self.hidden(tokens)
             logits = None if forms_loss(self.head, h) else self.head(h)
         if logits is None:
-            return linear_cross_entropy(h, self.head, targets), balance
+            return self.head.loss(h, targets), balance
         return cross_entropy(logits, targets, vocabulary_group(self.head)), balance
 
     def hidden(self, tokens: Tensor) -> tuple[Tensor, Balance]:
