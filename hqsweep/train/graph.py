@@ -92,7 +92,12 @@ class GraphPool:
         graph = torch.cuda.CUDAGraph()
         options = {"pool": self.pool.id, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
-            with self._on_stream(), set_multithreading_enabled(False), torch.cuda.graph(graph, **options):
+            with (
+                self._on_stream(),
+                set_multithreading_enabled(False),
+                _nothing_collected(),
+                torch.cuda.graph(graph, **options),
+            ):
                 results = function()
         except Exception as error:
             while error.__context__ is not None:  # that a capture ends in an error hides the error
@@ -123,6 +128,18 @@ class GraphPool:
     def wait(self) -> None:
         """Until all graphs have run, before one is given up."""
         torch.cuda.synchronize()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Objects that only refer to each other stay inside: to free a graph during a capture ends the process."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _leave(pool: torch.cuda.MemPool) -> None:

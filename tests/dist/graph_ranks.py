@@ -9,6 +9,8 @@ from replayed import EagerPool
 
 from hqsweep.dist.local import local
 from hqsweep.jobs import convergence
+from hqsweep.nn.residual import is_observed
+from hqsweep.parallel.data import is_unit
 from hqsweep.parallel.mesh import Ranks, build_mesh
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
@@ -62,6 +64,8 @@ def trainer(cfg, kind):
 def train(cfg, kind):
     """(metrics and statistics of each step, the state at the end, why steps were eager, replays)."""
     made = trainer(cfg, kind)
+    # The sum of a branch is left to the next norm: the hooks of fully_shard stand around the layer's residual(), too.
+    assert not any(is_observed(layer) for layer in made.model.layers if is_unit(layer))
     steps = [(step.metrics, step.stats) for step in made.steps()]
     reason, pool = made.runner.reason, made.runner.pool
     graphs = getattr(pool, "replays", made.runner.has_graph)

@@ -1,5 +1,8 @@
 """CUDA graphs and eager work in one pool of memory."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -78,3 +81,35 @@ def test_work_of_other_streams_is_waited_for():
         with pool.eager():
             y = x * 2
         assert (y + x)[-1].item() == 3 * value
+
+
+@pytest.mark.parametrize("inside", ["eager work", "a capture"])
+def test_pools_that_are_garbage_do_not_end_the_process_that_uses_another(inside):
+    """In a process of its own, which torch would abort."""
+    code = f"""
+import gc, torch
+from hqsweep.train.graph import GraphPool
+x = torch.ones(1024, device="cuda")
+
+def leave_garbage():
+    pool = GraphPool()
+    pool.graph, pool.itself = pool.capture(lambda: [x * 2]), pool
+
+def work():
+    kept = [[]]
+    for _ in range(5000):
+        kept.append([kept])  # as much as has Python collect
+    return [x * 3]
+
+leave_garbage()
+pool = GraphPool()
+if {inside!r} == "eager work":
+    with pool.eager():
+        gc.collect()
+        found = work()[0].sum().item()
+else:
+    found = pool.capture(work).replay()[0].sum().item()
+print(found)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "3072.0\n"), done.stderr[-2000:]
