@@ -4,6 +4,7 @@ A run reports through status.json, and its Slurm job, if it has one, through the
 run wrote how it ended, the last status is written here.
 """
 
+import ctypes
 import os
 import signal
 import time
@@ -225,13 +226,14 @@ def _is_at_work(run: RunDir, state: str) -> bool:
 
 def _terminate(run: RunDir) -> bool:
     """SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on to
-    other runs, and another process may take over the number of a dead one. SIGCONT comes first: one that is stopped
-    hears nothing, and any of its threads would take the signal then, while the one that acts on it sleeps on. Returns
-    whether there was one: the kernel's list of locks, which changes while it is read, may lack one that is there."""
+    other runs, and another process may take over the number of a dead one. SIGCONT comes first, since one that is
+    stopped hears nothing. Returns whether there was one: the kernel's list of locks, which changes while it is read,
+    may lack one that is there."""
     status, pid = run.seen(), holder_pid(run.lock_path)
     if pid is not None and (status["pid"] == pid or status["state"] in UNUSABLE):
         with suppress(OSError):
             os.kill(pid, signal.SIGCONT)
-            os.kill(pid, signal.SIGTERM)
-            return True
+            # To its main thread, which is the one that acts on it: of a process that was stopped a moment ago the
+            # kernel chooses any thread, and the main one sleeps on.
+            return ctypes.CDLL(None).tgkill(pid, pid, int(signal.SIGTERM)) == 0
     return False
