@@ -1,9 +1,13 @@
-"""The one place from which lists of formats and quantizers come, derived from the formats that there are.
+"""The one place from which lists of formats, quantizers and recipes come, derived from the formats that there are and
+from the recipes of conf/recipe.
 
 A new format, or a new option of one, is in all of them without another line.
 """
 
 from itertools import pairwise
+from pathlib import Path
+
+import yaml
 
 from hqsweep.formats import FORMATS, Format, bases, parse, spellings, words_of
 from hqsweep.quant import HybridQuantizer
@@ -97,8 +101,64 @@ STATELESS = tuple(text for text in QUANTIZERS if not HybridQuantizer.parse(text)
 """Those that need no history of amaxes."""
 KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed)
 """Formats that the compiled extension quantizes without a history."""
+
+
+def _covering(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """So few of the pairs that they have each scaling in each direction, random bits, and amaxes of rows."""
+
+    def kinds(pair: tuple[str, str]) -> set[object]:
+        formats = [parse(text) for text in pair]
+        return {*((i, f.scaling) for i, f in enumerate(formats)), *((f.stochastic, f.row_scaled) for f in formats)}
+
+    missing, chosen = set().union(*map(kinds, pairs)), []
+    while missing:
+        chosen.append(max(pairs, key=lambda pair: len(kinds(pair) & missing)))
+        missing -= kinds(chosen[-1])
+    return tuple(chosen)
+
+
 KERNEL_PAIRS = tuple(
     tuple(text.partition("@")[0].split("|"))
     for text in _pairs(tuple(text for text in REPRESENTATIVE if text in KERNELS), 5)
 )
 """Two formats, rowwise and columnwise, both of KERNELS."""
+FEW_KERNEL_PAIRS = _covering(KERNEL_PAIRS)
+"""A few of them: for tests of seconds."""
+
+
+def first(**answers: object) -> str:
+    """The first representative text whose format gives these answers, as in first(delayed=True)."""
+    formats = ((text, parse(text)) for text in REPRESENTATIVE)
+    return next(text for text, f in formats if all(getattr(f, name) == value for name, value in answers.items()))
+
+
+PLAIN = min((text for text in BASES if text in LOW and not parse(text).amax_name), key=lambda text: parse(text).tile)
+"""The format with codes of which small blocks tell everything: it needs no amax of the whole, and no step."""
+RANDOM, DELAYED = first(stochastic=True), first(delayed=True)
+"""Formats whose codes depend on the step: by random bits, and by the amaxes of earlier steps."""
+BY_STEP = (PLAIN, RANDOM, DELAYED)
+"""One format for each thing that a step gives a quantizer: nothing, random bits, amaxes."""
+HYBRID = FEW[len(BASES)]
+"""One quantizer with two formats, of which the columnwise one is made of the rowwise operand."""
+WHOLE_BLOCKS = tuple(name for name in NAMES if parse(name).column_multiple > 1)
+"""Names whose last block of a row must be full."""
+
+
+def _recipe_section(name: str) -> dict[str, str] | str:
+    """How the first recipe of conf/recipe whose formats all have this name quantizes a linear; or the name alone."""
+    for file in sorted((Path(__file__).parents[1] / "conf/recipe").glob("*.yaml")):
+        section = yaml.safe_load(file.read_text()).get("linear", {})
+        quantizers = [HybridQuantizer.parse(text) for text in section.values()]
+        if {format.name for q in quantizers for format in (q.rowwise, q.columnwise)} == {name}:
+            return section if len(set(section.values())) > 1 else section["input"]
+    return name
+
+
+LINEARS = {name: _recipe_section(name) for name in NAMES}
+"""Name of a format -> sections for input, weight and grad_output of a linear, as people train with it."""
+BASE_LINEARS = {name: LINEARS[name] for name in BASES} | {"hybrid": HYBRID}
+"""One recipe of each scaling, and one with two formats: for tests of trainings and of chains of modules."""
+DELAYED_IN_PARTS = {
+    tensor: f"{PLAIN}|{text}" if tensor == "weight" else f"{text}|{PLAIN}" for tensor, text in LINEARS[DELAYED].items()
+}
+"""Delayed scaling in one direction of each tensor, and a plain format in the other."""

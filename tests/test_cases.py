@@ -1,9 +1,10 @@
 """tests/cases.py leaves no format, option or direction out."""
 
-from cases import ALL, EVERY_OPTION, PAIRS, REPRESENTATIVE
+from cases import ALL, DELAYED, EVERY_OPTION, FEW_KERNEL_PAIRS, KERNEL_PAIRS, LINEARS, PAIRS, REPRESENTATIVE
 
 from hqsweep.formats import FORMATS, options, parse, words_of
 from hqsweep.quant import HybridQuantizer
+from hqsweep.sweep.compose import load_recipe
 
 
 def test_every_name_and_option_is_there() -> None:
@@ -20,3 +21,19 @@ def test_every_format_meets_another_in_both_directions() -> None:
     assert {str(parse(text).rowwise_form) for text in REPRESENTATIVE} == {str(pair.rowwise) for pair in pairs}
     assert {str(parse(text).columnwise_form) for text in REPRESENTATIVE} == {str(pair.columnwise) for pair in pairs}
     assert {pair.columnwise_source for pair in pairs} == {"original", "rowwise_dequantized"}
+
+
+def test_few_pairs_of_kernels_have_each_scaling_in_each_direction() -> None:
+    wanted, had = (
+        {(direction, parse(text).scaling) for pair in pairs for direction, text in enumerate(pair)}
+        for pairs in (KERNEL_PAIRS, FEW_KERNEL_PAIRS)
+    )
+    assert had == wanted and len(FEW_KERNEL_PAIRS) < len(KERNEL_PAIRS) / 2
+
+
+def test_sections_of_recipes_have_one_format_and_are_those_that_people_train_with() -> None:
+    for name, section in LINEARS.items():
+        texts = section.values() if isinstance(section, dict) else [section]
+        assert {HybridQuantizer.parse(text).rowwise.name for text in texts} == {name}
+    assert LINEARS["nvfp4"] == load_recipe("nvfp4")["linear"]
+    assert LINEARS[DELAYED] == load_recipe("delayed_scaling")["linear"]

@@ -20,6 +20,7 @@ SECTIONS = [
     {"input": "fp8_delayed|mxfp8", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"},
     {"input": "mxfp8|bf16", "weight": "nvfp4+sr|fp8_block+2d", "grad_output": "nvfp4+4over6|bf16"},
 ]  # fmt: skip
+"""Sections whose tensors differ in format: a transform with random bits, amaxes of rows, histories, high precision."""
 
 
 def hidden(splits=SPLITS):

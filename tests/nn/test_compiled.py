@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from cases import HYBRID, PLAIN, RANDOM
 from experts import EXPERTS, GPU, ROWS, SPLITS, K, N, gradients, held
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -106,7 +107,7 @@ def results(module, call, kind, device, step, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr", "nvfp4|mxfp8@rowwise_dequantized"])
+@pytest.mark.parametrize("text", [PLAIN, RANDOM, HYBRID])
 @pytest.mark.parametrize("kind", ["linear", "layer"])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_one_graph_without_a_break_serves_every_step(device, kind, text):
@@ -148,7 +149,7 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", [PLAIN, RANDOM])
 def test_what_a_gpu_runs_is_traced_on_any_machine(text, monkeypatch):
     """A trace needs shapes alone; what it runs at last has no kernel here."""
     for name, module in list(sys.modules.items()):
@@ -178,7 +179,7 @@ def test_the_default_backend_leaves_out_no_rounding_of_operands(device):
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["grouped", "layer", "model"])
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", [PLAIN, RANDOM])
 def test_the_default_backend_takes_what_a_gpu_runs(kind, text):
     """Of norms and the like that it fuses itself it adds up in another order, which moves a code here and there."""
     check_one_graph("cuda", kind, text, backend="inductor", tolerance=0.0 if kind == "grouped" else 0.05)
@@ -226,7 +227,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr"])
+@pytest.mark.parametrize("text", [PLAIN, RANDOM])
 @pytest.mark.parametrize("device", CPU_AND_GPU)
 def test_one_graph_serves_all_blocks_that_are_compiled_one_by_one(device, text):
     """Names are no part of it, and each block draws its own random bits."""

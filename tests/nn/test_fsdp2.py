@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from cases import BY_STEP
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,7 +43,7 @@ def test_held_weights_are_cut_along_their_first_axis_alone(build, mesh):
         fully_shard(module, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4+sr|mxfp8", "fp8_delayed"])
+@pytest.mark.parametrize("text", BY_STEP)
 def test_plain_weights_train_as_without(text, mesh):
     losses = []
     for sharded in (False, True):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import BASES, BY_STEP, RANDOM
 from experts import (
     EXPERTS,
     ROWS,
@@ -71,7 +72,7 @@ def test_main_grad_adds_up_in_float32(single):
     close(made, expected, 1e-6)
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", *SECTIONS], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, *SECTIONS], ids=ids)
 @pytest.mark.parametrize("single", SINGLE)
 def test_main_grads_of_bfloat16_weights_are_those_of_linears(quantizers, single):
     module = grouped(quantizers, single_grouped_weight=single, fuse_wgrad_accumulation=True).to(torch.bfloat16)
@@ -100,7 +101,7 @@ def test_cached_weights_draw_the_bits_of_their_step(single):
 
 
 @pytest.mark.parametrize("single", SINGLE)
-@pytest.mark.parametrize("quantizers", ["fp8_delayed", SECTIONS[2], "nvfp4+sr"], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BY_STEP, SECTIONS[2]], ids=ids)
 def test_held_weights_train_as_those_of_linears(quantizers, single):
     """With an optimizer that writes them: histories of delayed scaling end their step when it has used the weight."""
     module = held(quantizers, preserve=True, single_grouped_weight=single)
@@ -127,7 +128,7 @@ def test_held_weights_train_as_those_of_linears(quantizers, single):
         assert all(torch.equal(own.buffers[name], buffers[name]) for name in buffers), expert
         for name, state in linear.states.items():
             assert torch.equal(module.states[expert][name].history, state.history), (expert, name)
-    if quantizers == "nvfp4+sr":
+    if quantizers == RANDOM:
         assert own.metadata.key == RngKey(seed=1, slot="experts/grouped_linear/weight/3", step=3)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases import BASES, BY_STEP, RANDOM
 from experts import (
     EXPERTS,
     FORMATS,
@@ -92,7 +93,7 @@ def test_no_rows_at_all(quantizers, single):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "nvfp4+sr", *SECTIONS], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, RANDOM, *SECTIONS], ids=ids)
 def test_experts_are_linears_in_other_dtypes(quantizers, dtype):
     module = grouped(quantizers, bias=True, dtype=dtype)
     assert_same_gradients(*train(module, singles(module)))
@@ -114,7 +115,7 @@ def test_gradients_have_the_dtype_of_the_input(dtype):
     assert_same_gradients(gradients(module), [gradients(linear) for linear in linears])
 
 
-@pytest.mark.parametrize("quantizers", ["bf16", "fp8_delayed", SECTIONS[0]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, *BY_STEP[1:], SECTIONS[0]], ids=ids)
 def test_one_expert_is_one_linear(quantizers):
     module = GroupedLinear(
         1, K, N, name="experts", recipe=recipe_of(quantizers), options=GroupedLinearOptions(bias=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import BASES, BY_STEP
 from experts import (
     EXPERTS,
     FORMATS,
@@ -39,7 +40,7 @@ def test_every_ordered_pair_and_source(row):
 
 
 @pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("quantizers", ["bf16", *SECTIONS], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, *SECTIONS], ids=ids)
 def test_options_of_linear(quantizers, single):
     options = {"single_grouped_weight": single, "single_grouped_bias": single, "bias": True}
     module = grouped(quantizers, save_original_input=True, fuse_wgrad_accumulation=True, **options)
@@ -53,7 +54,7 @@ def test_options_of_linear(quantizers, single):
     assert [bool(w.any()) for p in module.weights for w in p.main_grad.view(-1, N, K)] == [m > 0 for m in SPLITS]
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", SECTIONS[0], SECTIONS[2]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BY_STEP, SECTIONS[0], SECTIONS[2]], ids=ids)
 def test_recomputation_microbatches_and_cached_weights(quantizers):
     module, plain = grouped(quantizers, single_grouped_weight=True), grouped(quantizers)
     linears = singles(plain)

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import BASES, BY_STEP, LOW, WHOLE_BLOCKS
 from experts import (
     EXPERTS,
     GPU,
@@ -45,7 +46,7 @@ def test_alignment_is_that_of_the_formats_of_this_module(quantizers, alignment):
     assert only_gradients.quantization_alignment == 16
 
 
-@pytest.mark.parametrize("quantizers", ["nvfp4", "mxfp4", SECTIONS[0]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*WHOLE_BLOCKS, SECTIONS[0]], ids=ids)
 def test_experts_are_filled_up_with_zeros_where_blocks_need_it(quantizers):
     """As if zeros had been there from the start; the rows that were added leave nothing behind."""
     module, splits, padded = grouped(quantizers, bias=True), (7, 0, 16, 33), (16, 0, 16, 48)
@@ -189,8 +190,8 @@ def bounded(reader, quantizers="mxfp8", slots=tuple(READERS), **options):
 
 
 @pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS, (7, 0, 33, ROWS - 40)], ids=str)
-@pytest.mark.parametrize("reader", ["fp8_current", "mxfp8", "nvfp4+sr", "fp8_delayed", "bf16|mxfp8"])
-@pytest.mark.parametrize("quantizers", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("reader", [*(text for text in BASES if text in LOW), *BY_STEP[1:], "bf16|mxfp8"])
+@pytest.mark.parametrize("quantizers", ["bf16", "nvfp4"])  # nvfp4 is filled up
 def test_boundaries_are_rounded_as_those_of_each_experts_linear(quantizers, reader, splits):
     module = bounded(reader, quantizers, bias=True)
     if quantizers == "nvfp4":

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import WHOLE_BLOCKS
 from experts import EXPERTS, GPU, SECTIONS, K, N, gradients, grouped, hidden, ids
 
 from hqsweep.formats import parse
@@ -14,7 +15,7 @@ from hqsweep.recipe import CustomRecipe
 UNEVEN, TOKENS = (7, 0, 16, 33), 56
 ROWS_IN_BF16 = {"input": "bf16|nvfp4", "weight": "bf16", "grad_output": "bf16|nvfp4"}
 ROTATED = {"input": "fp8_delayed|nvfp4+rht", "weight": "fp8_delayed|nvfp4", "grad_output": "fp8_delayed|nvfp4+rht"}
-KERNELS = ["nvfp4", "mxfp4", "nvfp4+row_scaled|nvfp4", "fp8_block|nvfp4", ROWS_IN_BF16, SECTIONS[0]]
+KERNELS = [*WHOLE_BLOCKS, "nvfp4+row_scaled|nvfp4", "fp8_block|nvfp4", ROWS_IN_BF16, SECTIONS[0]]
 
 
 @pytest.fixture(params=["loop", "kernels", "reference"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import BASES, BY_STEP
 from experts import (
     EXPERTS,
     ROWS,
@@ -30,7 +31,7 @@ from hqsweep.quant.serialize import load_safetensors, save_safetensors
 from hqsweep.recipe import parse_recipe
 
 SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
-HELD = ["bf16", "fp8_current|mxfp8", "nvfp4+sr", "fp8_delayed", SECTIONS[1]]
+HELD = [*BASES, *BY_STEP[1:], "fp8_current|mxfp8", SECTIONS[1]]
 
 
 def output(module, step=1):
@@ -74,7 +75,7 @@ def _key(linear):
     return RngKey(seed=1, slot=f"experts/grouped_linear/weight/{linear.expert}", step=0)
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4+sr", "fp8_delayed"])
+@pytest.mark.parametrize("quantizers", BY_STEP)
 def test_one_parameter_trains_as_many(quantizers):
     """Two models, two steps of an optimizer with masters: the same codes."""
     models = [held(quantizers, preserve=True, single_grouped_weight=single) for single in (False, True)]
@@ -92,7 +93,7 @@ def test_one_parameter_trains_as_many(quantizers):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4+sr", "fp8_delayed"])
+@pytest.mark.parametrize("quantizers", BY_STEP)
 def test_checkpoints_load_both_ways(quantizers, quantized, tmp_path):
     """From one parameter to many and back, in memory and through a file: the same bytes and outputs."""
     make = held if quantized else grouped
@@ -233,7 +234,7 @@ def test_gradients_of_the_single_parameter_are_stacked():
     )
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", "fp8_delayed", "nvfp4+sr"])
+@pytest.mark.parametrize("quantizers", BY_STEP)
 def test_writing_one_expert_or_some_is_writing_their_parameters(quantizers):
     """Under their own histories and keys; the others stay as they are."""
     many, single = held(quantizers), held(quantizers, single_grouped_weight=True)

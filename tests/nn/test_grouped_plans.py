@@ -6,18 +6,20 @@ from functools import partial
 
 import pytest
 import torch
+from cases import BASES, RANDOM
 from experts import EXPERTS, FORMATS, GPU, ROWS, SECTIONS, SPLITS, K, N, gradients, hidden, ids, recipe_of
 from experts import grouped as looped
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hqsweep.errors import UserError
+from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, autocast, quantization, quantized_model_init
 
 grouped = partial(looped, plan_capability=GPU)
 EQUAL = (ROWS // EXPERTS,) * EXPERTS
-EXACT_IN_BF16 = [f for f in FORMATS if f not in ("fp16", "fp32", "fp8_block+fp32_scale")]
+EXACT_IN_BF16 = [text for text in FORMATS if parse(text).fits_bf16]
 
 
 @pytest.fixture
@@ -180,7 +182,7 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
         assert native == [(ROWS, N), (ROWS, K)][:count]
 
 
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_current", SECTIONS[1]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, SECTIONS[1]], ids=ids)
 def test_forward_and_the_gradient_of_the_input_wait_for_no_splits(used, quantizers):
     """Whether they are computed on exact operands of the rows alone; the loop asks for the splits."""
     module, expected = grouped(quantizers, bias=True), run(grouped(quantizers, bias=True), SPLITS)
@@ -201,7 +203,7 @@ def test_splits_that_only_a_device_knows_give_the_same_bits(quantizers):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("quantizers", BASES)
 @pytest.mark.parametrize("splits", [EQUAL, SPLITS])
 def test_an_output_may_be_written_in_place(used, quantizers, splits):
     module, x = grouped(quantizers), draw("normal", ROWS, K).requires_grad_()
@@ -235,7 +237,7 @@ def operators_of_a_step(experts, quantizers, equal):
     return operators.seen
 
 
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", "fp8_block", "nvfp4", "nvfp4+sr", *SECTIONS[:2]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, RANDOM, *SECTIONS[:2]], ids=ids)
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_host_does_nothing_for_single_experts(used, quantizers, equal):
     """Not so much as a view of its tensors."""
@@ -243,7 +245,7 @@ def test_the_host_does_nothing_for_single_experts(used, quantizers, equal):
     assert used == (["bmm"] * 3 if equal else [3, 3, 2]) * 4
 
 
-@pytest.mark.parametrize("quantizers", ["bf16", "mxfp8", SECTIONS[1]], ids=ids)
+@pytest.mark.parametrize("quantizers", [*BASES, SECTIONS[1]], ids=ids)
 @pytest.mark.parametrize("splits", [SPLITS, EQUAL], ids=["ragged", "equal"])
 def test_operands_of_the_kernel_are_not_put_together_again(used, quantizers, splits, monkeypatch):
     """Every operand is made where torch._grouped_mm and torch.bmm take it."""

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from cases import BASE_LINEARS, LINEARS
 
 from hqsweep.formats import parse
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, LinearOptions, Probe, quantization, set_recipe
 from hqsweep.recipe import QuantizerRole, Recipe
 
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+NVFP4 = LINEARS["nvfp4"]
 
 
 def build(quantizers, k=64, n=96, dtype=torch.bfloat16, bias=False, **options):
@@ -95,13 +96,13 @@ def test_stochastic_rounding_follows_the_step():
     assert torch.equal(run(NVFP4, step=3)["y"], run(NVFP4, step=4)["y"])
 
 
-@pytest.mark.parametrize("quantizers", ["fp8_current", "mxfp8", NVFP4], ids=str)
+@pytest.mark.parametrize("quantizers", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_the_gradient_of_the_bias_is_the_sum_of_the_unquantized_gradient(quantizers):
     """In float32: a sum in bfloat16 would be rounded, one of codes would be another sum."""
     assert torch.equal(run(quantizers, bias=True)["db"], draw("normal", 32, 96, 1).sum(0, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("quantizers", ["mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized"], ids=str)
+@pytest.mark.parametrize("quantizers", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_a_saved_original_gives_the_same_bits(quantizers):
     assert_equal(run(quantizers), run(quantizers, save_original_input=True))
 
@@ -195,9 +196,7 @@ def test_a_tensor_scale_leaks_the_last_token_into_earlier_outputs(text, leaks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "quantizers", ["bf16", "mxfp8", NVFP4, "nvfp4|mxfp8@rowwise_dequantized", "fp8_block"], ids=str
-)
+@pytest.mark.parametrize("quantizers", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_gpu_and_cpu_agree_up_to_the_order_of_summation(quantizers):
     results = []
     for device in ("cpu", "cuda"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import REPRESENTATIVE
+from cases import DELAYED, LINEARS, REPRESENTATIVE
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -29,7 +29,7 @@ RECIPES = ["bf16", "mxfp8", "fp8_block+2d", "mxfp8|mxfp4@rowwise_dequantized",
            {"input": "fp8_current", "weight": "fp8_delayed", "grad_output": "nvfp4+row_scaled|mxfp8"}]  # fmt: skip
 TIED = {"bf16": "fp8_current", "nvfp4": "nvfp4+2d", "mxfp8": "nvfp4+sr"}
 WHOLE = [*({"input": x, "weight": x, "grad_output": dy} for x, dy in TIED.items()),
-         {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}, "fp8_delayed",
+         LINEARS["nvfp4"], DELAYED,
          {"input": "mxfp8", "weight": "mxfp8", "grad_output": "fp8_current|mxfp8@rowwise_dequantized"}]  # fmt: skip
 ROWS, WIDTH, VOCABULARY = 384, 64, 96
 

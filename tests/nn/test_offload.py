@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import REPRESENTATIVE, SOME
+from cases import BASE_LINEARS, REPRESENTATIVE, SOME
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,14 +20,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 devices = pytest.mark.parametrize("device", DEVICES)
 KEY = RngKey(seed=1, slot="test", step=2)
 OPERANDS = [text for text in REPRESENTATIVE if not (parse(text).row_scaled or parse(text).delayed)]
-LINEARS = {
-    "bf16": "bf16",
-    "fp8_current": "fp8_current",
-    "mxfp8": "mxfp8",
-    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
-    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
-    "hybrid": "nvfp4|mxfp8@rowwise_dequantized",
-}
 
 
 class Keep(torch.autograd.Function):
@@ -152,10 +144,10 @@ def test_what_would_not_be_freed_stays():
 @devices
 @pytest.mark.parametrize("window_bytes", [0, 20_000, 2**30])
 @pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("name", BASE_LINEARS)
 def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
     """With no window, one of some tensors, and one that takes all."""
-    model, x = stack(LINEARS[name], device, held=held), torch.randn(32, 64, device=device)
+    model, x = stack(BASE_LINEARS[name], device, held=held), torch.randn(32, 64, device=device)
     away = offload(model, window_bytes=window_bytes)
     expected = gradients(model, x)
     for _ in range(3):
@@ -187,7 +179,7 @@ def test_inputs_of_what_is_computed_again_wait_too(reentrant, device):
         waiting.append(away.host_bytes)
         return x
 
-    model, x = stack(LINEARS["nvfp4"], device), torch.randn(32, 64, device=device)
+    model, x = stack(BASE_LINEARS["nvfp4"], device), torch.randn(32, 64, device=device)
     away, waiting = offload(model), []
     expected = gradients(model, x)
     assert same(expected, gradients(model, x, away, call))

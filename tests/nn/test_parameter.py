@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import BASE_LINEARS, BASES, LINEARS
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -15,13 +16,7 @@ from hqsweep.nn import Linear, Probe, quantization, quantized_model_init
 from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer, Operand
 from hqsweep.recipe import LinearQuantizers
 
-RECIPES = {
-    "bf16": "bf16",
-    "fp32": "fp32",
-    "fp8_current": {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"},
-    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
-    "mxfp8": "mxfp8",
-    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+RECIPES = LINEARS | {
     "nvfp4 weights with sr": {"input": "nvfp4", "weight": "nvfp4+sr", "grad_output": "nvfp4"},
     "row scaled": "nvfp4+row_scaled|mxfp8@rowwise_dequantized",
     "high precision forward": {"input": "bf16|mxfp8", "weight": "bf16|mxfp8", "grad_output": "mxfp8"},
@@ -94,7 +89,7 @@ def test_gemms_receive_the_held_operands(monkeypatch):
     assert seen[0] == weight.rowwise_q.data_ptr() and seen[1] == weight.columnwise_q.data_ptr()
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", RECIPES["nvfp4"], "nvfp4|mxfp8@rowwise_dequantized", "bf16"], ids=str)
+@pytest.mark.parametrize("recipe", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_recompute_and_offload_give_the_same_bits(recipe):
     module = build(recipe, held=True)
     expected = run(module)
@@ -147,7 +142,7 @@ def test_the_initial_value_is_preserved_in_full_precision():
     assert not torch.equal(value, held.weight.dequantize())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4|mxfp8", RECIPES["nvfp4"]], ids=str)
+@pytest.mark.parametrize("recipe", BASE_LINEARS.values(), ids=BASE_LINEARS)
 def test_a_model_on_the_meta_device_is_made_real_later(recipe):
     with torch.device("meta"):
         module = build(recipe, held=True, bias=True, preserve_high_precision_init_val=True)
@@ -238,7 +233,7 @@ def test_fused_accumulation_adds_wgrad_in_fp32():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", BASES)
 def test_gpu_gradients_are_added_to_main_grad_by_the_gemm(recipe):
     """Without a product of their own in memory, and rounded at most once less than dw and the sum are."""
     width, options = 512, {"name": "layer", "bias": False, "dtype": torch.bfloat16}

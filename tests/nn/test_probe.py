@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import SOME
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -73,7 +74,7 @@ def scales_of(operand):
     return operand.format.value_scales(operand.buffers)
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "fp8_current|nvfp4", "nvfp4+sr|mxfp8+e5m2", "bf16"])
+@pytest.mark.parametrize("text", SOME)
 def test_rows_are_those_of_all_microbatches_together(text):
     linear, probe = module(text), Probe(STEP)
     results = train(linear, probe, batches())

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import HIGH, PLAIN, first
 
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
@@ -56,7 +57,7 @@ def assert_the_same(results, expected):
 
 
 @pytest.mark.parametrize("inside", ["forward", "backward", "both"])
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block+fp32_scale", MIXED, RHT], ids=str)
+@pytest.mark.parametrize("recipe", [HIGH[0], PLAIN, first(high_precision=False, fits_bf16=False), MIXED, RHT], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_torchs_autocast_changes_no_bit(name, recipe, inside):
     forward, backward = (autocast if inside in (part, "both") else nullcontext for part in ("forward", "backward"))
@@ -79,7 +80,7 @@ def test_torchs_autocast_changes_no_bit_of_attention(dpa):
         assert_the_same(other, expected)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("recipe", [HIGH[0], PLAIN])
 @pytest.mark.parametrize("name", MODULES)
 def test_gradients_of_gradients_are_refused(name, recipe):
     module, x = MODULES[name](recipe), draw("normal", 64, DIM).float().view(2, 32, DIM).requires_grad_()

@@ -4,11 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from cases import BASE_LINEARS, HIGH, HYBRID, RANDOM
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hqsweep.config.job import parse
 from hqsweep.errors import UserError
+from hqsweep.formats import parse as parse_format
 from hqsweep.nn import Linear, Probe, TransformerOptions, autocast, quantization, quantized_model_init
 from hqsweep.nn.attention import DotProductAttention
 from hqsweep.nn.recompute import recomputed
@@ -16,20 +18,8 @@ from hqsweep.nn.transformer_layer import TransformerLayer
 from hqsweep.recipe import DpaQuantizers, LinearQuantizers, Recipe
 from hqsweep.train.model import build_model
 
-FORMATS = {
-    "fp8_current": "fp8_current",
-    "mxfp8": "mxfp8",
-    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
-    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
-    "hybrid": "nvfp4|mxfp8@rowwise_dequantized",
-}
-ATTENTION = {
-    "fp8_current": "fp8_current",
-    "mxfp8": "mxfp8",
-    "fp8_block": "fp8_block",
-    "nvfp4": "nvfp4+sr",
-    "hybrid": FORMATS["hybrid"],
-}
+FORMATS = {name: section for name, section in BASE_LINEARS.items() if name not in HIGH}
+ATTENTION = {name: name for name in FORMATS} | {"hybrid": HYBRID, parse_format(RANDOM).name: RANDOM}
 WAYS = {
     "reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=True),
     "not reentrant": lambda module, *x: checkpoint(module, *x, use_reentrant=False),
