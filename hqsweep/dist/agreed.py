@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def is_many(group: Any = None) -> bool:
-    """Whether there are several ranks in the group, None for all."""
+    """Whether there are several ranks in the group; None is all ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
@@ -21,7 +21,7 @@ def rank_in(group: Any = None) -> int:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """The value of each rank, in order; any that pickle takes."""
+    """The value of each rank, in order; it may be any that pickle takes."""
     if not is_many(group):
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -30,15 +30,15 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def together(function: Callable[[], T], group: Any = None) -> T:
-    """What function() gives, on each rank. Where it raises on one, all raise: that one its own error, the others a
-    UserError with the words of the first."""
+    """What function() gives, on each rank. Where it raises on some ranks, all raise: those their own errors, the others
+    a UserError with the words of the first."""
     result, error = None, None
     try:
         result = function()
     except Exception as raised:  # which the others are to know, whatever it is
         error = raised
     words = [None if error is None else str(error) or type(error).__name__]
-    failed = [(rank, each[0]) for rank, each in enumerate(gathered(words, group)) if each[0] is not None]
+    failed = [(rank, told[0]) for rank, told in enumerate(gathered(words, group)) if told[0] is not None]
     if error is not None:
         raise error
     if failed:

@@ -11,7 +11,7 @@ from hqsweep.errors import UserError
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By the names that torch has had since 2.13, or the ones before."""
+"""The collectives by the names that torch has had since 2.13, or by those before."""
 
 
 def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:

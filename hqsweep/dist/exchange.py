@@ -16,7 +16,7 @@ from hqsweep.errors import UserError
 
 
 class Area(NamedTuple):
-    """Rows and columns of a matrix, from the first to before the last."""
+    """A rectangle of a matrix: rows and columns from the first to before the last."""
 
     first_row: int
     last_row: int
@@ -25,12 +25,12 @@ class Area(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many rows and columns."""
+        """The numbers of rows and columns."""
         return max(self.last_row - self.first_row, 0), max(self.last_col - self.first_col, 0)
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         rows, cols = self.shape
         return rows * cols
 
@@ -44,7 +44,7 @@ class Area(NamedTuple):
         )
 
     def of(self, values: Tensor, whole: "Area") -> Tensor:
-        """The view of this area in the values of a larger one."""
+        """The view of this area in the values of the larger area `whole`."""
         rows, cols = self.shape
         return values.narrow(0, self.first_row - whole.first_row, rows).narrow(
             1, self.first_col - whole.first_col, cols
@@ -52,7 +52,8 @@ class Area(NamedTuple):
 
 
 def areas_of_interval(start: int, stop: int, cols: int) -> list[Area]:
-    """The areas, at most three, of the elements from start to before stop of a matrix of these columns, row by row."""
+    """The areas, at most three, of the elements from start to before stop of a matrix with these columns, row by
+    row."""
     areas = []
     while start < stop:
         row, col = divmod(start, cols)
@@ -69,7 +70,7 @@ class _Message(NamedTuple):
 
     matrix: int
     piece: int
-    """Which of the sender's areas."""
+    """The number of the sender's area."""
     held: Area
     area: Area
 
@@ -79,7 +80,7 @@ class _Message(NamedTuple):
 
 
 class Exchange:
-    """For each of several matrices: the areas that this rank holds, and the one that it needs.
+    """The exchange of several matrices: each rank tells the areas that it holds, and the one that it needs, of each.
 
     held, needed: one entry for each matrix, the same matrices in the same order on all ranks of the group. Making it is
     a collective call, as ranks tell each other their areas. An area that several ranks hold is sent by the first.
@@ -100,11 +101,11 @@ class Exchange:
             for matrix, messages in enumerate(wanted):
                 _check_whole(Area(*told[receiver][1][matrix]), messages, f"rank {receiver}", matrix)
         self.sends = [[m for messages in wanted for sender, m in messages if sender == self.rank] for wanted in routes]
-        mine = [each for messages in routes[self.rank] for each in messages]
+        mine = [message for messages in routes[self.rank] for message in messages]
         self.receives = [[m for sender, m in mine if sender == rank] for rank in range(self.world)]
-        crossing = [m for to, wanted in enumerate(routes) for each in wanted for rank, m in each if rank != to]
+        crossing = [m for to, wanted in enumerate(routes) for message in wanted for rank, m in message if rank != to]
         self.crossing = {message.matrix for message in crossing}
-        """The matrices of which some rank lacks something."""
+        """The matrices of which some rank lacks a part."""
         wanted = [[Area(*areas[matrix]) for _, areas in told] for matrix in range(len(held))]
         self.cut_rows = [len({area[2:] for area in areas if area.size}) > 1 for areas in wanted]
         """Whether ranks need different columns of a matrix, so that rows lie over several of them."""
@@ -149,7 +150,8 @@ class Exchange:
 
 
 def _routes(told: Sequence[Any], matrix: int, receiver: int) -> list[tuple[int, _Message]]:
-    """Who sends what of a matrix to a rank: (sender, message), by senders, none of it twice."""
+    """The messages that bring a rank its area of a matrix, as (sender, message), in the order of senders, nothing
+    twice."""
     needed, seen, routes = Area(*told[receiver][1][matrix]), set(), []
     for sender, (held, _) in enumerate(told):
         for piece, own in enumerate(held[matrix]):
@@ -161,11 +163,11 @@ def _routes(told: Sequence[Any], matrix: int, receiver: int) -> list[tuple[int, 
 
 
 def _check_whole(needed: Area, messages: Sequence[tuple[int, _Message]], who: str, matrix: int) -> None:
-    """UserError unless messages bring an area whole."""
-    found = sum(message.area.size for _, message in messages)
-    if found != needed.size:
+    """UserError unless the messages bring the whole area."""
+    held = sum(message.area.size for _, message in messages)
+    if held != needed.size:
         raise UserError(
             f"exchange: {who} needs rows {needed.first_row}:{needed.last_row} and columns"
             f" {needed.first_col}:{needed.last_col} of matrix {matrix}, and of these {needed.size} elements its group"
-            f" holds {found}; every rank of the group brings its own part of one whole"
+            f" holds {held}; every rank of the group brings its own part of one whole"
         )

@@ -21,7 +21,7 @@ def sum_in_fp32(module: nn.Module) -> None:
     """Have unsharded_sum know the parameters of every unit of fully_shard in the module. All gradients of a unit are
     summed in FP32 once it was asked for one of its weights."""
     for part in module.modules():
-        _UNITS.update(each for group in groups_of(part) for each in group.fsdp_params)
+        _UNITS.update(unit for group in groups_of(part) for unit in group.fsdp_params)
 
 
 def groups_of(module: nn.Module) -> list[Any]:
@@ -76,10 +76,10 @@ def drop_pass(module: nn.Module) -> None:
             group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
             state._training_state = group._training_state = type(group._training_state).IDLE
             group._to_sharded()
-            for each in group.fsdp_params:
-                each.unsharded_accumulated_grad = None
-                if hasattr(each, "_unsharded_param"):
-                    each._unsharded_param.grad = None
+            for unit in group.fsdp_params:
+                unit.unsharded_accumulated_grad = None
+                if hasattr(unit, "_unsharded_param"):
+                    unit._unsharded_param.grad = None
 
 
 def in_backward() -> bool:
@@ -88,8 +88,8 @@ def in_backward() -> bool:
 
 
 def unsharded_sum(weight: Tensor) -> Tensor | None:
-    """float32, the shape of a weight that fully_shard has gathered: the sum of its gradients that FSDP reduces next, to
-    which a backward adds in the place of giving autograd one; None for a weight that sum_in_fp32 does not know."""
+    """float32, of the shape of a weight that fully_shard has gathered: the sum of its gradients that FSDP reduces next.
+    A backward adds to it in place of giving autograd a gradient. None for a weight that sum_in_fp32 does not know."""
     unit = _unit_of(weight)
     if unit is None:
         return None
@@ -104,19 +104,20 @@ def _unit_of(weight: Tensor) -> Any:
     unit = getattr(weight, _OF_WEIGHT, None)
     if unit is not None:
         return unit
-    units = [each for each in _UNITS if hasattr(each, "_unsharded_param") and not each.is_dtensor]
-    known = {id(each._unsharded_param): each for each in units}
+    units = [candidate for candidate in _UNITS if hasattr(candidate, "_unsharded_param") and not candidate.is_dtensor]
+    known = {id(candidate._unsharded_param): candidate for candidate in units}
     if id(weight) not in known:
         return None
-    for each in known.values():
-        if not hasattr(each._unsharded_param, _OF_WEIGHT):
-            setattr(each._unsharded_param, _OF_WEIGHT, each)
-            each._unsharded_param.register_post_accumulate_grad_hook(_to_fp32)
+    for candidate in known.values():
+        if not hasattr(candidate._unsharded_param, _OF_WEIGHT):
+            setattr(candidate._unsharded_param, _OF_WEIGHT, candidate)
+            candidate._unsharded_param.register_post_accumulate_grad_hook(_to_fp32)
     return known[id(weight)]
 
 
 def _to_fp32(weight: Tensor) -> None:
-    """Add what autograd gave a gathered parameter to its sum: one reduction takes gradients of one dtype."""
+    """Add the gradient that autograd gave a gathered parameter to its sum: one reduction takes gradients of one
+    dtype."""
     if weight.grad is not None:  # a module that adds to the sum gives autograd none
         unsharded_sum(weight).add_(weight.grad)
         weight.grad = None

@@ -20,13 +20,13 @@ from hqsweep.dist.gathered import GatheredWeight
 
 
 class Gathering:
-    """Of one weight, which `parameter`, an FSDPParam of `group`, gathers into `flat`."""
+    """How one weight is gathered: `parameter`, an FSDPParam of `group`, gathers it into `flat`."""
 
     def __init__(self, group: Any, parameter: Any, flat: Tensor) -> None:
         self._group, self._parameter, self._flat = weakref.ref(group), weakref.ref(parameter), flat
-        self._kept: dict[str, tuple[Hashable, Any, Sequence[Tensor]]] = {}
+        self._operands: dict[str, tuple[Hashable, Any, Sequence[Tensor]]] = {}
         self._repeats = self._recomputes = False
-        """Whether a forward, and a backward, were seen to read what they had read, or given up, before."""
+        """Whether a forward, and a backward, were seen to read again what they had read, or given up, before."""
         alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo" or parameter.shard_mesh.size() == 1
         self._refillable = not alone and parameter.fsdp_placement.dim == 0
 
@@ -45,7 +45,7 @@ class Gathering:
             all_gather(self._flat, own, group=parameter.shard_mesh.get_group())
 
     def give_up(self) -> None:
-        """Free the values, of which all that this gather serves has been made."""
+        """Free the values; everything that this gather serves has been made of them."""
         group = self._group()
         cut_again = group._use_post_forward_mesh and group._training_state.name == "FORWARD"
         if self._refillable and not cut_again:
@@ -66,13 +66,14 @@ class Gathering:
     def keep(self, direction: str, identity: Hashable, operand: Any) -> None:
         """Keep an operand until the weight is sharded again."""
         tensors = list(operand.buffers.values())
-        self._kept = {d: each for d, each in self._kept.items() if d != direction and not any(map(_is_free, each[2]))}
-        self._kept[direction] = identity, operand, tensors
-        self._parameter()._unsharded_inner_tensors = [t for *_, own in self._kept.values() for t in own]
+        entries = self._operands.items()
+        others = {d: entry for d, entry in entries if d != direction and not any(map(_is_free, entry[2]))}
+        self._operands = others | {direction: (identity, operand, tensors)}
+        self._parameter()._unsharded_inner_tensors = [t for *_, own in self._operands.values() for t in own]
 
     def kept(self, direction: str, identity: Hashable) -> Any:
         """The operand of that identity, if it is there."""
-        known, operand, tensors = self._kept.get(direction, (None, None, ()))
+        known, operand, tensors = self._operands.get(direction, (None, None, ()))
         return operand if known == identity and not any(map(_is_free, tensors)) else None
 
 
@@ -100,7 +101,8 @@ def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
 
 
 def _set_dtype(parameter: Any, dtype: torch.dtype) -> None:
-    """Have torch, which notes dtypes when the first forward begins, note this one as what the parameter travels in."""
+    """Have torch note this dtype as the one in which the parameter travels, when it notes dtypes at the first
+    forward."""
     init = parameter.init_dtype_attrs
 
     def init_dtype_attrs(policy: Any) -> None:

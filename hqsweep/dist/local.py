@@ -1,6 +1,6 @@
 """Tensors that ranks share, torch.distributed.tensor.DTensor: the part of this rank, and tensors that are spread alike.
 
-Arithmetic that is elementwise is done on parts, which are plain tensors; only a sum over elements needs other ranks.
+Elementwise arithmetic is done on parts, which are plain tensors; only a sum over elements needs other ranks.
 """
 
 import sys
@@ -27,7 +27,7 @@ def first_broadcast() -> tuple[Any, int] | None:
 
 
 def is_spread(x: Tensor) -> bool:
-    """Whether x is a DTensor; what makes one has imported its module."""
+    """Whether x is a DTensor; a process that has made one has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -38,7 +38,7 @@ def local(x: Tensor) -> Tensor:
 
 
 def spread_like(p: Tensor, part: Tensor) -> Tensor:
-    """The DTensor of p's shape, strides and placements of which `part` is this rank's part; part itself for a p that is
+    """The DTensor of p's shape, strides and placements of which `part` is this rank's part; `part` itself where p is
     not spread."""
     if not is_spread(p):
         return part
@@ -47,8 +47,8 @@ def spread_like(p: Tensor, part: Tensor) -> Tensor:
 
 
 def spread_out(whole: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every rank has whole as `like` is spread, a DTensor of this rank's part; whole itself for a `like`
-    that is not spread."""
+    """A tensor that every rank has whole, as a DTensor of this rank's part that is spread as `like` is; `whole` itself
+    where `like` is not spread."""
     if not is_spread(like):
         return whole
     distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
@@ -59,10 +59,10 @@ def is_in_pieces(x: Tensor) -> bool:
     """Whether a rank's part is several pieces that do not follow each other in the whole, as of q, k and v that are cut
     each for itself; torch.distributed.checkpoint has no name for those. UserError where fully_shard has cut the rows of
     such a part once more: torch's placements then name other rows than it has."""
-    cuts = [each for each in x.placements if not each.is_replicate()] if is_spread(x) else []
-    last = {each.dim: each for each in cuts}
-    in_pieces = [each for each in last.values() if type(each).__name__ == "_StridedShard"]
-    if any(sum(other.dim == each.dim for other in cuts) > 1 for each in in_pieces):
+    cuts = [placement for placement in x.placements if not placement.is_replicate()] if is_spread(x) else []
+    last = {cut.dim: cut for cut in cuts}
+    in_pieces = [cut for cut in last.values() if type(cut).__name__ == "_StridedShard"]
+    if any(sum(other.dim == cut.dim for other in cuts) > 1 for cut in in_pieces):
         raise UserError(
             f"fully_shard has cut a weight {tuple(x.shape)} along rows of which tp gave each rank pieces, as of q, k"
             " and v, and which rows those are is lost; give fully_shard"
@@ -91,14 +91,14 @@ def whole_tensor(x: Tensor) -> Tensor:
 
 
 def part_as(p: Tensor, x: Tensor) -> Tensor:
-    """This rank's part of x in the placements of p, such as a gradient of which every rank has a summand."""
+    """This rank's part of x in the placements of p, where x may be a gradient of which every rank has a summand."""
     if is_spread(x) and is_spread(p) and x.placements != p.placements:
         x = x.redistribute(placements=p.placements)
     return local(x)
 
 
 def type_of_spread() -> Any:
-    """DTensor, in a process that has one."""
+    """The class DTensor, in a process that has imported it."""
     return sys.modules["torch.distributed.tensor"].DTensor
 
 
@@ -106,12 +106,12 @@ def shard_groups(x: Tensor) -> tuple[Any, ...]:
     """The process groups over which the elements of x are cut, one for each such axis of its mesh."""
     if not is_spread(x):
         return ()
-    return tuple(x.device_mesh.get_group(i) for i, each in enumerate(x.placements) if not each.is_replicate())
+    return tuple(x.device_mesh.get_group(i) for i, placement in enumerate(x.placements) if not placement.is_replicate())
 
 
 def write_held(p: Tensor, value: Tensor, key: Any) -> None:
-    """Quantize this rank's part of a weight that is held quantized from its values, by a key; the ranks that share the
-    weight call this together."""
+    """Quantize this rank's part of a weight that is held quantized from its values, under a key; the ranks that share
+    the weight call this together."""
     own = local(p)
     own.quantize_(value.view(own.shape), key=key, group=next(iter(shard_groups(p)), None))
 
@@ -134,7 +134,11 @@ def whole_group(x: Tensor) -> Any:
     groups = shard_groups(x)
     if len(groups) < 2:
         return groups[0] if groups else None
-    names = [n for n, each in zip(x.device_mesh.mesh_dim_names, x.placements, strict=True) if not each.is_replicate()]
+    names = [
+        n
+        for n, placement in zip(x.device_mesh.mesh_dim_names, x.placements, strict=True)
+        if not placement.is_replicate()
+    ]
     return x.device_mesh[tuple(names)]._flatten().get_group()
 
 
@@ -144,7 +148,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """float32 [tensors]: the square of the 2-norm of each, of a DTensor of the whole, equal on all ranks.
+    """float32 [tensors]: the square of each tensor's 2-norm, equal on all ranks; of a DTensor the whole counts.
 
     Squares are summed within each part, then over ranks, in one collective for all tensors that are cut alike.
     """

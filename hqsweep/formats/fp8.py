@@ -100,16 +100,16 @@ class Fp8PerTensor(_ScaledFp8):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Current(Fp8PerTensor):
-    """The scale is that of the tensor's own amax."""
+    """One scale, from the tensor's own amax."""
 
     name = "fp8_current"
     OPTIONS = OPTIONS["fp8_current"]
     NUMBERED = NUMBERED["fp8_current"]
 
     pow2: bool = False
-    """The scale is truncated to a power of two."""
+    """Whether the scale is truncated to a power of two."""
     amax_epsilon: float = 0.0
-    """Smaller amaxes are raised to it."""
+    """The least amax: smaller ones are raised to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,11 @@ class Fp8Block(_ScaledFp8):
     NUMBERED = NUMBERED["fp8_block"]
 
     pow2: bool = True
-    """Scales are truncated to powers of two."""
+    """Whether scales are truncated to powers of two."""
     amax_epsilon: float = 0.0
-    """Smaller amaxes are raised to it."""
+    """The least amax: smaller ones are raised to it."""
     two_d: bool = False
-    """Scales over 128x128 tiles."""
+    """Whether scales cover 128x128 tiles."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class Fp8Block(_ScaledFp8):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Delayed(Fp8PerTensor):
-    """As fp8_current, but under the amax of a grid, {"s": float32 [1, 1]}: values beyond it saturate.
+    """Fp8Current under the amax of a grid, {"s": float32 [1, 1]}: values beyond it saturate.
 
     quant/delayed.py remembers the amaxes of earlier steps, by the arithmetic of TransformerEngine's fused update
     (common/recipe/delayed_scaling.cu, kernel_bulk at d0067d0da6cb) with margin 0. TransformerEngine stores the scale;
@@ -164,11 +164,12 @@ class Fp8Delayed(Fp8PerTensor):
     NUMBERED = NUMBERED["fp8_delayed"]
 
     most_recent: bool = False
-    """The amax of the last step instead of the largest of the history."""
+    """Whether the amax of the last step decides, instead of the largest of the history."""
     local_amax: bool = False
-    """Every process of a torch.distributed training has amaxes of its own, instead of the largest over all of them."""
+    """Whether every process of a torch.distributed training has amaxes of its own, instead of the largest over all of
+    them."""
     history: int = 1024
-    """How many steps are remembered, the present one included."""
+    """The number of steps that are remembered, the present one included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,7 +183,7 @@ class Fp8Delayed(Fp8PerTensor):
 
 
 def end_step(history: Tensor, amax: Tensor, *, most_recent: bool) -> tuple[Tensor, Tensor]:
-    """History and amax of the next step. No device waits; nothing is written.
+    """The history and the amax of the next step. No device waits; nothing is written.
 
     history: float32 [..., L], entry 0 the amax of the step that ends, the last entry that of the step before, as the
     oldest is overwritten. amax: float32 of any shape with one element for each history, the ones in use.

@@ -27,7 +27,7 @@ def _row_scaled(g: torch.Generator, rows: int, cols: int) -> Tensor:
 
 
 def _tiny(g: torch.Generator, rows: int, cols: int) -> Tensor:
-    """Around the smallest normal number of FP32, subnormals included."""
+    """Values around the smallest normal number of FP32, subnormals included."""
     return _normal(g, rows, cols) * 2.0**-126
 
 

@@ -47,23 +47,24 @@ class NVFP4(Format):
     OPTIONS = OPTIONS["nvfp4"]
 
     two_d: bool = False
-    """Scales over 16x16 tiles: the transpose of the codes is the code of the transpose."""
+    """Whether scales cover 16x16 tiles: the transpose of the codes is the code of the transpose."""
     rht: bool = False
-    """Random Hadamard transform along the contracted axis first; only meaningful columnwise, on both wgrad operands."""
+    """Whether a random Hadamard transform along the contracted axis comes first; only meaningful columnwise, on both
+    wgrad operands."""
     rht_signed: bool = True
     """Whether the transform has the signs of TransformerEngine's, or none."""
     sr: bool = False
-    """Stochastic rounding of elements (scales stay RNE), keyed."""
+    """Whether elements are rounded stochastically, by a key (scales stay RNE)."""
     row_scaled: bool = False
-    """One amax a row instead of one for the tensor; only meaningful rowwise."""
+    """Whether there is one amax a row instead of one for the tensor; only meaningful rowwise."""
     four_over_six: bool = False
-    """Per block, map the amax to 6 or to 4, whichever gives the smaller error."""
+    """Whether the amax of each block is mapped to 6 or to 4, whichever gives the smaller error."""
     error_mode: str = "mae"
     """The error that 4over6 compares: mean absolute (mae) or squared (mse)."""
     fast_error: bool = False
-    """4over6 compares float16 products of code and scale with x * S_enc, without the division."""
+    """Whether 4over6 compares float16 products of code and scale with x * S_enc, without the division."""
     e4m3_max: int = 0
-    """Largest block scale used with 4over6, 448 or 256; 0 stands for the default: 256 with 4over6, 448 without."""
+    """The largest block scale used with 4over6, 448 or 256; 0 stands for the default: 256 with 4over6, 448 without."""
 
     def __post_init__(self) -> None:
         random = [o for o in ("rht", "sr") if getattr(self, o)]
@@ -124,7 +125,7 @@ class NVFP4(Format):
 
     @cached_property
     def scale_choice(self) -> FourOverSix:
-        """How +4over6 decides."""
+        """The rule by which +4over6 decides."""
         return FourOverSix(tile=self.tile, error_mode=self.error_mode, fast_error=self.fast_error, divisor=self.divisor)
 
     @cached_property

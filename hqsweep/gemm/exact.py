@@ -22,8 +22,8 @@ from hqsweep.quant.operand import Operand
 
 
 def mm_t(a: Operand | ExactOperand, b: Operand | ExactOperand, *, out_dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype. Exact matrices
-    may be e of them, [e, m, k] and [e, n, k] -> [e, m, n], that share each a factor for the whole tensor.
+    """a [m, k], b [n, k] -> [m, n]: float32 product, float32 epilogue, then one rounding to out_dtype. Exact operands
+    may be e matrices, [e, m, k] and [e, n, k] -> [e, m, n], that share a factor each for the whole tensor.
 
     Nothing that a GEMM can do itself is left to a pass of its own: without factors it rounds to out_dtype where it
     stores, and so it does on CUDA with factors for whole tensors (ops.product). With factors of rows its float32 output
@@ -102,7 +102,8 @@ _LIBRARY.define("mm_rounded(Tensor a, Tensor b) -> Tensor")
 
 @torch.library.impl(_LIBRARY, "mm_rounded", "CUDA")
 def _mm_rounded(a: Tensor, b: Tensor) -> Tensor:
-    """By default cuBLAS may split k and add the parts in bfloat16; then the sum would be rounded several times."""
+    """The product with one rounding. By default cuBLAS may split k and add the parts in bfloat16, which would round
+    several times."""
     allowed = matmul.allow_bf16_reduced_precision_reduction
     if not allowed:
         return _multiply(a, b)

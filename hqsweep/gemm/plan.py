@@ -18,7 +18,7 @@ GROUPED_MAJORS = (9, 10)
 NATIVE_MAJORS = (9,)
 """Capabilities for which torch._scaled_grouped_mm takes E4M3 codes with scales of rows."""
 ALIGNMENT = 8
-"""Both take strides of multiples of 16 bytes: so many bfloat16 elements, and twice as many codes."""
+"""Both kernels take strides of multiples of 16 bytes: so many bfloat16 elements, and twice as many codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +26,15 @@ class GroupGemm:
     """What is known of a GEMM over experts before it runs."""
 
     gemm: str = "fprop"
-    """"fprop", "dgrad" or "wgrad"."""
+    """The GEMM: "fprop", "dgrad" or "wgrad"."""
     sizes: tuple[int, int] = (2 * ALIGNMENT, 2 * ALIGNMENT)
-    """In and out features."""
+    """The numbers of in and out features."""
     out_dtype: torch.dtype = torch.bfloat16
     """dtype of the products: float32 for wgrad into FP32 weights."""
     host_splits: bool = True
     """Whether the host knows the splits."""
     equal_splits: bool = False
-    """Whether it knows that they are equal, and not 0."""
+    """Whether the host knows that the splits are equal, and not 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class GemmPlan:
     mode: str
     """The recipe's gemm: exact, strict or native."""
     group: GroupGemm | None = None
-    """None: one matrix by one matrix."""
+    """The GEMM over experts; None: it multiplies one matrix by one matrix."""
     kernel: Literal["torch.bmm", "torch._grouped_mm", "torch._scaled_grouped_mm"] | None = None
     """The one kernel for all experts; None: a product for each matrix."""
 
@@ -87,7 +87,7 @@ class GemmPlan:
 def gemm_plan(
     a: Format, b: Format, capability: Capability, mode: str = "exact", group: GroupGemm | None = None
 ) -> GemmPlan:
-    """The plan for operands of these formats. capability: of the GPU, None for a CPU; group: None for one matrix."""
+    """The plan for operands of these formats. capability: the GPU's, None for a CPU; group: None for one matrix."""
     kernel = None
     if group is not None:
         kernel = _native_kernel(a, b, capability, group) if mode == "native" else _kernel(a, b, capability, group)

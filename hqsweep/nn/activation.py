@@ -12,7 +12,7 @@ from hqsweep.ops.kernels import in_dtype
 
 
 def gelu(x: Tensor) -> Tensor:
-    """By its tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    """GELU(x) by its tanh approximation (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -23,12 +23,12 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "swiglu": swiglu}
-"""Name -> function; ops.activation.INPUTS has how many times its output's width its input has."""
+"""Name -> function; ops.activation.INPUTS has the width of its input over that of its output."""
 
 
 class ActivationFunction(torch.autograd.Function):
-    """z bfloat16 [..., W] -> h bfloat16 [..., W / inputs], by the kernels. Saves z. Its gradient is none that autograd
-    could differentiate; the linears around it refuse gradients of gradients."""
+    """z bfloat16 [..., W] -> h bfloat16 [..., W / inputs], by the kernels. It saves z. Its gradient cannot be
+    differentiated again; the linears around it refuse gradients of gradients."""
 
     @staticmethod
     def forward(ctx, z: Tensor, kind: str) -> Tensor:

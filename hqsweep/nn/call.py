@@ -41,7 +41,8 @@ def slot_names(module_type: str, tensor: str, name: str, experts: range, part: i
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Captured in forward, so that backward quantizes under the same recipe and draws the same random bits."""
+    """What a call captures in forward, so that backward quantizes under the same recipe and draws the same random
+    bits."""
 
     module_type: str
     name: str
@@ -64,10 +65,12 @@ class Call:
     weight_splits: Splits | None = None
     """The rows of each expert in all weights, one below the other."""
     slot_numbers: SlotNumbers | None = None
-    """In a trace that does not depend on the module's name: what its random bits are keyed by instead."""
+    """The numbers that its random bits are keyed by in place of the module's name, in a trace that does not depend on
+    that."""
 
     def key(self, tensor: str) -> RngKey | RngKeys | RngNumbers:
-        """The stream of one slot in this step and microbatch, or that of every expert; of a weight in this step."""
+        """The key of one slot in this step and microbatch, or the keys of every expert's; a weight's key has the step
+        alone."""
         # Microbatches are parts of the step's batch, in which weights do not differ.
         part = self.context.microbatch if tensor != "weight" else 0
         if self.slot_numbers is not None:
@@ -81,7 +84,7 @@ class Call:
 
     @property
     def layer(self) -> str:
-        """As messages and a probe name it: experts stand behind a point."""
+        """The name of the layer in messages and for a probe: "NAME", or "NAME.EXPERT" for an expert."""
         return self.name if self.expert is None else f"{self.name}.{self.expert}"
 
     def quantizer(self, tensor: str) -> HybridQuantizer:
@@ -96,12 +99,13 @@ class Call:
 
     @property
     def recording(self) -> dict[str, Any]:
-        """Under which step, whether and with which ranks the states of delayed scaling record this call."""
+        """How the states of delayed scaling record this call: under which step, whether at all, and with which
+        ranks."""
         return {"step": self.context.step, "record": self.grad, "group": self.context.amax_group}
 
     @property
     def product_takes(self) -> Output:
-        """The output that quantize is asked for where a product is next."""
+        """The output to ask quantize for where a product reads it."""
         return "codes" if self.gemm == "native" else "exact"
 
     def quantize(
@@ -114,9 +118,9 @@ class Call:
         by_rows: bool = False,
         amaxes: Sequence[Tensor] = (),
     ) -> HybridOperand:
-        """x [rows, cols] by the quantizer of its slot, or the rows of each expert by themselves. by_rows: exact columns
-        of experts as torch._grouped_mm takes them. amaxes: those of x that are known, of one matrix. UserError, naming
-        the tensor and the expert."""
+        """x [rows, cols] quantized for its slot, all of it as one matrix or the rows of each expert by themselves.
+        by_rows: exact columns of experts are made as torch._grouped_mm takes them. amaxes: the amaxes of x that are
+        known, for one matrix. A UserError names the tensor and the expert."""
         quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
@@ -136,7 +140,7 @@ class Call:
     def quantize_under(
         self, tensor: str, x: Tensor, amax: Tensor, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
-        """quantize() of one matrix whose amax is known, where its quantizer takes_amax."""
+        """quantize() for one matrix whose amax is known, where its quantizer takes_amax."""
         quantizer = self.quantizer(tensor)
         key = self.key(tensor) if quantizer.reads_key else None
         states = self.states_of(tensor, x) if quantizer.delayed else None
@@ -145,7 +149,7 @@ class Call:
     def quantize_part(
         self, tensor: str, x: Tensor, part: Part, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
-        """quantize() of one matrix, of which this rank has a part."""
+        """quantize() for one matrix, of which this rank has a part."""
         quantizer = self.quantizer(tensor)
         options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, x)}
         try:
@@ -163,14 +167,14 @@ class Call:
         rowwise: Output | None = None,
         columnwise: Output | None = None,
     ) -> HybridOperand:
-        """quantize() of activation(z) [rows, cols], or with dh of the gradient of z; of one matrix, on CUDA."""
+        """quantize() for activation(z) [rows, cols], or with dh for the gradient of z; one matrix, on CUDA."""
         quantizer = self.quantizer(tensor)
         options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, z)}
         return quantizer.quantize_activated(z, dh, kind, rowwise=rowwise, columnwise=columnwise, **options)
 
     def rounded(self, tensor: str, x: Tensor) -> Tensor:
-        """x in the values of the quantizer of a boundary slot, the rows of each expert by themselves; x itself without
-        one. Waits for splits that only a device knows."""
+        """x rounded to the values of a boundary slot's quantizer, the rows of each expert by themselves; x itself
+        without a quantizer. It waits for splits that only a device knows."""
         quantizer = self.quantizer(tensor)
         if quantizer is None:
             return x
@@ -183,7 +187,7 @@ class Call:
             self.context.probe.tensor(self.site(tensor, self.part_of(tensor, x)), x, *slot)
 
     def site(self, name: str, part: Part | None) -> Site:
-        """That of a tensor or a GEMM of this call, for a probe."""
+        """The site of a tensor or a GEMM of this call, for a probe."""
         return Site(layer=self.layer, name=name, microbatch=self.context.microbatch, part=part)
 
     def part_of(self, tensor: str, x: Tensor) -> Part | None:

@@ -22,7 +22,7 @@ from hqsweep.recipe.sections import LinearQuantizers
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Captured by each module in forward, so that backward and recompute draw the same bits."""
+    """What each module captures in forward, so that backward and recompute draw the same bits."""
 
     seed: int = 0
     step: int | None = None
@@ -55,13 +55,13 @@ class Context:
             )
 
     def key(self, slot: str) -> RngKey:
-        return RngKey(slot=slot, **self._key_facts())
+        return RngKey(slot=slot, **self._key_fields())
 
     def numbered_key(self, numbers: list[int]) -> RngNumbers:
-        """key() of the slot with these numbers_of its name."""
-        return RngNumbers(numbers=numbers, **self._key_facts())
+        """The key() of the slot whose name has these numbers_of."""
+        return RngNumbers(numbers=numbers, **self._key_fields())
 
-    def _key_facts(self) -> dict[str, Any]:
+    def _key_fields(self) -> dict[str, Any]:
         # TorchInductor records a CUDA graph for each number that one takes: a trace with a counter takes none.
         read = self.counter is not None and torch.compiler.is_compiling()
         step = 0 if self.step is None or read else self.step
@@ -151,6 +151,6 @@ def within(context: Context) -> Entered[Context]:
 
 @contextmanager
 def replayed(context: Context, recipe: AnyRecipe | None) -> Iterator[None]:
-    """As it was where current() and autocast_recipe() gave these: what is computed again draws the same bits."""
+    """Restore what current() and autocast_recipe() gave then: what is computed again draws the same bits."""
     with _CONTEXT.entered(context), _RECIPE.entered(recipe):
         yield

@@ -50,7 +50,7 @@ class DelayedStates(nn.ModuleDict):
                 self[name] = DelayedState(format.history)
 
     def keep(self, quantizers: Quantizers) -> None:
-        """Have the states that these quantizers need, and give up all others."""
+        """Keep the states that these quantizers need, make those that are missing, and give up all others."""
         needed = _formats(quantizers)
         for name in [name for name in self if name not in needed]:
             del self[name]
@@ -109,13 +109,13 @@ class ExpertStates(nn.ModuleList):
         return slots_of(self, slot, quantizer, device=device, **call)
 
     def part(self, first: int, count: int) -> "ExpertStates":
-        """Those of the experts first to first + count, which keep their numbers in a state_dict."""
+        """The states of the experts first to first + count, which keep their numbers in a state_dict."""
         part, names = ExpertStates(0), list(self._modules)
         part._modules.update({name: self._modules[name] for name in names[first : first + count]})
         return part
 
     def numbered(self, first: int, count: int) -> "ExpertStates":
-        """Those of as many experts from the one of this number on; self where that is all."""
+        """The states of `count` experts, beginning with number `first`; self where these are all."""
         names = list(self._modules)
         return self if count == len(names) else self.part(first - int(names[0]), count)
 
@@ -146,10 +146,10 @@ def slots_of(
     record: bool = False,
     group: Any = None,
 ) -> list[SlotStates]:
-    """DelayedStates.of for each of several owners, such as experts, and a quantizer that is delayed."""
+    """DelayedStates.of for each of several owners, such as experts, with one quantizer that is delayed."""
     formats = _formats({slot: quantizer})
-    each = [{name.rpartition("_")[2]: own.state(name, f, device) for name, f in formats.items()} for own in owners]
-    return [SlotStates(states=states, step=step, record=record, group=group) for states in each]
+    by_owner = [{name.rpartition("_")[2]: own.state(name, f, device) for name, f in formats.items()} for own in owners]
+    return [SlotStates(states=states, step=step, record=record, group=group) for states in by_owner]
 
 
 def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:

@@ -79,22 +79,22 @@ class Route:
     sent: list[int]
     """How many rows go to each rank."""
     taken: list[int]
-    """How many come from each."""
+    """How many rows come from each rank."""
     local: Splits
-    """Those of the rows that go, over all experts."""
+    """The splits of the rows that go, over all experts."""
     order: Tensor
-    """int64: rows that came, R of them, which lie by rank, in the order of the experts, and within each in that of
-    ranks; R + e stands for a row of zeros that fills up this rank's expert e."""
+    """int64: the order of the experts, and within each that of ranks, as indices into the R rows that came, which lie
+    by rank. R + e stands for a row of zeros that fills up this rank's expert e."""
     inverse: Tensor
-    """int64 [R]: where in `order` each is."""
+    """int64 [R]: the place in `order` of each row that came."""
     splits: Splits
-    """Those of the rows that came, filled up, over the experts of this rank."""
+    """The splits of the rows that came, filled up, over the experts of this rank."""
     microbatch: int
-    """That of the first rank, under which the experts draw the random bits of all."""
+    """The microbatch of the first rank, under which the experts draw the random bits of all."""
 
     def go(self, rows: Tensor, format: Format | None, codes: MutableMapping[str, Operand] | None) -> Tensor:
-        """Rows [sum of sent, D], sorted by expert -> those of the experts of this rank. With a format only its codes
-        go: they become the "input" of `codes`, and the rows have no values. Gradients go as they are."""
+        """Rows [sum of sent, D], sorted by expert -> the rows of this rank's experts. With a format only its codes go:
+        they become the "input" of `codes`, and the rows have no values. Gradients go as they are."""
         return _Go.apply(rows, self, format, codes)
 
     def come_back(self, rows: Tensor, format: Format | None, codes: MutableMapping[str, Operand] | None) -> Tensor:
@@ -102,28 +102,28 @@ class Route:
         return _ComeBack.apply(rows, self, format, codes)
 
     def context(self) -> AbstractContextManager:
-        """In which the experts are called: they draw bits once for the rows of all ranks, and share amaxes of delayed
-        scaling with the ranks that hold the same experts."""
+        """The context in which experts are called: they draw bits once for the rows of all ranks, and share amaxes of
+        delayed scaling with the ranks that hold the same experts."""
         if current() is OUTSIDE:
             return nullcontext()
         return within(replace(current(), microbatch=self.microbatch, amax_group=self.dispatcher.same_experts))
 
     def gone(self, rows: Tensor) -> Tensor:
-        """Rows at their experts."""
+        """The rows at their experts."""
         came = self._exchanged(rows, self.sent, self.taken)
         if len(self.order) > len(came):
             came = torch.cat([came, came.new_zeros(self.splits.count, came.shape[1])])
         return came.index_select(0, self.order)
 
     def gone_as_codes(self, rows: Tensor, format: Format) -> tuple[Tensor, Operand]:
-        """The same by messages: a matrix of that shape without values, and its rowwise operand."""
+        """gone() by messages: a matrix of that shape without values, and its rowwise operand."""
         amaxes = agreed_amaxes(rows, self.local, format, self.dispatcher.group)
         messages = Messages.of(rows, self.local, format, amaxes)
         came = self._exchanged(messages.rows, self.sent, self.taken)
         if len(self.order) > len(came):
             own = None if amaxes is None else amaxes[self.first : self.first + self.splits.count]
-            zeros, each = rows.new_zeros(self.splits.count, rows.shape[1]), Splits.uniform(self.splits.count, 1)
-            came = torch.cat([came, Messages.of(zeros, each, format, own).rows])
+            zeros, single_rows = rows.new_zeros(self.splits.count, rows.shape[1]), Splits.uniform(self.splits.count, 1)
+            came = torch.cat([came, Messages.of(zeros, single_rows, format, own).rows])
         operand = messages.operand(came.index_select(0, self.order), self.splits, self.first)
         return rows.new_empty(()).expand(self.splits.rows, rows.shape[1]), operand
 
@@ -132,9 +132,9 @@ class Route:
         return self._exchanged(rows.index_select(0, self.inverse), self.taken, self.sent)
 
     def _exchanged(self, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-        made = rows.new_empty(sum(taken), rows.shape[1])
-        dist.all_to_all_single(made, rows.contiguous(), taken, sent, group=self.dispatcher.group)
-        return made
+        received = rows.new_empty(sum(taken), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), taken, sent, group=self.dispatcher.group)
+        return received
 
 
 class _Go(torch.autograd.Function):

@@ -90,7 +90,7 @@ class GroupedLinear(GroupedBase):
 
     @property
     def _numbers(self) -> range:
-        """Of the experts that are held here."""
+        """The numbers of the experts that are held here."""
         return range(self.first_expert, self.first_expert + self.num_experts)
 
     @property
@@ -100,7 +100,7 @@ class GroupedLinear(GroupedBase):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The same of biases; empty without."""
+        """One parameter for each expert [N], or one for all [E, N]; empty without biases."""
         return self._parameters_of("bias") if self.has_bias else []
 
     @property
@@ -116,8 +116,8 @@ class GroupedLinear(GroupedBase):
         return expert_weights([local(weight) for weight in self.weights])
 
     def hold_experts(self, first: int, count: int, mean_over: int) -> None:
-        """GroupedBase.hold_experts, with the parameters of these experts alone, copies that share no memory with the
-        others'; with a parameter for each expert they keep their names."""
+        """GroupedBase.hold_experts, which drops the parameters of all other experts: what is held shares no memory with
+        theirs. Parameters of single experts keep their names."""
         for name in ("weight", "bias") if self.has_bias else ("weight",):
             if getattr(self, f"single_grouped_{name}"):
                 whole = getattr(self, name)

@@ -43,14 +43,14 @@ class LayerNormLinear(AddsBranch, Linear):
         return total, self._product(h, known)
 
     def normed(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """norm.added(x, branch, dtype), and what the call of the linear is told of the norm, as fields of a LinearCall:
-        what it is computed of, where it is quantized as it is computed, and then has no values; or the amaxes that the
-        quantizer takes, where the norm's kernel finds them."""
+        """norm.added(x, branch, dtype), and what is known of its output, as fields of a LinearCall. Where the input is
+        quantized as it is computed, that is the description that it is computed from, and the output has no values;
+        where the norm's kernel finds the amaxes that the quantizer takes, it is these."""
         parts = self.parallel is not None and self.parallel.sequence is not None  # of h, which is quantized whole
         if parts or not use_kernels(x) or torch.compiler.is_compiling():
             return *self.norm.added(x, branch, self.dtype), {}
-        kept = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
-        quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if kept else None)
+        saves_column = torch.is_grad_enabled() and self.weight.requires_grad and not self.save_original_input
+        quantizer, outputs = self.active_quantizers().input, ("codes", "codes" if saves_column else None)
         if not (current().probe or self.save_original_input) and quantizer.takes_normed(*outputs):
             described = self.norm.described(x, branch, self.dtype)
             if described is not None:

@@ -38,13 +38,13 @@ def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 class LinearBase(QuantizedModule):
-    """What single and grouped linears have in common: their settings, and the facts of a call."""
+    """What single and grouped linears have in common: their settings, and the fields of a call."""
 
     BOUNDARIES = BOUNDARIES
     output_quantizer_role = Boundary("output")
     grad_input_quantizer_role = Boundary("grad_input")
     parallel: TensorParallel | None = None
-    """How the ranks of a group share it; None: each has all of it."""
+    """How the ranks of a group share the linear; None: each has all of it."""
 
     def __init__(
         self,
@@ -126,9 +126,9 @@ class Linear(LinearBase):
         return self._product(x)
 
     def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
-        """forward(x), of whose input these fields of a LinearCall are known."""
-        facts, parameters = self.linear_facts(), (self.weight, self.bias)
+        """forward(x); `known` has the fields of a LinearCall that are known of its input."""
+        fields, parameters = self.linear_facts(), (self.weight, self.bias)
         if self.parallel is not None:
-            facts["exchange"] = self.parallel.exchange(x)
+            fields["exchange"] = self.parallel.exchange(x)
             parameters = tuple(p if p is None else local(p) for p in parameters)
-        return linear_product(LinearCall(**facts, **known), x, *parameters)
+        return linear_product(LinearCall(**fields, **known), x, *parameters)

@@ -43,17 +43,18 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
 
 PRODUCTS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "weight"}
-"""GEMM -> the tensor whose values, or whose gradient, it makes, and as which that lies over ranks."""
+"""GEMM -> the tensor whose values, or whose gradient, it makes; ranks share its result as they share that tensor."""
 
 
 class Codes(UserDict[str, Operand]):
-    """Rowwise operands of tensors that have come as codes and have no values (nn.token_codes), by tensor; taken out
-    where they are read. No dict: hooks of fully_shard may copy those, and this one may be filled in backward."""
+    """Tensor -> its rowwise operand, where it has come as codes and has no values (nn.token_codes); it is taken out
+    where it is read. This is no dict, for hooks of fully_shard may copy a dict, and backward may have to fill this
+    one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCall(Call):
-    """With one matrix, splits and plans are None, and every list of this class has one entry."""
+    """A call of a linear. With one matrix, splits and plans are None, and every list of this class has one entry."""
 
     quantizers: LinearQuantizers
     main_grad: bool
@@ -62,17 +63,17 @@ class LinearCall(Call):
     """Whether x is saved instead of its columnwise operand, which is then made in backward."""
     workspace: WeightWorkspace | None
     input_amaxes: Sequence[Tensor] = ()
-    """What is known of x beforehand (HybridQuantizer.takes_amaxes)."""
+    """The amaxes of x that are known beforehand (HybridQuantizer.takes_amaxes)."""
     normed: list[Normed] = field(default_factory=list, compare=False)
-    """What x, which has no values then, is computed of; taken out where it is quantized, so that nothing keeps it."""
+    """What x is computed of, if x has no values; taken out where it is quantized, so that nothing keeps it."""
     codes: Codes | None = field(default=None, compare=False)
     mean_over: int = 1
     """The number of data-parallel ranks whose rows are multiplied here: gradients of parameters are divided by it, as
     those that are averaged over these ranks."""
     exchange: Exchange | None = None
-    """Where ranks share the linear; None: this one has all of it."""
+    """What ranks exchange where they share the linear; None: this one has all of it."""
     plans: Mapping[str, GemmPlan] | None = None
-    """"fprop", "dgrad" and "wgrad" -> how it is computed for all experts."""
+    """"fprop", "dgrad" and "wgrad" -> the plan by which it is computed for all experts."""
 
     @cached_property
     def singles(self) -> Sequence["LinearCall"]:
@@ -100,7 +101,7 @@ class LinearCall(Call):
         columnwise: Output | None = None,
         **options: Any,
     ) -> HybridOperand:
-        """Call.quantize; of an input that is only described, from what it is computed of."""
+        """Call.quantize; an input that is only described is quantized from what it is computed of."""
         if tensor == "input" and self.normed:
             return self.quantizer(tensor).quantize_normed(self.normed.pop(), rowwise=rowwise, columnwise=columnwise)
         if self.codes is not None and tensor in self.codes:
@@ -114,7 +115,7 @@ class LinearCall(Call):
         return None if self.exchange is None else self.exchange.parts.get(tensor)
 
     def gathered(self, tensor: str, x: Tensor) -> Tensor:
-        """x [rows, C], or where each rank has some of its tokens those of all."""
+        """x [rows, C], or, where each rank has some of its tokens, the rows of all ranks."""
         return x if self.exchange is None else self.exchange.gathered(tensor, x)
 
     def quantize_tokens(
@@ -126,10 +127,10 @@ class LinearCall(Call):
         columnwise: Output | None = None,
         **options: Any,
     ) -> HybridOperand:
-        """quantize() of a tensor of which each rank may have some of the tokens: the operands of all of them.
+        """quantize() for a tensor of which each rank may have some of the tokens: the operands of all tokens.
 
-        They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once. Of
-        an input that travels as codes the columnwise operand stays that of this rank's tokens, until saved_input().
+        They travel as codes where that takes fewer bytes and no block is cut, else x is gathered and quantized once.
+        Where an input travels as codes, its columnwise operand stays that of this rank's tokens until saved_input().
         """
         part = self.exchange and self.exchange.tokens(tensor, len(x))
         if part is None or not self._sends_codes(tensor, x, part, rowwise, columnwise):
@@ -155,13 +156,13 @@ class LinearCall(Call):
         return max(row, column) <= x.nbytes if tensor == "input" else row + column < x.nbytes
 
     def summed(self, tensor: str, x: Tensor) -> Tensor:
-        """x [rows, C], or where each rank has a part of its sums the whole, or this rank's tokens of it."""
+        """x [rows, C]; where each rank has a part of its sums, the whole sum, or this rank's tokens of it."""
         return x if self.exchange is None else self.exchange.summed(tensor, x)
 
     def _of_codes(
         self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any
     ) -> HybridOperand:
-        """quantize() of a tensor of which there is the rowwise operand: the columnwise one is that of its values."""
+        """quantize() for a tensor whose rowwise operand is here: the columnwise one is made of its values."""
         row, column, quantizer = self.codes.pop(tensor), None, self.quantizer(tensor)
         if columnwise:
             x = torch.cat([member.dequantize() for member in row.members])
@@ -224,7 +225,7 @@ class LinearCall(Call):
                 replace(states, **self.recording).use()
 
     def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | None) -> AnyOperand:
-        """The columnwise operand of x, from what was saved of it."""
+        """The columnwise operand of x, made from what was saved of x."""
         if skeleton is None:
             outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
             return self.quantize("input", self.gathered("input", tensors[0]), **outputs).columnwise
@@ -233,7 +234,7 @@ class LinearCall(Call):
         return operand if part is None else gather_operand(operand, 1, part)
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Report what forward has; x and the weights in high precision are what backward compares with."""
+        """Report the tensors of forward; returns x and the weights in high precision, which backward compares with."""
         self.probe_parts("input", x)
         originals = [call._probe_weight(w) for call, w in zip(self.singles, expert_weights(weights), strict=True)]
         self.probe_gemms("fprop", self.parts(x), originals, self.parts(y))
@@ -255,8 +256,9 @@ class LinearCall(Call):
                 probe.gemm(site, left, right, product, partial(call.summed, tensor))
 
     def _probe_weight(self, weight: Tensor) -> Tensor:
-        """The high-precision weight, probed. For one that is held quantized that is the probe's original of the layer;
-        without one the values held stand in for it in the errors of GEMMs, and no error of its own is reported."""
+        """The high-precision weight, which is reported. For a weight that is held quantized, this is the probe's
+        original of the layer; without an original, the values held stand in for it in the errors of GEMMs, and no error
+        of its own is reported."""
         if isinstance(weight, HybridQuantizedTensor):
             original = self.context.probe.originals.get(self.layer)
             if original is None:

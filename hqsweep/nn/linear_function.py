@@ -2,7 +2,7 @@
 dw = dy.T @ x.
 
 With experts each has its own rows of x and dy, its own w and its own b; without, all is one matrix. A `call` is a
-LinearCall, which has what is asked of it here beyond a Call.
+LinearCall: more is asked of it here than a Call has.
 """
 
 from collections.abc import Sequence
@@ -30,23 +30,24 @@ from hqsweep.quant.operand import Skeleton, flatten
 Gradient = Tensor | None
 
 
-class Kept(NamedTuple):
-    """What backward reads of a linear beside the tensors that are saved: `of_weights` of its weights and `of_input`."""
+class BackwardState(NamedTuple):
+    """What backward reads of a linear beside the saved tensors, of which `of_weights` are its weights' and `of_input`
+    its input's."""
 
     call: Call
     of_weights: int
     own: Sequence[Tensor]
-    """Those of weights that ranks gather anew for backward, which are none of the saved ones: hooks of saved tensors
-    would copy memory that is free."""
+    """Tensors of weights that ranks gather anew for backward. They are not among the saved ones, since hooks of saved
+    tensors would copy memory that is free."""
     of_input: int
     weight_skeletons: Sequence[Skeleton]
-    """Those of weights that are held; without any the tensors are the weights themselves."""
+    """The skeletons of weights that are held; without any the tensors are the weights themselves."""
     skeleton: Skeleton | None
-    """That of x's columnwise operand; None: x itself is saved."""
+    """The skeleton of x's columnwise operand; None: x itself is saved."""
     weights: Weights | None
-    """The weights where dw goes to their main_grad."""
+    """The weights, where dw goes to their main_grad."""
     one_parameter: bool
-    """There is one weight, and all gradients are its own."""
+    """Whether there is one weight, and all gradients are its own."""
     dw_dtype: torch.dtype
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -66,13 +67,13 @@ def check_weights(call: Call, weights: Weights, needs_dx: bool, needs_dw: bool) 
 
 
 def fprop(call: Call, weights: Weights, x: AnyOperand, needs_dx: bool) -> Tensor:
-    """y of x's rowwise operand."""
+    """y, from x's rowwise operand."""
     return call.product("fprop", x, call.weight(weights, "rowwise", needs_dx=needs_dx), call.dtype)
 
 
 def keep(
     call: Call, weights: Weights, x: Tensor | None, column: AnyOperand | None, needs_dx: bool
-) -> tuple[list[Tensor], Kept]:
+) -> tuple[list[Tensor], BackwardState]:
     """The tensors to save, and what else backward needs.
 
     column: x's columnwise operand as codes; without it x itself is saved, or nothing where there is no x, either.
@@ -81,7 +82,7 @@ def keep(
     of_weights = of_weights if needs_dx else ()
     own, of_weights = (of_weights, ()) if are_filled_again(weights) else ((), of_weights)
     saved, skeleton = flatten(column) if column is not None else ([] if x is None else [x], None)
-    kept = Kept(
+    state = BackwardState(
         call=call,
         of_weights=len(of_weights),
         own=own,
@@ -92,35 +93,37 @@ def keep(
         one_parameter=call.splits is None or weights[0].dim() == 3,
         dw_dtype=torch.float32 if call.main_grad else weights[0].dtype,
     )
-    return [*of_weights, *saved], kept
+    return [*of_weights, *saved], state
 
 
-def dgrad(kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor:
-    """dx of dy's rowwise operand. tensors: what keep() gave."""
-    of_weights, _ = kept.parts(tensors)
-    call, skeletons = kept.call, kept.weight_skeletons
+def dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand) -> Tensor:
+    """dx, from dy's rowwise operand. tensors: what keep() gave."""
+    of_weights, _ = state.parts(tensors)
+    call, skeletons = state.call, state.weight_skeletons
     w_column = unflatten_weights(of_weights, skeletons) if skeletons else call.weight(of_weights, "columnwise")
     return call.product("dgrad", dy, w_column, call.dtype)
 
 
 def wgrad(
-    kept: Kept, tensors: Sequence[Tensor], dy: AnyOperand, *, may_add: bool = True
+    state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand, *, may_add: bool = True
 ) -> Tensor | Sequence[Tensor] | None:
-    """dw of dy's columnwise operand, of each expert; None where the GEMM has added it to main_grad, which it does
+    """dw of each expert, from dy's columnwise operand; None where the GEMM has added it to main_grad, which it does
     unless may_add is False. tensors: what keep() gave."""
-    _, saved = kept.parts(tensors)
-    call, x = kept.call, kept.call.saved_input(saved, kept.skeleton)
-    if may_add and kept.weights is not None and call.plans is None and call.gemm != "native":
-        add_mm_t(main_grad_of(kept.weights[0]), dy, x)
+    _, saved = state.parts(tensors)
+    call, x = state.call, state.call.saved_input(saved, state.skeleton)
+    if may_add and state.weights is not None and call.plans is None and call.gemm != "native":
+        add_mm_t(main_grad_of(state.weights[0]), dy, x)
         return None
-    return call.product("wgrad", dy, x, kept.dw_dtype)
+    return call.product("wgrad", dy, x, state.dw_dtype)
 
 
-def delivered(kept: Kept, gradients: Tensor | Sequence[Tensor] | None, needs: Sequence[bool]) -> list[Gradient]:
-    """Gradients of the weights as autograd takes them; None where main_grad has got them."""
+def delivered(
+    state: BackwardState, gradients: Tensor | Sequence[Tensor] | None, needs: Sequence[bool]
+) -> list[Gradient]:
+    """The gradients of the weights as autograd takes them; None where main_grad has got them."""
     if gradients is None:
         return [None] * len(needs)
-    weights, one_parameter = kept.weights, kept.one_parameter
+    weights, one_parameter = state.weights, state.one_parameter
     whole = one_parameter and isinstance(gradients, Tensor)
     if weights is None and one_parameter:
         return [gradients if whole else torch.stack(list(gradients))]
@@ -138,7 +141,8 @@ def delivered(kept: Kept, gradients: Tensor | Sequence[Tensor] | None, needs: Se
 class LinearFunction(torch.autograd.Function):
     """x [M, K], then `count` weights ([N, K] each, or one [E, N, K]), then the biases likewise, if any -> y [M, N].
 
-    Saves of x its columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
+    It saves x's columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
+    gives: the columnwise operands that are held, or the weights, from which backward makes them again.
     gives: the columnwise operands that are held, or the weights themselves, of which they are made again in backward.
     """
 
@@ -152,7 +156,7 @@ class LinearFunction(torch.autograd.Function):
         operands = call.quantize_tokens("input", x, rowwise=call.product_takes, columnwise=column, **known)
         y = call.summed("output", fprop(call, weights, operands.rowwise, needs_dx))
         ctx.probed = call.probe_forward(call.gathered("input", x), weights, y) if call.context.probe else None
-        tensors, ctx.kept = keep(
+        tensors, ctx.state = keep(
             call, weights, x if needs_dw else None, operands.columnwise if column else None, needs_dx
         )
         ctx.call, ctx.count = call, count
@@ -163,7 +167,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Gradient, ...]:
-        call, kept, count, needs_dx = ctx.call, ctx.kept, ctx.count, ctx.needs_input_grad[0]
+        call, state, count, needs_dx = ctx.call, ctx.state, ctx.count, ctx.needs_input_grad[0]
         needs_dw, needs_db = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
         tensors, dx = ctx.saved_tensors, None
         dy = in_dtype(dy, call.dtype)
@@ -177,23 +181,23 @@ class LinearFunction(torch.autograd.Function):
         outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
         operands = call.quantize_tokens("grad_output", dy, **outputs)
         if needs_dx:
-            dx = call.summed("grad_input", dgrad(kept, tensors, operands.rowwise))
+            dx = call.summed("grad_input", dgrad(state, tensors, operands.rowwise))
             if ctx.probed:
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
             dx = call.rounded("grad_input", dx)
         dw: Sequence[Gradient] = [None] * count
         if column:
-            gradients = wgrad(kept, tensors, operands.columnwise, may_add=not ctx.probed)
+            gradients = wgrad(state, tensors, operands.columnwise, may_add=not ctx.probed)
             if ctx.probed:
                 _probe_wgrad(call, dy, ctx.probed[0], gradients)
             gradients = _mean(call, gradients)
-            dw = delivered(kept, gradients, needs_dw)
+            dw = delivered(state, gradients, needs_dw)
         db = _mean(call, _bias_gradients(call, dy, ctx.biases)) if any(needs_db) else [None] * len(ctx.biases)
         return dx, None, None, *dw, *db
 
 
 def _mean(call: Call, sums: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor] | None:
-    """Gradients of parameters, divided where the rows are those of many ranks."""
+    """Gradients of parameters, divided by the number of ranks where the rows are those of many ranks."""
     if call.mean_over > 1 and sums is not None:
         torch._foreach_div_([sums] if isinstance(sums, Tensor) else list(sums), call.mean_over)
     return sums
@@ -213,8 +217,8 @@ def _add_biases(call: Call, y: Tensor, biases: Sequence[Tensor]) -> Tensor:
 
 
 def _bias_gradients(call: Call, dy: Tensor, biases: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """Sums of the unquantized dy in float32, for each expert. Of splits that only a device knows they are one sum a
-    column, row by row (torch's SegmentReduce.cu: a thread for each), and not the tree of Tensor.sum."""
+    """The sums of the unquantized dy in float32, for each expert. With splits that only a device knows, each column is
+    summed row by row (torch's SegmentReduce.cu has a thread for each), and not in the tree of Tensor.sum."""
     (dtype, axes), splits = biases[0], call.splits
     if splits is not None and splits.sizes is None:
         offsets = splits.offsets(dy.device)  # unsafe: unchecked, for a check waits

@@ -24,8 +24,8 @@ from hqsweep.ops.kernels import in_dtype
 class MLPFunction(torch.autograd.Function):
     """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], in bfloat16 on CUDA.
 
-    Saves z = fc1(x) [M, inputs * F], and of fc1's and fc2's inputs what LinearFunction does. The calls are those of fc1
-    and fc2, without a probe, boundaries and, of fc2, save_original.
+    It saves z = fc1(x) [M, inputs * F], and of fc1's and fc2's inputs what LinearFunction does. The calls are those of
+    fc1 and fc2; they have no probe and no boundaries, and that of fc2 has no save_original.
     """
 
     @staticmethod
@@ -77,22 +77,22 @@ class MLPFunction(torch.autograd.Function):
 
 
 def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
-    """Whether joined() computes the MLP of x: on hqsweep's CUDA kernels, of linears in bfloat16 that nobody observes,
-    and that are no more than quantizers and GEMMs of one rank."""
+    """Whether joined() computes the MLP of x: it runs on hqsweep's CUDA kernels, for linears in bfloat16 on one rank
+    that nobody observes and that are no more than quantizers and GEMMs."""
     if fc1.parallel is not None or fc2.parallel is not None:
         return False
     if not use_kernels(x) or current().probe or is_observed(fc1) or is_observed(fc2) or fc2.save_original_input:
         return False
     quantizers = (fc1.active_quantizers(), fc2.active_quantizers())
-    bounded = any(q is not None for each in quantizers for q in (each.output, each.grad_input))
+    bounded = any(q is not None for section in quantizers for q in (section.output, section.grad_input))
     plain = fc1.bias is None and fc2.bias is None and fc1.dtype is fc2.dtype is torch.bfloat16
     return plain and not bounded and fc1.weight.shape[0] % (8 * INPUTS[kind]) == 0
 
 
 @outside_autocast
 def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, known: Mapping[str, Any] = NOTHING) -> Tensor:
-    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one;
-    known: what is known of it, as fields of a LinearCall."""
+    """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one; known:
+    the fields of a LinearCall that are known of it."""
     calls = (LinearCall(**fc1.linear_facts(), **known), LinearCall(**fc2.linear_facts()))
     y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.weight, fc2.weight)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

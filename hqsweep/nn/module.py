@@ -28,14 +28,15 @@ BOUNDARIES = MappingProxyType({"output": "output_quantizer_role", "grad_input": 
 
 _AUTOCAST, _QUANTIZATION = 1, 2
 _PRODUCTS = ("linear", "grouped_linear", "dpa")
-"""Types of modules whose traces have no name, where that decides nothing."""
+"""Types of modules whose traces leave the name out, where nothing depends on it."""
 _NUMBERED = ("linear", "dpa")
-"""Those whose random bits can be keyed by numbers of their slots instead."""
+"""Types of modules whose random bits can be keyed by the numbers of their slots instead."""
 _IN_A_TRACE = "a module under torch.compile (without it this message has its name)"
 
 
 class QuantizedModule(nn.Module):
-    """A subclass sets module_type, name and quantizers, and reads its quantizers from active_quantizers()."""
+    """The base of hqsweep's modules: a subclass sets module_type, name and quantizers, and reads its quantizers from
+    active_quantizers()."""
 
     module_type: str
     gemm: str = "exact"
@@ -87,7 +88,7 @@ class QuantizedModule(nn.Module):
         return [role for slot, role in self.slot_roles().items() if (slot in (*GRADIENTS, "grad_input")) != fwd]
 
     def chosen(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> dict[str, HybridQuantizer | None]:
-        """Fields of the section, from the quantizers of the roles."""
+        """The fields of the section: the quantizer of each slot's role."""
         return {slot: None if role is None else resolved[role] for slot, role in self.slot_roles().items()}
 
     def section_of(self, resolved: Mapping[QuantizerRole, HybridQuantizer]) -> Section:
@@ -123,8 +124,8 @@ class QuantizedModule(nn.Module):
         return self._autocast[1]
 
     def call_facts(self) -> dict[str, Any]:
-        """The fields of a Call, as they are now. A trace has no name where that decides nothing, so that it serves all
-        blocks of a model that are compiled one by one."""
+        """The fields of a Call, as they are now. A trace leaves the name out where nothing depends on it, so that one
+        trace serves all blocks of a model that are compiled one by one."""
         recipe, context = autocast_recipe(), current()
         quantizers = self._quantizers if recipe is None else self._quantizers_under(recipe)
         self.check_scope(recipe, context)
@@ -145,8 +146,8 @@ class QuantizedModule(nn.Module):
         }
 
     def _is_nameless(self, quantizers: Section, context: Context) -> bool:
-        """Whether a call needs the name of its module for messages alone: bits that are drawn are keyed by the numbers
-        of its slots, where it has these."""
+        """Whether a call needs the name of its module for messages alone: random bits, if any are drawn, are keyed by
+        the numbers of its slots."""
         own = [quantizer for quantizer in slots(quantizers).values() if quantizer is not None]
         if self.module_type not in _PRODUCTS or any(type(q) is not HybridQuantizer or q.delayed for q in own):
             return False
@@ -155,8 +156,8 @@ class QuantizedModule(nn.Module):
         return alone and (keyed or not quantizers.stochastic)
 
     def claim_bits(self, context: Context) -> None:
-        """UserError where another module draws the same random bits in this step; outside of any step nothing is known
-        of others, and a compiled call leaves it to those that are not."""
+        """UserError where another module draws the same random bits in this step. Outside of any step nothing is known
+        of other modules, and a compiled call is not checked."""
         if context.step is not None and not torch.compiler.is_compiling():
             context.claim((self.module_type, self.name, self.expert), self)
 
@@ -208,23 +209,27 @@ class Boundary:
 
 
 PARTS = "_hqsweep_parts"
-"""Attribute of a module of somebody else: the QuantizedModules, outside of its tree, by which it computes."""
+"""The attribute of a converted module that holds the QuantizedModules by which it computes, which are not in its
+tree."""
 
 
 def quantized_modules(model: nn.Module) -> list[QuantizedModule]:
-    """All modules of a model that have quantizers, each once, in order; in place of converted ones, their PARTS."""
-    found = []
+    """All modules of a model that have quantizers, each once, in order; a converted module's PARTS stand in its
+    place."""
+    modules = []
     for module in model.modules():
-        found += [module] if isinstance(module, QuantizedModule) else getattr(module, PARTS, ())
-    return found
+        modules += [module] if isinstance(module, QuantizedModule) else getattr(module, PARTS, ())
+    return modules
 
 
 WHOLE_ROLES = "_hqsweep_whole_roles"
-"""Attribute of a model of which other ranks have other modules: the roles of the whole, in order."""
+"""The attribute of a part of a model, whose other modules are on other ranks, that holds the roles of the whole in
+order."""
 
 
 def roles_of(model: nn.Module) -> list[QuantizerRole]:
-    """The roles of all modules of a model in order, over which a recipe counts layers; of a part those of the whole."""
+    """The roles of all modules of a model in order, over which a recipe counts layers; for a part, those of the
+    whole."""
     whole = getattr(model, WHOLE_ROLES, None)
     return _roles(quantized_modules(model)) if whole is None else whole
 
@@ -256,7 +261,7 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
 def set_recipe_of(
     modules: Sequence[QuantizedModule], recipe: AnyRecipe, whole: Sequence[QuantizerRole] | None = None
 ) -> int:
-    """set_recipe of a model that has these modules. whole: the roles of the model of which they are a part."""
+    """set_recipe for a model that has these modules. whole: the roles of the model of which they are a part."""
     roles = _roles(modules) if whole is None else whole
     faults = Faults()
     faults.texts += unread_overrides(recipe, roles)
@@ -270,7 +275,7 @@ def set_recipe_of(
 
 
 def _shared_bits(modules: Sequence[QuantizedModule], sections: Sequence[Section]) -> Iterator[str]:
-    """Names of several modules that draw random bits, which would be the same ones."""
+    """The names of modules that would draw the same random bits as others."""
     drawing = [m for m, section in zip(modules, sections, strict=True) if section.stochastic]
     for (module_type, name, _), count in Counter((m.module_type, m.name, m.expert) for m in drawing).items():
         if count > 1:

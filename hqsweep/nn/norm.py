@@ -23,7 +23,7 @@ NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 class _NormFunction(torch.autograd.Function):
     """x and branch [..., D], gain and bias [D] -> x + branch, its norm in `dtype`, and the amaxes that are wanted.
 
-    Saves the sum, which is the residual stream, and one or two numbers a row.
+    It saves the sum, which is the residual stream, and one or two numbers a row.
     """
 
     @staticmethod
@@ -52,8 +52,8 @@ class _NormFunction(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of x, branch, gain and bias, and two for what has none. The stream's gradient is added in the pass that makes the
-    norm's; both are rounded to the stream's dtype."""
+    """The gradients of x, branch, gain and bias, and None for two arguments without one. The stream's gradient is added
+    in the pass that makes the norm's; both are rounded to the stream's dtype."""
     total, gain, statistics = ctx.saved_tensors
     branch_dtype = ctx.branch_dtype
     if dh is None:
@@ -66,8 +66,8 @@ def _gradients(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tens
 
 
 class _NormedFunction(torch.autograd.Function):
-    """_NormFunction without the output: -> x + branch, a tensor of the output's shape and dtype whose gradient is the
-    output's, and which is one element, that nobody reads, expanded; and the statistics."""
+    """_NormFunction without the output: -> x + branch; a tensor of the output's shape and dtype, which is one element,
+    expanded, that nobody reads, and whose gradient is the output's; and the statistics."""
 
     @staticmethod
     def forward(

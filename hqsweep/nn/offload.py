@@ -22,11 +22,12 @@ from hqsweep.nn.saved import memory_of, tensors_of
 MIN_BYTES = 4096
 """Smaller tensors stay: their copy is latency alone."""
 WINDOW_BYTES = 64 * 2**20
-"""On the device in each direction while their copies run: a millisecond of PCIe 5, a hundred times its latency."""
+"""Bytes of tensors on the device in each direction while their copies run: a millisecond of PCIe 5, a hundred times its
+latency."""
 
 
 class _Saved:
-    """One tensor [...] in host memory, always contiguous, and what it takes to make it again on the device."""
+    """One tensor [...] in host memory, always contiguous, with its strides and device, from which it is made again."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number, self.nbytes, self.was_read = number, tensor.nbytes, False
@@ -35,7 +36,7 @@ class _Saved:
 
 
 class _Lane:
-    """Copies in one direction, on a stream of their own, and the device tensors of those not yet waited for.
+    """Copies in one direction, on a stream of their own, with the device tensors of the copies not yet waited for.
 
     There are at most `limit` bytes of these, or a single tensor. On the CPU a copy is over when the call returns.
     """
@@ -46,7 +47,7 @@ class _Lane:
         self.held: dict[_Saved, tuple[Tensor, torch.cuda.Event | None]] = {}
 
     def copy(self, saved: _Saved, target: Tensor, source: Tensor, on_device: Tensor) -> None:
-        """Copy after all that is enqueued now; on_device, the target or the source, is held until take()."""
+        """Copy after all that is enqueued now, and hold on_device, which is the target or the source, until take()."""
         event = None
         if self.stream is None:
             target.copy_(source)
@@ -59,7 +60,8 @@ class _Lane:
         self.nbytes += saved.nbytes
 
     def take(self, saved: _Saved) -> Tensor:
-        """The device tensor of a copy, which what is enqueued from now on may use, or overwrite once it is dropped."""
+        """The device tensor of a copy. What is enqueued from now on may use it, or overwrite its memory once it is
+        dropped."""
         tensor, event = self.held.pop(saved)
         self.nbytes -= saved.nbytes
         if event is not None:
@@ -80,19 +82,19 @@ class _Lane:
 
 
 class ActivationOffload:
-    """For the training of one model on one device:
+    """What autograd saves of one model on one device waits in CPU memory:
 
         offload = ActivationOffload(model)
         with offload.saving():
             loss = model(x)
         loss.backward()  # outside: what is computed again in backward need not leave the device
 
-    Left alone are parameters and buffers of the model, operands of its quantized weights, tensors on other devices, of
-    less than min_bytes, sparse, of a subclass, expanded (stride 0), or conjugated lazily. Backward reads the same bytes
-    under the same strides. It meets tensors in about the reverse order of forward, and those before the one that it
-    reads are brought back ahead of it, window_bytes of them. Host memory is pinned; torch's caching allocator keeps it,
-    rounded up to powers of two, and hands it out again in the next step. On the CPU tensors are copied too, which frees
-    nothing but shows the same path.
+    It leaves alone parameters and buffers of the model, operands of its quantized weights, and tensors that are on
+    other devices, smaller than min_bytes, sparse, of a subclass, expanded (stride 0), or conjugated lazily. Backward
+    reads the same bytes under the same strides. It meets tensors in about the reverse order of forward, and those
+    before the one that it reads are brought back ahead of it, window_bytes of them. Host memory is pinned; torch's
+    caching allocator keeps it, rounded up to powers of two, and hands it out again in the next step. On the CPU tensors
+    are copied too, which frees nothing but shows the same path.
     """
 
     def __init__(self, model: nn.Module, *, min_bytes: int = MIN_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
@@ -101,21 +103,21 @@ class ActivationOffload:
         self.leaving, self.arriving = (_Lane(self.device, window_bytes) for _ in range(2))
         self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()
         self._count = 0
-        self._kept: frozenset[int] = frozenset()
+        self._model_memory: frozenset[int] = frozenset()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around forward. What an earlier forward saved and backward has not read stays good."""
+        """Enter this around forward. What an earlier forward saved and backward has not read stays good."""
         self.leaving.clear()
         self.arriving.clear()
         self._count = max(self._saved.keys(), default=-1) + 1
-        self._kept = frozenset(memory_of(t) for t in tensors_of(self.model))
+        self._model_memory = frozenset(memory_of(t) for t in tensors_of(self.model))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory that backward has still to read."""
+        """The bytes in host memory that backward has still to read."""
         return sum(saved.nbytes for saved in self._saved.values())
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -163,5 +165,5 @@ class ActivationOffload:
             and tensor.nbytes >= self.min_bytes
             and 0 not in tensor.stride()
             and not (tensor.is_conj() or tensor.is_neg())
-            and memory_of(tensor) not in self._kept
+            and memory_of(tensor) not in self._model_memory
         )

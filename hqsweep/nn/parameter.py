@@ -65,8 +65,8 @@ def gemm_weight(
 ) -> nn.Parameter:
     """The parameter of a module: `weight` itself, or inside quantized_model_init its quantized form.
 
-    dtype: that of the module's tensors, to which weights are rounded before they are quantized. states: the module's,
-    or, of weights [E, N, K] of experts in one parameter, those of each.
+    dtype: the dtype of the module's tensors, to which weights are rounded before they are quantized. states: the
+    module's, or, for weights [E, N, K] of experts in one parameter, each expert's.
     """
     init = _INIT.get()
     if init is None:
@@ -137,7 +137,7 @@ def are_filled_again(weights: Weights) -> bool:
 
 
 def held_operands(weights: Weights, direction: Direction) -> Operand | Members:
-    """The operands of one direction of weights that are held quantized, which check_held has let pass."""
+    """The operands of one direction of weights that are held quantized and have passed check_held."""
     return _joined([getattr(weight.ready(direction), direction) for weight in weights])
 
 
@@ -147,7 +147,7 @@ def _joined(operands: list[Operand]) -> Operand | Members:
 
 def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[SlotStates]:
     """Have weights that are held quantized use the states of their module, after a copy, a move or a checkpoint;
-    returns those that there are."""
+    returns the states that they have."""
     one_for_each = isinstance(states, ExpertStates) and weights[0].dim() == 2
     linked = []
     for weight, own in zip(weights, states if one_for_each else [states], strict=True):
@@ -158,7 +158,7 @@ def link_states(weights: Weights, states: DelayedStates | ExpertStates) -> list[
             if weight.planes is not None:
                 weight.planes.link(weight.states)
             linked.append(weight.states)
-    return [own for each in linked if each for own in (each if isinstance(each, list) else [each])]
+    return [own for states in linked if states for own in (states if isinstance(states, list) else [states])]
 
 
 def check_held(weight: HybridQuantizedTensor, direction: Direction, quantizer: HybridQuantizer) -> None:

@@ -22,7 +22,7 @@ from hqsweep.track.tables import ERRORS, LOADS
 
 SLOTS = TENSOR_TYPES["linear"]
 ROUTED = "routed"
-"""`tensor` of the rows that say how many tokens an expert got."""
+"""The `tensor` of rows that say how many tokens an expert got."""
 
 Key = tuple[str, str, str]
 """What a row is about: the layer, the tensor or the GEMM, and the direction."""
@@ -30,13 +30,13 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is reported: a tensor, or a product, of one call."""
+    """Where a report comes from: a tensor, or a product, of one call."""
 
     layer: str
     name: str
     microbatch: int = 0
     part: Part | None = None
-    """Where it lies in the matrix that ranks have in parts; None: it is all of it."""
+    """Where the tensor lies in a matrix that ranks share; None: it is all of it."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Tokens:
     experts: int
 
     def joined(self, other: "Tokens", *, below: bool = True) -> "Tokens":
-        """Those of this call and another."""
+        """The tokens of this call and of another together."""
         return Tokens(self.own + other.own, self.total + other.total, self.experts)
 
     def to(self, device: torch.device | str) -> "Tokens":
-        """They are on no device."""
+        """self: the numbers are on no device."""
         return self
 
     def row(self) -> dict[str, float | None]:
-        """tokens, and load, which is that over the mean of all experts."""
+        """The columns tokens, and load: tokens over the mean of all experts."""
         mean = self.total / self.experts
         return {"tokens": float(self.own), "load": self.own / mean if mean else None}
 
@@ -84,14 +84,14 @@ class Captured(NamedTuple):
 
     matrix: Tensor
     part: tuple[int, int] | None
-    """Of the part of a rank: along which axis the operand is cut, and of how many pieces a part consists."""
+    """How a rank's part is cut from the operand: along which axis, and into how many pieces; None: it is all of it."""
 
 
 class Probe:
     """Rows of one sampled step. `gemms` also compares each product with the one of unquantized FP32 tensors.
 
-    What a microbatch reports again under a name is passed over: a forward that is computed again in backward, so that
-    the rows are those without recomputation.
+    What a microbatch reports again under a name is passed over. That is a forward that is computed again in backward,
+    so that the rows are those without recomputation.
     originals: layer name -> the high-precision weight that a quantized one was made from, such as its FP32 master.
     capture: also keep the operands of linears [rows, cols] themselves, those of microbatch 0, in CPU memory, as
     "LAYER.input", "LAYER.weight" and "LAYER.grad_output" in `captured`.
@@ -119,7 +119,7 @@ class Probe:
         return {name: operand.matrix for name, operand in self.operands.items()}
 
     def tensor(self, site: Site, x: Tensor, quantizer: HybridQuantizer, key: RngKey, states: SlotStates | None) -> None:
-        """Both directions of x [rows, cols], quantized again as the module quantizes it.
+        """Report x [rows, cols] in both directions, quantized again as the module quantizes it.
 
         Errors are against the original values, also with columnwise_source rowwise_dequantized.
         """
@@ -137,14 +137,14 @@ class Probe:
     def gemm(
         self, site: Site, a: Tensor, b: Tensor, actual: Tensor, summed: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
-        """actual [m, n] against summed(a [m, k] @ b [n, k].T) of the unquantized tensors in FP32. summed: what `actual`
-        went through since the product, where ranks have parts of k."""
+        """Report how actual [m, n] differs from summed(a [m, k] @ b [n, k].T), computed from the unquantized tensors in
+        FP32. summed: what `actual` went through since the product, where ranks have parts of k."""
         if self.gemms and self._is_first(site):
             expected = summed(a.detach().float() @ b.detach().float().t())
             self._add(site, "output", output_sums(expected, actual.detach()))
 
     def experts(self, layer: str, tokens: Sequence[int], microbatch: int = 0) -> None:
-        """How many tokens each expert of a mixture got: a row each, of "LAYER.0" and so on."""
+        """Report how many tokens each expert of a mixture got: a row for each, named "LAYER.0" and so on."""
         if self._is_first(Site(layer=layer, name=ROUTED, microbatch=microbatch)):
             for expert, own in enumerate(tokens):
                 counts = Tokens(own, sum(tokens), len(tokens))
@@ -169,7 +169,7 @@ def is_of_step(name: str) -> bool:
 
 
 def rows_of(step: int, samples: Mapping[Key, Sample]) -> list[dict[str, object]]:
-    """A row for each, with the columns of the table "stats"."""
+    """A row for each sample, with the columns of the table "stats"."""
     rows = []
     for (layer, tensor, direction), sample in samples.items():
         row = {"step": step, "layer": layer, "tensor": tensor, "direction": direction, "format": sample.format}

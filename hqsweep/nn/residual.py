@@ -12,7 +12,7 @@ from hqsweep.dist.fsdp import hook_ids
 from hqsweep.ops.kernels import in_dtype
 
 RESIDUAL = "_residual"
-"""The method of layers by which they hand on (x, branch)."""
+"""The name of the method by which layers hand on (x, branch)."""
 
 
 def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
@@ -27,12 +27,12 @@ def is_observed(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     known = hook_ids(module) if RESIDUAL in module.__dict__ else ()
     wrapped = module._compiled_call_impl is not None or "forward" in module.__dict__
-    return wrapped or any(key not in known for each in hooks for key in each) or torch_module._has_any_global_hook()
+    return wrapped or any(key not in known for table in hooks for key in table) or torch_module._has_any_global_hook()
 
 
 def residual_under_fsdp(layer: nn.Module) -> None:
-    """Have the hooks of fully_shard, which a layer is a unit of, run around its residual(x, branch), too, so that the
-    sum of a branch is left to the next norm there as well."""
+    """Have the hooks of fully_shard, whose unit a layer is, run around its residual(x, branch), too, so that the sum of
+    a branch is left to the next norm there as well."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     if hasattr(layer, RESIDUAL):

@@ -59,7 +59,7 @@ class Routing:
 
     def dispatch(self, x: Tensor, dtype: torch.dtype | None = None, splits: Splits | None = None) -> Tensor:
         """x [M, D] -> [M * k, D] in dtype, or in x's: a row for each choice, those of the first expert first. splits:
-        those of the rows, if not `tokens` but filled up: there, and zeros between."""
+        the splits of rows that are filled up, which differ from `tokens`; zeros lie between the choices then."""
         dtype = dtype or x.dtype
         if moves_by_kernels(x, dtype):
             return _DispatchRows.apply(x, self._places_in(splits), self.chosen.shape[1], *_filled(splits))
@@ -67,7 +67,7 @@ class Routing:
 
     def combine(self, y: Tensor, added: Tensor | None = None, splits: Splits | None = None) -> Tensor:
         """y [M * k, D] in the order of dispatch -> float32 [M, D]: for each token the sum over its experts, the most
-        probable first, of weight * row; then plus added [M, D]. splits: as those of dispatch."""
+        probable first, of weight * row; then plus added [M, D]. splits: those that dispatch took."""
         if moves_by_kernels(y, y.dtype):
             within = added if added is not None and added.dtype is y.dtype else None
             total = _CombineRows.apply(y, self.weights, within, self._places_in(splits), _filled(splits)[0])
@@ -77,19 +77,19 @@ class Routing:
         return total if added is None else total + added.float()
 
     def _places_in(self, splits: Splits | None) -> Tensor:
-        """`inverse`, in rows that may be filled up."""
+        """The place of each choice in rows that may be filled up: `inverse` where they are not."""
         if not isinstance(splits, PaddedSplits):
             return self.inverse
         return self.inverse + (splits.starts[1] - splits.starts[0])[self.chosen.flatten()]
 
 
 def _filled(splits: Splits | None) -> tuple[Tensor | None, int]:
-    """Where filled up experts begin, and how many rows there are."""
+    """Where experts begin that are filled up, and how many rows there are; (None, 0) without filling."""
     return (splits.starts, splits.rows) if isinstance(splits, PaddedSplits) else (None, 0)
 
 
 def moves_by_kernels(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether dispatch of x as rows of dtype and combine of them are the kernels', which fill up experts."""
+    """Whether kernels compute dispatch of x as rows of dtype, and combine of these; they fill up experts."""
     return takes(x, dtype) and use_kernels(x)
 
 

@@ -13,13 +13,13 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Address of the storage: equal for views of one tensor."""
+    """The address of the tensor's storage: equal for views of one tensor."""
     return tensor.untyped_storage().data_ptr()
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, the operands of quantized ones and this rank's part of those that ranks share: what
-    saving does not keep alive."""
+    """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
+    saving them keeps nothing alive that would be freed."""
     for part in map(local, model.parameters()):
         yield from part.buffers.values() if isinstance(part, HybridQuantizedTensor) else (part,)
     yield from model.buffers()
@@ -33,7 +33,7 @@ class SavedBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around forward."""
+        """Enter this around forward."""
         counted = {memory_of(tensor) for tensor in tensors_of(self.model)}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class SavedBytes:
 
 
 def saved_input_bytes(linear: Linear | GroupedLinear, rows: int) -> float:
-    """Bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or x
-    itself under save_original_input. Of a grouped linear rows are those of one expert, 1 or more."""
+    """The bytes an element that a linear keeps of its input x [rows, K]: codes and scales of the columnwise operand, or
+    x itself under save_original_input. For a grouped linear, rows are those of one expert, 1 or more."""
     weight = linear.weights[0] if isinstance(linear, GroupedLinear) else linear.weight
     return input_bytes(linear, weight.shape[-1], rows)
 

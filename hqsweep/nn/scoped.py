@@ -31,7 +31,8 @@ class _Own(local):
 
 
 class Scoped(Generic[Value]):
-    """`outside` is the value where no thread has entered any. Leaving restores, also by an exception."""
+    """A value for a `with`; `outside` is the value where no thread has entered any. Leaving restores the value before,
+    also after an exception."""
 
     def __init__(self, outside: Value) -> None:
         self.outside = outside
@@ -47,7 +48,7 @@ class Scoped(Generic[Value]):
         return entered[-1].value if entered else self.outside
 
     def entered(self, value: Value) -> "Entered[Value]":
-        """A context, or a decorator; what get() gives inside."""
+        """A context, or a decorator, inside which get() gives this value."""
         return Entered(self, value)
 
     def enter(self, value: Value) -> tuple[_Entry[Value], _Entry[Value] | None]:
@@ -60,7 +61,7 @@ class Scoped(Generic[Value]):
         return entry, before
 
     def leave(self, entry: _Entry[Value], before: _Entry[Value] | None) -> None:
-        """As it was before enter()."""
+        """End a `with`: restore what was before enter()."""
         self._own.entry = before
         if not torch.compiler.is_compiling():
             with self._lock:
@@ -68,7 +69,7 @@ class Scoped(Generic[Value]):
 
 
 class Entered(ContextDecorator, Generic[Value]):
-    """One `with`, or one function whose calls are each one of their own."""
+    """One `with`, or one function, each of whose calls is a `with` of its own."""
 
     def __init__(self, scoped: Scoped[Value], value: Value) -> None:
         self._scoped, self._value = scoped, value

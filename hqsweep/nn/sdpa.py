@@ -5,8 +5,8 @@ the order in which thread blocks come, so that torch leaves cuDNN out altogether
 torch.use_deterministic_algorithms. Here forward is cuDNN's then, and backward is flash attention's deterministic one,
 which takes what cuDNN's forward saves: the output, and the logarithm of the sum of exponentials of each row.
 
-Both are operators of torch without a promise for them. They are therefore tried once for every width of a head, at some
-lengths, and torch chooses by itself where they do not agree with what it would have computed.
+torch promises nothing for either operator. Both are therefore tried once for every width of a head, at some lengths,
+and torch chooses by itself where they do not agree with what it would have computed.
 """
 
 from collections.abc import Hashable
@@ -21,11 +21,11 @@ from hqsweep.nn.context import use_kernels
 
 ATEN = torch.ops.aten
 MOST_WIDTH = 128
-"""Of a head, for both kernels."""
+"""The largest width of a head that both kernels take."""
 AGREES = 0.02
-"""Relative distance of two attentions in bfloat16, at most."""
+"""The largest relative distance of two attentions in bfloat16 that agree."""
 LENGTHS = (32, 37, 256)
-"""Where they are tried, from the shortest for which they are used."""
+"""The lengths at which the kernels are tried; they are used from the shortest on."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
@@ -46,7 +46,7 @@ def _takes(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> bool:
 
 @constant_result
 def _tried(*case: Hashable) -> bool:
-    """_agree; while a CUDA graph is recorded, in which nothing can be tried, as far as it is known."""
+    """_agree(); while a CUDA graph is recorded nothing can be tried, and what is not known yet is False."""
     return (case in _agree.results or not torch.cuda.is_current_stream_capturing()) and _agree(*case)
 
 

@@ -6,14 +6,14 @@ from hqsweep.formats import numbers_of
 from hqsweep.recipe.roles import TENSOR_TYPES, QuantizerRole
 
 SlotNumbers = Mapping[str, list[list[int]]]
-"""Tensor of a module -> numbers_of its slot in each microbatch, the first ones. Lists, for torch.compile takes tuples
-of numbers for constants."""
+"""Tensor of a module -> the numbers_of its slot in each of the first NUMBERED_PARTS microbatches. They are lists, for
+torch.compile takes tuples of numbers for constants."""
 NUMBERED_PARTS = 8
-"""Microbatches of which SlotNumbers has the numbers."""
+"""The number of microbatches that SlotNumbers covers."""
 
 
 def slot_numbers(module_type: str, name: str) -> SlotNumbers:
-    """Of the module of that type and name, which has no experts."""
+    """The numbers of the slots of the module of that type and name, which has no experts."""
     slots = {tensor: str(QuantizerRole(module_type, tensor, name)) for tensor in TENSOR_TYPES[module_type]}
     parts = ["", *(f"@{part}" for part in range(1, NUMBERED_PARTS))]
     return {tensor: [numbers_of(f"{slot}{part}") for part in parts] for tensor, slot in slots.items()}

@@ -28,7 +28,8 @@ CUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "row": {"input": 1, "weight": 1, "grad_input": 1},
     }
 )
-"""Mode -> tensor -> the axis of its matrix of which each rank has a part; of other tensors it has all, or tokens."""
+"""Mode -> tensor -> the axis along which ranks have parts of its matrix; of other tensors a rank has all, or some
+tokens."""
 TOKENS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"column": ("input", "grad_input"), "row": ("grad_output", "output")}
 )
@@ -37,7 +38,7 @@ TOKENS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorParallel:
-    """Of a module."""
+    """How the ranks of a group share a module."""
 
     group: ProcessGroup
     mode: Mode
@@ -47,7 +48,7 @@ class TensorParallel:
     """Matrices that lie one below the other in the weight, each of which is cut for itself, as q, k and v."""
 
     def exchange(self, x: Tensor) -> "Exchange":
-        """That of a call with this input."""
+        """The exchange of a call with this input."""
         lead, ranks = 1 if self.sequence is None else math.prod(x.shape[: self.sequence]), self.group.size()
         if self.mode == "row" and self.sequence is not None and x.shape[self.sequence] % ranks:
             raise UserError(f"a sequence of {x.shape[self.sequence]} tokens does not divide by tp={ranks}")
@@ -60,15 +61,15 @@ class TensorParallel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Exchange:
-    """Of one call."""
+    """What ranks exchange in one call."""
 
     parallel: TensorParallel
     lead: int
-    """Sequences whose tokens lie split, one after the other."""
+    """The number of sequences whose tokens lie split, one after the other."""
     rows: int
-    """This rank's tokens, where they lie split."""
+    """The number of this rank's tokens, where they lie split."""
     parts: Mapping[str, Part] = field(init=False)
-    """Tensor -> where the parts lie that ranks have of it; others are whole."""
+    """Tensor -> where the parts lie that ranks have of it; a tensor that is not named is whole."""
 
     def __post_init__(self) -> None:
         own = self.parallel
@@ -86,7 +87,7 @@ class Exchange:
         return shape
 
     def tokens(self, tensor: str, rows: int) -> Part | None:
-        """Where this rank's rows of the tensor lie, where they are some of its tokens and not all."""
+        """Where this rank's rows of the tensor lie, if they are some of its tokens; None if they are all."""
         own = self.parallel
         if own.sequence is None or tensor != TOKENS[own.mode][0] or own.group.size() == 1 or rows != self.rows:
             return None
@@ -98,7 +99,7 @@ class Exchange:
         return x if part is None else gather_rows(x, part.group, part.runs)
 
     def summed(self, tensor: str, x: Tensor) -> Tensor:
-        """The sum over ranks of x, each of which has a part of its products, or this rank's tokens of it; x itself
+        """The sum over ranks of x where each has a part of its products, or this rank's tokens of the sum; x itself
         where every rank has whole products."""
         own = self.parallel
         if tensor != TOKENS[own.mode][1]:
@@ -107,8 +108,8 @@ class Exchange:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter that is a DTensor; any other as it is. A part with a main_grad is a leaf, since
-    autograd gets no gradient of it: torch 2.11 would make one of zeros."""
+    """This rank's part of a parameter that is a DTensor; any other parameter as it is. A part with a main_grad is a
+    leaf, since autograd gets no gradient of it: torch 2.11 would make one of zeros."""
     if getattr(parameter, "to_local", None) is None:
         return parameter
     main_grad = getattr(parameter, "main_grad", None)
@@ -132,7 +133,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x itself, of whose gradient every rank has the part of its tokens, and receives the sum."""
+    """x itself. Every rank has the part of its gradient that comes from its tokens, and receives the sum."""
     return _SumGradient.apply(x, group)
 
 

@@ -1,8 +1,8 @@
 """Rows of tokens as codes with their scales, one message of bytes for each: what experts over ranks send for bfloat16.
 
-A rowwise operand can be sent so where every code and scale is of one row, but for an amax of the whole matrix, which
-the ranks agree on first. The columnwise operand then has no source but the decoded codes: a recipe that makes it of
-the original values gets these, unless nobody reads that operand.
+A rowwise operand can be sent so where every code and scale belongs to one row, except for an amax of the whole matrix,
+which the ranks agree on first. The columnwise operand can then be made from the decoded codes alone: a recipe that
+makes it of the original values gets these, unless nobody reads that operand.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import Operand
 
 PITCH = 16
-"""Messages are a multiple of this many bytes, which copies of whole rows like."""
+"""The bytes of a message are a multiple of this: copies of whole rows are fast then."""
 
 
 @memo
 def sends_codes(quantizer: HybridQuantizer, columnwise: bool) -> bool:
-    """Whether rows can travel as codes: what is read at their destination, columnwise also along the columns, is what
-    the quantizer makes there of their values."""
+    """Whether rows can travel as codes: the operands that are read at their destination, which with `columnwise`
+    include the columnwise one, are those that the quantizer makes there of the rows' values."""
     format = quantizer.rowwise
     drawn = format.stochastic or format.delayed
     if type(quantizer) is not HybridQuantizer or format.high_precision or drawn:
@@ -42,7 +42,7 @@ def sends_codes(quantizer: HybridQuantizer, columnwise: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Messages:
-    """Rows of a matrix of experts, encoded; and what is common to the rows of an expert."""
+    """Rows of a matrix of experts, encoded, with what is common to the rows of an expert."""
 
     format: Format
     width: int
@@ -54,7 +54,8 @@ class Messages:
 
     @classmethod
     def of(cls, x: Tensor, splits: Splits, format: Format, amaxes: Tensor | None) -> "Messages":
-        """Of x [rows, width]; amaxes: float32 [E], those of every expert's matrix where the format takes one."""
+        """The messages of x [rows, width]; amaxes: float32 [E], the amax of every expert's matrix, where the format
+        takes one."""
         grid = None if amaxes is None else [{format.amax_name: amax} for amax in amaxes.view(-1, 1, 1).unbind()]
         buffers, parts = quantize(x, Target(format, grid=grid), splits=splits).rowwise, []
         for name in _of_rows(format):
@@ -69,7 +70,8 @@ class Messages:
         return cls(format=format, width=x.shape[1], dtype=x.dtype, rows=rows, common=common)
 
     def operand(self, rows: Tensor, splits: Splits, first: int) -> Operand:
-        """The rowwise operand of rows that have come, by expert; `first` is the first expert of the splits."""
+        """The rowwise operand of rows that have come, in the order of experts; `first` is the first expert of the
+        splits."""
         buffers, start = {}, 0
         for name, size in zip(_of_rows(self.format), _sizes(self.format, self.width), strict=True):
             part = rows[:, start : start + size].contiguous()
@@ -87,7 +89,7 @@ def _of_rows(format: Format) -> list[str]:
 
 
 def _sizes(format: Format, width: int) -> list[int]:
-    """Bytes of a row in each of these buffers."""
+    """The bytes of a row in each of these buffers."""
     buffers = [format.layout[name] for name in _of_rows(format)]
     return [buffer.shape(1, width)[1] * buffer.dtype.itemsize for buffer in buffers]
 

@@ -20,9 +20,9 @@ class QuantizedWeight(QuantizedModule):
 
     quantizers: WeightQuantizers
     part: Part | None = None
-    """Where ranks share the weight; None: each has all of it."""
+    """This rank's part, where ranks share the weight; None: each has all of it."""
     tokens_group: Any = None
-    """The ranks whose parts of the tokens the gradients of parameters are summed over."""
+    """The ranks that each have some of the tokens, over which the gradients of parameters are summed."""
 
     def own(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, as forward reads it."""

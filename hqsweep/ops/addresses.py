@@ -1,4 +1,4 @@
-"""Where tensors become addresses: the extension does not link to torch, so that one build serves every torch."""
+"""Addresses of tensors, for the extension, which does not link to torch, so that one build serves every torch."""
 
 from collections.abc import Sequence
 from ctypes import c_int64
@@ -37,12 +37,13 @@ def check_offsets(x: Tensor, offsets: Tensor) -> int:
 
 
 def integers(offsets: Tensor) -> list[int]:
-    """The entries of checked offsets on the CPU, at their address: no method of a tensor is called that could wait."""
+    """The entries of checked offsets on the CPU, read at their address: no method of a tensor is called that could
+    wait."""
     return list((c_int64 * offsets.numel()).from_address(offsets.data_ptr()))
 
 
 def check_sizes(offsets: Tensor, sizes: Sequence[int]) -> None:
-    """ValueError unless members have these sizes, for which outputs are allocated. offsets: checked, on the CPU."""
+    """ValueError unless members have the sizes for which outputs are allocated. offsets: checked, on the CPU."""
     if integers(offsets) != [0, *accumulate(sizes)]:
         raise ValueError(f"offsets are {integers(offsets)} for members of {list(sizes)} rows")
 
@@ -57,7 +58,8 @@ def check_keys(x: Tensor, keys: Tensor | None, members: int) -> None:
 
 
 def step_address(x: Tensor, step: Tensor | None) -> int:
-    """Where the kernels read the step of a key; 0 for None. ValueError for what they cannot read."""
+    """The address at which the kernels read the step of a key; 0 for None. ValueError for a step that they cannot
+    read."""
     if step is None:
         return 0
     readable = step.dtype is torch.int64 and step.numel() == 1 and step.device == x.device
@@ -67,7 +69,8 @@ def step_address(x: Tensor, step: Tensor | None) -> int:
 
 
 def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
-    """int32 [members, 2]: the words of the members' Philox keys. Made once for equal words, in each trace anew."""
+    """int32 [members, 2]: the words of the members' Philox keys. The table of equal words is made once, but anew in
+    each trace."""
     words = keys.words if isinstance(keys, RngKeys) else tuple(key.words for key in keys)
     if torch.compiler.is_compiling():
         return torch.tensor(_signed(words), dtype=torch.int32, device=device).view(-1, 2)
@@ -75,7 +78,7 @@ def key_table(keys: Sequence[RngKey], device: torch.device) -> Tensor:
 
 
 def key_tables() -> list[Tensor]:
-    """The tables that calls of now use, for who captures a CUDA graph to hold for as long as it is replayed."""
+    """The tables that calls of now use: a captured CUDA graph needs them for as long as it is replayed."""
     return list(_key_table.results.values())
 
 
@@ -93,7 +96,7 @@ def _signed(words: tuple) -> list[int]:
 
 
 def described(tensor: Tensor) -> str:
-    """dtype, shape and device, for messages."""
+    """The dtype, shape and device of a tensor, for messages."""
     note = "" if tensor.is_contiguous() else ", not contiguous"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         note += ", without storage"

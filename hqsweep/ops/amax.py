@@ -27,12 +27,12 @@ from hqsweep.ops.splits import Splits
 
 
 class Search(NamedTuple):
-    """Whose global amax find_amax() finds in one direction. With splits, tensors are flat and packed: one entry for
-    each member, or for +row_scaled for each row of each operand."""
+    """One direction of find_amax(): the format whose global amax it finds, and what that takes. With splits, tensors
+    are flat and packed: one entry for each member, or for +row_scaled one for each row of each operand."""
 
     format: Format | None
     out: Tensor | None = None
-    """Takes the amax; None: there is nothing to find."""
+    """The tensor that takes the amax; None: there is nothing to find."""
     amax: Tensor | None = None
     """The known amax of the rows, where the columns are those of the decoded rows."""
     key: object = None
@@ -56,8 +56,8 @@ def find_amax(
     Only directions with an `out` are scanned. With rowwise_dequantized the columnwise amax is that of the decoded
     rowwise operand, whose own global amax is known or found in rowwise.out (fp8_delayed: known).
 
-    splits: each member's own, to the byte what this finds of its rows alone. One call of the kernel for all, which does
-    not wait for splits that only the device knows; where there is none, a call for each member, which does.
+    splits: find each member's own amax, to the byte what this finds of its rows alone. One call of the kernel serves
+    all and does not wait for splits that only the device knows; without a kernel each member has a call, which waits.
     """
     x = as_matrix(x)
     if splits is not None:
@@ -81,7 +81,8 @@ def find_amax(
 
 
 def _check(request: Request, x: Tensor, rowwise: Search, columnwise: Search, splits: Splits | None) -> None:
-    """Where an amax is wanted there is a format that has one; where a row is decoded its amax is known."""
+    """UserError where an amax is wanted of a format that has none, or where rows are decoded whose amax is not
+    known."""
     matrices = Matrices(*x.shape, None if splits is None else splits.count)
     for name, spec, out, is_column in (
         ("rowwise", request.row, rowwise.out, False),
@@ -140,7 +141,7 @@ def _members(
 
 
 def _own(amaxes: Tensor | None, spec: KernelSpec, lines: tuple[int, int], member: int) -> Tensor | None:
-    """The amaxes of one member, whose operand has these lines of all that follow each other."""
+    """The amaxes of one member, whose operand has these lines among those of all members."""
     if amaxes is None:
         return None
     return amaxes[slice(*lines)] if spec.row_scaled else amaxes[member : member + 1]

@@ -1,4 +1,5 @@
-"""Matrices that are quantized as they are computed, in formats whose scales are all found in blocks, without random
+"""Matrices that are quantized as they are computed, in formats that find all scales in blocks and draw no random bits:
+such formats need nothing of the matrix beforehand.
 bits: those need nothing of the matrix beforehand."""
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from hqsweep.ops.request import Request
 
 
 class Formats(NamedTuple):
-    """Texts, "" where a direction is not wanted; columns are made of decoded rows; exact: of rows, and of columns."""
+    """The texts of both formats, "" where a direction is not wanted; `dequantized`: whether columns are made of decoded
+    rows; `exact`: whether rows, and columns, are exact."""
 
     rowwise: str
     columnwise: str
@@ -32,14 +34,14 @@ def _is_of_blocks(text: str) -> bool:
 
 
 def takes_formats(request: Request) -> bool:
-    """Whether a matrix can be quantized as it is computed in these formats: they have kernels, find all scales in
+    """Whether a matrix can be quantized in these formats as it is computed: they have kernels, find all scales in
     blocks and draw no random bits."""
     texts = [text for text in (request.row_text, request.column_text) if text]
     return bool(texts) and request.kernels and all(map(_is_of_blocks, texts))
 
 
 def fake_outputs(x: Tensor, shape: tuple[int, int], formats: Formats) -> list[Tensor]:
-    """Those of hqsweep::quantize of a matrix of this shape, on x's device, in traced graphs."""
+    """The outputs of hqsweep::quantize for a matrix of this shape, on x's device, in traced graphs."""
     matrix, shapes = Matrices(*shape), []
     for text, across, exact in zip(formats[:2], (False, True), formats.exact, strict=True):
         if text:
@@ -48,7 +50,8 @@ def fake_outputs(x: Tensor, shape: tuple[int, int], formats: Formats) -> list[Te
 
 
 class Directions:
-    """What a kernel is given for these formats of a matrix [rows, cols] on x's device, and its `tensors`.
+    """The arguments of a kernel for these formats of a matrix [rows, cols] on x's device, and the `tensors` that it
+    fills.
 
     ValueError for formats that draw random bits or have a global amax.
     """
@@ -70,9 +73,9 @@ class Directions:
         self.scratch: list[Tensor] = []
         row = direction(of_rows, x, self.tensors, self.scratch, NO_STREAM, None) if formats.rowwise else None
         column = direction(of_columns, x, self.tensors, self.scratch, NO_STREAM, None) if formats.columnwise else None
-        self.given = (row, column, formats.dequantized)
+        self.arguments = (row, column, formats.dequantized)
 
     def quantize(self, x: Tensor) -> None:
-        """Of the matrix itself, where no kernel computes and quantizes it."""
-        call = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), *self.given)
+        """Quantize the matrix itself, where no kernel computes and quantizes it."""
+        call = (x.data_ptr(), DTYPES[x.dtype], *x.shape, *x.stride(), *self.arguments)
         extension().quantize_cuda(*call, *where(x))

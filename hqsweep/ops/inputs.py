@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     row_keys: Tensor | None = None
     column_keys: Tensor | None = None
     step: Tensor | None = None
-    """Where the step of all keys is read from, in place of theirs."""
+    """The tensor from which the step of all keys is read, in place of their own."""
 
 
 NO_INPUTS = Inputs(NO_KEY, NO_KEY, None, None)
@@ -42,7 +42,7 @@ def matrix_inputs(request: Request, row: Target, column: Target) -> Inputs:
 
 
 def _counter_of(keys: Sequence[RngKey | RngKeys]) -> Tensor | None:
-    """The counter that all keys of a call have; ValueError for several."""
+    """The counter that all keys of a call share; ValueError where they have several."""
     counter = keys[0].counter
     if any(key.counter is not counter for key in keys):
         raise ValueError("the keys of one call have several counters; give all the same one, or none")
@@ -56,7 +56,7 @@ def of_member(target: Target, member: int) -> Target:
 
 
 def member_inputs(request: Request, row: Target, column: Target, device: torch.device) -> Inputs | None:
-    """The inputs of all members; None for those that one call of the kernel does not take, or that a member's own call
+    """The inputs of all members; None for inputs that one call of the kernel does not take, or that a member's own call
     refuses."""
     if not (request.stochastic or request.delayed or row.grid is not None or column.grid is not None):
         return NO_INPUTS
@@ -84,7 +84,8 @@ def member_inputs(request: Request, row: Target, column: Target, device: torch.d
 
 
 def _amaxes(spec: KernelSpec | None, grids: Sequence[Buffers | None] | None) -> Tensor | None:
-    """Given global amaxes of all members, one after the other; LookupError for grids that the kernel does not take."""
+    """The global amaxes that were given for all members, one after the other; LookupError for grids that the kernel
+    does not take."""
     if spec is None or grids is None or all(grid is None for grid in grids):
         if spec is not None and spec.delayed:
             raise LookupError

@@ -15,25 +15,25 @@ from hqsweep.ops.library import extension, operator, where
 
 UNIT = 4
 MOST_COLS = 6144
-"""The width of a row is a multiple of UNIT up to this (csrc/norm.h)."""
+"""The largest width of a row, which is a multiple of UNIT (csrc/norm.h)."""
 STRIP = 16
 MOST_MEASURED = 3072
-"""Amaxes are found of a multiple of STRIP rows of at most this width."""
+"""The largest width of rows, in a multiple of STRIP, whose norm has its amaxes found."""
 STREAMS = (torch.float32, torch.bfloat16)
 """The dtypes of x, of a branch and of h."""
 BLOCKS_EACH = 2
-"""Thread blocks of the backward pass for each multiprocessor, which have room there together."""
+"""Thread blocks of the backward pass for each multiprocessor, which has room for them together."""
 
 
 def takes(x: Tensor, branch: Tensor | None, gain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the operators take these; h is wanted in dtype."""
+    """Whether the operators take these tensors, with h in dtype."""
     fits = x.dim() > 0 and 0 < x.shape[-1] <= MOST_COLS and x.shape[-1] % UNIT == 0
     types = x.dtype in STREAMS and dtype in STREAMS and gain.dtype == torch.float32
     return fits and types and (branch is None or (branch.dtype in STREAMS and branch.shape == x.shape))
 
 
 def measures(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `norm` finds amaxes of the norm of x in dtype, where takes() says that it computes it."""
+    """Whether `norm` finds amaxes of the norm of x in dtype; takes() must say that it computes that."""
     return dtype is torch.bfloat16 and x.shape[-1] <= MOST_MEASURED and x.numel() // x.shape[-1] % STRIP == 0
 
 
@@ -54,13 +54,13 @@ def _check_rows(x: Tensor) -> None:
 
 
 def ready(tensor: Tensor) -> Tensor:
-    """Compact, at an address that whole units are read from."""
+    """The tensor, compact, at an address that whole units are read from."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _address(tensor: Tensor | None = None) -> tuple[int, int]:
-    """Address and number of dtype; zeros for nothing."""
+    """The address and the number of the dtype; zeros for None."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), DTYPES[tensor.dtype])
 
 
@@ -74,8 +74,8 @@ def _statistics(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _outputs(x: Tensor, branch: Tensor | None, bias: Tensor | None, dtype: torch.dtype, amaxes: int) -> list[Tensor]:
     summed = [] if branch is None else [_compact(x, x.dtype)]
-    found = [x.new_empty((1, 1), dtype=torch.float32) for _ in range(amaxes)]
-    return [_compact(x, dtype), _statistics(x, bias), *summed, *found]
+    extra = [x.new_empty((1, 1), dtype=torch.float32) for _ in range(amaxes)]
+    return [_compact(x, dtype), _statistics(x, bias), *summed, *extra]
 
 
 def _fake(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None):
@@ -99,9 +99,9 @@ def norm(
     signs: bool | None = None,
 ) -> list[Tensor]:
     """x [..., D] float32 or bfloat16, branch alike, gain and bias float32 [D] -> h [..., D] in dtype; float32 [1, rows]
-    rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype. amax: then float32
-    [1, 1], the largest magnitude of h, NaN aside. signs, with amax: then that of the columns of h [rows, D] after the
-    random Hadamard transform of each 16 rows, with the fixed signs or without, rounded to bfloat16.
+    rstd, with a bias (LayerNorm) [2, rows] rstd and mean; and with a branch the sum in x's dtype. With amax float32 [1,
+    1] follows: the largest magnitude of h, NaN aside. With signs, too, follows the amax of the columns of h [rows, D]
+    after the random Hadamard transform of each 16 rows, with the fixed signs or without, rounded to bfloat16.
 
     Raises:
         ValueError: for other shapes, dtypes and devices, for a D that is no multiple of 4 or above 6144, and for amaxes
@@ -127,12 +127,12 @@ def _run(x, branch, gain, bias, epsilon, dtype, amax=False, signs=None) -> list[
     h, statistics = [] if dtype is None else [_compact(x, dtype)], _statistics(x, bias)
     outputs = [*h, statistics, *summed, *amaxes]
     x, gain = ready(x), ready(gain)
-    branch, bias = (None if each is None else ready(each) for each in (branch, bias))
+    branch, bias = (None if tensor is None else ready(tensor) for tensor in (branch, bias))
     shape = (statistics.shape[1], x.shape[-1])
     call = (*_address(x), *_address(branch), gain.data_ptr(), _address(bias)[0], epsilon, *shape)
     to = (_address(*summed)[0], *_address(*h), statistics.data_ptr())
-    found = [each.data_ptr() for each in amaxes] + [0] * (2 - len(amaxes))
-    extension().norm_forward_cuda(*call, *to, *found, bool(signs), *where(x))
+    amax_addresses = [amax.data_ptr() for amax in amaxes] + [0] * (2 - len(amaxes))
+    extension().norm_forward_cuda(*call, *to, *amax_addresses, bool(signs), *where(x))
     return outputs
 
 
@@ -183,10 +183,10 @@ def norm_backward(
     statistics: Tensor,
     branch_dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Gradients of `norm`, of the sum `total` and the statistics that it gave (x, without a branch), from those of h
-    and, or None, of the sum -> dx in total's dtype, float32 [1, D] of the gain, [2, D] of gain and bias where there are
-    two statistics, and dx again in branch_dtype unless that is None. Sums over rows have an order that depends on
-    the number of rows and of the GPU's multiprocessors. ValueError as `norm`.
+    """The gradients of `norm`, from those of h and of the sum (None without one), the sum `total` (x, without a branch)
+    and the statistics -> dx in total's dtype; float32 [1, D] of the gain, or [2, D] of gain and bias where there are
+    two statistics; and dx again in branch_dtype unless that is None. Sums over rows have an order that depends on the
+    number of rows and of the GPU's multiprocessors. It raises ValueError as `norm` does.
     """
     _check_rows(total)
     rows, cols = total.numel() // total.shape[-1], total.shape[-1]
@@ -200,7 +200,7 @@ def norm_backward(
     dx, dgain, dbranch = (*outputs, None)[:3]
     blocks = min(rows, BLOCKS_EACH * _multiprocessors(total.get_device()))
     partials = dgain.new_empty((len(statistics), blocks, cols))
-    dh, total, gain, statistics = (ready(each) for each in (dh, total, gain, statistics))
+    dh, total, gain, statistics = (ready(tensor) for tensor in (dh, total, gain, statistics))
     dtotal = None if dtotal is None else ready(dtotal)
     call = (*_address(dh), *_address(total), _address(dtotal)[0], gain.data_ptr(), statistics.data_ptr(), rows, cols)
     to = (dx.data_ptr(), *_address(dbranch), len(statistics) == 2, partials.data_ptr(), blocks, dgain.data_ptr())

@@ -13,31 +13,31 @@ from hqsweep.ops.library import extension
 
 Allocation = tuple[tuple[int, ...], torch.dtype]
 ADDRESSES = ("amax", "found", "codes", "scales", "global", "exact", "exact_dtype", "sums", "row_errors")
-"""Arguments of the extension's Direction, from its fifth on."""
+"""The arguments of the extension's Direction, from its fifth on."""
 
 
 class Matrices(NamedTuple):
-    """The size of X, and whose rows they are. Without members X is one matrix."""
+    """The size of X, and which matrices own its rows. Without members X is one matrix."""
 
     rows: int
     cols: int
     members: int | None = None
-    """How many matrices own the rows, one after the other."""
+    """The number of matrices that own the rows, one after the other."""
     sizes: tuple[int, ...] | None = None
     """The rows of each member where the host knows them."""
 
 
 class Wanted(NamedTuple):
-    """The result that one direction is asked for."""
+    """The result that is wanted of one direction."""
 
     text: str
     columnwise: bool
     exact: bool
-    given: bool
+    amax_given: bool
     """Whether its global amaxes are given."""
     statistics: bool = False
     by_rows: bool = False
-    """Exact values of columnwise members stand where the elements of X do that they come from."""
+    """Whether exact values of columnwise members stand where the elements of X stand that they come from."""
 
 
 class Outputs(NamedTuple):
@@ -45,9 +45,9 @@ class Outputs(NamedTuple):
 
     spec: KernelSpec
     tensors: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    """Shape, stride and dtype, in the order of the operator's outputs; then scratch."""
+    """Shape, stride and dtype of each tensor: the operator's outputs in order, then scratch."""
     scratch: int
-    """How many of the last tensors are no outputs, and only needed until the call has run."""
+    """How many tensors at the end are no outputs, and only needed until the call has run."""
     places: list[tuple[int, int]]
     """Pairs of a tensor and its place in ADDRESSES."""
     exact_dtype: int
@@ -57,13 +57,13 @@ class Outputs(NamedTuple):
 
 
 def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
-    """Shape and dtype of the operator's outputs in one direction: the format's buffers, or the exact matrix and its
-    factor; then sums and row errors. A given global amax that is itself a buffer is not among them.
+    """The shapes and dtypes of the operator's outputs in one direction: the format's buffers, or the exact matrix and
+    its factor; then sums and row errors. A given global amax that is itself a buffer is not among them.
 
     Members are packed, flat: exactly where the host knows the sizes, otherwise with room for any.
     """
     spec = spec_named(wanted.text)
-    held = "g" if wanted.given and spec.amax_name == "g" else None
+    held = "g" if wanted.amax_given and spec.amax_name == "g" else None
     if wanted.exact:
         buffers = [(1, 1, spec.gpu_exact_dtype if on_gpu else spec.cpu_exact_dtype)]
         if spec.amax_name and spec.amax_name != held:
@@ -85,8 +85,8 @@ def allocations(x: Matrices, wanted: Wanted, on_gpu: bool) -> list[Allocation]:
 
 
 def packed_entries(x: Matrices, columnwise: bool, down: int, across: int) -> int:
-    """Entries of a packed buffer each of which covers `down` x `across` elements of a member's operand (0: all): those
-    that there are, or room for any sizes."""
+    """The entries of a packed buffer, each of which covers `down` x `across` elements of a member's operand (0: all):
+    their number, or room for any sizes."""
     ragged, other = (across, down) if columnwise else (down, across)
     if x.sizes is not None:
         along = sum(-(-size // ragged) if ragged else 1 for size in x.sizes)
@@ -118,18 +118,18 @@ def _outputs(x: Matrices, wanted: Wanted, on_gpu: bool) -> Outputs:
     if wanted.statistics and x.members is not None:
         raise ValueError("statistics are gathered for one matrix, and offsets are given")
     spec = kernel_of(wanted.text)
-    if spec.delayed and not wanted.given:
+    if spec.delayed and not wanted.amax_given:
         raise ValueError(f"{spec.text} takes its scale from the amaxes of earlier steps, and none is given")
     shapes = allocations(x, wanted, on_gpu)
     names = ["exact" if wanted.exact else "codes"]
     if wanted.exact:
-        factor = None if wanted.given and spec.amax_name == "g" else spec.amax_name
+        factor = None if wanted.amax_given and spec.amax_name == "g" else spec.amax_name
         names += {"g": ["global"], "s": ["scales"]}.get(factor, [])
     else:
         names += ["scales", "global"][: len(shapes) - 1 - 2 * wanted.statistics]
     names += ["sums", "row_errors"] * wanted.statistics
     exact_dtype, scratch = DTYPES[shapes[0][1]] if wanted.exact else 0, 0
-    if spec.amax_name == "s" and not wanted.given:  # found apart from the scale, which takes its buffer in the end
+    if spec.amax_name == "s" and not wanted.amax_given:  # found apart from the scale, which takes its buffer in the end
         shapes.append(((1 if x.members is None else x.members,), torch.float32))
         names.append("found")
         scratch = 1
@@ -144,9 +144,9 @@ class Stream(NamedTuple):
     """The random bits of one direction, as the extension takes them."""
 
     key: list[int]
-    """Two words and the step, as stream_of has checked."""
+    """Two words and the step, which stream_of has checked."""
     place: list[int]
-    """Of a part of an operand its first segment, and how many lie between rows; else nothing."""
+    """The first segment of a part of an operand, and how many segments lie between its rows; [] for a whole operand."""
     table: int
     """The address of the members' words, or 0."""
     step_at: int
@@ -157,7 +157,7 @@ NO_STREAM = Stream(NO_KEY, [], 0, 0)
 
 
 def stream_of(key: list[int], keys: Tensor | None, step_at: int) -> Stream:
-    """keys: the table of the members. ValueError for a key that is none."""
+    """The stream of a key; keys: the table of the members. ValueError for a key that is none."""
     if len(key) not in (3, 5) or (len(key) == 5 and keys is not None):
         refuse_key(key)
     return Stream(key[:3], key[3:], 0 if keys is None else keys.data_ptr(), step_at)
@@ -198,14 +198,14 @@ def finder(
     x: Tensor,
     stream: Stream,
     amax: Tensor | None,
-    found: Tensor | None,
+    amax_out: Tensor | None,
 ):
-    """The Direction that only finds `count` global amaxes."""
-    if spec.amax_name is None and (amax is not None or found is not None):
+    """The Direction that only finds `count` global amaxes, in amax_out."""
+    if spec.amax_name is None and (amax is not None or amax_out is not None):
         raise ValueError(f"{spec.text} has no global amax to give or to find")
     check_amax(spec, "given amax", amax, count, x)
-    check_amax(spec, "found amax", found, count, x)
-    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, found))
+    check_amax(spec, "found amax", amax_out, count, x)
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (amax, amax_out))
     key, place, table, step_at = stream
     placed = dict(zip(("first_segment", "segments_across"), place, strict=False))
     try:
@@ -215,7 +215,7 @@ def finder(
 
 
 def refuse_key(key: list[int]) -> NoReturn:
-    """ValueError for a key that is none."""
+    """Raise ValueError for a key that is none."""
     raise ValueError(
         f"a key is {key}; it takes two words of 32 bits and a step, and of a part of an operand the first segment and"
         " the segments between rows, none of them negative"

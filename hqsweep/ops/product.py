@@ -16,7 +16,8 @@ from hqsweep.ops.library import extension, has_kernels, operator, where
 from hqsweep.ops.operators import scale_product
 
 Lie = tuple[int, int, bool]
-"""How a matrix lies in memory: elements between its lines, between matrices, and whether its lines are columns."""
+"""How a matrix lies in memory: the elements between its lines, the elements between matrices, and whether its lines are
+columns."""
 
 
 @constant_result
@@ -26,7 +27,7 @@ def has_products() -> bool:
 
 
 def lie_of(x: Tensor) -> Lie | None:
-    """The lie of x [m, k] or [e, m, k]; None where neither its rows nor its columns are without gaps."""
+    """The lie of x [m, k] or [e, m, k]; None where both its rows and its columns have gaps."""
     rows, cols = x.shape[-2:]
     down, across = x.stride()[-2:]
     step = x.stride(0) if x.dim() == 3 else 0
@@ -41,7 +42,7 @@ def lie_of(x: Tensor) -> Lie | None:
 
 def takes(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
     """Whether product() computes a @ b.mT: bfloat16 on CUDA, [m, k] and [n, k] or [e, m, k] and [e, n, k], none empty,
-    rows or columns without gaps, to bfloat16 or float32."""
+    with rows or columns without gaps, to bfloat16 or float32."""
     if not (a.is_cuda and a.dtype == b.dtype == torch.bfloat16 and dtype in (torch.bfloat16, torch.float32)):
         return False
     fits = a.dim() == b.dim() and a.dim() in (2, 3) and a.shape[-1] == b.shape[-1] and a.shape[:-2] == b.shape[:-2]
@@ -74,8 +75,8 @@ def _plan(device: int, sizes: tuple, a: tuple, b: tuple, out: tuple):
 
 
 def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float, accumulate: bool) -> bool:
-    """Whether cuBLASLt has written out, which is contiguous. For a single row or column it has kernels that multiply by
-    alpha before they add, which is another rounding."""
+    """Write the product to out, which is contiguous; returns whether cuBLASLt could. For a single row or column it has
+    kernels that multiply by alpha before they add, which is another rounding."""
     (m, k), n, count = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     if m == 1 or n == 1:
         return False
@@ -94,7 +95,7 @@ def _multiply(out: Tensor, a: Tensor, b: Tensor, factors: tuple, constant: float
 
 
 def _by_torch(a: Tensor, b: Tensor, factors: tuple, constant: float, dtype: torch.dtype) -> Tensor:
-    """The same in two passes: the float32 product, which is then scaled."""
+    """product() in two passes: the float32 product, which is then scaled."""
     product = (torch.mm if a.dim() == 2 else torch.bmm)(a, b.mT, out_dtype=torch.float32)
     alpha = torch.full((1, 1), 1.0, device=a.device)
     for factor in (*factors, constant):

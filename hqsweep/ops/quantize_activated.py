@@ -1,7 +1,7 @@
 """Quantize an activation, or its gradient, from what it is computed of: on CUDA one pass, without the matrix between.
 
-The bytes are those of quantize() of activation() or activation_backward(), by which the operator itself computes what
-no kernel does at once.
+The bytes are those of quantize() of activation() or activation_backward(). The operator runs these two where no kernel
+does both at once.
 """
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from hqsweep.ops.request import Request, check_shape
 
 
 def shape_of(z: Tensor, dh: Tensor | None, kind: str) -> tuple[int, int]:
-    """That of the matrix which is quantized."""
+    """The shape of the matrix that is quantized."""
     return (z.shape[0], z.shape[1] // INPUTS[kind]) if dh is None else (z.shape[0], z.shape[1])
 
 
@@ -28,17 +28,17 @@ def _fake(z, dh, kind, rowwise, columnwise, dequantized, exact):
     devices=("CUDA",),
 )
 def _by_operator(z, dh, kind, *formats):
-    """The outputs of hqsweep::quantize of h, or with dh of z's gradient; formats are those of ops.blocks. ValueError
-    for others, and as activation()."""
+    """The outputs of hqsweep::quantize for h, or with dh for z's gradient; formats are those of ops.blocks. ValueError
+    for other formats, and as activation() raises it."""
     check_input(z, kind)
     if dh is not None:
         check_gradient(dh, z, kind)
-    made = Directions(z, shape_of(z, dh, kind), Formats(*formats))
+    directions = Directions(z, shape_of(z, dh, kind), Formats(*formats))
     of = (kind, z.shape[0], z.shape[1] // INPUTS[kind], z.data_ptr(), 0 if dh is None else dh.data_ptr())
-    if not extension().quantize_activated_cuda(*of, *made.given, *where(z)):
+    if not extension().quantize_activated_cuda(*of, *directions.arguments, *where(z)):
         (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
-        made.quantize(x)
-    return made.tensors
+        directions.quantize(x)
+    return directions.tensors
 
 
 def quantize_activated(request: Request, z: Tensor, dh: Tensor | None, kind: str) -> list[Tensor]:

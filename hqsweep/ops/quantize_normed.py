@@ -1,6 +1,6 @@
 """Quantize the output of a norm from the sum and the statistics of its rows: on CUDA, without the matrix between.
 
-The bytes are those of quantize() of norm(), by which the operator itself computes what no kernel does at once.
+The bytes are those of quantize() of norm(). The operator runs these two where no kernel does both at once.
 """
 
 from typing import NamedTuple
@@ -22,15 +22,15 @@ class Normed(NamedTuple):
     gain: Tensor
     """float32 [D]."""
     bias: Tensor | None
-    """float32 [D] of LayerNorm; None for RMSNorm."""
+    """float32 [D] for LayerNorm; None for RMSNorm."""
     statistics: Tensor
-    """float32 [1, rows], of LayerNorm [2, rows], as norm_statistics() gives them."""
+    """float32 [1, rows], for LayerNorm [2, rows], as norm_statistics() gives them."""
     epsilon: float
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the norm of a stream like x, which norm() takes, is quantized as it is computed: one of bfloat16, whose
-    sum is no longer than its norm, of whole blocks of 32."""
+    """Whether the norm of a stream like x, which norm() takes, is quantized as it is computed: x is bfloat16 then, so
+    that the sum takes no more memory than its norm, and consists of whole blocks of 32."""
     return x.dtype is torch.bfloat16 and x.numel() > 0 and x.shape[-1] % 32 == 0
 
 
@@ -45,15 +45,16 @@ def _fake(total, gain, bias, statistics, epsilon, *formats):
     devices=("CUDA",),
 )
 def _by_operator(total, gain, bias, statistics, epsilon, *formats):
-    """The outputs of hqsweep::quantize of the norm. ValueError as norm(), and for other formats (ops.blocks)."""
+    """The outputs of hqsweep::quantize for the norm. ValueError as norm() raises it, and for formats that are not those
+    of ops.blocks."""
     check_normed(total, gain, bias, statistics)
-    made = Directions(total, tuple(total.shape), Formats(*formats))
+    directions = Directions(total, tuple(total.shape), Formats(*formats))
     total, gain, statistics = ready(total), ready(gain), ready(statistics)
     bias = None if bias is None else ready(bias)
     of = (total.data_ptr(), gain.data_ptr(), 0 if bias is None else bias.data_ptr(), statistics.data_ptr())
-    if not extension().quantize_normed_cuda(*of, *total.shape, *made.given, *where(total)):
-        made.quantize(norm(total, None, gain, bias, epsilon, total.dtype)[0])
-    return made.tensors
+    if not extension().quantize_normed_cuda(*of, *total.shape, *directions.arguments, *where(total)):
+        directions.quantize(norm(total, None, gain, bias, epsilon, total.dtype)[0])
+    return directions.tensors
 
 
 def quantize_normed(request: Request, of: Normed) -> list[Tensor]:

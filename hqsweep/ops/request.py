@@ -1,4 +1,5 @@
-"""What a call asks for: formats, source and outputs are checked once and remembered; each tensor, when it comes."""
+"""What a call asks for. Formats, source and outputs are checked once and remembered; each tensor is checked when it
+comes."""
 
 import math
 from collections.abc import Sequence
@@ -34,14 +35,14 @@ class Target(NamedTuple):
     grid: Buffers | Sequence[Buffers | None] | None = None
     """Amaxes agreed on elsewhere; with splits, those of each member."""
     by_rows: bool = False
-    """With splits: exact columnwise members lie as [m_e, width], which torch._grouped_mm takes."""
+    """Whether, with splits, exact columnwise members lie as [m_e, width], which torch._grouped_mm takes."""
 
 
 NO_TARGET = Target(None)
 
 
 def as_target(wanted: Format | Target | None) -> Target:
-    """A format stands for its codes."""
+    """The target that is wanted; a format stands for its codes."""
     if wanted is None:
         return NO_TARGET
     return wanted if type(wanted) is Target else Target(wanted)
@@ -49,7 +50,7 @@ def as_target(wanted: Format | Target | None) -> Target:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """The options of a call, less its tensors: checked once, and laid out so that a call has little left to do."""
+    """The options of a call without its tensors: checked once, and laid out so that a call has little left to do."""
 
     row: KernelSpec | None
     column: KernelSpec | None
@@ -57,18 +58,18 @@ class Request:
     row_exact: bool
     column_exact: bool
     row_text: str
-    """As operators name the format; "" for none."""
+    """The rowwise format as operators name it; "" for none."""
     column_text: str
     multiples: tuple[int, int]
     """The numbers that X's rows and columns must be multiples of."""
     stochastic: bool
     delayed: bool
     kernels: bool
-    """Whether all formats have one."""
+    """Whether all formats have a kernel."""
     some_kernel: bool
-    """Whether one of the formats has one."""
+    """Whether one of the formats has a kernel."""
     holds: bool
-    """Whether an operand is the matrix itself, which an identity holds."""
+    """Whether an operand is the matrix itself, as it is with an identity format."""
 
 
 def text_of(format: Format | None) -> str:
@@ -149,7 +150,7 @@ def check_given(request: Request, row_grid: Buffers | None, column_grid: Buffers
 
 
 def check_backend(backend: str) -> None:
-    """UserError for an unknown one."""
+    """UserError for an unknown backend."""
     if backend not in BACKENDS:
         raise UserError(f"backend is '{backend}'{nearest(backend, BACKENDS)}; allowed: {', '.join(BACKENDS)}")
 
@@ -174,7 +175,8 @@ def use_kernel(
 
 
 def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[int]:
-    """The words of a Philox key and the step, and of a part of an operand its place; NO_KEY where nothing is random."""
+    """The words of a Philox key and the step, and for a part of an operand its place; NO_KEY where nothing is
+    random."""
     if spec is None or not spec.stochastic:
         return NO_KEY
     if key is None:
@@ -183,8 +185,8 @@ def key_words(spec: KernelSpec | None, key: RngKey | PlacedKey | None) -> list[i
 
 
 def kernel_takes(request: Request, x: Tensor, splits: Splits) -> bool:
-    """Whether there is a kernel for all members at once: blocks go into the matrix, and into each member's rows where
-    the host knows them."""
+    """Whether one kernel takes all members at once: blocks go into the matrix, and into each member's rows where the
+    host knows them."""
     if not (request.kernels and (request.row or request.column) and has_kernels(x.device.type)):
         return False
     down, across = request.multiples

@@ -1,9 +1,9 @@
 """Rotary positions as torch operators: hqsweep::rope, rope_, join_heads.
 
-Of a head of E elements the pair (2i, 2i + 1) turns by t * base^(-2i/E) at position t (Su et al., arXiv 2104.09864):
+In a head of E elements the pair (2i, 2i + 1) turns by t * base^(-2i/E) at position t (Su et al., arXiv 2104.09864):
   (a, b) -> (fl(fl(a c) - fl(b s)), fl(fl(a s) + fl(b c))), c and s being cos and sin of the angle,
-in float32, rounded once to bfloat16. There are kernels for CUDA alone; hqsweep.nn.rope.rotate is the reference, and the
-way on other devices. Bits do not depend on what else runs, nor on CUDA graphs.
+in float32, rounded once to bfloat16. There are kernels for CUDA alone; hqsweep.nn.rope.rotate is the reference, and
+computes it on other devices. Bits do not depend on what else runs, nor on CUDA graphs.
 """
 
 import torch
@@ -14,7 +14,7 @@ from hqsweep.ops.addresses import described, empty
 from hqsweep.ops.library import extension, operator, where
 
 MOST_WIDTH = 512
-"""Of a head whose pairs turn."""
+"""The largest width of a head whose pairs turn."""
 _ALIGNED = 8
 """Elements that the kernels load at once, 16 bytes."""
 
@@ -30,8 +30,8 @@ def fits(width: int, base: float | None) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the kernels can read x, bfloat16: the last axis without gaps, the others and the beginning at multiples
-    of 16 bytes."""
+    """Whether the kernels can read x, bfloat16: its last axis has no gaps, and its other axes and its beginning lie at
+    multiples of 16 bytes."""
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step % _ALIGNED == 0 for step in steps)
 
@@ -42,19 +42,20 @@ def _read(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor, *axes: int) -> list[int]:
-    """The strides of axes; 0 for one entry, whose stride says nothing."""
+    """The strides of axes; 0 for an axis with one entry, whose stride says nothing."""
     return [x.stride(axis) if x.shape[axis] != 1 else 0 for axis in axes]
 
 
 @memo
 def _rope(width: int, base: float | None):
-    """The frequencies as the extension takes them. On the CPU, and no tensor of a device that would have to outlive the
-    call: a CUDA graph could own its memory."""
+    """The frequencies as the extension takes them. They are on the CPU: a tensor on a device would have to outlive the
+    call, and a CUDA graph could own its memory."""
     return extension().Rope([] if base is None else frequencies(width, base, "cpu").tolist())
 
 
 def _split(qkv: Tensor, heads: int, base: float | None) -> tuple[int, int, int]:
-    """Sequences, positions and the width of a head of qkv [B, T, 3 D]; ValueError for what the kernels cannot take."""
+    """The number of sequences and positions, and the width of a head, of qkv [B, T, 3 D]; ValueError for what the
+    kernels cannot take."""
     width = qkv.shape[-1] // (3 * heads) if heads > 0 and qkv.dim() else 0
     right = qkv.dtype is torch.bfloat16 and qkv.dim() == 3 and qkv.shape[-1] == 3 * heads * width
     if not right or not fits(width, base):
@@ -64,7 +65,8 @@ def _split(qkv: Tensor, heads: int, base: float | None) -> tuple[int, int, int]:
 
 
 def _parts(x: Tensor, count: int, heads: int, width: int) -> list[tuple[int, ...]]:
-    """Addresses and strides of the first tensors of heads in x [B, T, ...], which stand one behind the other."""
+    """The addresses and strides of the first `count` tensors of heads in x [B, T, ...], which stand one behind the
+    other."""
     step = heads * width * x.element_size()
     return [(x.data_ptr() + part * step, *_steps(x, 0, 1), width) for part in range(count)]
 
@@ -103,8 +105,9 @@ def _joined(dq: Tensor, dk: Tensor, dv: Tensor, base: float | None) -> Tensor:
 
 @operator("join_heads(Tensor dq, Tensor dk, Tensor dv, float? base) -> Tensor", fake=_joined, devices=("CUDA",))
 def join_heads(dq: Tensor, dk: Tensor, dv: Tensor, base: float | None) -> Tensor:
-    """Gradients of q, k and v, bfloat16 [B, H, T, E] of any strides -> that of qkv [B, T, 3 D]: dq and dk turned back,
-    by the angle with the other sign, or as they are where base is None. ValueError for what the kernels cannot take."""
+    """The gradients of q, k and v, bfloat16 [B, H, T, E] of any strides -> the gradient of qkv [B, T, 3 D]: dq and dk
+    turned back, by the angle with the other sign, or as they are where base is None. ValueError for what the kernels
+    cannot take."""
     for x in (dq, dk, dv):
         right = x.dtype is torch.bfloat16 and x.shape == dq.shape and x.device == dq.device and x.dim() == 4
         if not right or not fits(x.shape[-1], base):

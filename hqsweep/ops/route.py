@@ -1,8 +1,7 @@
 """Which experts the tokens of a mixture choose, as torch operators on CUDA: hqsweep::route, route_backward and
 place_choices.
 
-Sums have one order (csrc/cuda/route.cu), which is not that of torch's operators; they are the reference, in
-hqsweep.nn.router.
+Sums have one order (csrc/cuda/route.cu), which is not that of torch's operators in hqsweep.nn.router, the reference.
 """
 
 import torch
@@ -14,7 +13,7 @@ from hqsweep.ops.library import extension, operator, where
 
 MOST_EXPERTS = 256
 MOST_CHOICES = 32
-"""Of a token."""
+"""The largest number of experts that a token chooses."""
 _CHOICES_OF_BLOCK, _TOKENS_OF_BLOCK = 1024, 64
 
 
@@ -39,7 +38,7 @@ def place_choices(chosen: Tensor, experts: int) -> list[Tensor]:
 
 
 def routes(logits: Tensor, choices: int) -> bool:
-    """Whether the kernels route by logits [M, E]."""
+    """Whether the kernels take logits [M, E]."""
     tokens, experts = logits.shape
     return logits.dtype is torch.float32 and tokens > 0 and experts <= MOST_EXPERTS and choices <= MOST_CHOICES
 
@@ -54,9 +53,9 @@ def _routed(logits, choices):
 
 @operator("route(Tensor logits, SymInt choices) -> Tensor[]", fake=_routed, devices=("CUDA",))
 def route(logits: Tensor, choices: int) -> list[Tensor]:
-    """logits float32 [M, E] -> softmax [M, E]; its `choices` largest entries of each row, int64 [M, k], of equals the
-    lower index, NaN before all; float32 [M, k], these entries divided by their sum; float32 [], the balance
-    E * sum over e of tokens_e / (M k) * mean of p_e; then order, places and tokens as place_choices."""
+    """logits float32 [M, E] -> softmax [M, E]; int64 [M, k], its `choices` largest entries of each row, of equals the
+    lower index first and NaN before all; float32 [M, k], these entries divided by their sum; float32 [], the balance E
+    * sum over e of tokens_e / (M k) * mean of p_e; then order, places and tokens as place_choices gives them."""
     logits = checked("logits", logits, (torch.float32,), tuple(logits.shape), logits)
     if logits.dim() != 2 or not routes(logits, choices) or not 1 <= choices <= logits.shape[1]:
         takes = f"they take [M, E], M above 0, E and k up to {MOST_EXPERTS} and {MOST_CHOICES}, k up to E"

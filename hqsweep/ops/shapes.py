@@ -1,7 +1,7 @@
 """Groups whose members [m_e, k_e] have any shapes, one after the other in a flat buffer.
 
-Where they have one width they are the rows of a matrix, and everything is as for Splits of it. Where they have not, no
-kernel takes them at once, but for what `folded` finds.
+Where they have one width they are the rows of a matrix, and everything is as for Splits of it. Where they do not, no
+kernel takes them at once, except where `folded` gives a matrix.
 """
 
 import math
@@ -18,7 +18,7 @@ from hqsweep.ops.layout import GroupLayout, Layout, ShapesLayout
 from hqsweep.ops.splits import Splits
 
 WIDEST = 4096
-"""Columns of a folded matrix, at most: the kernels work in tiles, of which fewer rows would leave a part empty."""
+"""The most columns of a folded matrix: the kernels work in tiles, of which fewer rows would leave a part empty."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Shapes:
     """The counterpart of Splits for a flat buffer; hashable."""
 
     members: tuple[tuple[int, int], ...]
-    """[m_e, k_e] of each."""
+    """The shape [m_e, k_e] of each member."""
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]]) -> "Shapes":
-        """From the shapes of one member or more; UserError for one that is not [rows, columns]."""
+        """The Shapes of one member or more; UserError for a shape that is not [rows, columns]."""
         members = tuple(tuple(map(operator.index, shape)) for shape in shapes)
         for member, shape in enumerate(members):
             if len(shape) != 2 or min(shape) < 0:
@@ -51,18 +51,18 @@ class Shapes:
 
     @cached_property
     def total(self) -> int:
-        """Elements of all."""
+        """The elements of all members."""
         return sum(self.sizes)
 
     @cached_property
     def width(self) -> int | None:
-        """The columns of all members, where they have equally many."""
+        """The columns of each member, where all have equally many."""
         widths = {k for _, k in self.members}
         return widths.pop() if len(widths) == 1 else None
 
     @cached_property
     def equal(self) -> tuple[int, int] | None:
-        """The shape of all members, where they have one."""
+        """The shape of each member, where all have the same."""
         return self.members[0] if len(set(self.members)) == 1 else None
 
     @cached_property
@@ -83,8 +83,8 @@ class Shapes:
         return ShapesLayout(members=self.members, columnwise=columnwise)
 
     def folded(self, format: Format) -> tuple[int, Splits] | None:
-        """(width, splits) of a matrix on the same elements whose members have the same packed operands: those of a
-        format whose blocks lie within a row and fill it, so that no end of a row shows. None for any other."""
+        """(width, splits) of a matrix on the same elements whose members have the same packed operands, for a format
+        whose blocks lie within a row and fill it, so that no end of a row shows; None for any other format."""
         columns, width = math.gcd(*(k for _, k in self.members)), math.gcd(*self.sizes, WIDEST)
         for buffer in format.layout.values():
             if (buffer.rows, buffer.cols) == (WHOLE, WHOLE):

@@ -69,7 +69,7 @@ def split_offsets(splits: Tensor, divisors: list[int], strides: list[int], check
 
 
 def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: bool = False) -> Tensor:
-    """split_offsets, or the same by torch where there is no kernel."""
+    """split_offsets, or the same computed by torch where there is no kernel."""
     if has_kernels(splits.device.type):
         return split_offsets(splits, divisors, strides, check)
     rules = zip(divisors, strides, strict=True)
@@ -79,7 +79,7 @@ def offsets_of(splits: Tensor, divisors: list[int], strides: list[int], check: b
 
 
 def _sent(numbers: Iterable[int], device: torch.device) -> Tensor:
-    """int64 on a device; nothing waits."""
+    """The numbers as an int64 tensor on a device; nothing waits."""
     if device.type == "cpu" or torch.compiler.is_compiling():  # for a trace they are constants
         return torch.tensor(list(numbers), dtype=torch.int64, device=device)
     return torch.tensor(list(numbers), dtype=torch.int64).pin_memory().to(device, non_blocking=True)
@@ -94,15 +94,15 @@ class Splits:
     count: int
     """Number of members."""
     sizes: tuple[int, ...] | None
-    """None where only the device knows them."""
+    """The rows of each member; None where only the device knows them."""
     device_sizes: Tensor | None = None
 
     @classmethod
     def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int, *, experts: int | None = None) -> "Splits":
-        """From a list or a tensor of integers; one that is on a device is not waited for.
+        """The splits of a list or a tensor of integers; a tensor on a device is not waited for.
 
         UserError for anything else, for another number of splits than `experts`, and for values that the host knows and
-        that are negative, or do not add up to `rows`.
+        that are negative or do not add up to `rows`.
         """
         result = splits if isinstance(splits, Splits) else cls._of(splits, rows)
         if experts is not None and result.count != experts:
@@ -170,7 +170,7 @@ class Splits:
         return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
 
     def on(self, device: torch.device) -> Tensor:
-        """The sizes as an int64 tensor there; nothing waits. Made once."""
+        """The sizes as an int64 tensor on that device; nothing waits. It is made once."""
         return self.cached("sizes", self._make_sizes, device)
 
     def _make_sizes(self, device: torch.device) -> Tensor:
@@ -179,16 +179,17 @@ class Splits:
         return _sent(self.sizes, device)
 
     def spread(self, values: Tensor) -> Tensor:
-        """values [E, ...] -> [rows, ...]: for every row that of its member, on their device; nothing waits."""
+        """values [E, ...] -> [rows, ...]: for every row its member's value, on the device of the values; nothing
+        waits."""
         sizes = self.equal or self.on(values.device)
         return values.repeat_interleave(sizes, dim=0, output_size=self.rows)
 
     def offsets(self, device: torch.device) -> Tensor:
-        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits. Made once."""
+        """splits_to_offsets of the sizes, int64 [E + 1] on a device; nothing waits. It is made once."""
         return self.cached("offsets", self._make_offsets, device)
 
     def ends(self, device: torch.device) -> Tensor:
-        """The offsets but the first, int32 [E], as torch._grouped_mm takes them. Made once."""
+        """The offsets but the first, int32 [E], as torch._grouped_mm takes them. It is made once."""
         return self.cached("ends", lambda device: self.offsets(device)[1:].int(), device)
 
     def _make_offsets(self, device: torch.device) -> Tensor:
@@ -197,8 +198,8 @@ class Splits:
         return _sent(accumulate(self.sizes, initial=0), device)
 
     def cached(self, name: str, make: Callable[..., T], *arguments: Hashable) -> T:
-        """make(*arguments), made once where the result can be kept: not in a trace, which may write to nothing that it
-        did not make."""
+        """make(*arguments), made once where the result can be kept. A trace keeps nothing, for it may not write to what
+        it did not make."""
         if torch.compiler.is_compiling():
             return make(*arguments)
         cache = self.__dict__.setdefault("_cache", {})
@@ -210,8 +211,8 @@ class Splits:
         return result
 
     def _lasts(self, result: object) -> bool:
-        """False for tensors of a dispatch mode, and for those made from the host's sizes during the capture of a CUDA
-        graph, which are only filled on replay."""
+        """Whether the result may be kept: no tensor of a dispatch mode may, nor one made from the host's sizes while a
+        CUDA graph is captured, which is only filled on replay."""
         if not isinstance(result, Tensor):
             return True
         captured = self.sizes is not None and result.is_cuda and torch.cuda.is_current_stream_capturing()

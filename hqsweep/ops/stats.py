@@ -29,7 +29,8 @@ from hqsweep.formats.tiles import expand_tiles
 from hqsweep.ops.kernels import TILE
 
 SATURATION_MARGIN = 1 + 2.0**-8
-"""Rounding of scales puts a block's own amax up to an ulp above the top code; that is not counted as saturation."""
+"""An amax of a block above this times its top code is saturated. Rounding of scales puts the amax up to an ulp above
+the top code; that is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +47,7 @@ class Statistics:
     unchanged. None for an operand made from decoded values, which are not kept; its rows' SQNR is NaN."""
     format: Format
     buffers: Buffers | None
-    """For the scales, which are NaN without."""
+    """The buffers, whose scales are read; None: scale_min and scale_max are NaN."""
 
     def row(self) -> dict[str, float]:
         """All statistics; waits for the device."""
@@ -72,17 +73,18 @@ class Sums:
     """Sums over a matrix, or over a part of one, in float64."""
 
     totals: Tensor
-    """As an entry of Statistics.sums."""
+    """The totals in the columns of Statistics.sums."""
     elements: int
     scales: tuple[float, float]
-    """Smallest non-zero and largest, NaN without."""
+    """The smallest non-zero scale and the largest, NaN without."""
     row_power: Tensor | None
     """[operand rows]: sums of x^2."""
     row_error: Tensor
     """[operand rows]: sums of (x - Qx)^2."""
 
     def joined(self, other: "Sums", *, below: bool) -> "Sums":
-        """The sums of this part and another: below it, with more operand rows, or beside it, with more of the same."""
+        """The sums of this part and another, which lies below it, with more operand rows, or beside it, with more of
+        the same."""
         totals = self.totals + other.totals
         totals[3] = torch.maximum(self.totals[3], other.totals[3])
         join = (lambda a, b: torch.cat([a, b])) if below else _added
@@ -126,7 +128,7 @@ class OutputSums:
         return OutputSums(*sums, max(self.amax, other.amax))
 
     def to(self, device: torch.device | str) -> "OutputSums":
-        """They are on no device."""
+        """self: the numbers are on no device."""
         return self
 
     def row(self) -> dict[str, float]:
@@ -135,7 +137,7 @@ class OutputSums:
 
 
 def output_sums(expected: Tensor, actual: Tensor) -> OutputSums:
-    """Of two tensors of one shape, summed in float64."""
+    """The sums of two tensors of one shape, in float64."""
     x, q = expected.double().flatten(), actual.double().flatten()
     sums = ((x @ x), (x - q).square().sum(), (q @ q), (x @ q), _magnitude(x).max() if x.numel() else x.new_zeros(()))
     return OutputSums(*(s.item() for s in sums))
@@ -187,7 +189,7 @@ def gather(
 
 
 def finite_or_none(row: dict[str, float]) -> dict[str, float | None]:
-    """NaN (a statistic that does not exist) as None, for JSON rows."""
+    """The row with None for NaN (a statistic that does not exist), for JSON."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
 
 
@@ -215,18 +217,19 @@ def _scale_range(scale: Tensor | None) -> tuple[float, float]:
 
 
 def _least(choose: Callable[..., float], a: float, b: float) -> float:
-    """min or max of two, of which a NaN does not count."""
+    """The min or max of two numbers, of which a NaN does not count."""
     return b if math.isnan(a) else a if math.isnan(b) else choose(a, b)
 
 
 def _added(a: Tensor, b: Tensor) -> Tensor:
-    """The sum of two vectors, the shorter of which ends in zeros: of sequences of unequal lengths."""
+    """The sum of two vectors, the shorter of which is filled up with zeros: rows of sequences of unequal lengths."""
     length = max(len(a), len(b))
     return torch.nn.functional.pad(a, (0, length - len(a))) + torch.nn.functional.pad(b, (0, length - len(b)))
 
 
 def _row_quantiles(power: Tensor | None, error: Tensor) -> dict[str, float]:
-    """The transform of +rht keeps the power of a row, which is therefore that of x."""
+    """row_sqnr_db_* from the sums over each row. The transform of +rht keeps the power of a row, so that x's may stand
+    for it."""
     if power is None:
         return dict.fromkeys(("row_sqnr_db_median", "row_sqnr_db_p5"), math.nan)
     ratio = 10 * torch.log10(power / error)

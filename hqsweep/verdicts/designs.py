@@ -1,4 +1,4 @@
-"""The two designs of a study, as the law of its statistics: how large a gap over its standard error must be."""
+"""The two designs of a study, as laws of its statistics: how large a gap over its standard error must be."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,31 +14,31 @@ QUANTILES = (np.arange(120) + 0.5) / 120
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """`arms` arms under test, judged together. `maximum`: replicates stated for a study that is looked at after
-    each."""
+    """`arms` arms under test, judged together. `maximum`: the replicates that were stated for a study which is looked
+    at after each."""
 
     arms: int
     maximum: int | None = None
     first: ClassVar[int] = 2
-    """Replicates of the first verdict."""
+    """The number of replicates of the first verdict."""
 
     def df(self, n: int) -> float:
         """Degrees of freedom of the standard error."""
         return n - 1
 
     def equivalence(self, n: int, look: int | None = None) -> float:
-        """Standard errors between the gap and the ends of the interval that the margin must hold: n - 1 degrees of
-        freedom always (with more, 6 to 7 % instead of 5 % were wrong). The level holds for each arm. It is that of the
-        look after n replicates, or of another `look`."""
+        """The standard errors between the gap and the ends of the interval that the margin must hold, always with n - 1
+        degrees of freedom (with more, 6 to 7 % of verdicts were wrong instead of 5 %). The level holds for each arm. It
+        is the level of the look after n replicates, or of another `look`."""
         level = LEVEL if self.maximum is None else levels.one_sided(LEVEL, look or n, self.maximum)
         return -float(special.stdtrit(n - 1, level))
 
     def critical(self, n: int, look: int | None = None) -> float:
-        """Standard errors between the gap and the ends of its interval, joint over the arms."""
+        """The standard errors between the gap and the ends of its interval, joint over the arms."""
         raise NotImplementedError
 
     def p(self, statistics: np.ndarray, n: int) -> np.ndarray:
-        """p of every arm's |gap| / se [arms], adjusted for their number."""
+        """The p values of all arms' |gap| / se [arms], adjusted for their number."""
         raise NotImplementedError
 
     def variances(self, n: int) -> np.ndarray:
@@ -54,12 +54,13 @@ class WholeRuns(Design):
 
     @property
     def correlation(self) -> float:
-        """Of two arms' gaps, which have the controls in common."""
+        """The correlation of two arms' gaps, which have the controls in common."""
         return 1 / (1 + self.controls)
 
     def df(self, n: int) -> float:
-        """Of the guarded standard error. The factors are the largest under which, over the simulated studies, at most
-        5 % of studies without a gap claim one, also where one arm varies 36 times as much as the rest."""
+        """The degrees of freedom of the guarded standard error. The factors are the largest under which, over the
+        simulated studies, at most 5 % of studies without a gap claim one, also where one arm varies 36 times as much as
+        the rest."""
         if self.arms < 2:
             return n - 1
         factor = {(2, 1): 1.25, (2, 2): 1.5}.get((self.arms, self.controls), 1.0 + self.controls / 2)
@@ -70,7 +71,8 @@ class WholeRuns(Design):
         return multivariate_t.critical(level, self.arms, self.correlation, self.df(n))
 
     def p(self, statistics: np.ndarray, n: int) -> np.ndarray:
-        return np.array([multivariate_t.tail(each, self.arms, self.correlation, self.df(n)) for each in statistics])
+        df = self.df(n)
+        return np.array([multivariate_t.tail(bound, self.arms, self.correlation, df) for bound in statistics])
 
     def variances(self, n: int) -> np.ndarray:
         if self.arms < 2:
@@ -95,13 +97,14 @@ class Forks(Design):
         return -float(special.stdtrit(n - 1, level / 2))
 
     def p(self, statistics: np.ndarray, n: int) -> np.ndarray:
-        """Holm's: may lie below the level where the interval, which is Bonferroni's and decides, holds 0."""
+        """Holm's p values. They may lie below the level where the interval, which is Bonferroni's and decides, holds
+        0."""
         return holm(2 * special.stdtr(n - 1, -np.abs(statistics)))
 
 
 def holm(p_values: np.ndarray) -> np.ndarray:
-    """Holm's step-down correction: the i-th smallest of m becomes max over j <= i of min(1, (m - j + 1) p_j), whatever
-    depends on what (Holm 1979). NaN counts as no test."""
+    """Holm's step-down correction: the i-th smallest of m becomes max over j <= i of min(1, (m - j + 1) p_j), whichever
+    tests depend on each other (Holm 1979). NaN counts as no test."""
     order = np.argsort(p_values)[: np.isfinite(p_values).sum()]
     corrected = np.array(p_values, dtype=float)
     steps = p_values[order] * np.arange(len(order), 0, -1)

@@ -21,19 +21,19 @@ from hqsweep.verdicts.estimate import MAXIMUM
 
 TAILS = 400
 DIRECTIONS = 1000
-"""Points of the tail probabilities, and of w. Four times as many move no level of up to 16 looks by more than 0.05 %,
-and none of 100 by more than 0.3 %."""
+"""The number of points of the tail probabilities, and of w. Four times as many move no level of up to 16 looks by more
+than 0.05 %, and none of 100 looks by more than 0.3 %."""
 
 
 def two_sided(level: float, n: int, maximum: int) -> float:
-    """At which p of the two-sided t test of n replicates this look raises a flag, when `level` is spent by
+    """The p of the two-sided t test of n replicates below which this look raises a flag, when `level` is spent by
     `maximum`."""
     check(n, maximum)
     return _levels(level, maximum, True)[n - 2]
 
 
 def one_sided(level: float, n: int, maximum: int) -> float:
-    """The same of a one-sided t test."""
+    """two_sided() for a one-sided t test."""
     check(n, maximum)
     return _levels(level, maximum, False)[n - 2]
 
@@ -48,7 +48,7 @@ def check(n: int, maximum: int) -> None:
 
 @memo
 def _levels(level: float, maximum: int, both: bool) -> list[float]:
-    """Levels of the looks 2, ..., maximum. `both`: flags are raised on either side."""
+    """The levels of the looks 2, ..., maximum. `both`: flags are raised on either side."""
     first = level * (2 / maximum) ** 2
     tails = np.geomspace(first * 1e-4, 0.5, TAILS)
     levels, cosine, quiet, bound = [], None, None, None

@@ -1,4 +1,4 @@
-"""From gaps and standard errors to verdicts: at one look, or at looks after each replicate of a growing study."""
+"""Verdicts from gaps and standard errors: at one look, or at looks after each replicate of a growing study."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +9,12 @@ from hqsweep.verdicts.designs import Design
 from hqsweep.verdicts.estimate import Estimate
 
 Fit = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""The gaps and standard errors [..., arms] of the first n replicates."""
+"""A function of n: the gaps and standard errors [..., arms] of the first n replicates."""
 
 
 def flags(fit: Fit, design: Design, n: int, margin: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(worse, better, within the margin) [..., arms] after n replicates. A flag that an earlier look raised stays, and
-    of worse and better the one that came first."""
+    """(worse, better, within the margin) [..., arms] after n replicates. A flag that an earlier look raised stays; of
+    worse and better the one stays that came first."""
     worse = better = within = np.zeros(fit(n)[0].shape, dtype=bool)
     looks = range(design.first, n + 1) if design.maximum else [n] if n >= design.first else []
     for look in looks:

@@ -12,14 +12,14 @@ from scipy import optimize, special
 from hqsweep.memo import memo
 
 POINTS = 600
-"""Of S. They lie at the quantiles u = w^4 of evenly spaced w: the tail of T is made by small S. With evenly spaced u a
-tail of 4e-5 comes out as 4e-6; so it is right to 3 digits down to 1e-11."""
+"""The number of points of S. They lie at the quantiles u = w^4 of evenly spaced w: the tail of T is made by small S.
+With evenly spaced u a tail of 4e-5 comes out as 4e-6; so it is right to 3 digits down to 1e-11."""
 NODES, WEIGHTS = hermegauss(80)
 WEIGHTS = WEIGHTS / WEIGHTS.sum()
 
 
 def tail(bound: float, arms: int, correlation: float, df: float) -> float:
-    """P(max |T_i| > bound) of `arms` values with this correlation in [0, 1)."""
+    """P(max |T_i| > bound) for `arms` values with this correlation in [0, 1)."""
     if arms == 1:
         return float(2 * special.stdtr(df, -abs(bound)))
     scales, weights = _scales(df)
@@ -40,7 +40,7 @@ def critical(level: float, arms: int, correlation: float, df: float) -> float:
 
 @memo
 def _scales(df: float) -> tuple[np.ndarray, np.ndarray]:
-    """Values of S [POINTS, 1], and their weights [POINTS]."""
+    """The values of S [POINTS, 1], and their weights [POINTS]."""
     even = (np.arange(POINTS) + 0.5) / POINTS
     scales = np.sqrt(2 * special.gammaincinv(df / 2, even**4) / df)
     return scales[:, None], 4 * even**3 / POINTS
