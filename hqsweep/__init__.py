@@ -21,6 +21,7 @@ _HOME: dict[str, str] = {
     "converted": "hqsweep.models.convert",
     "load_model": "hqsweep.models.hf",
     "revert": "hqsweep.models.convert",
+    "unpacked": "hqsweep.models.unpacked",
     "inspect_checkpoint": "hqsweep.checkpoints.inspect",
     "load_checkpoint": "hqsweep.checkpoints.load",
     "save_model": "hqsweep.checkpoints.save",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hqsweep.errors import UserError
 from hqsweep.models.hf_config import HFConfig, read_hf_config
+from hqsweep.models.unpacked import unpacked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,10 +65,10 @@ def causal_lm_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss), each [] and in nats, of inputs and targets, int64 [B, T], as the model defines
     them; what it would minimize is their sum. targets[b, t] is the token after inputs[b, t]: nothing is shifted again.
-    The auxiliary loss is the term of a mixture that was told to have one (output_router_logits); None otherwise.
-    around: the context of the forward, such as head_loss.HeadLoss."""
+    A row is one sequence (models.unpacked). The auxiliary loss is the term of a mixture that was told to have one
+    (output_router_logits); None otherwise. around: the context of the forward, such as head_loss.HeadLoss."""
     targets = targets.contiguous()  # which it takes a view of
-    with around():
+    with around(), unpacked():
         out = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
     aux = getattr(out, "aux_loss", None)
     if aux is None or not isinstance(aux, Tensor) or not aux.is_floating_point():

@@ -1,6 +1,6 @@
 """A CUDA graph of a converted model: forward and backward of a step, which draws the random bits of every step.
 
-Attention is that of plain products: of torch's fused ones the backward has other bits in a graph, without us as well.
+Attention is that of plain products: for the fused one transformers makes a mask in a graph alone (test_unpacked.py).
 """
 
 import pytest
