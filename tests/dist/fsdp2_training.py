@@ -28,16 +28,16 @@ WIDTH, HIDDEN, ROWS, STEPS = 64, 80, 64, 3
 
 
 class Block(nn.Module):
-    """x + b(relu(a(x))), and experts between them."""
+    """x + b(relu(a(x))), and experts between them; single: of which one parameter has all weights."""
 
-    def __init__(self, name, text, recompute=None):
+    def __init__(self, name, text, recompute=None, single=True):
         super().__init__()
         quantizers = LinearQuantizers.parse(text, "test")
         self.a = Linear(WIDTH, HIDDEN, name=f"{name}.a", recipe=quantizers)
         self.b = Linear(HIDDEN, WIDTH, name=f"{name}.b", recipe=quantizers)
-        single = GroupedLinearOptions(single_grouped_weight=True)
+        options = GroupedLinearOptions(single_grouped_weight=single)
         recipe = Recipe.from_config({"linear": text})
-        self.experts = GroupedLinear(3, HIDDEN, HIDDEN, name=f"{name}.e", recipe=recipe, options=single)
+        self.experts = GroupedLinear(3, HIDDEN, HIDDEN, name=f"{name}.e", recipe=recipe, options=options)
         self.recompute = recompute
 
     def inner(self, x):
@@ -51,9 +51,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Two blocks, then a plain linear."""
 
-    def __init__(self, text, inside=None, around=None):
+    def __init__(self, text, inside=None, around=None, single=True):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(f"l{i}", text, inside) for i in range(2)])
+        self.blocks = nn.ModuleList([Block(f"l{i}", text, inside, single) for i in range(2)])
         self.head = nn.Linear(WIDTH, 8, bias=False, dtype=torch.bfloat16)
         self.around = around
 
@@ -63,10 +63,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(text, *, held=True, **checkpoints):
+def build(text, *, held=True, **options):
     torch.manual_seed(0)
     with quantized_model_init(enabled=held), quantization(seed=0, step=0):
-        return Model(text, **checkpoints).to(rank_device())
+        return Model(text, **options).to(rank_device())
 
 
 def batch(step, part=0):

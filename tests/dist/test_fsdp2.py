@@ -3,6 +3,7 @@ sent and kept is what the pass reads."""
 
 import pytest
 from cases import STATELESS
+from fsdp2_once import SQUARE, once
 from fsdp2_ranks import gathered
 from fsdp2_training import CASES, HYBRID_CASES, MESH_CASES, plainly_trained, trained, trained_on_four
 from fsdp2_uses import compiled, uses
@@ -102,6 +103,29 @@ def test_plain_weights_travel_in_bf16_and_are_kept_as_codes(backend):
             "evaluates": ([2.0] * 2, [0, 0]),
         }
         assert cases == {name: (sent, pytest.approx(left, abs=2e-4)) for name, (sent, left) in wanted.items()}, text
+
+
+QUANTIZATIONS = {
+    "keeps": [1, 1],
+    "keeps experts in parameters of their own": [1, 1],
+    "keeps, of data without gradients": [1, 1],
+    "keeps and accumulates": [1, 1],
+    "keeps and recomputes": [2, 1],  # the first backward lacks the rows, and gathers the values once more
+    "reshards": [2, 2],
+    "reshards and accumulates": [4, 4],  # in each backward both directions, of which the next forward reads the rows
+}
+"""How often a plain weight is quantized in each of two steps, in every format."""
+
+
+@pytest.mark.parametrize(
+    "texts", [["nvfp4+2d", "mxfp8"], pytest.param([*SQUARE, "nvfp4+2d+sr"], marks=pytest.mark.slow)]
+)
+def test_plain_weights_are_quantized_once_of_each_gather(texts):
+    """In both directions where backward follows in that gather, and their values are free once forward has run. What
+    products read, outputs and gradients are those of one process."""
+    for counts, faults in run_ranks(2, once, texts):
+        assert counts == {(text, case): [{n} for n in each] for text in texts for case, each in QUANTIZATIONS.items()}
+        assert faults == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

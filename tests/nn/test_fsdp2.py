@@ -12,7 +12,9 @@ from torch.distributed.tensor import Shard
 from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
+from hqsweep.nn.linear_call import LinearCall
 from hqsweep.optim import FusedAdam
+from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.recipe import LinearQuantizers, Recipe
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
@@ -60,3 +62,16 @@ def test_plain_weights_train_as_without(text, mesh):
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[:3] == losses[3:]
+
+
+def test_views_of_one_gathered_weight_have_operands_of_their_own(mesh):
+    module = fully_shard(linear("mxfp8"), mesh=mesh, reshard_after_forward=False)
+    gather_in_linear_dtype(module)
+    module.unshard()
+    call, halves = LinearCall(**module.linear_facts()), module.weight.split(48)
+    for half in halves:
+        call.weight([half], "rowwise", needs_dx=True)
+    for half, whole in zip(halves, linear("mxfp8").weight.split(48), strict=True):
+        expected = call.quantize("weight", whole.bfloat16(), columnwise="codes").columnwise
+        columns = call.weight([half], "columnwise")
+        assert torch.equal(columns.operand().matrix, expected.operand().matrix)
