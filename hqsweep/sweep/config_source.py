@@ -2,8 +2,10 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
@@ -29,11 +31,20 @@ class CheckedSource(FileConfigSource):
         return result
 
 
+class ReadOnce(CachingConfigRepository):
+    """A repository that reads each file once. A loader copies its own for each of its configs, and reads all files for
+    each again: a third of the time of a grid."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReadOnce":
+        return self
+
+
 def check_sources(loader: ConfigLoaderImpl) -> ConfigLoaderImpl:
-    """The loader, with a CheckedSource for each folder of the user."""
+    """The loader, with a CheckedSource for each folder of the user, and each file read once."""
     repository = loader.repository
     repository.sources = [
         CheckedSource(source.provider, source.path) if source.provider == "user" else source
         for source in repository.sources
     ]
+    loader.repository = ReadOnce(repository)
     return loader
