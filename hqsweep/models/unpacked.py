@@ -8,6 +8,7 @@ another order, so that a step has other bits in a graph than without.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -32,22 +33,24 @@ def unpacked() -> Iterator[None]:
     except ImportError:
         yield
         return
-    before = {name: getattr(masking_utils, name) for name in (FIND, EXPORTS) if hasattr(masking_utils, name)}
-    if len(before) == 2:
-        masking_utils.__dict__.update({FIND: _looking(before[FIND], masking_utils.is_tracing), EXPORTS: _is_exporting})
+    own = masking_utils.__dict__
+    before = {name: own[name] for name in (FIND, EXPORTS) if name in own}
+    own.update(_replacements() if len(before) == 2 else {})
     try:
         yield
     finally:
-        masking_utils.__dict__.update(before)
+        own.update(before)
 
 
-def _looking(find: Callable[[Tensor], Tensor | None], is_tracing: Callable[[Tensor], bool]) -> Callable[[Tensor], Any]:
+@cache
+def _replacements() -> dict[str, Callable[..., Any]]:
+    """The same functions each time, as what torch.compile has traced is for these."""
+    from transformers import masking_utils
+
+    find = getattr(masking_utils, FIND)
+
     def none_packed(position_ids: Tensor) -> None:
-        if not is_tracing(position_ids) and find(position_ids) is not None:
+        if not masking_utils.is_tracing(position_ids) and find(position_ids) is not None:
             raise UserError("unpacked: position_ids begins anew within a row, which so holds several sequences")
 
-    return none_packed
-
-
-def _is_exporting() -> bool:
-    return False
+    return {FIND: none_packed, EXPORTS: lambda: False}
