@@ -21,34 +21,29 @@ import hydra
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hqsweep.config.recipe_text import check_texts
-from hqsweep.config.references import check_expansion, check_references
-from hqsweep.config.study import StudyConfig, parse_study
+from hqsweep.config.references import check_expansion
+from hqsweep.config.study import parse_study
 from hqsweep.errors import UserError, nearest
 from hqsweep.sweep.arms import FACTORY_KEYS, Difference, check_arm, difference, labels, override_texts
-from hqsweep.sweep.config_source import check_sources
+from hqsweep.sweep.config_source import check_sources, options
 from hqsweep.sweep.grid import with_study
 from hqsweep.sweep.merge import explain, one_line, resolved, set_number
 from hqsweep.sweep.model_keys import MODEL_TARGET, drop_gpt, is_users, take_factory
 from hqsweep.sweep.names import NOT_IN_ID
+from hqsweep.sweep.overrides import STUDY_KEYS, Overrides, is_file
 from hqsweep.sweep.point import Grid, GridPoint
 from hqsweep.sweep.quantizer_keys import open_quantizers
 
 PACKAGED = files("hqsweep") / "conf"
 """The packaged configs: conf/ of the wheel, or of the checkout that an editable install leads to."""
-STUDY_KEYS = tuple(StudyConfig.model_fields)
 ARMS = "arms"
-POINTS = "fork.at"
-"""The one key of a study that takes several values, written as those of a swept key or as a list."""
-_KEY = re.compile(r"[+~]{0,2}[A-Za-z_$][\w./@:$-]*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 
 
@@ -73,12 +68,12 @@ def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = N
 
 def known_confs(config_dir: Path | None = None) -> list[str]:
     """Names that conf= takes."""
-    return _options(_loader([config_dir, Path("conf")]), "")
+    return options(_loader([config_dir, Path("conf")]), "")
 
 
 def known_recipes(config_dir: Path | None = None) -> list[str]:
     """Names that recipe= takes."""
-    return _options(_loader([config_dir, Path("conf")]), "recipe")
+    return options(_loader([config_dir, Path("conf")]), "recipe")
 
 
 def load_recipe(name: str, config_dir: Path | None = None) -> Any:
@@ -129,22 +124,16 @@ def _loader(folders: Sequence[Path | None]) -> ConfigLoaderImpl:
     return check_sources(ConfigLoaderImpl(search))
 
 
-def _options(loader: ConfigLoaderImpl, group: str) -> list[str]:
-    """Names that a config group offers; "" is the group of whole configs. Hydra's own start with an underscore."""
-    return [name for name in loader.get_group_options(group) if not name.startswith("_")]
-
-
 class Composer:
     """Composes one named config under any overrides."""
 
     def __init__(self, name: str, folders: Sequence[Path | None]) -> None:
         self.loader = _loader(folders)
-        self.parser = OverridesParser.create(config_loader=self.loader)
+        self.overrides = Overrides(self.loader)
         self.name = name
         self.bases: dict[tuple[str, ...], DictConfig] = {}
         self.plain: dict[tuple[str, ...], dict[str, Any] | None] = {}
-        self.groups = set(self.loader.list_groups(""))
-        known = _options(self.loader, "")
+        known = options(self.loader, "")
         if name not in known:
             raise UserError(
                 f"conf={name}: no such config{nearest(name, known)}; known are {', '.join(known)}, or give the path"
@@ -153,18 +142,18 @@ class Composer:
 
     def grid(self, texts: Sequence[str]) -> Grid:
         """All points; a point that repeats an earlier one is left out."""
-        given = self._parse(texts)
+        given = self.overrides.parse(texts)
         base = self._base(given)
         arms = self._arms(base, given)
         inner = {key for _, overrides in arms for key in overrides}
-        params = [o for key, o in self._parse(_params(base)).items() if key not in given and key not in inner]
+        params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in given and key not in inner]
         outer = [*params, *given.values()]
         points: dict[str, GridPoint] = {}
         found: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
         for arm, own in arms:
             overrides = [*own.values(), *outer]
-            for choice in itertools.product(*map(self._choices, overrides)):
+            for choice in itertools.product(*map(self.overrides.choices, overrides)):
                 config = self.compose(choice)
                 config["sweep"] = config.get("sweep") or self.name
                 if config.get("job") == "convergence":
@@ -197,7 +186,7 @@ class Composer:
     def _overrides_of(self, arm: str, texts: Sequence[str], given: dict[str, Override]) -> dict[str, Override]:
         """Overrides by key of an arm that the sweep names."""
         try:
-            overrides = self._parse(texts)
+            overrides = self.overrides.parse(texts)
         except UserError as error:
             raise UserError(f"arms.{arm}: {error}") from None
         check_arm(arm, overrides, given, (*NOT_IN_ID, *STUDY_KEYS, "seed"))
@@ -227,8 +216,8 @@ class Composer:
 
     def _merge(self, overrides: Sequence[str]) -> DictConfig:
         """The config under the overrides, not resolved."""
-        parsed = self.parser.parse_overrides(list(overrides))
-        groups = tuple(o.input_line for o in parsed if self._is_group(o))
+        parsed = self.overrides.parsed(overrides)
+        groups = tuple(o.input_line for o in parsed if self.overrides.is_group(o))
         if groups not in self.bases:
             self.bases[groups] = self._other_model(groups, self._load(groups, RunMode.RUN))
             del self.bases[groups]["hydra"]
@@ -242,12 +231,12 @@ class Composer:
                 path = str(override.value())
                 config["recipe"] = {"name": path.rpartition(".")[2], "qfactory": path}
             for override in parsed:
-                if _is_file(override):
+                if is_file(override):
                     path = str(override.value())
                     config["recipe"] = {"name": Path(path).stem} | load_recipe(path)
             # fields of grouped_linear come after linear, whose quantizers it has where the recipe does not spell it out
             for override in sorted(parsed, key=lambda o: o.key_or_group.startswith("recipe.grouped_linear.")):
-                if not self._is_group(override) and not _is_file(override) and override not in factories:
+                if not self.overrides.is_group(override) and not is_file(override) and override not in factories:
                     check_texts(override.key_or_group, override.value())
                     open_quantizers(config, override.key_or_group)
                     OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
@@ -278,79 +267,14 @@ class Composer:
 
     def _base(self, given: dict[str, Override]) -> DictConfig:
         """The composed config with Hydra's own part, under the groups that are chosen for all points."""
-        fixed = [o.input_line for o in given.values() if self._is_group(o) and not o.is_sweep_override()]
+        fixed = [o.input_line for o in given.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
         return self._load(fixed, RunMode.MULTIRUN)
-
-    def _parse(self, texts: Sequence[str]) -> dict[str, Override]:
-        """Overrides of one origin by key, each text named in its errors; a key may come once."""
-        parsed: dict[str, Override] = {}
-        for text in texts:
-            override = self._parse_one(text)
-            if override.key_or_group in parsed:
-                raise UserError(f"override '{text}': {override.key_or_group} is given twice; give it once")
-            parsed[override.key_or_group] = override
-            self._check(override)
-        return parsed
-
-    def _parse_one(self, text: str) -> Override:
-        key, equals, _ = text.partition("=")
-        if key.startswith(("~", "hydra.", "hydra/")):
-            raise UserError(f"override '{text}': keys are not deleted here, nor Hydra's own set; write KEY=VALUE")
-        if not equals or not _KEY.fullmatch(key):
-            raise UserError(f"override '{text}': not of the form KEY=VALUE; write for example train.steps=100")
-        check_references(text, f"override of {key}")
-        try:
-            parsed = self.parser.parse_overrides([text])[0]
-            if key == POINTS and parsed.is_discrete_sweep():
-                values = [choice.partition("=")[2] for choice in self._choices(parsed)]
-                parsed = self.parser.parse_overrides([f"{key}=[{','.join(values)}]"])[0]
-            return parsed
-        except HydraException:
-            raise UserError(
-                f"override '{text}': the value cannot be read; write KEY=VALUE, KEY=V1,V2, KEY=range(1,4) or"
-                f" KEY=choice(a,b), and quote a value with special characters, as in {key}=\"'VALUE'\""
-            ) from None
-
-    def _check(self, override: Override) -> None:
-        key, text = override.key_or_group, f"override '{override.input_line}'"
-        if override.package is not None:
-            raise UserError(f"{text}: '@' would move a config group elsewhere, where nothing reads it; leave it out")
-        if override.is_sweep_override() and not override.is_discrete_sweep():
-            raise UserError(f"{text}: an interval cannot be expanded; write range(START,STOP,STEP) or V1,V2")
-        if override.is_sweep_override() and key.split(".")[0] in (*NOT_IN_ID, *STUDY_KEYS):
-            raise UserError(f"{text}: {key} cannot be swept, it belongs to the whole sweep; give it one value")
-        if not self._is_group(override) and not self._choices(override):
-            raise UserError(f"{text}: it holds no value, so no run; write V1,V2 or range(START,STOP)")
-        if self._is_group(override):
-            known, values = _options(self.loader, key), [choice.partition("=")[2] for choice in self._choices(override)]
-            files = [value for value in values if key == "recipe" and value.endswith(".yaml")]
-            wrong = next((value for value in values if value not in (*known, *files)), None if values else "")
-            if wrong is not None:
-                hint = nearest(wrong, known) or f"; known are {', '.join(known)}"
-                raise UserError(f"{text}: no {key} '{wrong}'{hint}")
-
-    def _is_group(self, override: Override) -> bool:
-        return override.key_or_group in self.groups and not _is_file(override)
-
-    def _choices(self, override: Override) -> list[str]:
-        """The override once per value."""
-        if not override.is_sweep_override():
-            return [f"{override.get_key_element()}={override.get_value_element_as_str()}"]
-        try:
-            return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        except ValueError as error:
-            raise UserError(f"override '{override.input_line}': {error}; write range(START,STOP,STEP)") from None
 
 
 def _params(base: DictConfig) -> list[str]:
     """`hydra.sweeper.params` of a composed config, as override texts."""
     params = OmegaConf.select(base, "hydra.sweeper.params") or {}
     return [f"{key}={value}" for key, value in params.items()]
-
-
-def _is_file(override: Override) -> bool:
-    """Whether it is recipe=PATH.yaml."""
-    return override.key_or_group == "recipe" and str(override.value()).endswith(".yaml")
 
 
 def _yaml_names(folder: Path) -> list[str]:

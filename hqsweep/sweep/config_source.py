@@ -48,3 +48,8 @@ def check_sources(loader: ConfigLoaderImpl) -> ConfigLoaderImpl:
     ]
     loader.repository = ReadOnce(repository)
     return loader
+
+
+def options(loader: ConfigLoaderImpl, group: str) -> list[str]:
+    """Names that a config group offers; "" is the group of whole configs. Hydra's own start with an underscore."""
+    return [name for name in loader.get_group_options(group) if not name.startswith("_")]

@@ -5,8 +5,9 @@ import pytest
 from hqsweep.config.study import StudyConfig, parse_margin, parse_study
 from hqsweep.errors import UserError
 from hqsweep.sweep import sweep_file
-from hqsweep.sweep.compose import STUDY_KEYS, expand
+from hqsweep.sweep.compose import expand
 from hqsweep.sweep.launch import plan
+from hqsweep.sweep.overrides import STUDY_KEYS
 from hqsweep.sweep.store import RunStore
 
 
