@@ -92,8 +92,8 @@ def check_possible(training: Training) -> None:
         check_shared_matrices(training)
     if dims.pp > 1:
         check_stages(training)
-    if train.offload:
-        raise UserError("train.parallel: several ranks, but train.offload is true; give one of them")
+    if train.offload and dims.pp > 1:
+        raise UserError("train.parallel.pp: several stages, but train.offload is true; give one of them")
     if train.compile == "graph" and dims.pp > 1:
         raise UserError(
             "train.parallel.pp: several stages, which no CUDA graph holds, but train.compile is graph; give auto"

@@ -5,6 +5,7 @@ that are not reduced, in the dtype of the reduction: what is written there is re
 Attributes of torch's that are not public are read here alone; FSDP of torch 2.11 to 2.13 has them.
 """
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -20,8 +21,19 @@ DIRECTIONS = ("rowwise", "columnwise")
 def sum_in_fp32(module: nn.Module) -> None:
     """Have unsharded_sum know the parameters of every unit of fully_shard in the module. All gradients of a unit are
     summed in FP32 once it was asked for one of its weights."""
-    for part in module.modules():
-        _UNITS.update(unit for group in groups_of(part) for unit in group.fsdp_params)
+    _UNITS.update(parameters_of(module))
+
+
+def parameters_of(module: nn.Module) -> list[Any]:
+    """torch's FSDPParam of each parameter of every unit of fully_shard in the module."""
+    return [each for part in module.modules() for group in groups_of(part) for each in group.fsdp_params]
+
+
+def gathered_storages(parameters: Iterable[Any]) -> frozenset[int]:
+    """The storages into which torch gathers FSDPParams, by the addresses of these objects, which stay when torch frees
+    the memory and fills it anew. A parameter has none before its first gather."""
+    tensors = (t for each in parameters for t in (*each.all_gather_outputs, *each._unsharded_inner_tensors))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 def groups_of(module: nn.Module) -> list[Any]:

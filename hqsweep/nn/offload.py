@@ -10,13 +10,15 @@ only marked (Tensor.record_stream), their memory could not serve again until the
 runs ahead by whole layers, and the peak would not fall.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.fsdp import gathered_storages, parameters_of
 from hqsweep.nn.saved import memory_of, tensors_of
 
 MIN_BYTES = 4096
@@ -89,9 +91,10 @@ class ActivationOffload:
             loss = model(x)
         loss.backward()  # outside: what is computed again in backward need not leave the device
 
-    It leaves alone parameters and buffers of the model, operands of its quantized weights, and tensors that are on
-    other devices, smaller than min_bytes, sparse, of a subclass, expanded (stride 0), or conjugated lazily. Backward
-    reads the same bytes under the same strides. It meets tensors in about the reverse order of forward, and those
+    It leaves alone parameters and buffers of the model, operands of its quantized weights, what fully_shard gathers
+    (torch frees that memory itself, and waits for no copy of it), and tensors that are on other devices, smaller than
+    min_bytes, sparse, of a subclass, expanded (stride 0), or conjugated lazily. Backward reads the same bytes under the
+    same strides. It meets tensors in about the reverse order of forward, and those
     before the one that it reads are brought back ahead of it, window_bytes of them. Host memory is pinned; torch's
     caching allocator keeps it, rounded up to powers of two, and hands it out again in the next step. On the CPU tensors
     are copied too, which frees nothing but shows the same path.
@@ -104,6 +107,10 @@ class ActivationOffload:
         self._saved: WeakValueDictionary[int, _Saved] = WeakValueDictionary()
         self._count = 0
         self._model_memory: frozenset[int] = frozenset()
+        self._gathered: frozenset[int] = frozenset()
+        """The storages that fully_shard gathers into."""
+        self._ungathered: list[Any] = []
+        """torch's FSDPParams that have no such storage yet."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -112,6 +119,8 @@ class ActivationOffload:
         self.arriving.clear()
         self._count = max(self._saved.keys(), default=-1) + 1
         self._model_memory = frozenset(memory_of(t) for t in tensors_of(self.model))
+        self._gathered = frozenset()
+        self._note_gathered(parameters_of(self.model))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -157,6 +166,16 @@ class ActivationOffload:
         tensor = torch.empty_strided(saved.host.shape, saved.strides, dtype=saved.host.dtype, device=saved.device)
         self.arriving.copy(saved, tensor, saved.host, tensor)
 
+    def _note_gathered(self, parameters: Sequence[Any]) -> None:
+        self._gathered |= gathered_storages(parameters)
+        self._ungathered = [each for each in parameters if not each.all_gather_outputs]
+
+    def _is_gathered(self, tensor: Tensor) -> bool:
+        """Whether the memory is what fully_shard gathers into."""
+        if self._ungathered:
+            self._note_gathered(self._ungathered)
+        return tensor.untyped_storage()._cdata in self._gathered
+
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (
             type(tensor) is Tensor
@@ -166,4 +185,5 @@ class ActivationOffload:
             and 0 not in tensor.stride()
             and not (tensor.is_conj() or tensor.is_neg())
             and memory_of(tensor) not in self._model_memory
+            and not self._is_gathered(tensor)
         )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.gathered import GatheredWeight
 from hqsweep.dist.local import local
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.linear import Linear, LinearBase
@@ -21,7 +22,10 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers, the operands of quantized ones, and this rank's parts of those that ranks share:
     saving them keeps nothing alive that would be freed."""
     for part in map(local, model.parameters()):
-        yield from part.buffers.values() if isinstance(part, HybridQuantizedTensor) else (part,)
+        if isinstance(part, HybridQuantizedTensor):
+            yield from part.buffers.values()
+        else:
+            yield part.value if isinstance(part, GatheredWeight) else part
     yield from model.buffers()
 
 

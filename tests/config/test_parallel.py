@@ -52,7 +52,10 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             r"tp: 2 does not go with both model.quantized_weights and several copies or shards of the model",
         ),
         ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
-        ({"train": {"parallel": {"dp_shard": 2}, "offload": True}}, r"several ranks, but train.offload is true"),
+        (
+            {"train": {"parallel": {"pp": 2}, "microbatches": 2, "offload": True}},
+            r"train.parallel.pp: several stages, but train.offload is true",
+        ),
         (
             {"train": {"parallel": {"dp_shard": 2}}, "engine": {"gpus_per_run": 4}},
             r"engine.gpus_per_run 4 gives 4 ranks",

@@ -13,6 +13,7 @@ from hqsweep.errors import UserError
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, quantization, quantized_model_init
 from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.offload import ActivationOffload
 from hqsweep.optim import FusedAdam
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.recipe import LinearQuantizers, Recipe
@@ -62,6 +63,30 @@ def test_plain_weights_train_as_without(text, mesh):
             optimizer.zero_grad()
             losses.append(loss.item())
     assert losses[:3] == losses[3:]
+
+
+def test_offloading_leaves_alone_what_is_gathered(mesh):
+    """From the first forward on, which makes that memory: only inputs leave, as of parameters that are not sharded."""
+    waiting = {}
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(2)), linear("mxfp8"))
+        for block in model if sharded else ():
+            fully_shard(block, mesh=mesh)
+        if sharded:
+            fully_shard(model, mesh=mesh)
+            gather_in_linear_dtype(model)
+        away = ActivationOffload(model, min_bytes=1)
+        for step in (1, 2):
+            if sharded:
+                model[2].unshard()  # as an evaluation leaves it that shards nothing again
+            with away.saving(), quantization(step=step):
+                y = model(draw("normal", 32, 64, step).float().requires_grad_())
+            waiting[sharded, step] = away.host_bytes
+            y.float().square().mean().backward()
+        waiting[sharded] = [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]
+    assert waiting[False, 1] == waiting[True, 1] == waiting[True, 2] > 0
+    assert all(torch.equal(a, b) for a, b in zip(waiting[False], waiting[True], strict=True))
 
 
 def test_views_of_one_gathered_weight_have_operands_of_their_own(mesh):

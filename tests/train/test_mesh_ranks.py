@@ -18,7 +18,8 @@ FIRST = {"steps": 1, "clip": 1e9}
 DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
 NVFP4 = {"input": "nvfp4", "weight": "nvfp4+2d", "grad_output": "nvfp4+sr"}
 TWO = {"dp_shard": 2, "ep": 2}
-OF_TWO = [("mxfp8", {"model": EXPERTS, "parallel": TWO} | FIRST), ("mxfp8", {"model": HELD, "parallel": TWO} | FIRST)]
+OF_TWO = [("mxfp8", {"model": model, "parallel": TWO} | FIRST) for model in (EXPERTS, HELD)]
+OF_TWO.append((OF_TWO[0][0], OF_TWO[0][1] | {"offload": True}))
 CLOSE = [
     (DELAYED, {"model": EXPERTS, "parallel": TWO, "microbatches": 2}),
     ("mxfp8", {"model": HELD, "parallel": TWO, "recompute": "layer", "clip": 0.1}),

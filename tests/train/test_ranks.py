@@ -22,15 +22,18 @@ EXACT = [
     (DELAYED, TWO),
     ({"linear": "mxfp8", "head": "mxfp8"}, HELD | {"eval_every": 1}),
     (NVFP4, HELD),
+    ("mxfp8", TWO | {"offload": True}),
+    (NVFP4, HELD | {"offload": True, "recompute": "attention"}),
 ]
 CLOSE = [("mxfp8", TWO | LAYER), (NVFP4, {"parallel": {"dp_replicate": 2}})]
 SHARED = ("mxfp8", {"parallel": {"tp": 2}})
+OFFLOADED = [(linear, changes | {"offload": True}) for linear, changes in (CLOSE[1], SHARED)]
 
 
 @pytest.fixture(scope="module")
 def found():
     """What both ranks return of all cases, for which they are launched once."""
-    return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED])
+    return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED, *OFFLOADED])
 
 
 def alone(linear, changes):
@@ -83,11 +86,21 @@ def test_sums_in_another_order_stay_close(found, case):
 def test_shared_matrices_stay_close(found):
     """Parts of products are rounded before their sum, and Adam's first steps take signs of gradients that are noise."""
     metrics, stats, _ = ranks.train(ranks.config(SHARED[0]))
-    assert_close_rows(found[0][-1][1], stats, rel=0.1)
-    assert found[0][-1][0] == found[1][-1][0]
-    for step, expected in zip(found[0][-1][0], metrics, strict=True):
+    (own, rows, _), (other, _, _) = (each[len(EXACT) + len(CLOSE)] for each in found)
+    assert_close_rows(rows, stats, rel=0.1)
+    assert own == other
+    for step, expected in zip(own, metrics, strict=True):
         assert step == pytest.approx(expected, rel=5e-3)
         assert step["train_loss"] == pytest.approx(expected["train_loss"], rel=2e-4)
+
+
+def test_offloading_changes_no_byte_over_other_axes(found):
+    """Over copies, and over parts of matrices."""
+    for each in found:
+        for (metrics, stats, state), (other, rows, whole) in zip(each[-4:-2], each[-2:], strict=True):
+            assert metrics == other and stats == rows
+            for name, value in state["model"].items():
+                assert torch.equal(whole["model"][name], value), name
 
 
 def test_a_training_goes_on_from_its_checkpoint(tmp_path):

@@ -26,7 +26,7 @@ MODELS = {
 }
 CASES = {
     "llama": (NVFP4, SHARDED, {"recompute": "layer"}),
-    "dropping": ("mxfp8", SHARDED),
+    "dropping": ("mxfp8", SHARDED, {"offload": True}),
     "qwen3": (DELAYED, COPIES),
     "mixtral": ("mxfp8", SHARDED),
     "Blocks": ("mxfp8", SHARDED),
