@@ -2,13 +2,10 @@
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -17,19 +14,13 @@ from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.dist.agreed import by_first
 from hqsweep.errors import Damaged, UserError
-from hqsweep.formats import Format
-from hqsweep.gemm import native
-from hqsweep.gemm.plan import gemm_plan
+from hqsweep.jobs.native import check_native
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
-from hqsweep.models.build import gemm_modules
-from hqsweep.nn.grouped import GroupedBase
-from hqsweep.nn.module import QuantizedModule, quantized_modules, roles_of
+from hqsweep.jobs.trainer_fields import saved_fields, steps_fields, trainer_fields, unused_warnings
 from hqsweep.ops.fingerprint import fingerprint
 from hqsweep.parallel.handshake import agree
 from hqsweep.parallel.mesh import join
-from hqsweep.recipe.pairs import MODULE_GEMMS
-from hqsweep.recipe.stages import Stage
 from hqsweep.train import data
 from hqsweep.train.build import pick_device
 from hqsweep.train.checkpoint import go_on_from, newest, read_state, save_checkpoint, step_of
@@ -49,8 +40,6 @@ from hqsweep.train.record import (
     read_record,
 )
 from hqsweep.train.source import ABOVE, above_source, begin_source
-
-T = TypeVar("T")
 
 
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
@@ -79,7 +68,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     trainer = build()
     if ranks is not None:
         agree(ranks, {"the code of the model": dict(trainer.adapter.facts)})
-    known = facts(trainer)
+    known = trainer_fields(trainer)
     warnings = known.get("warnings", [])
     sink.manifest(**known)
     for line in warnings if ranks is None or ranks.is_first else ():
@@ -96,12 +85,12 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     sink.phase("first step")
     for done in trainer.steps():
         if done.step == first:
-            sink.manifest(saved_for_backward=saved_facts(trainer))
+            sink.manifest(saved_for_backward=saved_fields(trainer))
             sink.phase(None)
             if lines := unused_warnings(trainer):
                 warnings = [*warnings, *lines]
                 sink.manifest(unused=trainer.adapter.unused(), warnings=warnings)
-        if (now := steps_facts(trainer)) != ran:
+        if (now := steps_fields(trainer)) != ran:
             ran = now
             sink.manifest(steps=ran)
         sink.rows("stats", done.stats)
@@ -220,18 +209,6 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path) -> str:
     return record.sha256
 
 
-def check_native(config: ConvergenceConfig, device: torch.device, vocab_size: int) -> None:
-    """UserError with all GEMMs on gemm=native that the device has no product for; nothing falls back to gemm=exact."""
-    recipe = config.recipe.build()
-    if "native" not in (recipe.gemm, *(change.recipe.gemm for change in recipe.schedule)):
-        return
-    capability = native.capability_of(device)
-    if missing := native.device_fault(capability):
-        here = "the CPU" if capability is None else torch.cuda.get_device_name(device)
-        raise UserError(f"recipe: {missing}; this run is on {here}; recipe.gemm=exact multiplies the same operands")
-    config.check_recipe(gemm_modules(config, vocab_size), partial(native.refusal, capability))
-
-
 def make_deterministic() -> None:
     """Runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
 
@@ -241,111 +218,3 @@ def make_deterministic() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
-
-
-def facts(trainer: Trainer) -> dict[str, object]:
-    """For the manifest: device, the hash of its kernels' numbers, data, sizes, and the plan of every GEMM.
-
-    tokens and epochs count from step 1, for a run that goes on from another one's state too.
-    """
-    device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
-    tokens = train.steps * train.batch * train.context
-    warnings = dataset.warnings(tokens)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "kernel_digest": fingerprint(device),
-        "data_hash": dataset.hash,
-        "data": dataset.facts,
-        "params": sum(shape.numel() for shape in trainer.shapes.values()),
-        "tokens": tokens,
-        "epochs": dataset.epochs(tokens),
-        "gemm_plan": stage_plans(trainer, trainer.stages[0]),
-        "recipe_schedule": schedule_facts(trainer),
-        **trainer.adapter.facts,
-        **({"warnings": warnings} if warnings else {}),
-    }
-
-
-def saved_facts(trainer: Trainer) -> dict[str, object]:
-    """For the manifest: what a microbatch's forward keeps for backward.
-
-    bytes and bytes_per_token are what autograd saved beside the model, and there only where it saves all of it (without
-    recomputation and offload). input_bytes_per_element: of the input of each linear, layers taken together where they
-    have the same number.
-    """
-    train = trainer.config.train
-    tokens = train.batch // train.microbatches * train.context
-    inputs: dict[str, set[float]] = {}
-    for name, nbytes in of_stages(trainer, dict(trainer.adapter.saved_inputs(tokens))).items():
-        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(nbytes)
-    per_element = {name: found.pop() if len(found) == 1 else sorted(found) for name, found in inputs.items()}
-    facts: dict[str, object] = {"input_bytes_per_element": per_element}
-    if trainer.saved.nbytes:
-        facts |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
-    return facts
-
-
-def unused_warnings(trainer: Trainer) -> list[str]:
-    """What a person must know of a model of which modules that were to compute by the recipe did not in a step."""
-    unused = trainer.adapter.unused()
-    if not unused:
-        return []
-    more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-    return [
-        f"{', '.join(unused[:3])}{more}: converted, but not used in the first step; something reads the weights and"
-        " passes by the module, or never calls it, so the recipe says nothing of it"
-    ]
-
-
-def steps_facts(trainer: Trainer) -> dict[str, str | None]:
-    """For the manifest: how steps run, "graph" or "eager", and why eagerly."""
-    reason = trainer.runner.reason
-    return {"run": "graph" if reason is None else "eager", "reason": reason}
-
-
-def schedule_facts(trainer: Trainer) -> list[dict[str, object]]:
-    """For every change of recipe: the first step on the new one, and the GEMM plans that differ from those before."""
-    plans = [stage_plans(trainer, stage) for stage in trainer.stages]
-    return [
-        {
-            "first_step": stage.first_step,
-            "gemm_plan": {name: new.get(name, {}) for name in old | new if new.get(name) != old.get(name)},
-        }
-        for stage, (old, new) in zip(trainer.stages[1:], pairwise(plans), strict=True)
-    ]
-
-
-def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
-    """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
-    modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
-    found = stage.recipe.resolve(roles_of(trainer.model))
-    facts = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}
-    plans = {}
-    for module in modules:
-        quantizers = module.chosen(found)
-        pairs = {
-            gemm: [getattr(quantizers[tensor], direction) for tensor, direction in operands]
-            for gemm, operands in MODULE_GEMMS[module.module_type].items()
-        }
-        low = any(not format.high_precision for pair in pairs.values() for format in pair)
-        if low or module.module_type != "dpa":
-            plans[module.name] = {
-                gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **facts)}" for gemm, (a, b) in pairs.items()
-            }
-    return of_stages(trainer, plans)
-
-
-def of_stages(trainer: Trainer, facts: dict[str, T]) -> dict[str, T]:
-    """What ranks know of modules by name, of all stages of a pipeline in the model's order. A collective."""
-    if trainer.pipeline is None:
-        return facts
-    every = {name: fact for own in trainer.ranks.gather(facts) for name, fact in own.items()}
-    names = dict.fromkeys(role.name for role in roles_of(trainer.model))
-    return {name: every[name] for name in names if name in every}
-
-
-def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:
-    if not isinstance(module, GroupedBase):
-        return str(gemm_plan(a, b, native.capability_of(device), gemm_mode))
-    return str(module.plan(gemm, a, b, device, gemm_mode))

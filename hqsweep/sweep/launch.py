@@ -16,7 +16,7 @@ from hqsweep.config.job import Config, ConvergenceConfig, parse
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.config.study import StudyConfig
 from hqsweep.errors import Damaged, UserError
-from hqsweep.jobs.convergence import check_native
+from hqsweep.jobs.native import check_native
 from hqsweep.parallel.mesh import check_devices
 from hqsweep.recipe.factories import Importer, factory_name
 from hqsweep.sweep.local import Limits, run_local

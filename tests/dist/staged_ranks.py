@@ -8,7 +8,7 @@ from checkpointed import content
 from training_ranks import config, trainer
 
 from hqsweep.checkpoints.sharded import save_sharded
-from hqsweep.jobs.convergence import facts, saved_facts
+from hqsweep.jobs.trainer_fields import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
 STEPS, BREAK = 3, 1
@@ -68,8 +68,10 @@ def bytes_of(x: torch.Tensor) -> bytes:
 
 def facts_of(run) -> dict:
     """What the manifest says of all layers. A collective."""
-    known = {name: fact for name, fact in facts(run).items() if name in ("params", "gemm_plan", "recipe_schedule")}
-    return known | {"saved": saved_facts(run)["input_bytes_per_element"]}
+    known = {
+        name: fact for name, fact in trainer_fields(run).items() if name in ("params", "gemm_plan", "recipe_schedule")
+    }
+    return known | {"saved": saved_fields(run)["input_bytes_per_element"]}
 
 
 def resumed(cfg, folder: Path) -> tuple:

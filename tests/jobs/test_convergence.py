@@ -13,6 +13,7 @@ from hqsweep.jobs import convergence
 from hqsweep.jobs.probe.job import parse_quantizers, probe
 from hqsweep.jobs.probe.tensor_files import find_matrices
 from hqsweep.jobs.sink import ListSink
+from hqsweep.jobs.trainer_fields import stage_plans, trainer_fields
 from hqsweep.nn import GroupedLinear
 from hqsweep.recipe import parse_recipe
 from hqsweep.train import data
@@ -103,7 +104,7 @@ def test_plans_say_native_where_it_is(monkeypatch):
     cfg = config(schedule=schedule)
     trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
     monkeypatch.setattr(native, "capability_of", lambda device: (10, 0))
-    facts = convergence.facts(trainer)
+    facts = trainer_fields(trainer)
     pair, exact = "fp8_current x fp8_current", "exact: bf16 operands, bfloat16 tensor cores, float32 accumulation"
     tensor_cores = "native: tensor cores of sm_100 through torch._scaled_mm, not yet run on such hardware"
     assert facts["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {exact}"
@@ -115,7 +116,7 @@ def test_plans_say_native_where_it_is(monkeypatch):
 
 def test_plans_are_those_of_quantized_attention_too():
     cfg = config(dpa="mxfp8", schedule=({"at": 2, "dpa": "bf16"},), context=32)
-    facts = convergence.facts(Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU))
+    facts = trainer_fields(Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU))
     plan = facts["gemm_plan"]["layers.0.attn.dpa"]
     assert plan["pv"] == "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM" and len(plan) == 6
     assert facts["recipe_schedule"] == [{"first_step": 3, "gemm_plan": {"layers.0.attn.dpa": {}}}]
@@ -148,7 +149,7 @@ def test_a_training_on_tensor_cores_is_near_the_exact_one():
     for gemm in ("exact", "native"):
         cfg = config(FP8_E5M2, gemm=gemm, device="cuda")
         trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cuda"))
-        plan = convergence.facts(trainer)["gemm_plan"]["layers.0.mlp.fc2"]["dgrad"]
+        plan = trainer_fields(trainer)["gemm_plan"]["layers.0.mlp.fc2"]["dgrad"]
         assert plan.startswith(f"fp8_current+e5m2 x fp8_current: {gemm}: ")
         convergence.check_native(cfg, trainer.device, trainer.dataset.vocab_size)
         losses.append([done.loss for done in trainer.steps()][-1])
@@ -186,6 +187,6 @@ def test_plans_of_grouped_linears_are_those_of_experts():
     recipe = parse_recipe({"linear": "mxfp8"})
     model = torch.nn.Sequential(GroupedLinear(2, 32, 32, name="experts", recipe=recipe))
     trainer = SimpleNamespace(model=model, pipeline=None, device=torch.device("cpu"))
-    plans = convergence.stage_plans(trainer, SimpleNamespace(recipe=recipe))
+    plans = stage_plans(trainer, SimpleNamespace(recipe=recipe))
     expected = "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM, for each expert"
     assert plans == {"experts": dict.fromkeys(("fprop", "dgrad", "wgrad"), expected)}

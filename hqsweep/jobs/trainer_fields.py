@@ -1,0 +1,127 @@
+"""What the manifest of a trained run says of its model, its data and its steps."""
+
+import re
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from hqsweep.formats import Format
+from hqsweep.gemm import native
+from hqsweep.gemm.plan import gemm_plan
+from hqsweep.nn.grouped import GroupedBase
+from hqsweep.nn.module import QuantizedModule, quantized_modules, roles_of
+from hqsweep.ops.fingerprint import fingerprint
+from hqsweep.recipe.pairs import MODULE_GEMMS
+from hqsweep.recipe.stages import Stage
+from hqsweep.train.loop import Trainer
+
+T = TypeVar("T")
+
+
+def trainer_fields(trainer: Trainer) -> dict[str, object]:
+    """Device, the hash of its kernels' numbers, data, sizes, and the plan of every GEMM.
+
+    tokens and epochs count from step 1, for a run that goes on from another one's state too.
+    """
+    device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
+    tokens = train.steps * train.batch * train.context
+    warnings = dataset.warnings(tokens)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "kernel_digest": fingerprint(device),
+        "data_hash": dataset.hash,
+        "data": dataset.facts,
+        "params": sum(shape.numel() for shape in trainer.shapes.values()),
+        "tokens": tokens,
+        "epochs": dataset.epochs(tokens),
+        "gemm_plan": stage_plans(trainer, trainer.stages[0]),
+        "recipe_schedule": schedule_fields(trainer),
+        **trainer.adapter.facts,
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+def saved_fields(trainer: Trainer) -> dict[str, object]:
+    """What a microbatch's forward keeps for backward.
+
+    bytes and bytes_per_token are what autograd saved beside the model, and there only where it saves all of it (without
+    recomputation and offload). input_bytes_per_element: of the input of each linear, layers taken together where they
+    have the same number.
+    """
+    train = trainer.config.train
+    tokens = train.batch // train.microbatches * train.context
+    inputs: dict[str, set[float]] = {}
+    for name, nbytes in of_stages(trainer, dict(trainer.adapter.saved_inputs(tokens))).items():
+        inputs.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(nbytes)
+    per_element = {name: sizes.pop() if len(sizes) == 1 else sorted(sizes) for name, sizes in inputs.items()}
+    fields: dict[str, object] = {"input_bytes_per_element": per_element}
+    if trainer.saved.nbytes:
+        fields |= {"bytes": trainer.saved.nbytes, "bytes_per_token": trainer.saved.nbytes / tokens}
+    return fields
+
+
+def unused_warnings(trainer: Trainer) -> list[str]:
+    """What a person must know of a model of which modules that were to compute by the recipe did not in a step."""
+    unused = trainer.adapter.unused()
+    if not unused:
+        return []
+    more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+    return [
+        f"{', '.join(unused[:3])}{more}: converted, but not used in the first step; something reads the weights and"
+        " passes by the module, or never calls it, so the recipe says nothing of it"
+    ]
+
+
+def steps_fields(trainer: Trainer) -> dict[str, str | None]:
+    """How steps run, "graph" or "eager", and why eagerly."""
+    reason = trainer.runner.reason
+    return {"run": "graph" if reason is None else "eager", "reason": reason}
+
+
+def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
+    """Of every change of recipe the first step on the new one, and the GEMM plans that differ from those before."""
+    plans = [stage_plans(trainer, stage) for stage in trainer.stages]
+    return [
+        {
+            "first_step": stage.first_step,
+            "gemm_plan": {name: new.get(name, {}) for name in old | new if new.get(name) != old.get(name)},
+        }
+        for stage, (old, new) in zip(trainer.stages[1:], pairwise(plans), strict=True)
+    ]
+
+
+def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
+    """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
+    modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
+    resolved = stage.recipe.resolve(roles_of(trainer.model))
+    place = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}
+    plans = {}
+    for module in modules:
+        quantizers = module.chosen(resolved)
+        pairs = {
+            gemm: [getattr(quantizers[tensor], direction) for tensor, direction in operands]
+            for gemm, operands in MODULE_GEMMS[module.module_type].items()
+        }
+        low = any(not format.high_precision for pair in pairs.values() for format in pair)
+        if low or module.module_type != "dpa":
+            plans[module.name] = {
+                gemm: f"{a} x {b}: {_plan(module, gemm, a, b, **place)}" for gemm, (a, b) in pairs.items()
+            }
+    return of_stages(trainer, plans)
+
+
+def of_stages(trainer: Trainer, by_module: dict[str, T]) -> dict[str, T]:
+    """What ranks know of modules by name, of all stages of a pipeline in the model's order. A collective."""
+    if trainer.pipeline is None:
+        return by_module
+    every = {name: fact for own in trainer.ranks.gather(by_module) for name, fact in own.items()}
+    names = dict.fromkeys(role.name for role in roles_of(trainer.model))
+    return {name: every[name] for name in names if name in every}
+
+
+def _plan(module: QuantizedModule, gemm: str, a: Format, b: Format, gemm_mode: str, device: torch.device) -> str:
+    if not isinstance(module, GroupedBase):
+        return str(gemm_plan(a, b, native.capability_of(device), gemm_mode))
+    return str(module.plan(gemm, a, b, device, gemm_mode))
