@@ -37,13 +37,13 @@ class Case:
 
     @property
     def passes(self) -> int:
-        """How often the input has to be read."""
+        """The number of times that the input has to be read."""
         needs_amax = any(f.amax_name and not f.delayed for f in self.formats)
         return 2 if needs_amax and not self.has_amax else 1
 
 
 def single_cases() -> list[Case]:
-    """One format, rowwise, columnwise, both."""
+    """The cases of one format, rowwise, columnwise, both."""
 
     def directions(text: str, goals: tuple[float, float, float], **options) -> list[Case]:
         row, column, both = goals
@@ -74,7 +74,7 @@ def single_cases() -> list[Case]:
 
 
 def pair_cases(section: str) -> list[Case]:
-    """Every ordered pair of 8-bit formats, and of one with nvfp4, from one source."""
+    """The cases of every ordered pair of 8-bit formats, and of one with nvfp4, from one source."""
     dequantized = section == "dequantized"
     source = "rowwise_dequantized" if dequantized else "original"
     eight, four = (0.80, 0.70) if dequantized else (0.85, 0.75)
@@ -101,13 +101,13 @@ SCHEDULERS_PER_SM = 4
 LANES = 32
 
 LOAD = 1.2
-"""Instructions an element to bring bf16 in: a 16-byte load for 8, widening, its share of the addresses."""
+"""The instructions an element to bring bf16 in: a 16-byte load for 8, widening, its share of the addresses."""
 TRANSPOSE = 0.8
-"""Through shared memory as words of two."""
+"""The instructions an element to transpose: through shared memory as words of two."""
 
 
 def encode_instructions(format: Format, output: str) -> float:
-    """Instructions an element: amax, product, conversion, packing, store; an estimate from the inner loops."""
+    """The instructions an element: amax, product, conversion, packing, store; an estimate from the inner loops."""
     amax = 0.0 if format.scaling == "tensor" else 0.5
     per_block = {"tensor": 0.0, "block": 25 / 128, "mx": 15 / 32, "nvfp4": 40 / 16}[format.scaling]
     convert = 1.75  # product, half a conversion instruction, packing
@@ -122,12 +122,12 @@ def encode_instructions(format: Format, output: str) -> float:
 
 
 def instructions(case: Case) -> float:
-    """Estimated instructions an element of X, all passes and directions together."""
+    """The estimated instructions an element of X, all passes and directions together."""
     total = LOAD + (case.passes - 1) * 0.7 + sum(encode_instructions(f, case.output) for f in case.formats)
     total += TRANSPOSE if case.columnwise else 0.0
     return total + (2.0 if case.source != "original" else 0.0)
 
 
 def issue_seconds(per_element: float, elements: int, sms: int, clock_hz: float) -> float:
-    """Time of `per_element` instructions an element, with every scheduler issuing in every clock."""
+    """The time of `per_element` instructions an element, with every scheduler issuing in every clock."""
     return per_element * elements / (sms * SCHEDULERS_PER_SM * LANES * clock_hz)

@@ -40,10 +40,10 @@ SECTIONS = ("gpt", "plain", "converted")
 MODES = ("eager", "compiled", "blocks", "chunks")
 JUDGED = ("compiled", "chunks")
 CHUNK = 128
-"""Rows of a chunk on a CPU, which has no kernels and would form none."""
+"""The rows of a chunk on a CPU, which has no kernels and would form none."""
 RECIPES = ("bf16", "mxfp8", "nvfp4", "float8_block_scaling", "current_scaling:native")
 GOAL = 1 / 1.15
-"""Of a compiled step: the GPT's time over its own, at least."""
+"""The least share of a compiled step: the GPT's time over its own."""
 QUICK = Size(model=ModelConfig(dim=64, layers=2, heads=2), batch=2, context=32, vocabulary=96, turn=1)
 COLUMNS = (
     "section", "size", "recipe", "mode", "ran", "ms", "gpt_ms", "share", "goal", "pass", "ktokens_s", "tflops",
@@ -52,7 +52,8 @@ COLUMNS = (
 
 
 def llama(size: Size) -> nn.Module:
-    """With random weights, every head with keys of its own, the GPT's width of the MLP, and an untied output."""
+    """A Llama with random weights, every head with keys of its own, the GPT's width of the MLP, and an untied
+    output."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -66,7 +67,7 @@ def llama(size: Size) -> nn.Module:
 
 
 class LlamaStep:
-    """A step of the Llama, of a recipe where there is one: forward, loss, backward, clip, AdamW."""
+    """A step of the Llama, converted where there is a recipe: forward, loss, backward, clip, AdamW."""
 
     def __init__(self, size: Size, data: Data, recipe: str | None, mode: str, device: str) -> None:
         self.model, self.data, self.device, self.step = llama(size).to(device), data, device, 0
@@ -105,7 +106,7 @@ class Bench:
         self.data = Data(size, args.device)
 
     def cases(self, section: str) -> Iterator[tuple[rows.Row, Any]]:
-        """What names a row, and a call that measures the rest of it."""
+        """The fields that name a row, and a call that measures the rest of it."""
         recipes = [None] if section == "plain" else self.args.recipes
         modes = ["auto"] if section == "gpt" else self.args.modes
         for recipe in recipes:

@@ -52,7 +52,7 @@ CASES = (
     Case(section="quantize", rowwise="fp8_current", columnwise="fp8_current", has_amax=False),
 )
 STEP_HEAD_START = 5e-3
-"""Seconds; longer than the host needs for a step."""
+"""The seconds that the device waits: longer than the host needs for a step."""
 COUNTS = (8, 128, 1024, 100_000)
 COLUMNS = (
     "section", "case", "weights", "splits", "experts", "rows", "cols", "goal", "reached", "pass", "reachable", "us",
@@ -62,7 +62,7 @@ COLUMNS = (
 
 
 class Cpu:
-    """Medians on the CPU, by the interface of timing.Cuda."""
+    """Medians on the CPU, with the interface of timing.Cuda."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -72,7 +72,8 @@ class Cpu:
 
 
 def uneven(count: int, total: int, multiple: int, seed: int = 0) -> tuple[int, ...]:
-    """`count` sizes that add up to `total`, of a wide distribution, the first 8 of them 0; multiples of `multiple`."""
+    """`count` sizes that add up to `total`, with a wide distribution, the first 8 of them 0; multiples of
+    `multiple`."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(count - 8, generator=generator).square() + 0.05
     ends = (weights.cumsum(0) / weights.sum() * (total // multiple)).round().long() * multiple
@@ -80,7 +81,7 @@ def uneven(count: int, total: int, multiple: int, seed: int = 0) -> tuple[int, .
 
 
 def groups(width: int, scale: int) -> dict[str, tuple[int, ...]]:
-    """Sizes of experts by name; scale divides them."""
+    """The sizes of experts by name; scale divides them."""
     rows_of_all = 65536 * 2048 // width // scale
     return {
         "8 x 1024": (1024 // scale,) * 8,
@@ -101,13 +102,13 @@ class Group:
         self.copy_gbs = 2 * self.x.nbytes / clock.medians({"copy": self.copy})["copy"] * 1e-9
 
     def grids(self, case: Case) -> list[dict[str, Tensor] | None]:
-        """Rowwise and columnwise: a global amax, any number that is not 0, where the case has one."""
+        """The grids rowwise and columnwise: a global amax, any number that is not 0, where the case has one."""
         one = torch.full((1, 1), 4.0, device=self.x.device)
         names = [format.amax_name if format and case.has_amax else None for format in formats(case)]
         return [{name: one} if name else None for name in names]
 
     def grouped(self, case: Case) -> Callable[[], Quantized]:
-        """Exact columns lie by rows, as products over all experts take them."""
+        """The call for all experts at once; exact columns lie by rows, as products over all experts take them."""
         members = len(self.sizes)
         keys = [RngKey(seed=0, slot=str(e), step=0) for e in range(members)]
         targets = [
@@ -158,7 +159,7 @@ def formats(case: Case) -> list[Format | None]:
 
 
 def require_same(group, members: list[Quantized]) -> None:
-    """AssertionError unless every buffer of the group is what the members' are, one after the other."""
+    """AssertionError unless every buffer of the group equals the members' buffers, one after the other."""
     for direction in ("rowwise", "columnwise"):
         packed, parts = getattr(group, direction), [getattr(member, direction) for member in members]
         if packed is None:
@@ -175,12 +176,12 @@ def require_same(group, members: list[Quantized]) -> None:
 
 
 def graph_of(call: Callable[[], object]) -> Callable[[], None]:
-    """`call` captured as a CUDA graph: calling the result replays it."""
+    """`call` captured as a CUDA graph; calling the result replays it."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.kept = call()
+        graph.results = call()
     return graph.replay
 
 

@@ -34,7 +34,8 @@ RECIPES = {
 WITH_GOAL = ("mxfp8",)
 EXACT_BYTES = 2
 Weights = Literal["each step", "once a step", "kept"]
-"""Without cache_weights in each of two passes; with it, and written since the step before; with it, never written."""
+"""How often weights are quantized. "each step": in each of two passes, without cache_weights; "once a step": with it,
+if they were written since the step before; "kept": with it, if they are never written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,9 @@ class StepCase:
 
     recipe: str
     weights: Weights
-    """How often they are quantized."""
+    """How often the weights are quantized."""
     on_device: bool
-    """Splits are a tensor there."""
+    """Whether the splits are a tensor on the device."""
 
     @property
     def named(self) -> rows.Row:
@@ -54,7 +55,7 @@ class StepCase:
 
 
 def cases() -> Iterator[StepCase]:
-    """Every recipe, and where weights and splits may be."""
+    """The cases of every recipe, and every place of weights and splits."""
     for recipe in RECIPES:
         for weights in get_args(Weights):
             for on_device in (False, True):
@@ -73,7 +74,7 @@ class GroupedStep:
         self.offsets = torch.tensor(self.sizes, device=device).cumsum(0).int()
 
     def plain(self) -> None:
-        """Forward and backward of torch._grouped_mm."""
+        """Run forward and backward of torch._grouped_mm."""
         self.x.grad = self.w.grad = None
         torch._grouped_mm(self.x, self.w.transpose(1, 2), offs=self.offsets).backward(self.dy)
 
@@ -84,7 +85,7 @@ class GroupedStep:
         return torch.bmm(x, w.mT), torch.bmm(dy, w), torch.bmm(dy.mT, x)
 
     def ours(self, case: StepCase) -> Call:
-        """Forward and backward of a GroupedLinear, with new gradients."""
+        """A call that runs forward and backward of a GroupedLinear, with new gradients."""
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
         options = GroupedLinearOptions(single_grouped_weight=True)
         module = GroupedLinear(len(self.sizes), *self.features, name="layer", recipe=recipe, options=options).to(
@@ -103,7 +104,7 @@ class GroupedStep:
         return step
 
     def bytes_beside(self, case: StepCase) -> int:
-        """Bytes of the floor that are not the products'."""
+        """The bytes of the floor that are not the products'."""
         recipe = Recipe.from_config({"linear": "bf16", "grouped_linear": RECIPES[case.recipe]})
         quantizers = recipe.grouped_linear
         total = 0
@@ -122,7 +123,7 @@ class GroupedStep:
         return total
 
     def _codes(self, format: Format) -> int:
-        """Bytes of x's columnwise operand."""
+        """The bytes of x's columnwise operand."""
         matrices = Matrices(*self.x.shape, len(self.sizes), tuple(self.sizes))
         outputs = allocations(matrices, Wanted(format.text, True, False, False), self.x.is_cuda)
         return sum(count * dtype.itemsize for (count,), dtype in outputs)
@@ -147,5 +148,5 @@ class GroupedStep:
 
 
 def _reads(format: Format) -> int:
-    """Passes over the tensor: one more finds its amax."""
+    """The passes over the tensor: one more finds its amax."""
     return 2 if format.amax_name else 1

@@ -1,4 +1,4 @@
-"""Where the device's time goes in a step: kernels by what they do, and how often the host asks for something."""
+"""Where the device's time goes in a step: kernels by what they do, and the number of requests from the host."""
 
 import re
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from benchmarks.timing import Call
 
 PROFILED_STEPS = 3
 LONGEST = 8
-"""Kernels that a row names."""
+"""The most kernels that a row names."""
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 WORDS = {
     "optimizer": ("multi_tensor_apply", "adam", "lpnorm", "clip"),
@@ -22,8 +22,8 @@ WORDS = {
 }
 """Kind -> words in the lower-case name of a kernel that is not ours; the first kind with one of its words."""
 QUANTIZE = ("quantize", "decode", "find_", "amax", "scale")
-"""Words in the names of our kernels that quantize, fused ones included; of the others all but the optimizer's are
-elementwise."""
+"""The words in the names of our kernels that quantize, fused ones included; all others of ours, except the optimizer's,
+are elementwise."""
 KINDS = ("gemm", "quantize", "attention", "elementwise", "optimizer", "copies")
 _OURS = re.compile(r"\bhq::(?:\w+::)*(\w+)")
 
@@ -34,11 +34,11 @@ class Kernel(NamedTuple):
     name: str
     ms: float
     count: float
-    """How often it runs."""
+    """The number of times that it runs."""
 
 
 def kind(kernel: str) -> str:
-    """One of KINDS for the name of a kernel."""
+    """The kind, one of KINDS, of a kernel with this name."""
     name = kernel.replace("(anonymous namespace)::", "")
     if ours := _OURS.search(name):
         function = ours[1].lower()
@@ -52,7 +52,7 @@ def kind(kernel: str) -> str:
 
 
 def profile(step: Call) -> tuple[list[Kernel], float]:
-    """The kernels of a step, longest first, and how many launches, copies and graphs the host asks for."""
+    """The kernels of a step, longest first, and the number of launches, copies and graphs that the host asks for."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         for _ in range(PROFILED_STEPS):
@@ -70,7 +70,7 @@ def profile(step: Call) -> tuple[list[Kernel], float]:
 
 
 def by_kind(kernels: Iterable[Kernel]) -> Row:
-    """Milliseconds of each kind and of all, how many kernels run, and the longest by name."""
+    """The milliseconds of each kind and of all, the number of kernels, and the longest by name."""
     kernels = list(kernels)
     sums = dict.fromkeys(KINDS, 0.0)
     for kernel in kernels:

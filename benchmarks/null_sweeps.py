@@ -32,7 +32,7 @@ ARM, NULL = "noise 1 %", "noise 0.5 %"
 NOISES = {"baseline": 0.0, ARM: 0.01, NULL: 0.005}
 SEEDS, TRUNKS, POINTS = 3, 4, (32, 48)
 MARGIN = 0.25
-"""In % of the baseline's loss."""
+"""The margin, in % of the baseline's loss."""
 COLUMNS = ("case", "seeds", *NOISES, "sweeps", "alarms", "rate", "low", "high", "level")
 CONFIG = {
     "job": "convergence", "sweep": "null", "recipe": {"name": "fp32", "linear": "fp32"},
@@ -43,7 +43,8 @@ CONFIG = {
 }  # fmt: skip
 FORK = {"steps": 8, "decay": 8, "warmup": 8}
 FORK_DATA = {"source": "markov", "markov": {"length": 100_000, "order": 1}}
-"""Learned within a trunk: on the plateau that CONFIG's data begins with, noise of 1 % is a small but real change."""
+"""The data of forks, which are learned within a trunk: on the plateau that CONFIG's data begins with, noise of 1 % is a
+small but real change."""
 
 
 def train(dataset: data.Dataset, seed: int, noise: float) -> float:
@@ -98,16 +99,16 @@ def _rates(design: str, section: str, sweeps: list[Row]) -> list[Row]:
     chosen = [row for row in sweeps if row["section"] == section]
     judged, shifted = ([judge(row, shift) for row in chosen] for shift in (0.0, MARGIN))
     cases = {
-        "worse or better": ([each.worse or each.better for each in judged], LEVEL),
-        "worse": ([each.worse for each in judged], LEVEL / 2),
-        "equivalent, with the arm off by the margin": ([each.within_margin for each in shifted], LEVEL),
-        "equivalent, as it is": ([each.within_margin for each in judged], None),
+        "worse or better": ([estimate.worse or estimate.better for estimate in judged], LEVEL),
+        "worse": ([estimate.worse for estimate in judged], LEVEL / 2),
+        "equivalent, with the arm off by the margin": ([estimate.within_margin for estimate in shifted], LEVEL),
+        "equivalent, as it is": ([estimate.within_margin for estimate in judged], None),
     }
     return [rate(f"{design}: {case}", *counted) for case, counted in cases.items() if chosen]
 
 
 def rate(case: str, verdicts: list[bool], level: float | None) -> Row:
-    """How many sweeps have the verdict; `level` is the largest rate that is promised, None for none."""
+    """The share of sweeps with the verdict; `level` is the largest rate that is promised, None for none."""
     test = stats.binomtest(sum(verdicts), len(verdicts))
     span = test.proportion_ci(0.95, "exact")
     row = {"section": "rate", "case": case, "sweeps": len(verdicts), "alarms": sum(verdicts), "rate": test.statistic}
@@ -118,7 +119,7 @@ DESIGNS: dict[str, tuple[str, Callable[[data.Dataset, int], Row], Row]] = {
     "whole runs": ("sweep", sweep, CONFIG["data"]),
     "forks": ("fork sweep", fork_sweep, FORK_DATA),
 }
-"""The section of its rows, what trains one, and the data."""
+"""Design -> the section of its rows, the function that trains one sweep, and the data."""
 
 
 def main() -> None:

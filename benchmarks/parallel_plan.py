@@ -35,13 +35,13 @@ from dataclasses import dataclass
 from benchmarks.rows import Row, markdown
 
 NODE = 8
-"""GPUs that NVLink joins."""
+"""The number of GPUs that NVLink joins."""
 LINKS = {"node": 450e9, "network": 50e9}
-"""Bytes a second and direction that vendors state."""
+"""The bytes a second and direction that vendors state."""
 RATES = {"bf16": 501e12, "mxfp8": 495e12, "nvfp4": 460e12}
-"""FLOP/s of a whole training step at size L on one H200 (reports/benchmarks/step.md)."""
+"""The FLOP/s of a whole training step at size L on one H200 (reports/benchmarks/step.md)."""
 WIDTHS = {"bf16": (2.0, 2.0), "mxfp8": (1 + 1 / 32, 1 + 1 / 32), "nvfp4": (0.5 + 1 / 16, 0.5 + 1 / 16)}
-"""Bytes an element of the rowwise and of the columnwise operand, scales included."""
+"""The bytes an element of the rowwise and of the columnwise operand, scales included."""
 COLUMNS = (
     "model", "recipe", "GPUs", "shard", "gather GB", "gradients GB", "memory GB", "recomputed GB", "compute s",
     "wire s", "wire %", "exposed %",
@@ -66,12 +66,12 @@ class Model:
 
     @property
     def in_products(self) -> int:
-        """Parameters of the linears of all layers."""
+        """The parameters of the linears of all layers."""
         return self.layers * (2 * self.dim * self.dim + 2 * self.dim * self.kv_dim + 3 * self.dim * self.ffn)
 
     @property
     def parameters(self) -> int:
-        """With the embedding and the output projection."""
+        """All parameters, with the embedding and the output projection."""
         return self.in_products + 2 * self.vocabulary * self.dim
 
 

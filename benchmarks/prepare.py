@@ -51,15 +51,15 @@ print(json.dumps([time.perf_counter() - start, time.process_time() - cpu]))
 
 
 def texts(size: int) -> list[str]:
-    """Sources of the standard library, `size` bytes of them."""
+    """The sources of the standard library, `size` bytes of them."""
     data = corpus.stdlib(0.1, None).train.tobytes().decode(errors="replace")
-    found = [data[at : at + 8192] for at in range(0, len(data), 8192)]
-    repeated = [text for _ in range(-(-size // len(data))) for text in found]
+    pieces = [data[at : at + 8192] for at in range(0, len(data), 8192)]
+    repeated = [text for _ in range(-(-size // len(data))) for text in pieces]
     return repeated[: size // 8192]
 
 
-def train_tokenizer(path: Path, found: Sequence[str], vocab: int = 32_000) -> Path:
-    """A byte-level BPE of a tenth of the texts."""
+def train_tokenizer(path: Path, documents: Sequence[str], vocab: int = 32_000) -> Path:
+    """Train a byte-level BPE on a tenth of the texts; returns its file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,22 +68,22 @@ def train_tokenizer(path: Path, found: Sequence[str], vocab: int = 32_000) -> Pa
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(found[::10], trainer)
+    tokenizer.train_from_iterator(documents[::10], trainer)
     tokenizer.save(str(path))
     return path
 
 
-def write(folder: Path, kind: str, found: Sequence[str]) -> Path:
-    """The texts as a source of a kind; of text one file for each, in folders of a hundred."""
+def write(folder: Path, kind: str, documents: Sequence[str]) -> Path:
+    """Write the texts as a source of a kind; text is one file for each, in folders of a hundred."""
     path = folder / f"source.{kind}"
     if kind == "text":
-        for i, text in enumerate(found):
+        for i, text in enumerate(documents):
             (path / f"{i // 100}").mkdir(parents=True, exist_ok=True)
             (path / f"{i // 100}/{i}.txt").write_text(text)
     elif kind == "parquet":
-        parquet.write_table(pyarrow.table({"text": found}), path, row_group_size=128)
+        parquet.write_table(pyarrow.table({"text": documents}), path, row_group_size=128)
     else:
-        data = "".join(json.dumps({"text": text}) + "\n" for text in found).encode()
+        data = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
         codec = {"jsonl.zst": "zstd", "jsonl.gz": "gzip"}.get(kind)
         opened = pyarrow.CompressedOutputStream(str(path), codec) if codec else path.open("wb")
         with opened as stream:
@@ -119,12 +119,12 @@ def prepared(source: Path, tokenizer: Path, workers: int) -> tuple[float, float,
 
 def cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
-def measure(folder: Path, kind: str, found: Sequence[str], args: argparse.Namespace) -> rows.Row:
-    source, lines = write(folder, kind, found), folder / "source.jsonl"
-    megabytes = sum(len(text.encode()) for text in found) / 1e6
+def measure(folder: Path, kind: str, documents: Sequence[str], args: argparse.Namespace) -> rows.Row:
+    source, lines = write(folder, kind, documents), folder / "source.jsonl"
+    megabytes = sum(len(text.encode()) for text in documents) / 1e6
     walls, cpus, ours, tokens = [], [], [], 0
     for repeat in range(args.repeats + 1):
         wall, cpu = alone(args.tokenizer, lines, args.workers)
@@ -133,7 +133,7 @@ def measure(folder: Path, kind: str, found: Sequence[str], args: argparse.Namesp
         if repeat < args.repeats:
             wall, cpu, tokens = prepared(source, args.tokenizer, args.workers)
             ours.append((wall, cpu))
-    wall, cpu = (statistics.median(each) for each in zip(*ours, strict=True))
+    wall, cpu = (statistics.median(times) for times in zip(*ours, strict=True))
     reference = statistics.median(walls)
     return {
         "workers": args.workers, "megabytes": megabytes, "tokens": tokens, "mb_s": megabytes / wall,
@@ -152,11 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     writer = rows.Writer("prepare", "cpu", args)
     with tempfile.TemporaryDirectory() as name:
-        folder, found = Path(name), texts(int(args.megabytes * 1e6))
-        args.tokenizer = args.tokenizer or train_tokenizer(folder / "tokenizer.json", found)
-        write(folder, "jsonl", found)
+        folder, documents = Path(name), texts(int(args.megabytes * 1e6))
+        args.tokenizer = args.tokenizer or train_tokenizer(folder / "tokenizer.json", documents)
+        write(folder, "jsonl", documents)
         for kind in args.kinds:
-            writer.attempt({"section": "prepare", "case": kind}, lambda kind=kind: measure(folder, kind, found, args))
+            writer.attempt(
+                {"section": "prepare", "case": kind}, lambda kind=kind: measure(folder, kind, documents, args)
+            )
     rows.finish(writer, COLUMNS)
 
 

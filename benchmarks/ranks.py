@@ -117,17 +117,17 @@ class Bench:
     def __init__(self, args: argparse.Namespace, alone: dict[tuple, float]) -> None:
         self.args, self.alone, self.world = args, alone, dist.get_world_size()
         self.writer = rows.Writer("ranks", args.device, args) if dist.get_rank() == 0 else None
-        self.found: dict[tuple, float] = {}
-        """Milliseconds of each case."""
+        self.milliseconds: dict[tuple, float] = {}
+        """Case -> its milliseconds."""
 
     def add(self, named: rows.Row, measure: Callable[[], rows.Row]) -> None:
-        """A row of what every rank measures; one rank's error is that of all, as collectives would hang."""
+        """Add a row of what every rank measures; one rank's error is that of all, as collectives would hang."""
         row = measure()
         if self.writer:
             self.writer.add(named | row)
 
     def run(self) -> None:
-        """All sections."""
+        """Run all sections."""
         if self.world > 1 and "wire" in self.args.only:
             self.add({"section": "wire", "ranks": self.world}, self._wire)
         for name, size in self.args.sizes.items():
@@ -153,7 +153,7 @@ class Bench:
 
     def _tensor_parallel(self, name: str, size: Size) -> None:
         data, dims = Data(size, self.args.device), ParallelConfig(tp=self.world)
-        for recipe in (each for each in self.args.recipes if not each.endswith(":held")):
+        for recipe in (entry for entry in self.args.recipes if not entry.endswith(":held")):
             build = partial(Ours, size, data, recipe, dims, self.args.device)
             case = Prepared(build, self.args.device, is_deterministic=True)
             [seconds] = alternated([case], size.turn, self.args.turns)
@@ -174,7 +174,7 @@ class Bench:
         section: str = "time",
     ) -> rows.Row:
         passes, key = [], (size.tokens, str(size.model), recipe)
-        self.found[key] = seconds * 1e3
+        self.milliseconds[key] = seconds * 1e3
         parts = 1 if section == "tp" else self.world
         row = {"ms": seconds * 1e3, "ktokens_s": parts * size.tokens / seconds * 1e-3} | case.facts
         row["tflops"] = parts / self.world * size.flop() / seconds * 1e-12
@@ -201,7 +201,7 @@ class Bench:
 
 
 def _timed(call: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """Seconds of a call, on average after a few that are not counted."""
+    """The seconds of a call, on average after a few that are not counted."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(3):
         call()
@@ -218,7 +218,7 @@ def _work(rank: int, world: int, args: argparse.Namespace, alone: dict[tuple, fl
     bench.run()
     if rank == 0:
         rows.finish(bench.writer, COLUMNS, fail=False)
-    return bench.found
+    return bench.milliseconds
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

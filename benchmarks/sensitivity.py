@@ -49,12 +49,13 @@ def _linear(model: GPT) -> Linear:
 
 
 def double_fprop(model: GPT) -> None:
-    """As a scale_inv twice as large in a rowwise operand: powers of two commute with every rounding."""
+    """Double the product of fprop, as a scale_inv twice as large in a rowwise operand would: powers of two commute with
+    every rounding."""
     _linear(model).register_forward_hook(lambda module, args, output: 2 * output)
 
 
 def double_dgrad(model: GPT) -> None:
-    _linear(model).register_full_backward_hook(lambda module, given, got: (2 * given[0], *given[1:]))
+    _linear(model).register_full_backward_hook(lambda module, gradients, got: (2 * gradients[0], *gradients[1:]))
 
 
 def double_wgrad(model: GPT) -> None:
@@ -62,7 +63,7 @@ def double_wgrad(model: GPT) -> None:
 
 
 def recipe(**slots: str) -> Row:
-    """The right arm's recipe with other quantizers of tensors in LAYER."""
+    """The right arm's recipe with other quantizers for tensors in LAYER."""
     return {"name": "faulty", "linear": RIGHT, "overrides": [{"name": LAYER, "linear": RIGHT | slots}]}
 
 
@@ -74,7 +75,7 @@ ARMS: dict[str, tuple[Row, Plant | None]] = {
     "stochastic rounding off: wgrad": ({"recipe": recipe(grad_output="mxfp8|nvfp4")}, None),
     "original for dequantized: wgrad": ({"recipe": recipe(input="nvfp4|mxfp8")}, None),
 }
-"""What of the config of a fork differs, and what is changed in its model."""
+"""Arm -> the keys of a fork's config that differ, and the change in its model."""
 
 
 def study() -> list[Row]:
@@ -96,11 +97,11 @@ def study() -> list[Row]:
 def judged(gaps: Row) -> list[Row]:
     """The row of every arm, from its gaps [trunks, points] in %."""
     rows = []
-    for arm, found in forks.judge(gaps, null="null arm", margin=MARGIN).items():
+    for arm, estimate in forks.judge(gaps, null="null arm", margin=MARGIN).items():
         arms = 1 if arm == "null arm" else len(gaps) - 1
-        findable = plan.smallest_gap("forks", found.se * found.n**0.5, arms, found.n)
-        numbers = {"gap": found.gap, "low": found.ci_low, "high": found.ci_high, "findable": findable}
-        row = {"section": "fault", "case": arm, "verdict": found.verdict, "margin": MARGIN, "trunks": found.n}
+        findable = plan.smallest_gap("forks", estimate.se * estimate.n**0.5, arms, estimate.n)
+        numbers = {"gap": estimate.gap, "low": estimate.ci_low, "high": estimate.ci_high, "findable": findable}
+        row = {"section": "fault", "case": arm, "verdict": estimate.verdict, "margin": MARGIN, "trunks": estimate.n}
         rows.append(row | {name: round(value, 4) for name, value in numbers.items()})
     return rows
 

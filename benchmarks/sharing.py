@@ -30,7 +30,7 @@ COLUMNS = (
     "times_alone", "goal", "pass",
 )  # fmt: skip
 GOAL = 2.0
-"""Of 8 runs at a time over one."""
+"""The speed that is wanted of 8 runs at a time, over that of one."""
 STUDY = {
     "null_arm": "false", "train.eval_every": "100000", "train.eval_batches": "1", "train.log_every": "50",
     "train.checkpoint_every": "100000", "stats.every": "0", "track": "none",
@@ -45,7 +45,7 @@ TINY = {
 
 
 def sweep_seconds(runs: int, workers: int, **overrides: str) -> float:
-    """Wall time of `runs` seeds of conf=markov; CalledProcessError when one fails. overrides: over TINY's."""
+    """The wall time of `runs` seeds of conf=markov; CalledProcessError when one fails. overrides: over TINY's."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {"seed": f"range({runs})", "engine.workers": str(workers), "runs_dir": folder}
         words = [f"{key}={value}" for key, value in (TINY | keys | overrides).items()]
@@ -56,11 +56,11 @@ def sweep_seconds(runs: int, workers: int, **overrides: str) -> float:
 
 
 Samples = dict[str, list[tuple[float, int]]]
-"""Run -> (seconds, steps done) as its status says them, in order."""
+"""Run -> (seconds, steps done) as its status reports them, in order."""
 
 
 def study_samples(runs: int, recipe: str, steps: int, **overrides: str) -> Samples:
-    """What the statuses of `runs` seeds of conf=gpu_study say, all at a time. overrides: over STUDY's."""
+    """The samples of `runs` seeds of conf=gpu_study, all at a time, from their statuses. overrides: over STUDY's."""
     samples: Samples = defaultdict(list)
 
     def seen(name: str, status: dict, at: float) -> None:
@@ -76,7 +76,8 @@ def study_samples(runs: int, recipe: str, steps: int, **overrides: str) -> Sampl
 
 
 def steps_a_second(samples: Samples, steps: int, warm: int = WARM_STEPS) -> float:
-    """Of all runs together, from when all are warm until the first is done. RuntimeError where that was never so."""
+    """The steps a second of all runs together, from when all are warm until the first is done. RuntimeError where that
+    was never so."""
     warmed = [[(at, step) for at, step in of_run if step >= warm] for of_run in samples.values()]
     start = max((of_run[0][0] for of_run in warmed if of_run), default=0.0)
     end = min((at for of_run in warmed for at, step in of_run if step == steps), default=float("inf"))
@@ -87,7 +88,7 @@ def steps_a_second(samples: Samples, steps: int, warm: int = WARM_STEPS) -> floa
 
 
 def wall(args: argparse.Namespace, writer: rows.Writer) -> None:
-    """Seconds of whole sweeps."""
+    """Measure the seconds of whole sweeps."""
     sequential = None
     for workers in (1, args.workers):
         seconds = sweep_seconds(args.runs, workers, **{"train.device": "cuda"})
@@ -99,7 +100,7 @@ def wall(args: argparse.Namespace, writer: rows.Writer) -> None:
 
 
 def speed(args: argparse.Namespace, writer: rows.Writer, recipe: str) -> None:
-    """Tokens a second, alone and together."""
+    """Measure the tokens a second, alone and together."""
     alone = None
     for runs in (1, args.together):
         seconds = 1 / steps_a_second(study_samples(runs, recipe, args.steps, **{"train.device": "cuda"}), args.steps)

@@ -1,4 +1,4 @@
-"""From the command to the first step: what a run's start takes, and what of it each part.
+"""The time from the command to the first step, and the share of each part of a run's start.
 
     python -m benchmarks.startup [--runs 2] [--device cuda] [--recipe mxfp8] [KEY=VALUE ...]
 
@@ -25,7 +25,7 @@ from benchmarks.follow import follow
 
 SECTIONS = ("start",)
 PARTS = {"loading data": "command_s", "building the model": "data_s", "first step": "model_s", None: "first_step_s"}
-"""What a run's status says that it is at -> the part that is over then; None: a step is done."""
+"""The phase in a run's status -> the part that has ended when it begins; None: a step is done."""
 COLUMNS = ("section", "case", "recipe", *PARTS.values(), "seconds", "whole_s", "torch_s")
 SHORT = {
     "null_arm": "false", "seed": "0", "train.steps": "3", "train.eval_every": "3", "train.eval_batches": "1",
@@ -36,21 +36,21 @@ TORCH = "import torch; torch.zeros(1, device='{device}')"
 
 
 def seconds_to_first_step(folder: Path, overrides: Sequence[str]) -> rows.Row:
-    """Starts the one run of a sweep, and waits for its end; CalledProcessError when it fails."""
+    """Start the one run of a sweep, and wait for its end; CalledProcessError when it fails."""
     reached: dict[str | None, float] = {}
     whole = follow("gpu_study", overrides, folder, lambda _, status, at: note(status, reached, at), POLL_S)
     return parts(reached) | {"whole_s": whole}
 
 
 def note(status: dict, reached: dict[str | None, float], at: float) -> None:
-    """Keep when each phase was first seen. Before the first one and after the last, the status says none."""
+    """Note when each phase was first seen. Before the first one and after the last, the status has none."""
     phase = status.get("phase")
     if phase in PARTS and (phase is not None or "first step" in reached):
         reached.setdefault(phase, at)
 
 
 def parts(reached: dict[str | None, float]) -> rows.Row:
-    """Seconds of each part; a phase that was too short to be seen took none."""
+    """The seconds of each part; a phase that was too short to be seen took none."""
     row, before = {}, 0.0
     for phase, name in PARTS.items():
         at = reached.get(phase, before)

@@ -46,7 +46,8 @@ COLUMNS = (
     "copy_gbs", "matmul_tflops", "fp8_tflops",
 )  # fmt: skip
 WARM_STEPS = 8
-"""Steps before a case is timed: those that compile, that allocate, or that come before a graph is captured."""
+"""The number of steps before a case is timed: those that compile, that allocate, or that come before a graph is
+captured."""
 BATCHES = 4
 
 
@@ -83,7 +84,7 @@ class Ours:
 
     @property
     def ran(self) -> str:
-        """How steps run after those of the start."""
+        """How steps run after the first ones."""
         return self.trainer.runner.reason or "graph"
 
 
@@ -111,7 +112,7 @@ class Prepared:
             self.facts["reserved_gb"] = (torch.cuda.memory_reserved() - reserved) * 1e-9
 
     def _at_rest(self) -> tuple[int, int]:
-        """Bytes that others have allocated and reserved."""
+        """The bytes that others have allocated and reserved."""
         gc.collect()
         if not self.on_gpu:
             return 0, 0
@@ -124,7 +125,7 @@ class Prepared:
             self.call()
 
     def turn(self, steps: int) -> float:
-        """Seconds a step."""
+        """The seconds of a step, on average over some."""
         wait = torch.cuda.synchronize if self.on_gpu else lambda: None
         with deterministic(self.is_deterministic):
             wait()
@@ -137,7 +138,7 @@ class Prepared:
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """As runs are on a GPU, or as torch is by default."""
+    """Within this context kernels are deterministic, as in runs on a GPU, or chosen as torch does by default."""
     before, fill = torch.backends.cuda.cudnn_sdp_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     if enabled:
         make_deterministic()
@@ -150,7 +151,7 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
 
 def alternated(cases: Sequence[Prepared], steps: int, turns: int) -> list[float]:
-    """Median seconds a step of each case, in turns after a step that is not counted."""
+    """The median seconds of a step of each case, in turns after a step that is not counted."""
     for case in cases:
         case.turn(1)
     times = [[case.turn(steps) for case in cases] for _ in range(turns)]
@@ -165,10 +166,10 @@ class Bench:
         self.data = Data(self.size, args.device)
         self.compiled: Prepared | None = None
         self.fastest = float("inf")
-        """Seconds of a step of `compiled`, of all its medians."""
+        """The seconds of a step of `compiled`, the least of all its medians."""
 
     def run(self, section: str) -> None:
-        """Plain torch first, since what is ours is measured beside it."""
+        """Run a section: plain torch first, since ours is measured beside it."""
         for how in self.args.references:
             build = partial(plain, self.size, self.data, how, self.args.device)
             self._case(section, {"case": f"torch {how}"}, build, keep=how == "compiled")
@@ -187,7 +188,7 @@ class Bench:
         keep: bool = False,
         is_deterministic: bool = False,
     ) -> None:
-        """One section of a case; one that fails is a row."""
+        """Measure one section of a case; one that fails is a row."""
         named, began = {"section": section, "size": self.name} | named, time.perf_counter()
         if began > self.deadline:
             self.writer.add(named | {"error": "not begun in --seconds"})
@@ -226,7 +227,7 @@ class Bench:
 
 
 def verdict(row: rows.Row) -> rows.Row:
-    """What is wanted of the row's share, and whether it is that."""
+    """The goal of the row's share, and whether the share reaches it."""
     goal = GOALS.get((row["size"], row.get("recipe"))) if row.get("mode") == "auto" and "share" in row else None
     return {} if goal is None else {"goal": goal, "pass": row["share"] >= goal}
 

@@ -32,7 +32,7 @@ GOALS["moe", "mxfp8"] = 0.85
 REFERENCES = ("compiled", "eager")
 MODES = ("auto", "graph", "off")
 ENDLESS = 10**6
-"""Steps of a training that no case reaches the end of."""
+"""The steps of a training whose end no case reaches."""
 
 
 def training(size: Size, recipe: str, mode: str, device: str) -> ConvergenceConfig:
@@ -48,5 +48,5 @@ def training(size: Size, recipe: str, mode: str, device: str) -> ConvergenceConf
 
 
 def build_recipe(name: str) -> AnyRecipe:
-    """For what depends on no size."""
+    """The recipe of a name, for what depends on no size."""
     return training(next(iter(SIZES.values())), name, MODES[0], "cpu").recipe.build()

@@ -1,4 +1,4 @@
-"""What a training step of a GPT has to do at least: FLOPs of products, and bytes of all that lies beside them.
+"""The least that a training step of a GPT has to do: FLOPs of products, and bytes of all other work.
 
 Each part reads what it needs once and writes its result once, with a float32 residual stream, all else bfloat16 and
 float32 masters. Bytes a token, for width D, F of SwiGLU and V of the vocabulary, forward and backward:
@@ -36,14 +36,14 @@ OPTIMIZER_BYTES = 32
 FUSED = {"qkv": (True, False), "fc1": (True, True), "fc2": (True, False)}
 """Linear -> whether a norm or an activation makes its input, and an activation's backward its dy."""
 FLASH_FLOPS = 3.5
-"""Of attention, forward and backward, over those of forward."""
+"""The FLOPs of attention, forward and backward, over those of forward."""
 
 
 class Product(NamedTuple):
     """A linear, or the experts of a layer together: x [rows, k] by weights [n, k] of each expert."""
 
     kind: str
-    """Module type."""
+    """The module type."""
     name: str
     rows: int
     k: int
@@ -56,7 +56,7 @@ class Product(NamedTuple):
 
     @property
     def flop(self) -> float:
-        """Of its three products."""
+        """The FLOPs of its three products."""
         return 6.0 * self.rows * self.k * self.n
 
 
@@ -69,21 +69,21 @@ class Size:
     context: int
     vocabulary: int
     turn: int
-    """Steps in a turn."""
+    """The number of steps in a turn."""
 
     @property
     def tokens(self) -> int:
         return self.batch * self.context
 
     def products(self) -> Iterator[Product]:
-        """Of every linear."""
+        """The product of every linear."""
         for name, k, n in linear_shapes(self.model, self.vocabulary):
             yield Product("linear", name, self.tokens, k, n, 1)
         for name, k, n in grouped_shapes(self.model):
             yield Product("grouped_linear", name, self.tokens * self.model.top_k, k, n, self.model.experts)
 
     def parameters(self) -> int:
-        """Of linears, embedding, norms and routers."""
+        """The number of parameters of linears, embedding, norms and routers."""
         model = self.model
         mixed = sum(has_experts(model, i) for i in range(model.layers))
         others = self.vocabulary + 2 * model.layers + 1 + mixed * model.experts
@@ -93,22 +93,22 @@ class Size:
         return sum(p.flop for p in self.products())
 
     def attention_flop(self) -> float:
-        """Of the forward of its causal core."""
+        """The FLOPs of the forward of its causal core."""
         return 2.0 * self.tokens * self.context * self.model.dim * self.model.layers
 
     def flop(self) -> float:
-        """Of forward and backward, as models are compared by: nothing counted twice."""
+        """The FLOPs of forward and backward, by which models are compared: nothing is counted twice."""
         return self.linear_flop() + 3 * self.attention_flop()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the device does at best, measured in the same run."""
+    """The best rates of the device, measured in the same run."""
 
     copy_gbs: float
-    """Bytes read and written by a copy, in 1e9 a second."""
+    """The bytes read and written by a copy, in 1e9 a second."""
     matmul_tflops: float
-    """Of bfloat16."""
+    """The rate of bfloat16 products."""
     fp8_tflops: float
 
     def ms(self, nbytes: float, flop: float = 0.0) -> float:
@@ -128,7 +128,7 @@ def elementwise_bytes(size: Size) -> dict[str, float]:
 
 
 def quantize_bytes(size: Size, recipe: Recipe) -> tuple[float, float]:
-    """Bytes of all quantizations of a step, and how many of all bytes fused passes save."""
+    """The bytes of all quantizations of a step, and how many of all bytes fused passes save."""
     total, saved = 0.0, 0.0
     for product in size.products():
         section, _ = module_quantizers(recipe, product.kind, product.name)
@@ -145,31 +145,31 @@ def _fusable(quantizer: HybridQuantizer) -> bool:
 
 
 def _reads(format: Format) -> int:
-    """Passes over the tensor: one more finds its amax."""
+    """The passes over the tensor: one more finds its amax."""
     return 2 if format.amax_name and not format.delayed else 1
 
 
 def _linear_bytes(section: LinearQuantizers, product: Product, *, exact: bool) -> float:
-    """Of x, the weights and dy."""
+    """The bytes to quantize x, the weights and dy."""
     rows, k, n = product.rows, product.k, product.n
     per_element = _element_bytes(section.input, (rows, k), exact), _element_bytes(section.grad_output, (rows, n), exact)
-    kept = section.input.columnwise
-    again = 2 * kept.bits_per_element(rows, k) / 8 if exact and not kept.high_precision else 0.0  # codes out and in
+    saved = section.input.columnwise
+    again = 2 * saved.bits_per_element(rows, k) / 8 if exact and not saved.high_precision else 0.0  # codes out and in
     of_weight = _element_bytes(section.weight, (n, k), exact, source=4)
     return (per_element[0] + again) * rows * k + per_element[1] * rows * n + of_weight * product.weights
 
 
 def _element_bytes(quantizer: HybridQuantizer, shape: tuple[int, int], exact: bool, source: int = 2) -> float:
-    """Read and written for each element of a tensor with `source` bytes an element."""
-    made = [f for f in (quantizer.rowwise, quantizer.columnwise) if not f.high_precision]
-    if not made:
+    """The bytes read and written for each element of a tensor with `source` bytes an element."""
+    low = [f for f in (quantizer.rowwise, quantizer.columnwise) if not f.high_precision]
+    if not low:
         return source + 2.0 if source == 4 else 0.0  # a master is cast
-    written = sum(2.0 if exact else f.bits_per_element(*shape) / 8 for f in made)
-    return source * max(map(_reads, made)) + written
+    written = sum(2.0 if exact else f.bits_per_element(*shape) / 8 for f in low)
+    return source * max(map(_reads, low)) + written
 
 
 def native_flop(size: Size, recipe: Recipe) -> float:
-    """FLOPs of the linears whose products are of codes."""
+    """The FLOPs of the linears whose products are of codes."""
     if recipe.gemm != "native":
         return 0.0
     quantized = (not module_quantizers(recipe, p.kind, p.name)[0].input.rowwise.high_precision for p in size.products())
@@ -177,8 +177,8 @@ def native_flop(size: Size, recipe: Recipe) -> float:
 
 
 def floor_rows(size: Size, rates: Rates, linears_ms: float, recipes: dict[str, Recipe]) -> Iterator[Row]:
-    """A row for each part, then for each recipe: its quantization, and the whole step. linears_ms: what their products
-    take alone."""
+    """A row for each part, then for each recipe: its quantization, and the whole step. linears_ms: the time of their
+    products alone."""
     parts = {"attention": (0.0, FLASH_FLOPS * size.attention_flop())}
     parts |= {name: (nbytes, 0.0) for name, nbytes in elementwise_bytes(size).items()}
     parts["optimizer"] = (float(OPTIMIZER_BYTES * size.parameters()), 0.0)

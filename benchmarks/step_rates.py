@@ -12,13 +12,13 @@ from benchmarks.timing import Call
 COPIED_BYTES = 2**30
 MATMUL = 8192
 SLOWER = 64
-"""By how much a CPU copies less, so that it takes as long."""
+"""The factor by which a CPU copies less, so that it takes as long."""
 Medians = Callable[[Mapping[str, Call]], dict[str, float]]
-"""Calls by name -> seconds of each."""
+"""Calls by name -> the seconds of each."""
 
 
 def measured_rates(medians: Medians, device: str) -> Rates:
-    """Of a copy and of products; where the device has no FP8, its products count as bfloat16's."""
+    """The rates of a copy and of products; where the device has no FP8, its products count as bfloat16's."""
     n, nbytes = (MATMUL, COPIED_BYTES) if device == "cuda" else (MATMUL // 16, COPIED_BYTES // SLOWER)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     a, b = (torch.randn(n, n, device=device).bfloat16() for _ in range(2))
@@ -35,7 +35,8 @@ def measured_rates(medians: Medians, device: str) -> Rates:
 
 
 def products_ms(size: Size, medians: Medians, device: str) -> float:
-    """Of all linears, forward and backward, each product alone; experts have equally many rows."""
+    """The milliseconds of the products of all linears, forward and backward, each product alone; experts have equally
+    many rows."""
     shapes = Counter((p.experts, p.rows // p.experts, p.k, p.n) for p in size.products())
     total = 0.0
     for (experts, tokens, k, n), count in shapes.items():

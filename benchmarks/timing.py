@@ -12,11 +12,12 @@ Call = Callable[[], object]
 L2_FLUSH_BYTES = 256 * 2**20
 WARM_SECONDS = 0.3
 CYCLES_A_SECOND = 2e9
-"""Of torch.cuda._sleep, roughly."""
+"""The approximate cycles a second of torch.cuda._sleep."""
 TURN = 20
-"""Calls in a turn of host_steps: so few that the device's queue does not fill up, where a launch would wait."""
+"""The number of calls in a turn of host_steps: so few that the device's queue does not fill up, where a launch would
+wait."""
 HEAD_START = 5e-4
-"""Seconds for which the device waits, longer than a call of one operator needs to enqueue its kernels."""
+"""The seconds for which the device waits, longer than a call of one operator needs to enqueue its kernels."""
 
 
 class Cuda:
@@ -39,7 +40,7 @@ class Cuda:
             torch.cuda.synchronize()
 
     def medians(self, calls: Mapping[str, Call]) -> dict[str, float]:
-        """Median seconds of each call, run alternately after some rounds that are not counted."""
+        """The median seconds of each call, run alternately after some rounds that are not counted."""
         for call in (c for c in calls.values() for _ in range(3)):
             call()
         torch.cuda.synchronize()
@@ -58,7 +59,8 @@ class Cuda:
 
 
 def host_seconds(call: Call, calls: int = 100, batches: int = 10) -> float:
-    """Median seconds of CPU clock that one call takes to enqueue its work; the device is waited for between batches."""
+    """The median seconds of CPU clock that one call takes to enqueue its work; the device is waited for between
+    batches."""
     times = []
     for _ in range(batches + 2):
         torch.cuda.synchronize()
@@ -70,7 +72,7 @@ def host_seconds(call: Call, calls: int = 100, batches: int = 10) -> float:
 
 
 class HostTime(NamedTuple):
-    """Seconds of many calls."""
+    """The seconds of many calls."""
 
     median: float
     low: float
@@ -78,7 +80,7 @@ class HostTime(NamedTuple):
 
 
 def host_steps(calls: Mapping[str, Call], steps: int, device: str) -> dict[str, HostTime]:
-    """Times until each of `steps` calls returns, in turns of a few calls, before which the device is waited for."""
+    """The times until each of `steps` calls returns, in turns of a few calls, before which the device is waited for."""
     times = {name: [] for name in calls}
     for turn in range(-1, -(-steps // TURN)):
         for name, call in calls.items():
@@ -93,7 +95,8 @@ def host_steps(calls: Mapping[str, Call], steps: int, device: str) -> dict[str, 
 
 
 def cpu_medians(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
-    """Median seconds of each call, alternated; each takes as many rounds as fit in `seconds`, and at least three."""
+    """The median seconds of each call, alternated; each takes as many rounds as fit in `seconds`, and at least
+    three."""
     times = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     while any(len(times[n]) < 4 or (spent[n] < seconds and len(times[n]) < 200) for n in calls):
@@ -108,6 +111,6 @@ def cpu_medians(calls: Mapping[str, Call], seconds: float) -> dict[str, float]:
 
 
 def copy_call(x: Tensor) -> Call:
-    """A device copy of x: the unit in which the speed of memory is told."""
+    """A device copy of x: the unit for the speed of memory."""
     target = torch.empty_like(x)
     return lambda: target.copy_(x)

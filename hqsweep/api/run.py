@@ -25,17 +25,17 @@ def run(
     no_import: bool = False,
     quiet: bool = False,
 ) -> Sweep:
-    """Run a sweep, all of its grid that is not finished, and return it. To be called from the main thread.
+    """Run what is not finished of a sweep's grid, and return the sweep. Call it from the main thread.
 
     conf        a packaged sweep, one in ./conf or config_dir, or the path of a YAML file
     overrides   KEY=VALUE and KEY=V1,V2 as the command line takes them, without a shell's quotes
     out         folder of the sweeps (runs_dir); None: what the config says, which is ./runs
     config_dir  folder of the user's configs
     force       repeat finished runs
-    no_import   refuse what is a Python factory, instead of importing it
+    no_import   refuse a Python factory, instead of importing it
     quiet       print nothing; else progress and warnings go to stderr
 
-    A run that fails raises nothing: its state and reason are in Sweep.runs. The same call goes on where one was
+    A run that fails raises nothing: its state and reason are in Sweep.runs. The same call resumes a sweep that was
     interrupted.
 
     Raises:
@@ -48,7 +48,7 @@ def run(
     if threading.current_thread() is not threading.main_thread():
         raise UserError("run: it stops its workers at a signal, which Python gives to the main thread; call it there")
     say = _silent if quiet else _say
-    given = read(words, config_dir=folder)  # a mistyped word is told before torch is imported
+    request = read(words, config_dir=folder)  # a mistyped word is told before torch is imported
     from hqsweep.api.finish import after_failures, finish, warnings_of
     from hqsweep.recipe.factories import Importer
     from hqsweep.sweep import launch
@@ -56,7 +56,7 @@ def run(
     from hqsweep.sweep.progress import PlainDisplay, open_display
 
     importer = Importer(say, allowed=() if no_import else None, refusal=NO_IMPORT)
-    plan = launch.plan_of(given, importer)
+    plan = launch.plan_of(request, importer)
     planned = partial(launch.plan, config_dir=folder, importer=importer)
     console = SafeConsole(stderr=True, quiet=quiet, force_jupyter=False)
     display = PlainDisplay(console) if quiet else open_display(console)
@@ -66,15 +66,15 @@ def run(
         if stopped.code == 128 + signal.SIGINT:  # in Python, ^C and a notebook's button are this exception
             raise KeyboardInterrupt from None
         raise
-    results = [launch.result(each) for each in runs]
+    results = [launch.result(run_dir) for run_dir in runs]
     for line in [*warnings_of(results), *filter(None, [after_failures(results)])]:
         say(line)
-    return Sweep(*(each.path for each in runs))
+    return Sweep(*(run_dir.path for run_dir in runs))
 
 
 def _words(conf: str, overrides: Sequence[str], out: str | Path | None) -> list[str]:
-    """The words of `hqsweep run` that mean the same."""
-    if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides):
+    """The words of `hqsweep run` with the same meaning."""
+    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
         raise UserError(f"overrides: got {overrides!r}; give a list of texts, such as ['train.steps=100', 'seed=0,1']")
     words = [f"conf={conf}", *overrides]
     if out is not None:
@@ -83,8 +83,9 @@ def _words(conf: str, overrides: Sequence[str], out: str | Path | None) -> list[
 
 
 def quoted(text: str) -> str:
-    """Text as a value of an override: in quotes, with backslashes where Hydra takes them for more than themselves."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
+    """The text as a value of an override: in quotes, with backslashes doubled where Hydra would read them as
+    escapes."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def _say(line: str) -> None:
@@ -92,4 +93,4 @@ def _say(line: str) -> None:
 
 
 def _silent(line: str) -> None:
-    """Nobody is told."""
+    """Print nothing."""

@@ -1,11 +1,11 @@
-"""hqsweep.Sweep: the runs of a sweep as DataFrames, read once and changed never.
+"""hqsweep.Sweep: the runs of a sweep as DataFrames, read once and never changed.
 
     sweep = hqsweep.Sweep("runs/quickstart")
     sweep.runs[["arm", "seed", "val_loss"]]
     sweep.metrics.query("metric == 'val_loss'").pivot_table(index="step", columns="arm", values="value")
     sweep[0].config["train"]["lr"]
 
-Nothing is sampled: `metrics` and `stats` have every row. Make another Sweep to read a sweep again that goes on.
+Nothing is sampled: `metrics` and `stats` have every row. Make another Sweep to read a sweep again that has gone on.
 """
 
 from collections.abc import Sequence
@@ -27,21 +27,21 @@ from hqsweep.sweep.store import RunStore
 
 FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "reason", "diverged", "step", "steps",
          "seconds", "tokens_per_s")  # fmt: skip
-"""Columns of Sweep.runs that every sweep has, but for those of forks."""
+"""The columns of Sweep.runs that every sweep has, except those of forks."""
 OF_FORKS = ("design", "trunk", "point")
 SHOWN_ROWS = 20
-"""Of the table that a notebook shows of a sweep."""
+"""The number of rows of the table that a notebook shows of a sweep."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep; what is read is what stands in its folder now."""
+    """One run of a sweep; its folder is read at each access."""
 
     folder: RunDir
 
     @property
     def name(self) -> str:
-        """Its folder's name: arm, seed, and the run's id."""
+        """The name of its folder: arm, seed, and the run's id."""
         return self.folder.name
 
     @property
@@ -55,17 +55,17 @@ class Run:
 
     @property
     def reason(self) -> str | None:
-        """Why it is in that state, where there is more to say."""
+        """Why it is in that state, if there is more to say."""
         return self.folder.seen()["reason"]
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config, every leaf of it. Raises Damaged, as all below do."""
+        """The resolved config, every leaf of it. Raises Damaged, as all properties below do."""
         return self.folder.config()
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What it was computed with: versions, commit, device, threads, hash of the data, plans of the GEMMs."""
+        """The manifest: versions, commit, device, threads, hash of the data, plans of the GEMMs."""
         return self.folder.manifest()
 
     @property
@@ -75,12 +75,12 @@ class Run:
 
     @property
     def stats(self) -> pd.DataFrame:
-        """Every row of the sampled errors, as docs/reference/statistics.md has the columns."""
+        """Every row of the sampled errors; docs/reference/statistics.md describes the columns."""
         return pd.DataFrame(self.folder.rows("stats"))
 
     @property
     def log(self) -> str:
-        """What its process printed."""
+        """The output of its process."""
         return self.folder.log.read_text(encoding="utf-8", errors="replace") if self.folder.log.is_file() else ""
 
     def __repr__(self) -> str:
@@ -93,8 +93,8 @@ class Sweep(Sequence[Run]):
     words     a sweep's name or folder, a run's, or the beginning of runs' names, as the commands take them
     runs_dir  folder of the sweeps, for names
 
-    sweep[0], sweep["NAME"] (its beginning will do where it is one run's) and sweep[2:5] are runs. Raises UserError for
-    a word that fits nothing, Damaged where no run can be believed; runs that cannot are in left_out.
+    sweep[0], sweep["NAME"] (the beginning of a name will do if it is one run's) and sweep[2:5] are runs. Raises
+    UserError for a word that fits nothing, Damaged where no run can be trusted; runs that cannot are in left_out.
     """
 
     def __init__(self, *words: str | Path, runs_dir: str | Path = "runs") -> None:
@@ -115,11 +115,11 @@ class Sweep(Sequence[Run]):
     def _named(self, word: str) -> RunDir:
         names = {f"{folder.sweep}/{folder.name}": folder for folder in self._folders}
         exact = [folder for name, folder in names.items() if word in (name, folder.name)]
-        found = exact or [f for name, f in names.items() if name.startswith(word) or f.name.startswith(word)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise UserError(f"'{word}' means {len(found)} runs; name one of {', '.join(run.name for run in found)}")
+        matches = exact or [f for name, f in names.items() if name.startswith(word) or f.name.startswith(word)]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise UserError(f"'{word}' means {len(matches)} runs; name one of {', '.join(run.name for run in matches)}")
         known = [folder.name for folder in self._folders]
         raise UserError(f"'{word}' is no run of {self.name}{nearest(word, known)}; .runs lists them")
 
@@ -136,20 +136,20 @@ class Sweep(Sequence[Run]):
     def _runs(self) -> pd.DataFrame:
         frames = self._frames
         runs, forked = frames.runs, frames.runs["design"].isin((FORK, TRUNK)).any()
-        facts = [name for name in FACTS if forked or name not in OF_FORKS]
+        columns = [name for name in FACTS if forked or name not in OF_FORKS]
         last = frames.metrics.sort_values("step", kind="stable").groupby(["run", "metric"], sort=False)["value"].last()
         finals = last.unstack("metric").reindex(runs["run"]).reset_index(drop=True).rename_axis(columns=None)
-        finals = finals.drop(columns=[name for name in finals if name in facts])
+        finals = finals.drop(columns=[name for name in finals if name in columns])
         settings = {
             name.removeprefix("config."): runs[name]
             for name in runs
             if name.startswith("config.") and name != "config.seed" and runs[name].astype(str).nunique() > 1
         }
-        return pd.concat([runs[facts], finals, pd.DataFrame(settings), runs[["run_id", "path"]]], axis=1)
+        return pd.concat([runs[columns], finals, pd.DataFrame(settings), runs[["run_id", "path"]]], axis=1)
 
     @property
     def runs(self) -> pd.DataFrame:
-        """One row a run: run (SWEEP/NAME), arm, recipe, seed, of forks design, trunk and point, state, reason,
+        """One row a run: run (SWEEP/NAME), arm, recipe, seed, and for forks design, trunk and point; state, reason,
         diverged, step, steps, seconds, tokens_per_s; the last value of every metric under its name (val_loss and
         train_loss in nats); every key of the config that is not the same in all runs, under its dotted name; run_id,
         path."""
@@ -179,7 +179,7 @@ class Sweep(Sequence[Run]):
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Runs of which nothing is believed: each with run, state, file, fault and remedy."""
+        """The runs whose files cannot be trusted: each with run, state, file, fault and remedy."""
         return self._frames.left_out
 
     @cached_property
@@ -208,5 +208,5 @@ class Sweep(Sequence[Run]):
     def _repr_html_(self) -> str:
         shown = [name for name in self._runs if name not in ("run_id", "path", "recipe", "reason", "diverged", "steps")]
         table = self._runs[shown].to_html(max_rows=SHOWN_ROWS, max_cols=SHOWN_ROWS, index=False, border=0)
-        faults = "".join(f"<p>left out: {escape(each.line)}</p>" for each in self.left_out)
+        faults = "".join(f"<p>left out: {escape(entry.line)}</p>" for entry in self.left_out)
         return f"<p><b>{escape(self.name)}</b>: {escape(self._counts())}</p>{table}{faults}"

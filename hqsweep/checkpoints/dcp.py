@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: what they hold, and their tensors, each read from its bytes by
+"""Folders of torch.distributed.checkpoint: their contents, and their tensors, each read from its bytes by
 torch.load(weights_only=True).
 """
 
@@ -23,13 +23,13 @@ NOT_MODEL = (
     "ft_dataloader",
     "hqsweep",
 )
-"""What torchtitan and others keep beside the weights, whose names are at the top."""
+"""The top names of what torchtitan and others keep beside the weights."""
 MODELS = ("model", "app.model", "state_dict", "module")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def inspect_folder(folder: Path) -> Checkpoint:
-    """What a folder holds, by its .metadata; each chunk's bytes must be there."""
+    """The description of a folder, by its .metadata; each chunk's bytes must be there."""
     stored: dict[str, Stored] = {}
     try:
         stored = tensors_of(folder)
@@ -37,7 +37,7 @@ def inspect_folder(folder: Path) -> Checkpoint:
     except UserError as error:
         problems = [str(error)]
     weights = _weights(stored)
-    files = sorted({chunk.file for each in stored.values() for chunk in each.chunks})
+    files = sorted({chunk.file for tensor in stored.values() for chunk in tensor.chunks})
     moments = any(parts is not None and parts[1] in MOMENTS[1:] for parts in map(_moment, stored.values()))
     return Checkpoint(
         path=folder,
@@ -52,10 +52,10 @@ def inspect_folder(folder: Path) -> Checkpoint:
 
 
 def _missing_bytes(folder: Path, stored: dict[str, Stored]) -> list[str]:
-    """What is wrong with the files of chunks."""
+    """The faults of the files of chunks."""
     ends: dict[str, int] = {}
-    for each in stored.values():
-        for chunk in each.chunks:
+    for tensor in stored.values():
+        for chunk in tensor.chunks:
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
     missing = [name for name in sorted(ends) if not (folder / name).is_file()]
     if missing:
@@ -66,21 +66,21 @@ def _missing_bytes(folder: Path, stored: dict[str, Stored]) -> list[str]:
 
 def _weights(stored: dict[str, Stored]) -> dict[str, str]:
     """Clean name of a tensor of the model -> its saved name."""
-    found = {}
-    for saved, each in stored.items():
-        first, *rest = each.path
+    by_name = {}
+    for saved, tensor in stored.items():
+        first, *rest = tensor.path
         if rest and first in MODELS:
-            found[clean_name(".".join(rest))] = saved
+            by_name[clean_name(".".join(rest))] = saved
         elif saved.partition(".")[0] not in NOT_MODEL:
-            found[clean_name(saved)] = saved
-    return found
+            by_name[clean_name(saved)] = saved
+    return by_name
 
 
-def _moment(each: Stored) -> tuple[str, str] | None:
+def _moment(tensor: Stored) -> tuple[str, str] | None:
     """(clean name of a parameter, "exp_avg") of a tensor of the optimizer's state; None for any other tensor."""
-    if each.path[0] not in ("optimizer", "optim"):
+    if tensor.path[0] not in ("optimizer", "optim"):
         return None
-    words = ".".join(each.path[1:]).removeprefix("state.")
+    words = ".".join(tensor.path[1:]).removeprefix("state.")
     name, _, kind = words.rpartition(".")
     return (clean_name(name), kind) if name and not words.startswith("param_groups.") else None
 
@@ -92,25 +92,25 @@ def read(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def read_moments(folder: Path) -> dict[str, dict[str, Any]]:
-    """Clean name of a parameter -> its "step", "exp_avg", "exp_avg_sq", and what else its state holds."""
+    """Clean name of a parameter -> its "step", "exp_avg", "exp_avg_sq", and the other entries of its state."""
     moments: dict[str, dict[str, Any]] = {}
-    for saved, each in tensors_of(folder).items():
-        if (found := _moment(each)) is not None:
-            moments.setdefault(found[0], {})[found[1]] = read_part(folder, saved, each)
+    for saved, tensor in tensors_of(folder).items():
+        if (place := _moment(tensor)) is not None:
+            moments.setdefault(place[0], {})[place[1]] = read_part(folder, saved, tensor)
     return moments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """Where a part lies in its whole: the index of its first element, and its shape."""
+    """The place of a part in its whole: the index of its first element, and its shape."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def read_part(folder: Path, name: str, stored: Stored, box: Box | None = None) -> Any:
-    """A part of a tensor on the CPU, from the chunks that it meets; by default all of it. UserError for bytes that are
-    no such tensor."""
+    """A part of a tensor on the CPU, by default all of it, from the chunks that overlap it. UserError for bytes that
+    are no such tensor."""
     import torch
 
     dtype = getattr(torch, stored.dtype)
@@ -128,7 +128,7 @@ def read_part(folder: Path, name: str, stored: Stored, box: Box | None = None) -
 
 
 def _common(first: int, size: int, other: int, other_size: int) -> tuple[int, int]:
-    """What two ranges have in common, as (first, last + 1)."""
+    """The overlap of two ranges, as (first, last + 1)."""
     return max(first, other), min(first + size, other + other_size)
 
 

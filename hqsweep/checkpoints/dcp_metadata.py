@@ -1,4 +1,5 @@
-"""The .metadata of a folder of torch.distributed.checkpoint: which tensors there are, and in which bytes of which file.
+"""The .metadata of a folder of torch.distributed.checkpoint: its tensors, and the bytes and the file in which each
+lies.
 
 It is a pickle, which torch reads by pickle.load: a forged one runs any code. Here it is read by an unpickler that knows
 a few names, each of which stands for a plain record of this module; no name leads to a class or a function of torch or
@@ -15,12 +16,12 @@ from hqsweep.errors import UserError
 
 METADATA = ".metadata"
 MOST_METADATA = 2**30
-"""Bytes of .metadata at most."""
+"""The most bytes of .metadata."""
 PLACES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
 class _Record:
-    """Stands for an object of torch's metadata: its fields as attributes, nothing else."""
+    """The substitute of an object of torch's metadata: its fields as attributes, nothing else."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -50,7 +51,7 @@ class _Index(_Record):
 
 
 def _value(*values: Any) -> Any:
-    """Stands for a function or an enumeration whose result is of no use here."""
+    """The substitute of a function or an enumeration whose result is of no use here."""
     return values[0] if values else None
 
 
@@ -82,7 +83,7 @@ STANDS_FOR: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): _path,
     ("pathlib._local", "PosixPath"): _path,
 }
-"""What a name in .metadata stands for; dtypes of torch stand for their names, and all else is refused."""
+"""Name in .metadata -> its substitute; dtypes of torch become their names, and all others are refused."""
 DTYPES = {
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
     "uint64", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64", "complex128",
@@ -107,7 +108,7 @@ class _Unpickler(pickle._Unpickler):  # that in Python: the other's memo grows t
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it is in it, its shape, and its bytes in a file of the folder."""
+    """A part of a tensor: its place in the tensor, its shape, and its bytes in a file of the folder."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -128,7 +129,8 @@ class Stored:
 
 
 def tensors_of(folder: Path) -> dict[str, Stored]:
-    """Saved name -> where the tensor is. UserError for a .metadata that is not there, no metadata, or asks for more."""
+    """Saved name -> the place of the tensor. UserError for a .metadata that is missing, is no metadata, or asks for
+    more."""
     path = folder / METADATA
     if not path.is_file():
         raise UserError(f"it has no {METADATA}, which is written last: half a checkpoint; copy or save it again")
@@ -147,20 +149,20 @@ def _stored(document: Any) -> dict[str, Stored]:
         (index.fqn, index.offset): info for index, info in document.storage_data.items()
     }
     paths = document.planner_data or {}
-    found = {}
-    for name, facts in document.state_dict_metadata.items():
-        if isinstance(facts, _Bytes):
+    tensors = {}
+    for name, metadata in document.state_dict_metadata.items():
+        if isinstance(metadata, _Bytes):
             continue
-        chunks = tuple(_chunk(name, chunk, places) for chunk in facts.chunks)
-        shape, dtype = _sizes(facts.size), facts.properties.values[0]
+        chunks = tuple(_chunk(name, chunk, places) for chunk in metadata.chunks)
+        shape, dtype = _sizes(metadata.size), metadata.properties.values[0]
         if dtype not in DTYPES:
             raise ValueError(name)
         if sum(count_of(chunk.shape) for chunk in chunks) != count_of(shape):
             raise UserError(f"its {METADATA} has not all parts of {name}; copy or save it again")
-        found[_text(name)] = Stored(
+        tensors[_text(name)] = Stored(
             shape, dtype, chunks, tuple(str(key) for key in map(_key, paths.get(name, (name,))))
         )
-    return found
+    return tensors
 
 
 def _chunk(name: str, chunk: Any, places: dict[tuple[str, tuple[int, ...] | None], Any]) -> Chunk:
@@ -193,7 +195,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def count_of(shape: tuple[int, ...]) -> int:
-    """How many numbers a tensor of this shape holds."""
+    """The number of numbers in a tensor of this shape."""
     result = 1
     for size in shape:
         result *= size

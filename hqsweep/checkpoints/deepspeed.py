@@ -1,8 +1,8 @@
 """Adam's moments in the checkpoints of DeepSpeed's ZeRO, stages 1 to 3, of data-parallel ranks.
 
 The file `latest` names a folder with one file of each rank, *zero_pp_rank_R_mp_rank_00_optim_states.pt. There each
-group of parameters is one flat tensor: in stages 1 and 2 a rank has a range of it, and param_slice_mappings says where
-in that which part of a parameter lies; in stage 3 a rank has the R-th part of every parameter, rounded up, in the order
+group of parameters is one flat tensor. In stages 1 and 2 a rank has a range of it, and param_slice_mappings says where
+in that which part of a parameter lies. In stage 3 a rank has the R-th part of every parameter, rounded up, in the order
 of param_shapes, which the model's files have (deepspeed/checkpoint/ds_to_universal.py reads them alike).
 
 They are read by torch's weights_only unpickler, in which every class of deepspeed is one that keeps what it is given
@@ -25,35 +25,35 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 class Inert:
-    """Stands for an object of deepspeed."""
+    """The substitute of an object of deepspeed."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
 
 def is_part(path: Path) -> bool:
-    """Whether it is the file of a rank."""
+    """Whether it is the file of one rank."""
     return NAME.fullmatch(path.name) is not None
 
 
 def state_files(folder: Path) -> tuple[tuple[Path, ...], str | None]:
-    """The files of all ranks in their order, or why they are not read."""
+    """The files of all ranks in their order; or no files, and why they are not read."""
     tag = (folder / LATEST).read_text(errors="replace").strip()
     if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
         return (), f"the folder that {LATEST} names is not there"
     inside = folder / tag
-    found = {match: path for path in inside.iterdir() if (match := NAME.fullmatch(path.name))}
-    if any(path.name.startswith("expp_rank") for path in inside.iterdir()) or any(int(m[2]) for m in found):
+    matches = {match: path for path in inside.iterdir() if (match := NAME.fullmatch(path.name))}
+    if any(path.name.startswith("expp_rank") for path in inside.iterdir()) or any(int(m[2]) for m in matches):
         return (), "its ranks share tensors or experts, and not data alone"
-    ranks = {int(match[1]): path for match, path in found.items()}
+    ranks = {int(match[1]): path for match, path in matches.items()}
     if not ranks or set(ranks) != set(range(len(ranks))):
         return (), f"files of ranks are missing in {tag}"
     return tuple(ranks[rank] for rank in sorted(ranks)), None
 
 
 def read_moments(files: Sequence[Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, Any]]:
-    """Clean name of a parameter -> its "step", "exp_avg" and "exp_avg_sq", in the shapes that it has there. UserError
-    for files of another layout, or of fewer ranks than have written them."""
+    """Clean name of a parameter -> its "step", "exp_avg" and "exp_avg_sq", in the shape that `shapes` gives it.
+    UserError for files of another layout, or of fewer ranks than have written them."""
     import torch
 
     states = [_state(file) for file in files]
@@ -83,8 +83,8 @@ def read_moments(files: Sequence[Path], shapes: Mapping[str, tuple[int, ...]]) -
                     parts.setdefault(clean_name(name), {}).setdefault(key, []).append(part)
                 steps[clean_name(name)] = flat.get("step")
     moments = {}
-    for name, found in parts.items():
-        whole = {key: torch.cat(pieces) for key, pieces in found.items()}
+    for name, pieces_by_key in parts.items():
+        whole = {key: torch.cat(pieces) for key, pieces in pieces_by_key.items()}
         if name in shapes and whole[STATES[0]].numel() == math.prod(shapes[name]):
             whole = {key: value.reshape(shapes[name]) for key, value in whole.items()}
         moments[name] = {"step": steps[name], **whole}
@@ -92,11 +92,11 @@ def read_moments(files: Sequence[Path], shapes: Mapping[str, tuple[int, ...]]) -
 
 
 Place = tuple[str, int, int]
-"""Name of a parameter, and where in a flat tensor its part begins, and how long it is."""
+"""The name of a parameter, the first index of its part in a flat tensor, and the part's length."""
 
 
 def _groups(file: Path, state: Mapping[str, Any], rank: int) -> tuple[int, list[tuple[Mapping[str, Any], list[Place]]]]:
-    """How many ranks share each group, and its flat tensors with what lies where in them."""
+    """The number of ranks that share each group, and the group's flat tensors, each with the places in it."""
     if "param_slice_mappings" in state:
         flats = state["base_optimizer_state"]["state"]
         mappings = [
@@ -136,5 +136,5 @@ def _load(file: Path) -> Mapping[str, Any]:
     except Exception:  # which reading it will explain
         names = []
     with serialization.safe_globals([(Inert, name) for name in names if name.startswith("deepspeed.")]):
-        found = torch_file.read_file(file)
-    return found if isinstance(found, Mapping) else {}
+        document = torch_file.read_file(file)
+    return document if isinstance(document, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Safetensors files and Hugging Face folders: what their headers say, and their tensors.
+"""Safetensors files and Hugging Face folders: what their headers describe, and their tensors.
 
 The header of a safetensors file is its length, 8 bytes, and JSON of that length; offsets of tensors count from its end
 (https://github.com/huggingface/safetensors#format). A folder of several such files has an index, whose weight_map says
@@ -18,7 +18,7 @@ from hqsweep.models.names import clean_name
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 MOST_HEADER = 100_000_000
-"""Bytes of a header at most, as the library has it."""
+"""The most bytes of a header, as in the library."""
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64", "BOOL": "bool",
@@ -31,12 +31,12 @@ class Damage(Exception):
 
 
 def inspect_file(path: Path) -> Checkpoint:
-    """A file of safetensors."""
+    """The description of a file of safetensors."""
     return _inspected(path, [path], [])
 
 
 def inspect_folder(folder: Path) -> Checkpoint | None:
-    """A Hugging Face folder; None for a folder without safetensors."""
+    """The description of a Hugging Face folder; None for a folder without safetensors."""
     problems: list[str] = []
     if (folder / INDEX).is_file():
         try:
@@ -59,8 +59,8 @@ def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint
     saved_as: dict[str, str] = {}
     for file in files:
         try:
-            for name, facts in header(file).items():
-                tensors[clean_name(name)], saved_as[clean_name(name)] = facts, name
+            for name, described in header(file).items():
+                tensors[clean_name(name)], saved_as[clean_name(name)] = described, name
         except Damage as damage:
             problems.append(str(damage))
     folder = path if path.is_dir() else path.parent
@@ -89,16 +89,16 @@ def _inspected(path: Path, files: list[Path], problems: list[str]) -> Checkpoint
 
 
 def header(file: Path) -> Tensors:
-    """The tensors of a file, by its header. Raises Damage where it is cut short or none."""
+    """The tensors of a file, by its header. Raises Damage where the file is cut short or is no such file."""
     document, start = _document(file)
     tensors, ends = {}, [0]
     try:
-        for name, facts in document.items():
+        for name, fields in document.items():
             if name == "__metadata__":
                 continue
-            shape, dtype = tuple(int(size) for size in facts["shape"]), str(facts["dtype"])
+            shape, dtype = tuple(int(size) for size in fields["shape"]), str(fields["dtype"])
             tensors[name] = (shape, DTYPES.get(dtype, dtype.lower()))
-            ends.append(int(facts["data_offsets"][1]))
+            ends.append(int(fields["data_offsets"][1]))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError):
         raise Damage(f"{file.name} is no safetensors file: its header describes no tensors") from None
     size = file.stat().st_size
@@ -108,7 +108,7 @@ def header(file: Path) -> Tensors:
 
 
 def _document(file: Path) -> tuple[dict[str, Any], int]:
-    """The JSON of a header, and where the tensors begin."""
+    """The JSON of a header, and the offset at which the tensors begin."""
     try:
         with file.open("rb") as opened:
             lead = opened.read(8)
@@ -143,16 +143,16 @@ def indexed(index: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_bytes())["weight_map"]
-        if isinstance(found, dict) and found:
-            return found
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        if isinstance(weight_map, dict) and weight_map:
+            return weight_map
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise Damage(f"{index.name} is no index: it has no weight_map")
 
 
 def _absent(index: Path, tensors: Tensors, saved_as: dict[str, str], known: list[str]) -> list[str]:
-    """What an index names and its files lack; nothing where files are damaged already."""
+    """The tensors that an index names and its files lack, as problems; none where files are damaged already."""
     if known:
         return []
     there = set(saved_as.values())
@@ -161,7 +161,7 @@ def _absent(index: Path, tensors: Tensors, saved_as: dict[str, str], known: list
 
 
 def trainer_step(folder: Path) -> int | None:
-    """The step that Hugging Face's Trainer wrote, or that the folder's name says."""
+    """The step that Hugging Face's Trainer wrote, or that the folder's name has."""
     try:
         step = json.loads((folder / "trainer_state.json").read_bytes())["global_step"]
         return int(step)

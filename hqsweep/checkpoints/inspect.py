@@ -1,4 +1,4 @@
-"""inspect_checkpoint: what a checkpoint is and holds, from its headers alone."""
+"""inspect_checkpoint: the kind and the contents of a checkpoint, from its headers alone."""
 
 import json
 import os
@@ -19,14 +19,14 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """What a checkpoint holds. No tensor is read and no code of it is run.
+    """The description of a checkpoint. No tensor is read and no code of it is run.
 
     path: a Hugging Face folder (config.json beside model.safetensors, pytorch_model.bin or their index; also
     pytorch_model_fsdp* of accelerate), a .safetensors file, a file of torch.save with a state_dict, bare or under
     "model", "state_dict" or "module", or a folder of torch.distributed.checkpoint (.metadata beside *.distcp).
 
-    What is half written or otherwise not to be loaded stands in .problems, and check() raises it. UserError for what is
-    no checkpoint at all.
+    A checkpoint that is half written, or cannot be loaded for another reason, has this in .problems, and check() raises
+    it. UserError for what is no checkpoint at all.
     """
     path = Path(path)
     if path.is_file():
@@ -37,9 +37,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise UserError(f"'{path}' is {reason}")
     if (path / dcp.METADATA).is_file() or any(path.glob("*.distcp")):
         return dcp.inspect_folder(path)
-    found = huggingface.inspect_folder(path) or torch_folder.inspect_folder(path)
-    if found is not None:
-        return found
+    checkpoint = huggingface.inspect_folder(path) or torch_folder.inspect_folder(path)
+    if checkpoint is not None:
+        return checkpoint
     raise UserError(f"'{path}' is no checkpoint: {_instead(path)}")
 
 
@@ -66,8 +66,8 @@ def _file(path: Path) -> Checkpoint:
 
 
 def _instead(folder: Path) -> str:
-    """What is in a folder that is no checkpoint, and what to give."""
-    steps = sorted(each.name for each in folder.iterdir() if each.is_dir() and step_in_name(each) is not None)
+    """What a folder holds that is no checkpoint, and what to give instead."""
+    steps = sorted(path.name for path in folder.iterdir() if path.is_dir() and step_in_name(path) is not None)
     if steps:
         return f"it holds {first_names(steps)}; give one of them"
     if (folder / "adapter_model.safetensors").is_file():

@@ -1,6 +1,6 @@
-"""load_checkpoint: the weights, and where they are there the moments, of a checkpoint of others in a model.
+"""load_checkpoint: put the weights of another program's checkpoint into a model, and the moments where it has some.
 
-Everything is checked before anything is written: a model that a checkpoint does not fit stays as it was.
+Everything is checked before anything is written: a model that a checkpoint does not fit is not changed.
 """
 
 import os
@@ -16,7 +16,7 @@ from hqsweep.checkpoints.checkpoint import Checkpoint
 from hqsweep.checkpoints.fit import COMPUTED, check_model, check_tensors, refuse_shape, refuse_strange
 from hqsweep.checkpoints.inspect import inspect_checkpoint
 from hqsweep.checkpoints.moments import load_moments
-from hqsweep.checkpoints.names import Names, Pieces, made, pieces_of, unused
+from hqsweep.checkpoints.names import Names, Pieces, joined, pieces_of, unused
 from hqsweep.errors import UserError
 from hqsweep.models.hf import quietly
 from hqsweep.models.names import clean_name
@@ -29,14 +29,14 @@ READERS = {
 
 PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 STATES = (".history", ".amax", "._extra_state")
-"""Ends of names of the states of delayed scaling, in the state of a run."""
+"""The ends of names of the states of delayed scaling, in the state of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What load_checkpoint did. missing: tensors of the model that the checkpoint lacks, which are tied to others that
-    it has; unexpected: tensors of the checkpoint that are computed or were not used; permuted: weights whose rows were
-    put into the model's order; moments: how many parameters have got moments; step: the checkpoint's."""
+    """The result of load_checkpoint. missing: tensors of the model that the checkpoint lacks, which are tied to others
+    that it has; unexpected: tensors of the checkpoint that are computed or were not used; permuted: weights whose rows
+    were put into the model's order; moments: the number of parameters that have got moments; step: the checkpoint's."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -53,11 +53,11 @@ def load_checkpoint(
     *,
     names: Names = None,
 ) -> Loaded:
-    """Copy a checkpoint into a model, in place: parameters, ties, devices and dtypes stay.
+    """Copy a checkpoint into a model, in place: parameters, ties, devices and dtypes do not change.
 
     path: what inspect_checkpoint takes, or what it returned. optimizer: gets exp_avg, exp_avg_sq and step of each
-    parameter that it holds, where the checkpoint has them; its learning rates and betas stay. names: how the checkpoint
-    names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
+    parameter that it holds, where the checkpoint has them; its learning rates and betas do not change. names: how the
+    checkpoint names tensors: "hf", "torchtitan", or a mapping of its names to the model's; None finds out.
 
     Raises UserError before anything is written: for half a checkpoint, other names or shapes than the model's, tensors
     that the model ties and the checkpoint has twice, moments that are not Adam's or cannot be told apart.
@@ -73,7 +73,7 @@ def load_checkpoint(
         tensors = {name: as_plain(value) for name, value in tensors.items() if not name.endswith(STATES)}
     config = _config(model)
     pieces = pieces_of(names, tensors.keys(), wanted.keys(), config)
-    state, left = _made(pieces, tensors, checkpoint), unused(pieces, tensors)
+    state, left = _all_joined(pieces, tensors, checkpoint), unused(pieces, tensors)
     if config is not None and _strange(state, wanted):
         state, left = _through_transformers(model, state, checkpoint), []
     missing = check_tensors(checkpoint, state, wanted, model)
@@ -95,15 +95,15 @@ def load_checkpoint(
 
 def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
     """UserError for the names, shapes and dtypes for which load_checkpoint would refuse a checkpoint; no tensor is
-    read, and the model may be on the meta device. Names that only transformers knows, as of experts that are saved one
-    by one, are taken as right."""
+    read, and the model may be on the meta device. Names that only transformers knows, such as those of experts that are
+    saved one by one, are taken as right."""
     checkpoint.check()
     dtypes = {name: getattr(torch, dtype, torch.float32) for name, (_, dtype) in checkpoint.tensors.items()}
     tensors = {
         name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, (shape, _) in checkpoint.tensors.items()
     }
     wanted, config = own_state(model), _config(model)
-    state = _made(pieces_of(None, tensors.keys(), wanted.keys(), config), tensors, checkpoint)
+    state = _all_joined(pieces_of(None, tensors.keys(), wanted.keys(), config), tensors, checkpoint)
     if config is None or not _strange(state, wanted) or state.keys().isdisjoint(wanted):
         check_tensors(checkpoint, state, wanted, model)
         return
@@ -118,28 +118,29 @@ def _config(model: nn.Module) -> Any:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in torch.compile's, DistributedDataParallel's and DataParallel's wrappers."""
+    """The model inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
     while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module) or isinstance(model, PARALLEL):
         model = inner if isinstance(inner, nn.Module) else model.module
     return model
 
 
 def as_plain(value: Tensor) -> Tensor:
-    """A tensor as it is, a quantized one as the float32 numbers that it stands for."""
+    """A plain tensor itself; of a quantized one the float32 values."""
     return value.dequantize(torch.float32) if isinstance(value, HybridQuantizedTensor) else value.detach()
 
 
 def own_state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that a checkpoint of the plain model holds, by name: without states of delayed
+    """The parameters and buffers that a checkpoint of the plain model holds, by name: all but states of delayed
     scaling."""
     leads = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
     held = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return {name: value for name, value in held.items() if not (leads and name.startswith(leads))}
 
 
-def _made(pieces: Pieces, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _all_joined(pieces: Pieces, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The tensors of a model, each joined from its piece; UserError for a checkpoint that lacks one."""
     try:
-        return {name: made(piece, tensors) for name, piece in pieces.items()}
+        return {name: joined(piece, tensors) for name, piece in pieces.items()}
     except KeyError as error:
         raise UserError(f"{checkpoint.path}: it lacks the tensor {error}") from None
     except RuntimeError as error:
@@ -147,20 +148,20 @@ def _made(pieces: Pieces, tensors: Mapping[str, Tensor], checkpoint: Checkpoint)
 
 
 def _strange(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
-    """Whether names are not those of a model's state_dict; a Hugging Face model may be saved by other ones."""
+    """Whether some names are not those of a model's state_dict; a Hugging Face model may be saved by other ones."""
     return any(name not in wanted and not name.endswith(COMPUTED) for name in state)
 
 
 def _through_transformers(model: nn.Module, state: dict[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The state_dict that transformers makes of saved names, such as of experts that are saved one by one."""
+    """The state_dict that transformers makes of saved names, such as those of experts that are saved one by one."""
     with quietly():
-        made, told = type(model).from_pretrained(
+        loaded, told = type(model).from_pretrained(
             None, config=model.config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
         )
     if told["unexpected_keys"]:
-        refuse_strange(checkpoint, sorted(told["unexpected_keys"]), made.state_dict())
+        refuse_strange(checkpoint, sorted(told["unexpected_keys"]), loaded.state_dict())
     if told["mismatched_keys"]:
         name, theirs, ours = sorted(told["mismatched_keys"])[0]
         refuse_shape(checkpoint, name, tuple(theirs), tuple(ours))
     lacking = set(told["missing_keys"])
-    return {name: value for name, value in made.state_dict().items() if name not in lacking}
+    return {name: value for name, value in loaded.state_dict().items() if name not in lacking}

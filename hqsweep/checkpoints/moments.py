@@ -1,8 +1,8 @@
 """Adam's moments of a checkpoint in an optimizer.
 
-They are kept by names (torchtitan, torch.distributed.checkpoint) or by indices: the place of a parameter among those of
-all groups, whose order is the optimizer's that was saved. The usual orders are tried, and the one is taken in which
-every shape fits.
+They are stored by names (torchtitan, torch.distributed.checkpoint) or by indices. An index is the place of a parameter
+among those of all groups, in the order of the optimizer that was saved. The usual orders are tried, and the one is
+taken in which every shape fits.
 """
 
 import re
@@ -14,19 +14,20 @@ from torch import Tensor, nn
 
 from hqsweep.checkpoints import dcp, deepspeed, torch_file
 from hqsweep.checkpoints.checkpoint import Checkpoint, first_names
-from hqsweep.checkpoints.names import Piece, Pieces, made
+from hqsweep.checkpoints.names import Piece, Pieces, joined
 from hqsweep.errors import UserError
 from hqsweep.models.names import clean_name
 from hqsweep.optim import MASTER, FusedAdam
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OTHERS = ("step", MASTER)
-"""What a state may hold beside moments."""
+"""The entries that a state may hold beside moments."""
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names whose parameters do not decay in Hugging Face's Trainer (Trainer.get_decay_parameter_names), lower case."""
+"""The names of parameters that do not decay in Hugging Face's Trainer (Trainer.get_decay_parameter_names), lower
+case."""
 Moments = dict[str, dict[str, Tensor]]
 Order = list[list[str]]
-"""Names of parameters by the group that they are in."""
+"""The names of parameters by the group that they are in."""
 
 
 def load_moments(
@@ -36,45 +37,46 @@ def load_moments(
     pieces: Pieces,
     weights: Mapping[str, Tensor],
 ) -> tuple[Callable[[], None] | None, int]:
-    """What writes the moments into the optimizer, after all checks, and of how many parameters; None and 0 where the
-    checkpoint has none. FusedAdam's masters become the checkpoint's weights.
+    """A function that writes the moments into the optimizer, after all checks, and the number of parameters that they
+    are for; None and 0 where the checkpoint has none. FusedAdam's masters become the checkpoint's weights.
 
     Raises UserError for a state that is not Adam's, or does not fit the model.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = {clean_name(name): p for name, p in model.named_parameters() if id(p) in held}
-    found: Moments = {}
+    moments: Moments = {}
     if checkpoint.optimizer != "none":
-        found = _found(checkpoint, params, optimizer, pieces)
-        lacking = [name for name in params if name not in found]
+        moments = _moments(checkpoint, params, optimizer, pieces)
+        lacking = [name for name in params if name not in moments]
         if lacking:
             raise UserError(
                 f"{checkpoint.path}: its optimizer's state lacks {len(lacking)} of {len(params)} parameters:"
                 f" {first_names(lacking)}; load the weights alone"
             )
         for name, p in params.items():
-            _check(checkpoint, name, found[name], p)
+            _check(checkpoint, name, moments[name], p)
 
     def write() -> None:
         state = optimizer.state_dict()
         names = {id(p): name for name, p in params.items()}
         for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             name = names.get(id(p))
-            new = {key: found[name][key] for key in MOMENTS} if name in found else {}
+            new = {key: moments[name][key] for key in MOMENTS} if name in moments else {}
             if new:
-                new["step"] = torch.as_tensor(found[name]["step"], dtype=torch.float32).reshape(())
+                new["step"] = torch.as_tensor(moments[name]["step"], dtype=torch.float32).reshape(())
             if isinstance(optimizer, FusedAdam) and name in weights and optimizer.master_param(p) is not p:
-                new[MASTER] = found.get(name, {}).get(MASTER, weights[name]).to(torch.float32)
+                new[MASTER] = moments.get(name, {}).get(MASTER, weights[name]).to(torch.float32)
             if MASTER in new and "step" not in new:  # as before a first step
                 new |= {key: torch.zeros_like(new[MASTER]) for key in MOMENTS} | {"step": torch.zeros(())}
             if new:
                 state["state"][index] = new
         optimizer.load_state_dict(state)
 
-    return write, len(params) if found else 0
+    return write, len(params) if moments else 0
 
 
-def _found(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any, pieces: Pieces) -> Moments:
+def _moments(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any, pieces: Pieces) -> Moments:
+    """Name of a parameter -> its moments; UserError for a state whose order is not known."""
     path = checkpoint.moments[0] if checkpoint.moments else checkpoint.path
     if deepspeed.is_part(path):
         shapes = {name: shape for name, (shape, _) in checkpoint.tensors.items()}
@@ -94,8 +96,10 @@ def _found(checkpoint: Checkpoint, params: Mapping[str, Tensor], optimizer: Any,
         return _by_names(checkpoint, named, params, pieces)
     if all("param_names" in group for group in state["param_groups"]):
         named = [clean_name(str(name)) for group in state["param_groups"] for name in group["param_names"]]
-        found = {name: state["state"].get(i, {}) for name, i in zip(named, (i for g in groups for i in g), strict=True)}
-        return _by_pieces(checkpoint, found, pieces)
+        by_name = {
+            name: state["state"].get(i, {}) for name, i in zip(named, (i for g in groups for i in g), strict=True)
+        }
+        return _by_pieces(checkpoint, by_name, pieces)
     indexed = {i: state["state"].get(i, {}) for group in groups for i in group}
     _check_adam(checkpoint, "its first parameter", next(iter(state["state"].values())))
     for order in _orders(checkpoint, _as_saved(checkpoint, params, pieces), params, optimizer):
@@ -119,8 +123,8 @@ def _groups(state: Mapping[str, Any], path: Any) -> list[list[Any]]:
 
 
 def _as_saved(checkpoint: Checkpoint, params: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
-    """The parameters in the order of the model that was saved: by other names they may stand in another one. A file of
-    safetensors has its tensors in the order of the alphabet."""
+    """The parameters in the order of the model that was saved, which under other names may be another one. A file of
+    safetensors has its tensors in alphabetical order."""
     if checkpoint.kind == "safetensors":
         return dict(params)
     places = {name: place for place, name in enumerate(checkpoint.tensors)}
@@ -131,7 +135,7 @@ def _as_saved(checkpoint: Checkpoint, params: Mapping[str, Tensor], pieces: Piec
 def _orders(
     checkpoint: Checkpoint, saved: Mapping[str, Tensor], params: Mapping[str, Tensor], optimizer: Any
 ) -> Iterator[Order]:
-    """The usual orders of parameters: that of the given optimizer, of one group, of Hugging Face's Trainer (what
+    """The usual orders of parameters: those of the given optimizer, of one group, of Hugging Face's Trainer (what
     decays, then the rest), and of matrices before vectors."""
     names = {id(p): name for name, p in params.items()}
     own = [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
@@ -155,7 +159,7 @@ def _of_one(piece: Piece | None, values: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _by_names(checkpoint: Checkpoint, named: Moments, params: Mapping[str, Tensor], pieces: Pieces) -> Moments:
-    """Moments by the names of the model, or of the checkpoint's weights. Of a family whose weights are saved by other
+    """Moments by the names of the model, or of the checkpoint's weights. In a family whose weights are saved by other
     names than its own, optimizers know the model's own."""
     if named.keys() >= params.keys() and not any(name in pieces and pieces[name].permuted for name in params):
         for name in params:
@@ -165,16 +169,16 @@ def _by_names(checkpoint: Checkpoint, named: Moments, params: Mapping[str, Tenso
 
 
 def _by_pieces(checkpoint: Checkpoint, named: Moments, pieces: Pieces) -> Moments:
-    """Moments by the names of the model. Those of parameters that the model has not are left out."""
-    found: Moments = {}
+    """Moments by the names of the model; those of parameters that the model does not have are left out."""
+    moments: Moments = {}
     for name, piece in pieces.items():
         if not all(source in named for source in piece.sources):
             continue
         first = named[piece.sources[0]]
         _check_adam(checkpoint, piece.sources[0], first)
         parts = {key: {source: named[source][key] for source in piece.sources} for key in MOMENTS}
-        found[name] = {key: made(piece, tensors) for key, tensors in parts.items()} | {"step": first.get("step")}
-    return found
+        moments[name] = {key: joined(piece, tensors) for key, tensors in parts.items()} | {"step": first.get("step")}
+    return moments
 
 
 def _check_adam(checkpoint: Checkpoint, name: str, values: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint a tensor of a model is made of.
+"""The tensors of a checkpoint that a tensor of a model is made of.
 
 Names of torchtitan differ from those of Hugging Face, and the rows of Llama's q and k projections are in another order:
 torchtitan rotates pairs of neighbours, Hugging Face the two halves of a head
-(torchtitan/models/llama3/state_dict_adapter.py). Moments are made of the optimizer's state in the same way.
+(torchtitan/models/llama3/state_dict_adapter.py). Moments are made from the optimizer's state in the same way.
 """
 
 import re
@@ -40,14 +40,15 @@ LAYER = {
 """torchtitan's names in a layer -> those of Hugging Face's state_dict."""
 GATE_UP = ("moe.experts.w1", "moe.experts.w3"), "mlp.experts.gate_up_proj"
 FUSED_QKV = "attention.wqkv.weight"
-"""torchtitan's q, k and v in one weight: of each k/v head its q heads, then k, then v."""
+"""torchtitan's name of q, k and v in one weight: for each k/v head its q heads, then k, then v."""
 PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False}
-"""model_type of Hugging Face -> whether torchtitan has the rows of q and k in another order. Others are not known."""
+"""model_type of Hugging Face -> whether torchtitan has the rows of q and k in another order. It is not known for
+others."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a tensor of a model is made of: tensors of the checkpoint, and how."""
+    """The tensors of the checkpoint that a tensor of a model is made of, and how."""
 
     sources: tuple[str, ...]
     make: Callable[..., Tensor] = lambda tensor: tensor
@@ -97,12 +98,12 @@ def _of_torchtitan(there: Collection[str], config: Any) -> Pieces:
         )
     pieces: Pieces = {TOP[name]: Piece((name,)) for name in there if name in TOP}
     for name in there:
-        found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-        if found is None:
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if match is None:
             if name not in TOP:
                 pieces[name] = Piece((name,))
             continue
-        layer, rest = f"model.layers.{found[1]}.", found[2].replace("attention.qkv_linear.", "attention.")
+        layer, rest = f"model.layers.{match[1]}.", match[2].replace("attention.qkv_linear.", "attention.")
         rest = re.sub(r"(experts\.w[123])_[A-Z]+$", r"\1", rest)  # w1_EFD says its axes
         if rest == GATE_UP[0][0]:
             pieces[layer + GATE_UP[1]] = Piece((name, name.replace("experts.w1", "experts.w3")), _side_by_side)
@@ -121,8 +122,8 @@ def _piece(name: str, rest: str, config: Any) -> Piece:
 
 
 def halves_of_pairs(rows: Tensor, heads: int) -> Tensor:
-    """Rows of q or k [heads * D, K] in the order of Hugging Face: of each head first those of even, then those of odd
-    index."""
+    """The rows of q or k [heads * D, K] in the order of Hugging Face: in each head first those of even, then those of
+    odd index."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -160,12 +161,12 @@ def _kv_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def made(piece: Piece, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A tensor of a model. KeyError for a source that is not there."""
+def joined(piece: Piece, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of a model, from its piece. KeyError for a source that is missing."""
     return piece.make(*(tensors[name] for name in piece.sources))
 
 
 def unused(pieces: Pieces, there: Collection[str]) -> Sequence[str]:
-    """Names in the checkpoint of which no tensor is made."""
+    """The names in the checkpoint that no tensor is made of."""
     used = {name for piece in pieces.values() for name in piece.sources}
     return [name for name in there if name not in used]

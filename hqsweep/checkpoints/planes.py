@@ -1,6 +1,6 @@
-"""Held weights without a master, in a checkpoint: their codes and scales as they are, as tensors of bytes.
+"""Held weights without a master in a checkpoint: their codes and scales, unchanged, as tensors of bytes.
 
-Each rank of a sharding gives what it would send for a gather, as many bytes as every other, so that all together are a
+Each rank of a sharding gives what it would send for a gather, as many bytes as every other rank. Together they are a
 tensor uint8 [ranks * bytes] that any number of ranks reads.
 """
 
@@ -18,13 +18,13 @@ from hqsweep.quant.tensor import KINDS, HybridQuantizedTensor
 
 
 def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What describes the whole tensor and its cut, in texts and numbers, and "rowwise_q" and so on -> its bytes.
+    """A description of the whole tensor and its cut, in texts and numbers, and "rowwise_q" and so on -> its bytes.
 
     UserError for a tensor that is cut otherwise than fully_shard does it."""
     own, (cut, axis) = local(p), _cut_of(p)
     ranks, rank = (p.device_mesh.size(axis), p.device_mesh.get_local_rank(axis)) if axis is not None else (1, 0)
     cuts = buffer_cuts(cut, ranks)
-    planes = {name: each.pack(own.buffers[name], rank) for name, each in cuts.items()}
+    planes = {name: buffer_cut.pack(own.buffers[name], rank) for name, buffer_cut in cuts.items()}
     if axis is not None:
         options = {"run_check": False}
         planes = {n: type_of_spread().from_local(x, p.device_mesh, p.placements, **options) for n, x in planes.items()}
@@ -33,9 +33,9 @@ def planes_of(p: nn.Parameter) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
-    """How a parameter is cut, and along which axis of its mesh; None for one that is whole."""
+    """The cut of a parameter, and the axis of its mesh along which it is cut; None for one that is whole."""
     own = local(p)
-    axes = [i for i, each in enumerate(p.placements) if not each.is_replicate()] if is_spread(p) else []
+    axes = [i for i, cut in enumerate(p.placements) if not cut.is_replicate()] if is_spread(p) else []
     if not axes:
         return Cut.of(own.metadata, own.shape, max(own.shape[0], 1)), None
     if len(axes) > 1 or own.sharding is None:
@@ -47,15 +47,15 @@ def _cut_of(p: nn.Parameter) -> tuple[Cut, int | None]:
 
 
 def whole_of(described: Mapping[str, Any], planes: Mapping[str, Tensor], device: torch.device) -> HybridQuantizedTensor:
-    """The whole tensor again. UserError for bytes that are not those of its formats."""
+    """The whole tensor of this description and these bytes. UserError for bytes that are not those of its formats."""
     metadata, shape = Metadata.parse(described["metadata"]), tuple(described["shape"])
     cuts = buffer_cuts(Cut(metadata, shape, described["each"]), described["ranks"])
     buffers = metadata.empty(device)
     for name, buffer in buffers.items():
-        given = planes.get(name)
-        if given is None or given.numel() != described["ranks"] * cuts[name].nbytes:
+        plane = planes.get(name)
+        if plane is None or plane.numel() != described["ranks"] * cuts[name].nbytes:
             raise UserError(f"{name} of a weight in {metadata.quantizer} has another size than its format says")
-        cuts[name].unpack(given.to(device), buffer)
+        cuts[name].unpack(plane.to(device), buffer)
     return KINDS[described["kind"]](buffers, metadata, shape)
 
 

@@ -1,6 +1,7 @@
 """save_sharded and load_sharded: the checkpoint of a training over any number of ranks, which any other number loads.
 
-torch.distributed.checkpoint writes it, each rank its shards, in torchtitan's layout. What is written is whole or not
+torch.distributed.checkpoint writes it, each rank its shards, in torchtitan's layout. It is written whole or not at all:
+it lies in NAME.partial until all ranks have written and the disk has it.
 there: it lies in NAME.partial until all ranks have written and the disk has it.
 """
 
@@ -37,8 +38,8 @@ class Saving:
         return self._future.done()
 
     def result(self) -> Path:
-        """Where the checkpoint is, once all ranks have written it; raises what a rank raised. A training that ends
-        without asking may leave NAME.partial."""
+        """The path of the checkpoint, once all ranks have written it; raises what a rank raised. A training that ends
+        without this call may leave NAME.partial."""
         return self._future.result()
 
 
@@ -53,13 +54,13 @@ def save_sharded(
     """Write a training's state as a new folder of torch.distributed.checkpoint; all ranks of `group` call it.
 
     model: plain, fully_shard'ed, in DistributedDataParallel, of DTensors, or one stage of several with names of its
-    own. Each weight is written as its FP32 master (Shard or whole, as it is held), and what the optimizer keeps of it
-    beside it, both by its name in the plain model; histories of delayed scaling, keys of random bits, the groups'
-    options, each rank's state of torch's generators. optimizer: None for the weights alone. extra: what the caller
-    adds, of numbers, texts, None, tensors, lists and mappings by text, equal on all ranks.
+    own. Each weight is written as its FP32 master (Shard or whole, as it is held), with what the optimizer keeps of it,
+    both by its name in the plain model; also histories of delayed scaling, keys of random bits, the groups' options,
+    and each rank's state of torch's generators. optimizer: None for the weights alone. extra: what the caller adds:
+    numbers, texts, None, tensors, lists, and mappings with text keys, equal on all ranks.
 
-    Killed at any time, it leaves at most NAME.partial, which the next call clears. Raises UserError on all ranks where
-    something is there already, and where the model cannot be written so.
+    If it is killed, it leaves at most NAME.partial, which the next call clears. It raises UserError on all ranks where
+    the folder exists already, and where the model cannot be written so.
     """
     state = _collected(model, optimizer, folder, extra or {}, group)
     return _write(state, Path(folder), group)
@@ -73,8 +74,8 @@ def save_sharded_async(
     *,
     group: Any = None,
 ) -> Saving:
-    """save_sharded in the background: when it returns all is copied to the CPU, and training may go on. Wait for one
-    with result() before the next."""
+    """save_sharded in the background: when it returns, everything is copied to the CPU, and training may go on. Wait
+    for one with result() before the next."""
     state = _collected(model, optimizer, folder, extra or {}, group)
     staged = torch_dcp.FileSystemWriter(folder).stage(state)
     own = _beside(group) if is_many(group) else None
@@ -85,7 +86,7 @@ def save_sharded_async(
 
 
 def _collected(model: nn.Module, optimizer: Optimizer, folder: Any, extra: Mapping[str, Any], group: Any) -> dict:
-    """What is written, once it is clear that it can be."""
+    """What is to be written, after the check that it can be."""
     by_first(lambda: _check_new(Path(folder)), group)
     return joined(together(lambda: collect(model, optimizer, extra, rank_in(group)), group), group)
 
@@ -105,7 +106,8 @@ _BESIDE: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _beside(group: Any) -> Any:
-    """A group of the same ranks on gloo, made once, as the training goes on with collectives in the other."""
+    """A group of the same ranks on gloo, made once, because the training goes on with collectives in the other
+    group."""
     group = group or dist.group.WORLD
     if group not in _BESIDE:
         ranks = dist.get_process_group_ranks(group)
@@ -131,7 +133,7 @@ def _write(state: dict, folder: Path, group: Any) -> Path:
 
 
 def _raise(error: Any) -> None:
-    """The first failure of a rank: of the disk, and what is to stop this process, as it is."""
+    """Raise the first failure of a rank; unchanged if it comes from the disk, or is to stop this process."""
     rank, (first, _) = next(iter(error.failures.items()))
     if isinstance(first, OSError) or not isinstance(first, Exception):
         raise first

@@ -1,4 +1,4 @@
-"""load_sharded: what save_sharded wrote on any number of ranks, in a training on any other number."""
+"""load_sharded: read what save_sharded wrote on any number of ranks into a training on any other number."""
 
 import json
 import os
@@ -42,7 +42,7 @@ Optimizer = torch.optim.Optimizer | None
 
 
 def box_of(tensor: Tensor) -> Box:
-    """The part that this rank holds of a DTensor, whatever its placements; of another tensor all."""
+    """The part that this rank holds of a DTensor, whatever its placements; all of a plain tensor."""
     if not is_spread(tensor):
         return Box(offsets=(0,) * tensor.dim(), shape=tuple(tensor.shape))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -56,18 +56,18 @@ def load_sharded(
     model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str], *, group: Any = None
 ) -> dict[str, Any]:
     """Give a training the state that save_sharded wrote, in place, and return its `extra`; all ranks of `group` call
-    it. Every rank reads what it holds: their number, the mesh and the placements may be others than they were.
+    it. Every rank reads what it holds: the number of ranks, the mesh and the placements may have changed.
 
-    Training goes on with the bytes that it would have had. torch's generators go on where the rank was there. A
-    folder of torchtitan with the model's own names is read too: weights and moments, all else begins anew. optimizer:
-    None for the weights alone.
+    Training goes on with the bytes that it would have had. torch's generators go on on ranks that were there. A folder
+    of torchtitan with the model's own names is read too: weights and moments; all else begins anew. optimizer: None for
+    the weights alone.
 
-    Raises UserError on all ranks: before anything is written for names and shapes that are not the model's and for half
-    a checkpoint; afterwards for bytes that are no tensor, and then the model is to be loaded again.
+    Raises UserError on all ranks: before anything is written for names and shapes that are not the model's and for an
+    incomplete checkpoint; afterwards for bytes that are no tensor, and then the model must be loaded again.
     """
     extra, held = load_but_codes(model, optimizer, folder, group=group)
-    for each in held:
-        encode_again(each)
+    for weight in held:
+        encode_again(weight)
     return extra
 
 
@@ -77,18 +77,18 @@ class Held:
 
     parameter: nn.Parameter
     value: Tensor
-    """What this rank's part of it is quantized from."""
+    """The values that this rank's part of it is quantized from."""
     key: RngKey | None
-    """By which it was quantized last."""
+    """The key of its last quantization."""
     quantizer: str | None
-    """In which the checkpoint had it; None in a folder of others."""
+    """The quantizer in which the checkpoint had it; None in a folder of another program."""
 
 
 def load_but_codes(
     model: nn.Module, optimizer: Optimizer, folder: str | os.PathLike[str], *, group: Any = None
 ) -> tuple[dict[str, Any], list[Held]]:
-    """load_sharded but for the codes of held weights that have masters; returns them in the order of the parameters, in
-    which ranks quantize them together."""
+    """load_sharded, except that held weights with masters get no codes; returns these in the order of the parameters,
+    in which ranks quantize them together."""
     folder = Path(folder)
     content = together(lambda: Content.of(folder), group)
     params, buffers = parameters_of(model), buffers_of(model)
@@ -104,11 +104,11 @@ class Content:
     checkpoint: Checkpoint
     stored: Mapping[str, Stored]
     facts: Mapping[str, Any] | None
-    """What stands in the text of save_sharded; None in a folder of others."""
+    """The entries of save_sharded's text; None in a folder of another program."""
 
     @classmethod
     def of(cls, folder: Path) -> "Content":
-        """UserError for what is no whole checkpoint."""
+        """The content of a folder; UserError for what is no whole checkpoint."""
         if not folder.is_dir():
             raise UserError(f"load_sharded: '{folder}' is not there; give a folder of torch.distributed.checkpoint")
         checkpoint = inspect_folder(folder)
@@ -122,7 +122,7 @@ class Content:
         return cls(checkpoint=checkpoint, stored=stored, facts=facts)
 
     def check(self, wanted: Mapping[str, Tensor], everywhere: set[str]) -> None:
-        """UserError unless the tensors of the model, of which `wanted` are this rank's, are those that are there."""
+        """UserError unless the tensors of the model, of which `wanted` are this rank's, are those of the checkpoint."""
         there, path = self.checkpoint.tensors, self.checkpoint.path
         if lacking := [name for name in wanted if name not in there]:
             raise UserError(
@@ -147,29 +147,29 @@ class Content:
         return self.part(self.checkpoint.saved_as[name], like)
 
     def beside(self, lead: str) -> dict[str, Tensor]:
-        """The tensors under hqsweep whose names begin so, without that."""
+        """The tensors under hqsweep whose names begin so, by the rest of their names."""
         lead = f"{OWN}.{lead}."
-        found = {name: each for name, each in self.stored.items() if name.startswith(lead)}
-        return {n.removeprefix(lead): read_part(self.checkpoint.path, n, each) for n, each in found.items()}
+        tensors = {name: tensor for name, tensor in self.stored.items() if name.startswith(lead)}
+        return {n.removeprefix(lead): read_part(self.checkpoint.path, n, tensor) for n, tensor in tensors.items()}
 
     def moments(self, name: str) -> dict[str, str]:
-        """Of a parameter "exp_avg" and so on -> the saved name."""
+        """The entries "exp_avg" and so on of a parameter -> their saved names."""
         return self._moments.get(name, {})
 
     @cached_property
     def _moments(self) -> Mapping[str, Mapping[str, str]]:
-        found: dict[str, dict[str, str]] = {}
+        moments: dict[str, dict[str, str]] = {}
         for saved in self.stored:
             if saved.startswith(lead := "optimizer.state."):
                 name, _, key = saved.removeprefix(lead).rpartition(".")
-                found.setdefault(clean_name(name), {})[key] = saved
-        return found
+                moments.setdefault(clean_name(name), {})[key] = saved
+        return moments
 
 
 def _load(
     content: Content, model: nn.Module, params: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int
 ) -> tuple[dict[str, Any], list[Held]]:
-    """All but the codes of held weights, which ranks make together."""
+    """Load all but the codes of held weights, which ranks make together."""
     for name, buffer in buffers_of(model).items():
         local(buffer).copy_(content.weight(name, buffer))
     _load_delayed(model, content.beside(DELAYED) if content.facts else {})
@@ -196,7 +196,7 @@ def _load(
 
 
 def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> list[Held]:
-    """Give a held weight the codes of the checkpoint, where it has such; else what they are to be made of."""
+    """Give a held weight the codes of the checkpoint, if it has some; else return what they are to be made of."""
     own, told = local(p), (content.facts or {}).get("held", {}).get(name)
     if told and "metadata" in told:
         take_(p, whole_of(told, content.beside(f"{PLANES}.{name}"), own.device))
@@ -208,8 +208,8 @@ def _load_held(content: Content, name: str, p: nn.Parameter, value: Tensor) -> l
 
 
 def encode_again(held: Held) -> None:
-    """Quantize a held weight as it was quantized last: under the amaxes that its states of delayed scaling have, which
-    stay as they are."""
+    """Quantize a held weight as it was quantized last: under the amaxes of its states of delayed scaling, which do not
+    change."""
     own = local(held.parameter)
     slots = own.states if isinstance(own.states, list) else [own.states]
     states = [state for slot in slots if slot for state in slot.states.values()]
@@ -224,7 +224,7 @@ def encode_again(held: Held) -> None:
 
 
 def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter; nothing where it had made no step."""
+    """The optimizer's state of a parameter; empty where it had made no step."""
     state: dict[str, Any] = {}
     for key, saved in content.moments(name).items():
         if content.stored[saved].shape == tuple(p.shape) and key != "step":
@@ -238,7 +238,7 @@ def _state(content: Content, name: str, p: Tensor, value: Tensor, optimizer: tor
 
 
 def _load_options(groups: list[dict[str, Any]], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-    """Give each group of the optimizer the options that the group of the same parameters had."""
+    """Give each group of the optimizer the options of the saved group with the same parameters."""
     names = {id(p): name for name, p in params.items()}
     options = {name: group["options"] for group in groups for name in group["params"]}
     for group in optimizer.param_groups if optimizer else ():

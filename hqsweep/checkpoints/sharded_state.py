@@ -1,10 +1,10 @@
-"""What a checkpoint of a training over any number of ranks is made of, as tensors by name.
+"""The tensors, by name, that make up a checkpoint of a training over any number of ranks.
 
-Weights stand under the names of the plain model, each as its FP32 master where it has one; moments under optimizer, as
-torchtitan names them. The rest, under hqsweep, is small and equal on all ranks: the histories of delayed scaling, and
-one text of numbers: keys of random bits, options of the optimizer's groups, what the caller adds. All are tensors, as
-an object that is none would be a pickle. Codes of held weights are made again from their masters; only those of a
-weight without any are there as they are.
+Weights stand under the names of the plain model, each as its FP32 master where it has one; moments stand under
+optimizer, as torchtitan names them. The rest, under hqsweep, is small and equal on all ranks: the histories of delayed
+scaling, and one text of numbers: keys of random bits, options of the optimizer's groups, and what the caller adds. All
+are tensors, as any other object would be a pickle. Codes of held weights are made again from their masters; only
+weights without a master are stored as codes.
 """
 
 import json
@@ -32,10 +32,10 @@ Optimizer = torch.optim.Optimizer
 Params = Mapping[str, nn.Parameter]
 
 OWN = "hqsweep"
-"""What stands beside weights and moments: "facts", and tensors under the other names."""
+"""The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
 FACTS, DELAYED, RANDOM, EXTRA, PLANES = "facts", "delayed", "random", "extra", "planes"
 TENSOR = "tensor"
-"""In the text of extra, {"tensor": "extra.a.b"} stands for a tensor by its name under hqsweep."""
+"""The key of a tensor in the text of extra: {"tensor": "extra.a.b"} stands for a tensor by its name under hqsweep."""
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -46,17 +46,17 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Collected:
-    """What one rank has to save."""
+    """The state that one rank has to save."""
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
     beside: dict[str, Tensor]
     facts: dict[str, Any]
-    """Numbers and texts; parameters and keys are those of this rank."""
+    """The numbers and texts; parameters and keys are those of this rank."""
 
 
 def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any], rank: int) -> Collected:
-    """All of a rank, without a word to others. UserError for what cannot be saved."""
+    """The state of a rank, collected without communication. UserError for what cannot be saved."""
     params = parameters_of(model)
     weights, held, beside = {}, {}, {}
     for name, p in params.items():
@@ -79,19 +79,19 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
 
 
 def joined(own: Collected, group: Any) -> dict[str, Any]:
-    """What torch.distributed.checkpoint is given: this rank's tensors, and a text of the facts of all ranks."""
-    each = gathered(own.facts, group)
+    """The state for torch.distributed.checkpoint: this rank's tensors, and a text of the facts of all ranks."""
+    of_ranks = gathered(own.facts, group)
     facts = own.facts | {
-        "held": {name: told for facts in each for name, told in facts["held"].items()},
-        "groups": [_one_group(parts) for parts in zip(*(facts["groups"] for facts in each), strict=True)],
+        "held": {name: told for rank in of_ranks for name, told in rank["held"].items()},
+        "groups": [_one_group(parts) for parts in zip(*(rank["groups"] for rank in of_ranks), strict=True)],
     }
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
-    weights, moments = ({n: _storable(x) for n, x in each.items()} for each in (own.weights, own.moments))
+    weights, moments = ({n: _storable(x) for n, x in tensors.items()} for tensors in (own.weights, own.moments))
     return weights | {"optimizer": moments, OWN: own.beside | {FACTS: text}}
 
 
 def _storable(x: Tensor) -> Tensor:
-    """A tensor of which ranks hold pieces, whole; any other as it is."""
+    """A tensor that ranks hold in pieces, whole; any other tensor itself."""
     return whole_tensor(x) if is_in_pieces(x) else x
 
 
@@ -102,7 +102,7 @@ def generators() -> dict[str, Tensor]:
 
 
 def _value(p: nn.Parameter, master: Tensor | None) -> Tensor:
-    """What a weight is made of again, cut as it is: its master, or what one would start from."""
+    """The value from which a weight is made again, cut as it is: its master, or what a master would start from."""
     own = local(p)
     if master is not None or not isinstance(own, HybridQuantizedTensor):
         return p.detach() if master is None else master
@@ -112,7 +112,7 @@ def _value(p: nn.Parameter, master: Tensor | None) -> Tensor:
 
 
 def _moments(params: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """ "state.NAME.exp_avg" and so on: every tensor that the optimizer keeps of a parameter but its master."""
+    """ "state.NAME.exp_avg" and so on -> every tensor that the optimizer keeps of a parameter except its master."""
     for name, p in params.items():
         for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
             if isinstance(value, Tensor) and key != MASTER:
@@ -120,7 +120,7 @@ def _moments(params: Mapping[str, nn.Parameter], optimizer: Optimizer | None) ->
 
 
 def _groups(params: Params, optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Of each group of the optimizer the names of its parameters and its options that are numbers."""
+    """The names of the parameters, and the options that are numbers, of each group of the optimizer."""
     names = {id(p): name for name, p in params.items()}
     return [
         {
@@ -139,12 +139,12 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return [_number(each) for each in value]
+        return [_number(entry) for entry in value]
     return value.item() if isinstance(value, Tensor) else value
 
 
 def _one_group(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """One group, of what each rank has of it: a stage of a pipeline has its own parameters."""
+    """One group from what each rank has of it: a stage of a pipeline has its own parameters."""
     parts = list(parts)
     names = dict.fromkeys(name for part in parts for name in part["params"])
     return {"params": list(names), "options": parts[0]["options"]}
@@ -164,46 +164,46 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 def delayed_owners(model: nn.Module) -> dict[str, DelayedStates | ExpertStates]:
     """Name -> the states of delayed scaling of a module, or of a part of a converted one."""
-    found: dict[str, DelayedStates | ExpertStates] = {}
+    owners: dict[str, DelayedStates | ExpertStates] = {}
     for name, module in model.named_modules():
         if isinstance(module, DelayedStates):
-            found[clean_name(name)] = module
+            owners[clean_name(name)] = module
         for part in getattr(module, PARTS, ()):
-            found[f"{part.name}.states"] = part.states
-    return found
+            owners[f"{part.name}.states"] = part.states
+    return owners
 
 
 def delayed_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The states of delayed scaling: "NAME.states.input_rowwise.history" and so on; but those of held weights of
-    experts that another rank writes, which it notes alone."""
+    """The states of delayed scaling: "NAME.states.input_rowwise.history" and so on. Those of held weights of experts
+    that another rank writes are left out: only that rank has them complete."""
     owners, elsewhere = delayed_owners(model), _written_elsewhere(model)
     every = {f"{name}.{key}": value for name, states in owners.items() for key, value in states.state_dict().items()}
     return {name: value for name, value in every.items() if not (elsewhere and name.startswith(elsewhere))}
 
 
 def _written_elsewhere(model: nn.Module) -> tuple[str, ...]:
-    """What the names of these states begin with."""
-    found = []
+    """The beginnings of the names of states that another rank writes."""
+    leads = []
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear) and isinstance(own := local(module.weights[0]), GroupedTensor):
             first = own.metadata.content.first
             written = {str(expert) for expert in range(first, first + own.experts)}
             others = [expert for expert, _ in module.states.named_children() if expert not in written]
-            found += [f"{clean_name(name)}.states.{expert}.weight_" for expert in others]
-    return tuple(found)
+            leads += [f"{clean_name(name)}.states.{expert}.weight_" for expert in others]
+    return tuple(leads)
 
 
 def _as_text(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON takes it; its tensors go to `tensors`. UserError for anything else."""
+    """A value for JSON; its tensors go to `tensors`. UserError for anything else."""
     if isinstance(value, Tensor):
         tensors[name] = value.detach()
         return {TENSOR: name}
     if isinstance(value, Mapping):
         if strange := [key for key in value if not isinstance(key, str) or key == TENSOR]:
             raise UserError(f"save_sharded: {name} has the key {strange[0]!r}; it takes texts other than {TENSOR!r}")
-        return {key: _as_text(each, f"{name}.{key}", tensors) for key, each in value.items()}
+        return {key: _as_text(entry, f"{name}.{key}", tensors) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_text(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return [_as_text(entry, f"{name}.{i}", tensors) for i, entry in enumerate(value)]
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise UserError(
@@ -212,19 +212,19 @@ def _as_text(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_text(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of _as_text; tuples have become lists."""
+    """The inverse of _as_text; tuples have become lists."""
     if isinstance(value, dict):
         if value.keys() == {TENSOR}:
             return tensors[value[TENSOR]]
-        return {key: from_text(each, tensors) for key, each in value.items()}
-    return [from_text(each, tensors) for each in value] if isinstance(value, list) else value
+        return {key: from_text(entry, tensors) for key, entry in value.items()}
+    return [from_text(entry, tensors) for entry in value] if isinstance(value, list) else value
 
 
 def key_numbers(key: RngKey | None) -> list[Any] | None:
-    """A key of random bits, as a text has it."""
+    """A key of random bits as numbers for a text."""
     return key and [key.seed, key.slot, key.step]
 
 
 def key_of(numbers: list[Any] | None) -> RngKey | None:
-    """Inverse of key_numbers."""
+    """The inverse of key_numbers."""
     return numbers and RngKey(seed=numbers[0], slot=numbers[1], step=numbers[2])

@@ -1,4 +1,4 @@
-"""The optimizer's state that trainers keep beside the weights of a folder: where it is, and in which layout."""
+"""The optimizer's state that trainers keep beside the weights of a folder: its files, and its layout."""
 
 import zipfile
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from hqsweep.checkpoints import deepspeed
 from hqsweep.checkpoints.dcp_metadata import METADATA
 
 FILES = ("optimizer.pt", "optimizer.bin")
-"""Of Hugging Face's Trainer, and of accelerate: a plain optimizer's state_dict, or FSDP's whole one, by names."""
+"""The files of Hugging Face's Trainer, and of accelerate: a plain optimizer's state_dict, or FSDP's whole one, by
+names."""
 SHARDED = "optimizer_0"
 """The folder of accelerate's sharded state of FSDP."""
 RANKS = "optimizer_0_rank*.bin"
@@ -16,7 +17,8 @@ RANKS = "optimizer_0_rank*.bin"
 
 @dataclass(frozen=True, kw_only=True)
 class StateBeside:
-    """kind: as Checkpoint.optimizer; paths: Checkpoint.moments; hashed: its files; problems and notes of it."""
+    """The optimizer's state beside weights. kind: as Checkpoint.optimizer; paths: as Checkpoint.moments; hashed: its
+    files; problems and notes: as those of Checkpoint."""
 
     kind: str = "none"
     paths: tuple[Path, ...] = ()
@@ -29,7 +31,7 @@ NO_STATE = StateBeside()
 
 
 def state_beside(folder: Path) -> StateBeside:
-    """Of a folder with weights; no tensor is read."""
+    """The state beside the weights of a folder; no tensor is read."""
     for name in FILES:
         if (file := folder / name).is_file():
             if not zipfile.is_zipfile(file):

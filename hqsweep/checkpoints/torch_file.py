@@ -13,11 +13,11 @@ MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "n
 OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizer_state")
 STEPS = ("step", "global_step", "iter_num", "iteration", "iter")
 OURS = {"loss_sum", "loss_count", "trunk", "optimizer", "model", "step"}
-"""Keys of the state of a run of hqsweep."""
+"""The keys of the state of a run of hqsweep."""
 
 
 def inspect_file(path: Path) -> Checkpoint:
-    """What a file of torch.save holds. What torch refuses is its problem."""
+    """The description of a file of torch.save. What torch refuses is its problem."""
     tensors, saved_as, step, kind, optimizer, problems = {}, {}, None, "torch", "none", []
     try:
         document = read_file(path)
@@ -42,13 +42,13 @@ def inspect_file(path: Path) -> Checkpoint:
 
 
 def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
-    """What a folder of such files holds, each of which has a part of the weights."""
+    """The description of a folder of such files, each of which has a part of the weights."""
     parts = [inspect_file(file) for file in files]
     return Checkpoint(
         path=folder,
         kind="torch",
         step=parts[0].step,
-        tensors={name: facts for part in parts for name, facts in part.tensors.items()},
+        tensors={name: described for part in parts for name, described in part.tensors.items()},
         problems=tuple(f"{part.path.name}: {problem}" for part in parts for problem in part.problems),
         files=tuple(files),
         saved_as={name: saved for part in parts for name, saved in part.saved_as.items()},
@@ -57,8 +57,8 @@ def inspect_files(folder: Path, files: Sequence[Path]) -> Checkpoint:
 
 
 def read_file(path: Path) -> Any:
-    """What torch.save wrote, its tensors mapped from the file. UserError for what is no such file, or needs more than
-    tensors and plain containers."""
+    """The content of a file of torch.save, its tensors mapped from the file. UserError for a file that is not one, or
+    needs more than tensors and plain containers."""
     import torch
 
     def load(*, mmap: bool) -> Any:
@@ -78,7 +78,7 @@ def read_file(path: Path) -> Any:
 
 
 def _why(error: Exception) -> str:
-    """What torch said, in a sentence of ours where it is one of the usual three."""
+    """The reason that torch gave, in a sentence of ours where it is one of the usual three."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "GLOBAL " in text:
         needed = text.split("GLOBAL ", 1)[1].split(" ")[0]
@@ -101,9 +101,11 @@ def state_dict(document: Any, path: Path) -> dict[str, Any]:
                 wrapped = document[key]
                 break
     if isinstance(wrapped, Mapping):
-        found = {name: value for name, value in wrapped.items() if isinstance(name, str) and isinstance(value, Tensor)}
-        if found:
-            return found
+        tensors = {
+            name: value for name, value in wrapped.items() if isinstance(name, str) and isinstance(value, Tensor)
+        }
+        if tensors:
+            return tensors
     there = (
         f"keys {', '.join(map(str, list(document)[:5]))}" if isinstance(document, Mapping) else type(document).__name__
     )
@@ -111,24 +113,24 @@ def state_dict(document: Any, path: Path) -> dict[str, Any]:
 
 
 def optimizer_state(document: Any) -> Mapping[str, Any] | None:
-    """The state_dict of the optimizer in a document; that of the first of several."""
+    """The state_dict of the optimizer in a document, or of the first of several."""
     if not isinstance(document, Mapping):
         return None
     for key in OPTIMIZERS:
-        found = document.get(key)
-        if isinstance(found, list) and len(found) == 1:
-            found = found[0]
-        if isinstance(found, Mapping) and isinstance(found.get("state"), Mapping) and found["state"]:
-            return found
+        state = document.get(key)
+        if isinstance(state, list) and len(state) == 1:
+            state = state[0]
+        if isinstance(state, Mapping) and isinstance(state.get("state"), Mapping) and state["state"]:
+            return state
     return None
 
 
 def _optimizer(document: Any) -> Optimizer:
-    found = optimizer_state(document)
-    if found is None:
+    state = optimizer_state(document)
+    if state is None:
         return "none"
-    named = all(isinstance(key, str) for key in found["state"]) or any(
-        "param_names" in group for group in found.get("param_groups", ()) if isinstance(group, Mapping)
+    named = all(isinstance(key, str) for key in state["state"]) or any(
+        "param_names" in group for group in state.get("param_groups", ()) if isinstance(group, Mapping)
     )
     return "named" if named else "indexed"
 

@@ -15,18 +15,19 @@ SHARDED = "pytorch_model_fsdp_0"
 
 
 def inspect_folder(folder: Path) -> Checkpoint | None:
-    """Such a folder; None for any other. Its moments and its step are those that lie beside the weights."""
-    found = _weights(folder)
-    if found is None:
+    """The description of such a folder; None for any other. Its moments and its step are those that lie beside the
+    weights."""
+    weights = _weights(folder)
+    if weights is None:
         return None
     state, config = state_beside(folder), folder / "config.json"
-    files = (*found.files, *([config] if config.is_file() else ()), *state.hashed)
+    files = (*weights.files, *([config] if config.is_file() else ()), *state.hashed)
     own = {"optimizer": state.kind, "moments": state.paths} if state.paths else {}
     return replace(
-        found,
-        step=found.step if found.step is not None else huggingface.trainer_step(folder),
-        problems=(*found.problems, *state.problems),
-        notes=(*found.notes, *state.notes),
+        weights,
+        step=weights.step if weights.step is not None else huggingface.trainer_step(folder),
+        problems=(*weights.problems, *state.problems),
+        notes=(*weights.notes, *state.notes),
         files=files,
         **own,
     )

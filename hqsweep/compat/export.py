@@ -1,6 +1,6 @@
 """A recipe as a Python module for TransformerEngine: a quantizer factory that gives what the recipe says.
 
-The module imports TransformerEngine and nothing of ours. compat.py runs it here with other imports.
+The module imports TransformerEngine and nothing of ours. hqsweep.compat runs it here with other imports.
 """
 
 import re
@@ -28,7 +28,7 @@ MODULES = {
     "MXFP8Quantizer": f"{TENSOR}.mxfp8_tensor",
     "NVFP4Quantizer": f"{TENSOR}.nvfp4_tensor",
 }
-"""Name of TransformerEngine -> the module that it is imported from."""
+"""Name in TransformerEngine -> the module that it is imported from."""
 
 LAYER = '''def _layer(name):
     """The first number among the parts of a module's name, or None."""
@@ -42,13 +42,13 @@ LAYER = '''def _layer(name):
 def to_transformer_engine(recipe: AnyRecipe, name: str, layers: int | None = None) -> str:
     """The text of a module with `qfactory` and `recipe`, and with SCHEDULE when recipes change during training.
 
-    layers: how many layers the model has, for overrides that count them.
+    layers: the number of layers of the model, for overrides that count them.
 
     Raises:
         UserError: every slot whose format TransformerEngine has not, or what else cannot be said there.
     """
     stages = [(0, recipe), *((change.at, change.recipe) for change in recipe.schedule)]
-    bodies = [_stage(each, index, layers) for index, (_, each) in enumerate(stages)]
+    bodies = [_stage(variant, index, layers) for index, (_, variant) in enumerate(stages)]
     code = "\n\n".join(bodies)
     if len(stages) > 1:
         entries = ", ".join(f"({at}, recipe{_suffix(index)})" for index, (at, _) in enumerate(stages))
@@ -107,7 +107,7 @@ def _quantizes_attention(recipe: Recipe) -> bool:
 
 
 def _faults(recipe: Recipe) -> Iterator[str]:
-    """What TransformerEngine cannot be asked for, with key paths."""
+    """The parts of the recipe that TransformerEngine cannot express, with key paths."""
     for where, section in _sections(recipe):
         requests: dict[bool, str] = {}  # for gradients, and for other tensors
         for tensor in section.tensors():
@@ -125,7 +125,7 @@ def _faults(recipe: Recipe) -> Iterator[str]:
 
 
 def _sections(recipe: Recipe) -> Iterator[tuple[str, Section]]:
-    """Every section that the module will have to give, with its key path."""
+    """Every section that the module has to express, with its key path."""
     sections = {f"recipe.{key}": getattr(recipe, key) for key in ("linear", "grouped_linear", "dpa", "head")}
     for index, override in enumerate(recipe.overrides):
         for key in ("linear", "grouped_linear", "dpa"):

@@ -1,4 +1,5 @@
-"""transformer_engine.pytorch.LayerNormMLP, MultiheadAttention and TransformerLayer, by their names, on this package's.
+"""The LayerNormMLP, MultiheadAttention and TransformerLayer of transformer_engine.pytorch, by their names, on this
+package's.
 
 Their linears are compat's own, under the names fc1, fc2, qkv and proj; so is what tensor parallelism does with them.
 """
@@ -25,12 +26,12 @@ from hqsweep.ops.activation import INPUTS
 SHARED = (
     "tp_group", "tp_size", "sequence_parallel", "fuse_wgrad_accumulation", "params_dtype", "bias", "normalization",
 )  # fmt: skip
-"""Arguments that a module hands on to its linears."""
+"""The arguments that a module hands on to its linears."""
 OF_BOTH = ("init_method", "output_layer_init_method", "set_parallel_mode", *SHARED)
 OF_HEADS = ("num_gqa_groups", "kv_channels", "fuse_qkv_params", "qkv_weight_interleaved")
-"""Arguments that a layer hands on to attention and MLP, and to attention alone."""
+"""The arguments that a layer hands on to attention alone, beside those that it hands on to attention and MLP."""
 OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_wgrad", "ub_bulk_dgrad")
-"""Without ub_tp_comm_overlap, which is refused, they say nothing."""
+"""Arguments without an effect: they need ub_tp_comm_overlap, which is refused."""
 HINTS = ("layer_number", "seq_length", "micro_batch_size", *OVERLAPS, *SAYS_NOTHING)
 MASKS = {"causal": True, "no_mask": False}
 FORMATS = ("sbhd", "bshd")
@@ -38,7 +39,7 @@ Init = Callable[[Tensor], Any] | None
 
 
 class _Gated(LayerNormLinear):
-    """Of a SwiGLU, whose weight has the gate above the rest."""
+    """The first linear of a SwiGLU, whose weight has the gate above the rest."""
 
     pieces = 2
 
@@ -55,7 +56,7 @@ class _OverRanks(nn.Module):
     """A module of several linears that ranks may share."""
 
     def _check_ranks(self, arguments: dict[str, Any], set_parallel_mode: bool) -> None:
-        """UserError for ranks that nothing says how to use."""
+        """UserError for ranks that no argument says how to use."""
         group, size = arguments.get("tp_group"), arguments.get("tp_size", 1)
         self.ranks = size if group is None else group.size()
         if self.ranks > 1 and not set_parallel_mode:
@@ -63,7 +64,7 @@ class _OverRanks(nn.Module):
             raise UserError(f"{kind}: tp_size={self.ranks} without set_parallel_mode; give set_parallel_mode=True")
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks that share the module. UserError for another number of them than tp_size."""
+        """Set the ranks that share the module. UserError for another number of them than tp_size."""
         for child in self.children():
             if hasattr(child, "set_tensor_parallel_group"):
                 child.set_tensor_parallel_group(tp_group)
@@ -72,9 +73,9 @@ class _OverRanks(nn.Module):
 class LayerNormMLP(_OverRanks, _LayerNormMLP):
     """fc2(activation(fc1(norm(x)))), in high precision outside of autocast.
 
-    With set_parallel_mode the ranks of tp_group have as many of the inner features each, as Linear does it: fc1 by
+    With set_parallel_mode the ranks of tp_group have an equal number of inner features each, as Linear does it: fc1 by
     column and fc2 by row. activation: "gelu" or "swiglu". init_method draws the weight of fc1, output_layer_init_method
-    that of fc2, whole on every rank. UserError for an option that would change a number and is not there.
+    that of fc2, whole on every rank. UserError for an option that would change a number and is not supported.
     """
 
     def __init__(
@@ -104,17 +105,18 @@ class LayerNormMLP(_OverRanks, _LayerNormMLP):
         self.fc2 = Linear(ffn_hidden_size, hidden_size, name=f"{name}.fc2", **modes, **shared)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """is_first_microbatch says nothing: quantization(cache_weights=True) keeps weights that nobody has written."""
+        """forward(inp). is_first_microbatch has no effect: quantization(cache_weights=True) keeps weights that nobody
+        has written."""
         return super().forward(inp)
 
 
 class MultiheadAttention(_OverRanks, _MultiheadAttention):
     """Self-attention of x [S, B, D] ("sbhd") or [B, S, D] ("bshd"), in high precision outside of autocast.
 
-    With set_parallel_mode the ranks of tp_group have as many of the heads each, as Linear does it: qkv by column and
-    proj by row. attn_mask_type: "causal" or "no_mask". q, k and v lie one below the other in the weight of qkv,
-    which init_method draws, and output_layer_init_method that of proj. UserError for an option that would change a
-    number and is not there, such as dropout, which has to be given as 0.
+    With set_parallel_mode the ranks of tp_group have an equal number of heads each, as Linear does it: qkv by column
+    and proj by row. attn_mask_type: "causal" or "no_mask". q, k and v lie one below the other in the weight of qkv,
+    which init_method draws; output_layer_init_method draws that of proj. UserError for an option that would change a
+    number and is not supported, such as dropout, which has to be given as 0.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         self._share_heads(shared.get("tp_group"))
 
     def set_tensor_parallel_group(self, tp_group: ProcessGroup | None) -> None:
-        """The ranks that share the module. UserError for another number of them than tp_size."""
+        """Set the ranks that share the module. UserError for another number of them than tp_size."""
         super().set_tensor_parallel_group(tp_group)
         self._share_heads(tp_group)
 
@@ -173,7 +175,8 @@ class MultiheadAttention(_OverRanks, _MultiheadAttention):
         checkpoint_core_attention: bool = False,
         **arguments: Any,
     ) -> Tensor:
-        """is_first_microbatch says nothing. UserError for a mask or another argument that is not there."""
+        """forward(hidden_states). is_first_microbatch has no effect. UserError for a mask or another argument that is
+        not supported."""
         refuse("MultiheadAttention", {"attention_mask": attention_mask is not None} | arguments)
         return super().forward(hidden_states, checkpoint_core_attention)
 
@@ -196,8 +199,8 @@ class TransformerLayer(_OverRanks, _TransformerLayer):
     """x + self_attention(x), then x + mlp(x), each of which begins with a norm, in high precision outside of autocast.
 
     Arguments are those of MultiheadAttention and LayerNormMLP, attn_input_format for qkv_format and self_attn_mask_type
-    for attn_mask_type. UserError for an option that would change a number and is not there, such as dropout, which has
-    to be given as 0.
+    for attn_mask_type. UserError for an option that would change a number and is not supported, such as dropout, which
+    has to be given as 0.
     """
 
     def __init__(
@@ -247,13 +250,14 @@ class TransformerLayer(_OverRanks, _TransformerLayer):
         checkpoint_core_attention: bool = False,
         **arguments: Any,
     ) -> Tensor:
-        """is_first_microbatch says nothing. UserError for a mask or another argument that is not there."""
+        """forward(hidden_states). is_first_microbatch has no effect. UserError for a mask or another argument that is
+        not supported."""
         refuse("TransformerLayer", {"attention_mask": attention_mask is not None} | arguments)
         return super().forward(hidden_states, checkpoint_core_attention)
 
 
 def _shared(kind: str, arguments: dict[str, Any], hints: tuple[str, ...]) -> dict[str, Any]:
-    """Those that linears take; UserError for others that would change a number."""
+    """The arguments that linears take; UserError for others that would change a number."""
     refuse(kind, {n: v for n, v in arguments.items() if n not in SHARED}, hints)
     return {n: v for n, v in arguments.items() if n in SHARED}
 
@@ -264,7 +268,7 @@ def _choice(kind: str, argument: str, value: str, allowed: tuple[str, ...]) -> N
 
 
 def _check_heads(kind: str, width: int, heads: int, arguments: dict[str, Any]) -> None:
-    """Take from the arguments what says how q, k and v lie; UserError where they lie otherwise here."""
+    """Take the arguments that say how q, k and v lie; UserError where they lie otherwise here."""
     groups, channels = arguments.pop("num_gqa_groups", None), arguments.pop("kv_channels", None)
     fused, interleaved = arguments.pop("fuse_qkv_params", False), arguments.pop("qkv_weight_interleaved", True)
     if width % heads:

@@ -1,8 +1,8 @@
 """Megatron-Core's distributed optimizer for weights that are held quantized.
 
 Megatron's DistributedDataParallel lays weights and gradients in flat buffers, of which each data-parallel rank updates
-a fragment in FP32. What it does with TransformerEngine's FP8 weights it does after adapt_megatron() with this package's
-as well, in every format and both directions: their fragments go through quantize_master_weights.
+a fragment in FP32. What it does with TransformerEngine's FP8 weights it does, after adapt_megatron(), with this
+package's as well, in every format and both directions: their fragments go through quantize_master_weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",
     "megatron.core.optimizer.distrib_optimizer",
 )
-"""Where the functions are called by their names."""
+"""The modules that call the functions by their names."""
 
 
 def adapt_megatron() -> None:
@@ -30,9 +30,9 @@ def adapt_megatron() -> None:
     parameters, as quantized_model_init(preserve_high_precision_init_val=True) makes them, beside all others.
 
     Call it once in each process before the model is wrapped. Masters start from the preserved values. After each
-    optimizer step every rank has the whole weight, quantized of the masters of all ranks, to the byte what one process
-    makes of them. Megatron's own buffer of one byte an element is still there, and gathered, but nothing reads it.
-    UserError where Megatron-Core is missing.
+    optimizer step every rank has the whole weight, quantized from the masters of all ranks, to the byte what one
+    process makes of them. Megatron's own buffer of one byte an element is still there, and gathered, but nothing reads
+    it. UserError where Megatron-Core is missing.
     """
     try:
         modules = [import_module(name) for name in MODULES]
@@ -60,12 +60,12 @@ def _dequantize(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 
 def _leave_storage(plain: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
-    """Operands stay where they are."""
+    """A function that moves the storage of plain tensors alone: operands stay where they are."""
     return lambda tensor, buffer: None if _is_held(tensor) else plain(tensor, buffer)
 
 
 def _of_others(plain: Callable[[Sequence[Tensor]], None]) -> Callable[[Sequence[Tensor]], None]:
-    """Every rank has whole weights already."""
+    """A function that processes plain parameters alone: every rank has whole held weights already."""
 
     def process(params: Sequence[Tensor]) -> None:
         others = [p for p in params if not _is_held(p)]
@@ -94,4 +94,4 @@ WRAPPED: dict[str, Callable[..., Callable[..., Any]]] = {
     "post_all_gather_processing": _of_others,
     "quantize_param_shard": _quantize_fragments,
 }
-"""Function of megatron.core.fp8_utils -> what makes of it one that knows held weights."""
+"""A function of megatron.core.fp8_utils -> the wrapper that makes it handle held weights."""

@@ -23,7 +23,7 @@ class DType(Enum):
 
 
 class Format(Enum):
-    """(element of forward tensors, element of gradients)."""
+    """The formats, as (element of forward tensors, element of gradients)."""
 
     E4M3 = ("e4m3", "e4m3")
     E5M2 = ("e5m2", "e5m2")
@@ -37,7 +37,7 @@ def te_device_type() -> str:
 
 
 def quantizer_factory(key: tuple[str, int]) -> Callable[[Callable], Callable]:
-    """Decorator that names a factory and its version; here it leaves the factory as it is, with the key as .key."""
+    """A decorator that names a factory and its version; here it returns the factory itself, with the key as .key."""
 
     def named(factory: Callable) -> Callable:
         factory.key = key
@@ -48,7 +48,7 @@ def quantizer_factory(key: tuple[str, int]) -> Callable[[Callable], Callable]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseQuantizer:
-    """A format that is for rowwise operands only; it must be composed in a HybridQuantizer."""
+    """A format for rowwise operands only; it must be composed in a HybridQuantizer."""
 
     rowwise: _Format
 
@@ -57,7 +57,7 @@ class RowwiseQuantizer:
         raise UserError(f"{self.rowwise} is for rowwise operands only; make it rowwise_quantizer of a HybridQuantizer")
 
     def quantizer(self, role: QuantizerRole) -> _Quantizer:
-        """Always an error: a slot has two directions."""
+        """UserError, always: a slot has two directions."""
         return _Quantizer(self.rowwise, self.columnwise)
 
 
@@ -68,9 +68,9 @@ def HybridQuantizer(
     columnwise_source: str = "original",
 ) -> _Quantizer:
     """The rowwise format of the one and the columnwise format of the other."""
-    for name, each in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
-        if not isinstance(each, _Quantizer | RowwiseQuantizer):
-            raise UserError(f"HybridQuantizer: {name}_quantizer is {each!r}; it takes a quantizer (not a request)")
+    for name, quantizer in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
+        if not isinstance(quantizer, _Quantizer | RowwiseQuantizer):
+            raise UserError(f"HybridQuantizer: {name}_quantizer is {quantizer!r}; it takes a quantizer (not a request)")
     return _Quantizer(rowwise_quantizer.rowwise, columnwise_quantizer.columnwise, columnwise_source)
 
 

@@ -11,13 +11,13 @@ from hqsweep.config.types import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
 TOKENS_VOCAB = 50304
-"""Assumed for token shards until they are read: GPT-2's vocabulary, rounded up to a multiple of 64."""
+"""The vocabulary that is assumed for token shards until they are read: GPT-2's, rounded up to a multiple of 64."""
 LEARNT_NATS = 0.1
-"""How far below the unigram entropy of its data, in nats, the loss of a model is that has learnt from context."""
+"""A loss this far, in nats, below the unigram entropy of the data shows that a model has learnt from context."""
 
 
 class MarkovConfig(Section):
-    """The synthetic source; concentration is that of the Dirichlet rows, length is in tokens."""
+    """The synthetic source; concentration is the parameter of the Dirichlet rows, length is in tokens."""
 
     vocab: Annotated[int, Field(ge=2, le=65536)] = 16
     order: Count = 2
@@ -27,7 +27,7 @@ class MarkovConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from; `path` is read by text, tokens and shards, `markov` by markov."""
+    """The source of the tokens; `path` is read by text, tokens and shards, `markov` by markov."""
 
     source: Literal["stdlib", "site", "text", "tokens", "shards", "markov"] = "stdlib"
     path: str | None = None
@@ -48,7 +48,7 @@ class DataConfig(Section):
 
     @property
     def vocab_estimate(self) -> int:
-        """Vocabulary size before the data is read: exact for bytes, markov, and shards that say it."""
+        """The vocabulary size before the data is read: exact for bytes, markov, and shards that state it."""
         if self.source == "shards":
             path = Path(self.path)
             return _stated_vocab(path if path.is_dir() else path.parent) or TOKENS_VOCAB
@@ -56,7 +56,8 @@ class DataConfig(Section):
 
 
 def _stated_vocab(folder: Path) -> int | None:
-    """What manifest.json or meta.json says, if there is one that can be read: what is wrong with it is said later."""
+    """The size that manifest.json or meta.json states, if there is one that can be read; other readers tell what is
+    wrong with it."""
     for path in (folder / "manifest.json", folder / "meta.json"):
         if path.is_file() and (vocab := _vocab_of(path, path.stat().st_mtime_ns)):
             return vocab
@@ -65,7 +66,7 @@ def _stated_vocab(folder: Path) -> int | None:
 
 @lru_cache
 def _vocab_of(path: Path, written_ns: int) -> int | None:
-    """vocab_size of a JSON file as it was written last: every run of a grid asks for it."""
+    """The vocab_size of a JSON file as it was last written; every run of a grid asks for it."""
     try:
         return int(json.loads(path.read_bytes())["vocab_size"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -26,8 +26,8 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all keys of a model, sections included: "train", "train.lr"; of a section that may be of several
-    classes those of all, a key of two of them twice."""
+    """The dotted paths of all keys of a model, sections included: "train", "train.lr". A section that may be of several
+    classes gives the keys of all, a key of two of them twice."""
     for name, field in model.model_fields.items():
         yield prefix + name
         for section in sections(field.annotation).values():
@@ -35,13 +35,14 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def sections(annotation: typing.Any) -> dict[str, type[BaseModel]]:
-    """The sections that a key may hold, by tag; {} for a key with a value, and the tag "" where there is only one."""
-    found: dict[str, type[BaseModel]] = {}
-    for each in (annotation, *typing.get_args(annotation)):
-        held, *marks = typing.get_args(each) if typing.get_origin(each) is typing.Annotated else (each,)
+    """The sections that a key may hold, by tag: {} for a key with a value, and the tag "" where there is one
+    section."""
+    sections_by_tag: dict[str, type[BaseModel]] = {}
+    for option in (annotation, *typing.get_args(annotation)):
+        held, *marks = typing.get_args(option) if typing.get_origin(option) is typing.Annotated else (option,)
         if isinstance(held, type) and issubclass(held, BaseModel):
-            found.setdefault(next((mark.tag for mark in marks if isinstance(mark, Tag)), ""), held)
-    return found
+            sections_by_tag.setdefault(next((mark.tag for mark in marks if isinstance(mark, Tag)), ""), held)
+    return sections_by_tag
 
 
 def _fault(fault: typing.Any, model: type[BaseModel]) -> str:
@@ -63,7 +64,7 @@ def _fault(fault: typing.Any, model: type[BaseModel]) -> str:
 
 def _placed(location: Sequence[typing.Any], model: type[BaseModel]) -> tuple[str, type[BaseModel]]:
     """The dotted path of a key, without the tags of sections that pydantic puts there; and the innermost section on it,
-    which is the key's own where it holds one."""
+    which is the one that the key holds, if it holds one."""
     parts, ahead = [], list(map(str, location))
     while ahead and ahead[0] in model.model_fields:
         parts.append(ahead.pop(0))
@@ -75,7 +76,8 @@ def _placed(location: Sequence[typing.Any], model: type[BaseModel]) -> tuple[str
 
 
 def _unknown(path: str, within: type[BaseModel], model: type[BaseModel]) -> str:
-    """An unknown key, with the same key of another section, else the nearest sibling, else the nearest key anywhere."""
+    """A sentence for an unknown key, with the same key of another section, else the nearest sibling, else the nearest
+    key."""
     parent, _, name = path.rpartition(".")
     siblings = list(within.model_fields)
     by_name = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(leaves(model)))}  # the first of a name

@@ -18,12 +18,12 @@ from hqsweep.recipe.pairs import GEMMS, MODULE_GEMMS, pair_fault
 from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
 PARTS = ("linear", "grouped_linear", "dpa", "head", "embedding", "norm")
-"""Parts of a recipe that are quantizers, one or one a tensor."""
+"""The parts of a recipe that are quantizers: one for the part, or one for each tensor."""
 
 
 def check_texts(key: str, value: Any) -> None:
-    """UserError with all texts that no quantizer has, in a value of the key recipe, of a part of it, or of a quantizer
-    in one. What is no quantizer passes, and so does what only the meaning of a recipe tells."""
+    """UserError with all texts that name no quantizer, in the value of the key recipe, of a part of it, or of a
+    quantizer in one. A value that is no quantizer passes, as does what only the meaning of a recipe tells."""
     faults = []
     for where, check, text in _texts(key.split("."), value):
         try:
@@ -35,7 +35,7 @@ def check_texts(key: str, value: Any) -> None:
 
 
 def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(key, check, text) of each text below a key."""
+    """(key, check, text) for each text below a key."""
     where = ".".join(path)
     if path[0] != "recipe" or (path[1:2] and path[1] not in PARTS):
         return
@@ -44,8 +44,8 @@ def _texts(path: list[str], value: Any) -> Iterator[tuple[str, Any, Any]]:
     elif len(path) > 1 and isinstance(value, str):
         yield where, _check_quantizer, value
     elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _texts([*path, str(name)], each)
+        for name, part in value.items():
+            yield from _texts([*path, str(name)], part)
 
 
 def _check_quantizer(text: str) -> None:
@@ -59,12 +59,14 @@ def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
     """UserError with the products of these parts of a recipe (linear, grouped_linear, dpa, head) whose operands cannot
     meet, whatever the sizes are.
 
-    The caller has modules that follow these parts, and no override, schedule or Python factory that would have another
-    recipe for them is looked at: a part that one may change passes, for recipe.validate, which knows the modules.
+    The caller has modules that follow these parts. No override, schedule or Python factory is looked at that would have
+    another recipe for them: a part that one may change passes here, and recipe.validate, which knows the modules,
+    checks it.
     """
     if not isinstance(recipe, Mapping) or recipe.get("qfactory") or recipe.get("schedule"):
         return
-    overridden = {key for each in recipe.get("overrides") or () if isinstance(each, Mapping) for key in each}
+    overrides = [entry for entry in recipe.get("overrides") or () if isinstance(entry, Mapping)]
+    overridden = {key for entry in overrides for key in entry}
     mode, faults = str(recipe.get("gemm") or "exact"), []
     for part in parts:
         module = "dpa" if part == "dpa" else "linear"
@@ -76,8 +78,8 @@ def check_pairs(recipe: Any, parts: Sequence[str]) -> None:
 
 
 def part_quantizers(recipe: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """Tensor -> quantizer (text or mapping) of a part of a recipe as the recipe says it, with what it has where the
-    recipe says nothing; {} where what stands there is no part."""
+    """Tensor -> quantizer (text or mapping) of a part of a recipe, as the recipe has it, or by default where the recipe
+    has none; {} where the value is no part."""
     tensors = TENSOR_TYPES.get(part, TENSOR_TYPES["linear"])
     default: dict[str, Any] = {}
     if part == "grouped_linear":
@@ -88,12 +90,12 @@ def part_quantizers(recipe: Mapping[str, Any], part: str) -> dict[str, Any]:
     if value is None:
         return default
     if isinstance(value, Mapping) and "rowwise" not in value:
-        return default | {tensor: each for tensor, each in value.items() if each is not None}
+        return default | {tensor: quantizer for tensor, quantizer in value.items() if quantizer is not None}
     return dict.fromkeys(tensors, value) if isinstance(value, Mapping | str) else {}
 
 
 def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) -> Iterator[str]:
-    """What is wrong with the products of a module with these quantizers."""
+    """The faults of the products of a module with these quantizers."""
     try:
         formats = {tensor: _formats(value) for tensor, value in slots.items()}
     except UserError:  # no quantizer, which is told by who parses it
@@ -106,7 +108,7 @@ def _pair_faults(slots: Mapping[str, Any], gemms: Mapping[str, Any], mode: str) 
 
 
 def _formats(value: Any) -> dict[str, FormatText]:
-    """Direction -> format of a quantizer. UserError where it is none, of which quant.hybrid says more."""
+    """Direction -> format of a quantizer. UserError where the value is none; quant.hybrid says more of it."""
     row, column = map(FormatText.parse, directions(value)[:2])
     if row.rht:
         raise UserError(f"{row}: +rht acts on columnwise operands only")

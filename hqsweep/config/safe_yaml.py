@@ -1,7 +1,8 @@
 """YAML of others, read within bounds: its size, its depth, its nodes with every alias written out, no key twice.
 
-A YAML of 400 bytes can stand for more nodes than memory has ("billion laughs"), and a key that is given twice shows a
-reader another value than the one that is taken. The text is checked event by event, before a loader builds anything.
+A YAML of 400 bytes can stand for more nodes than memory has ("billion laughs"), and of a key that is given twice a
+reader sees one value and the loader takes the other. The text is checked event by event, before a loader builds
+anything.
 """
 
 import os
@@ -21,7 +22,7 @@ from hqsweep.errors import UserError, visible
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""As yaml.safe_load, ten times as fast."""
+"""The loader of yaml.safe_load in C, which is ten times as fast."""
 
 
 def load_yaml(path: Path) -> Any:
@@ -30,8 +31,9 @@ def load_yaml(path: Path) -> Any:
 
 
 def check_file(path: Path) -> None:
-    """UserError, which names the file, for what is no file, or whose YAML is beyond the bounds of parse_yaml to the
-    parser of PyYAML, which is OmegaConf's (libyaml takes other texts). OSError where it cannot be read."""
+    """Check the YAML of a file; UserError, which names the file, where it is no file, or its YAML is beyond the bounds
+    of parse_yaml to the parser of PyYAML, which is OmegaConf's (libyaml takes other texts). OSError where it cannot be
+    read."""
     _named(path, partial(_checked, loader=yaml.SafeLoader))
 
 
@@ -75,7 +77,7 @@ def _checked(data: bytes, loader: type = LOADER) -> str:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What goes wrong as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
+    """Raise what goes wrong as a UserError of one line. PyYAML raises anything: AttributeError by !!timestamp 1."""
     try:
         yield
     except UserError:
@@ -91,7 +93,7 @@ class _Open:
     """A mapping or list that is being read."""
 
     keys: set[str] | None
-    """Those so far; None for a list."""
+    """The keys so far; None for a list."""
     anchor: str | None
     nodes: int = 1
     children: int = 0
@@ -99,11 +101,11 @@ class _Open:
 
 @dataclass
 class _Watch:
-    """What was read so far."""
+    """The state of reading: mappings and lists that are open, and anchors."""
 
     open: list[_Open] = field(default_factory=list)
     anchors: dict[str, int] = field(default_factory=dict)
-    """Anchor -> its nodes, aliases written out."""
+    """Anchor -> the number of its nodes, aliases written out."""
 
     def see(self, event: yaml.Event) -> None:
         match event:
@@ -129,7 +131,7 @@ class _Watch:
                 self._add(event, None, ended.nodes)
 
     def _add(self, event: yaml.Event, text: str | None, nodes: int) -> None:
-        """Count a child of the innermost open mapping or list; `text` is that of a scalar."""
+        """Count a child of the innermost open mapping or list; `text` is the text of a scalar."""
         if not self.open:
             return
         parent = self.open[-1]

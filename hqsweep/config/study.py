@@ -1,7 +1,7 @@
 """The keys of a sweep as a whole: what its arms are measured against, how far, and over which runs.
 
-They stand beside a run's own keys in a sweep's YAML and among its overrides, but no run's config has them; sweep.json
-keeps them.
+They stand beside a run's own keys in a sweep's YAML and among its overrides. No run's config has them; sweep.json keeps
+them.
 """
 
 import re
@@ -18,36 +18,36 @@ from hqsweep.verdicts.estimate import MAXIMUM
 
 RESERVED = {"null", "trunk"}
 STEP = re.compile(r"step_(\d+)(?:\.pt)?")
-"""Names of checkpoints of runs."""
+"""The names of checkpoints of runs."""
 LONGEST = 44
-"""Characters of an arm's name."""
+"""The most characters of an arm's name."""
 
 
-def parse_percent(given: Any, name: str) -> float:
-    """A part of the baseline's loss in %, from 0.25, "0.25" or "0.25%"; UserError, led by the `name` of what it is,
-    unless it is above 0 and at most 100."""
+def parse_percent(value: Any, name: str) -> float:
+    """A part of the baseline's loss in %, from 0.25, "0.25" or "0.25%". UserError, which begins with `name`, unless it
+    is above 0 and at most 100."""
     try:
-        percent = float(given.removesuffix("%")) if isinstance(given, str) else float(given)
+        percent = float(value.removesuffix("%")) if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         percent = float("nan")
-    if isinstance(given, bool) or not 0 < percent <= 100:
+    if isinstance(value, bool) or not 0 < percent <= 100:
         raise UserError(
-            f"{name}: got {given!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
+            f"{name}: got {value!r}; it takes a part of the baseline's loss in %, above 0 and at most 100, as in 0.25%"
         )
     return percent
 
 
-def parse_margin(given: Any) -> float:
+def parse_margin(value: Any) -> float:
     """The margin in % of the baseline's loss."""
-    return parse_percent(given, "margin")
+    return parse_percent(value, "margin")
 
 
-def _points(given: Any) -> Any:
-    return [given] if isinstance(given, int) else given
+def _points(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value
 
 
 class SeedsConfig(Section):
-    """How many replicates a study has: those that are given, or, until=decided, as many more as give every arm a
+    """The replicates of a study: those that are given, or, with until=decided, as many more as give every arm a
     verdict, `max` at most."""
 
     until: Literal["fixed", "decided"] = "fixed"
@@ -55,12 +55,12 @@ class SeedsConfig(Section):
 
 
 class ForkStudy(Section):
-    """A fork study: a trunk in the baseline's recipe at a constant learning rate, after `warmup` steps, from whose
-    state at each step of `at` every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
+    """A fork study. A trunk runs in the baseline's recipe at a constant learning rate, after `warmup` steps. From its
+    state at each step of `at`, every arm goes on for `steps` steps at that rate and `decay` more to rate 0.
 
-    trunk: instead, a checkpoint of an earlier run, or the folder of that run; at may then be left out for a file. Or a
-    checkpoint of another program, from which the trunks begin: the rate rises over `rewarm` steps, null for as many as
-    its optimizer's state asks for, and `warmup` is not read.
+    trunk: a checkpoint of an earlier run, or the folder of that run, in the place of a new trunk; at may then be left
+    out for a file. It may also be a checkpoint of another program, from which the trunks begin: the rate rises over
+    `rewarm` steps, null for as many as its optimizer's state asks for, and `warmup` is not read.
     """
 
     at: Annotated[list[Count], BeforeValidator(_points), Field(default_factory=list)]
@@ -88,14 +88,14 @@ class ForkStudy(Section):
 
     @property
     def file_step(self) -> int | None:
-        """The step of a trunk that is given as a checkpoint of a run, step_N.pt or the folder step_N."""
+        """The step of a trunk that is a checkpoint of a run, step_N.pt or the folder step_N."""
         match = STEP.fullmatch(Path(self.trunk or "").name)
         return int(match[1]) if match and not self.is_foreign else None
 
     @property
     def is_foreign(self) -> bool:
-        """Whether trunk is something that no run wrote: a folder without checkpoint/, or a checkpoint outside of
-        one."""
+        """Whether trunk is something that no run wrote: a folder without checkpoint/, or a checkpoint that lies
+        elsewhere."""
         if self.trunk is None or not (path := Path(self.trunk)).exists():
             return False
         if path.is_dir() and not (STEP.fullmatch(path.name) and path.with_suffix(".json").is_file()):
@@ -104,17 +104,17 @@ class ForkStudy(Section):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the forks start from states that an earlier run has kept, and no trunk is trained."""
+        """Whether the forks start from states that an earlier run has stored, and no trunk is trained."""
         return self.trunk is not None and not self.is_foreign
 
 
 class StudyConfig(Section):
     """The keys of a sweep as a whole.
 
-    arms: name -> overrides, as a list or as a mapping from keys to values, of each arm; null: recipes and other swept
-    keys make them.
+    arms: the name of each arm -> its overrides, as a list or as a mapping from keys to values; null: recipes and other
+    swept keys make the arms.
     baseline: the arm or recipe that the others are measured against; null: bf16, else the first recipe of the grid that
-    is as its name says.
+    is what its name says.
     margin: the largest gap that counts as none, in % of the baseline's loss.
     """
 

@@ -20,9 +20,9 @@ HELD = (
 class UserModel(Section):
     """What all models of users have.
 
-    head: whether the output projection takes the recipe's `head` section, instead of staying as it is. attention:
-    whether attention computes by the recipe's `dpa`; None: where the recipe says something of it. init_noise: every
-    initial weight is multiplied by 1 + init_noise * N(0, 1), for a null arm.
+    head: whether the output projection takes the recipe's `head` section; if not, it is not converted. attention:
+    whether attention computes by the recipe's `dpa`; None: where the recipe mentions it. init_noise: every initial
+    weight is multiplied by 1 + init_noise * N(0, 1), for a null arm.
     """
 
     head: bool = False
@@ -34,7 +34,7 @@ class HFModelConfig(UserModel):
     """A causal language model of Hugging Face, from a folder with config.json and safetensors, or, without its trained
     weights (pretrained=false), from config.json alone; nothing is downloaded, and no code of the folder is run.
 
-    hash: of its config and, where they are read, its weights; the sweep's command fills it in.
+    hash: the hash of its config and, where they are read, its weights; the sweep's command fills it in.
     """
 
     kind: Literal["hf"]
@@ -44,15 +44,15 @@ class HFModelConfig(UserModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _not_held(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and "quantized_weights" in given:
+    def _not_held(cls, section: Any) -> Any:
+        if isinstance(section, Mapping) and "quantized_weights" in section:
             raise UserError(HELD)
-        return given
+        return section
 
 
 class FactoryModelConfig(UserModel):
     """A model that the function `target` ("package.module.function", also given as model._target_) returns for `args`,
-    which are all keys of the section that it does not have itself. Only `hqsweep run` imports it."""
+    which are all keys of the section that are not its own. Only `hqsweep run` imports it."""
 
     _factory: Callable[..., Any] | None = PrivateAttr(default=None)
     kind: Literal["factory"]
@@ -61,22 +61,22 @@ class FactoryModelConfig(UserModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _arguments(cls, given: Any) -> Any:
-        """The keys that are arguments go to `args`."""
-        if not isinstance(given, Mapping):
-            return given
-        if "quantized_weights" in given:
+    def _arguments(cls, section: Any) -> Any:
+        """Move the keys that are arguments to `args`."""
+        if not isinstance(section, Mapping):
+            return section
+        if "quantized_weights" in section:
             raise UserError(HELD)
-        own = {key: value for key, value in given.items() if key in cls.model_fields}
+        own = {key: value for key, value in section.items() if key in cls.model_fields}
         own.setdefault("kind", "factory")
-        if TARGET in given:
-            own["target"] = given[TARGET]
-        args = {key: value for key, value in given.items() if key not in (*cls.model_fields, TARGET)}
+        if TARGET in section:
+            own["target"] = section[TARGET]
+        args = {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}
         return own | ({"args": {**own.get("args", {}), **args}} if args else {})
 
     @model_validator(mode="after")
-    def _found(self, info: ValidationInfo) -> "FactoryModelConfig":
-        """By whoever may import it; a name elsewhere."""
+    def _find_factory(self, info: ValidationInfo) -> "FactoryModelConfig":
+        """Look up the function, in a process that may import it; elsewhere it stays a name."""
         if find := (info.context or {}).get("find"):
             self._factory = find(self.target, f"model.{TARGET}")
         return self
@@ -87,14 +87,14 @@ class FactoryModelConfig(UserModel):
         return self._factory
 
 
-def model_kind(given: Any) -> str:
-    """The kind of a section: "gpt", "hf" or "factory"; what is none of them is told of as "gpt"."""
-    if isinstance(given, UserModel):
-        return given.kind
-    if not isinstance(given, Mapping):
+def model_kind(section: Any) -> str:
+    """The kind of a section: "gpt", "hf" or "factory"; errors treat a section that is none of them as "gpt"."""
+    if isinstance(section, UserModel):
+        return section.kind
+    if not isinstance(section, Mapping):
         return "gpt"
-    kind = given.get("kind", "factory" if TARGET in given else "gpt")
-    if "kind" in given and kind not in ("hf", "factory"):
+    kind = section.get("kind", "factory" if TARGET in section else "gpt")
+    if "kind" in section and kind not in ("hf", "factory"):
         raise UserError(f"model.kind: got {kind!r}; must be hf or factory, and the GPT's section (model=gpt) has none")
     return kind
 

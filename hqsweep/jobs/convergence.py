@@ -45,7 +45,8 @@ from hqsweep.train.source import ABOVE, above_source, begin_source
 def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
     """Train to config.train.steps, going on from workspace/checkpoint when there is one.
 
-    Raises Diverged when the loss is not finite, UserError when the data or the device is not there, or check_native's.
+    Raises Diverged when the loss is not finite, UserError when the data or the device is not there, and what
+    check_native raises.
     """
     train, device = config.train, pick_device(config.train.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -117,7 +118,7 @@ def run(config: ConvergenceConfig, sink: Sink, workspace: Path) -> None:
 
 
 def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.device) -> dict[str, object]:
-    """What all ranks of a run have to agree in; names for sentences."""
+    """What all ranks of a run have to agree on; names for sentences."""
     keys = config.model_dump(mode="json", exclude={"runs_dir", "engine", "track"})
     return {
         "the version of hqsweep": hqsweep.__version__,
@@ -131,8 +132,9 @@ def shared_facts(config: ConvergenceConfig, dataset: Dataset, device: torch.devi
 
 
 def make_up(build: Callable[[], Trainer], config: ConvergenceConfig, sink: Sink, last: Path) -> None:
-    """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks, as it was asked
-    for after the trunk had passed it, or was damaged. The rows are there already. build() makes its trainer."""
+    """Train a trunk that goes on from the checkpoint `last` again to each point whose state it lacks: the state was
+    asked for after the trunk had passed the point, or is damaged. The rows are there already. build() makes its
+    trainer."""
     before, trainer = partial(refusal, config, sink, last.parent.parent), None
     for point in by_first(lambda: lacking(config, sink, last)):
         sink.phase("training again to fork points that it had passed")
@@ -161,7 +163,7 @@ def lacking(config: ConvergenceConfig, sink: Sink, last: Path) -> list[int]:
 
 
 def begin(trainer: Trainer, workspace: Path) -> None:
-    """Give a trainer that has made no step what it begins with, where that is not its initial state."""
+    """Give a trainer that has made no step the state that it begins with, if that is not its initial one."""
     if trainer.config.start:
         begin_fork(trainer, workspace)
     elif trainer.config.fork and trainer.config.fork.source:
@@ -169,8 +171,8 @@ def begin(trainer: Trainer, workspace: Path) -> None:
 
 
 def begin_fork(trainer: Trainer, workspace: Path) -> None:
-    """Give the trainer the state of its trunk. UserError where that is not there or not what the trunk wrote, or is one
-    of another step."""
+    """Give the trainer the state of its trunk. UserError where that is missing, is not what the trunk wrote, or belongs
+    to another step."""
     fork = trainer.config.fork
     path = fork.state_path(workspace, trainer.config.train.parallel.world)
     if not path.exists():
@@ -191,8 +193,8 @@ def begin_fork(trainer: Trainer, workspace: Path) -> None:
 
 
 def read_trunk(fork: ForkConfig, path: Path, device: torch.device) -> tuple[dict | Path, str]:
-    """The state of a trunk and the hash of its file, or the folder that its ranks have written and the hash of that.
-    Raises NotAsWritten where it is another than the trunk's."""
+    """The state of a trunk and the hash of its file, or the folder that its ranks have written and the folder's hash.
+    Raises NotAsWritten where the hash differs from the trunk's."""
     if path.is_dir():
         return path, by_first(lambda: check_trunk(fork, check_recorded(path), path))
     if fork.trunk_hash is not None:
@@ -201,7 +203,7 @@ def read_trunk(fork: ForkConfig, path: Path, device: torch.device) -> tuple[dict
 
 
 def check_trunk(fork: ForkConfig, record: Record, path: Path) -> str:
-    """The hash of a checkpoint with this record. Raises NotAsWritten where it is not that of the fork's trunk."""
+    """The hash of a checkpoint with this record. Raises NotAsWritten where it differs from that of the fork's trunk."""
     if fork.trunk_hash is None and not fork.trunk.endswith(record.run[:ID_DIGITS]):
         raise NotAsWritten(path, ANOTHER_RUN)
     if fork.trunk_hash not in (None, record.sha256):
@@ -210,7 +212,7 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path) -> str:
 
 
 def make_deterministic() -> None:
-    """Runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
+    """Have runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
 
     On CPU the kernels used here repeat anyway, and the switch would cost two seconds of imports.
     """

@@ -1,5 +1,5 @@
-"""What a run changes in its process as a whole is put back after it, and what it held is let go, so that the next run
-in the same process has the bits, the warnings and the memory of one in a process of its own.
+"""What a run changes in its whole process is restored after it, and its memory is freed, so that the next run in the
+same process has the bits, the warnings and the memory of one in a process of its own.
 """
 
 import gc
@@ -15,9 +15,9 @@ from torch.utils import deterministic
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """The environment, torch's switches and the filters of warnings as before, and a warning that was given is given
-    again; torch's generators seeded by the system, as in a new process; unreachable objects are collected, and CUDA's
-    cached memory goes back to the device."""
+    """Restore the environment, torch's switches and the filters of warnings, and let a warning that was given be given
+    again. torch's generators are seeded by the system, as in a new process; unreachable objects are collected, and
+    CUDA's cached memory goes back to the device."""
     environment, switches = dict(os.environ), _switches()
     gc.freeze()  # what is there already, torch above all, takes a third of a second to look through
     with warnings.catch_warnings():
@@ -32,7 +32,7 @@ def isolated() -> Iterator[None]:
 
 
 def _switches() -> tuple[bool, bool, bool]:
-    """Those that jobs turn: deterministic algorithms, filling of new memory, attention of cuDNN."""
+    """The switches that jobs turn: deterministic algorithms, filling of new memory, attention of cuDNN."""
     return (
         torch.are_deterministic_algorithms_enabled(),
         deterministic.fill_uninitialized_memory,

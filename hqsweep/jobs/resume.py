@@ -1,5 +1,5 @@
-"""Where a run goes on: at a checkpoint that is what was written, after the rows that stood before it; else at the one
-before, else at its start. What is damaged is never believed, and said.
+"""The place where a run goes on: after the newest checkpoint that is as it was written, with the rows before it; else
+at its start. What is damaged is reported, and not used.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from hqsweep.train.record import ANOTHER_RUN, Record, discard, fault_of, read_re
 
 
 def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | None:
-    """The newest checkpoint that is what was written, with all rows and operands that were written before it; the rows
-    after it are taken back. None for a run that begins at its start.
+    """The newest checkpoint that is as it was written, with all rows and operands from before it; the rows after it are
+    dropped. None for a run that begins at its start.
 
-    What is damaged is said, and deleted, but for sound states at the points of a trunk: its forks may begin there while
+    What is damaged is reported and deleted. Sound states at the points of a trunk stay: its forks may begin there while
     the trunk comes by again.
     """
     folder = workspace / "checkpoint"
@@ -39,7 +39,7 @@ def go_back(config: ConvergenceConfig, sink: Sink, workspace: Path) -> Path | No
 
 
 def refusal(config: ConvergenceConfig, sink: Sink, workspace: Path, path: Path, record: Record) -> str | None:
-    """What speaks against going on from a checkpoint that is what was written, None if nothing."""
+    """The reason not to go on from a checkpoint that is as it was written; None if there is none."""
     if record.run != sink.run_id:
         return ANOTHER_RUN
     captured = config.stats.capture_at is not None and config.stats.capture_at <= step_of(path)
@@ -48,12 +48,12 @@ def refusal(config: ConvergenceConfig, sink: Sink, workspace: Path, path: Path, 
 
 
 def captured_file(config: ConvergenceConfig, workspace: Path) -> Path:
-    """Where the operands of the step stats.capture_at are."""
+    """The file of the operands of the step stats.capture_at."""
     return workspace / "captured" / f"step_{config.stats.capture_at}.safetensors"
 
 
 def save_captured(operands: Mapping[str, Tensor], path: Path, run: str) -> None:
-    """The operands of a step, which `hqsweep probe` reads, and their record; whole or not there."""
+    """Write the operands of a step, which `hqsweep probe` reads, and their record, whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     discard(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp")

@@ -1,4 +1,4 @@
-"""Where a job's rows go. The worker gives a sink that writes the run folder; tests give one that keeps lists."""
+"""Sinks take a job's rows. The worker gives a sink that writes the run folder; tests give one that keeps lists."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -20,45 +20,46 @@ class Diverged(Exception):
 
 
 class Sink(Protocol):
-    """Rows are tidy and are written at once; a killed job loses none that it was given."""
+    """Takes what a job reports. Rows are tidy and are written at once; a killed job loses none that it reported."""
 
     @property
     def run_id(self) -> str:
         """The id of the run, by which its files are known."""
 
     def metric(self, step: int, values: dict[str, float]) -> None:
-        """One row for each name: train_loss, val_loss (nats a token), grad_norm, lr."""
+        """Take one row for each name: train_loss, val_loss (nats a token), grad_norm, lr."""
 
     def rows(self, table: str, rows: list[dict]) -> None:
-        """Rows of the table "stats" (those of a Probe), "parity" or "calibrate"."""
+        """Take rows of the table "stats" (those of a Probe), "parity" or "calibrate"."""
 
     def phase(self, phase: str | None) -> None:
-        """What the job is at where that is no step of training, for the display; None at the first step."""
+        """Take what the job does where that is no step of training, for the display; None at the first step."""
 
     def progress(
         self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
     ) -> None:
-        """For the display and the run's status. part: how much of the work is done, from 0 to 1, where steps take
-        unequal times; None: step / steps."""
+        """Take the progress for the display and the run's status. part: how much of the work is done, from 0 to 1,
+        where steps take unequal times; None: step / steps."""
 
-    def manifest(self, **facts: object) -> None:
-        """Facts about the run that are no rows: device, data, plans."""
+    def manifest(self, **fields: object) -> None:
+        """Take entries of the manifest, about the run as a whole: device, data, plans."""
 
     def mark(self, step: int | None = None) -> dict[str, Mark]:
-        """Table -> Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""
+        """Table -> the Mark of its rows, or of those up to a step; the rows are on the disk when the call returns."""
 
     def fits(self, marks: Mapping[str, Mark]) -> str | None:
-        """Which table does not begin with the rows that it had at its mark, as a part of a sentence; None if all do."""
+        """The first table that does not begin with the rows that it had at its mark, as a part of a sentence; None if
+        all do."""
 
     def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
         """Drop the rows after their marks, before a run goes on from a checkpoint of this step; without marks all."""
 
     def repaired(self, sentence: str) -> None:
-        """Say, and keep in the manifest, what was damaged and how the run went on without it."""
+        """Print, and keep in the manifest, what was damaged and how the run went on without it."""
 
 
 class QuietSink:
-    """Keeps nothing: that of a rank beside the one that writes, whose rows are those of all."""
+    """Keeps nothing: the sink of a rank whose rows another rank writes for all."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -77,7 +78,7 @@ class QuietSink:
     ) -> None:
         pass
 
-    def manifest(self, **facts: object) -> None:
+    def manifest(self, **fields: object) -> None:
         pass
 
     def mark(self, step: int | None = None) -> dict[str, Mark]:
@@ -113,8 +114,8 @@ class ListSink(QuietSink):
     def rows(self, table: str, rows: list[dict]) -> None:
         self.tables[table] += rows
 
-    def manifest(self, **facts: object) -> None:
-        self.facts |= facts
+    def manifest(self, **fields: object) -> None:
+        self.facts |= fields
 
     def mark(self, step: int | None = None) -> dict[str, Mark]:
         return {table: mark_of(_encoded(rows_until(rows, step))) for table, rows in self.tables.items()}

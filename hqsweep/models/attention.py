@@ -1,9 +1,9 @@
 """Attention of Hugging Face's models by recipe.dpa, through its AttentionInterface.
 
-Attention is computed in the middle of a module's forward, by the function that config._attn_implementation names. The
-name becomes that of a function here, which computes the modules that are converted by hqsweep's attention, and leaves
-all others, and those in high precision, to the function that was there before. There is a name for each of these,
-under which the masks of the function before are made: an unknown name would have none at all.
+Attention is computed in the middle of a module's forward, by the function that config._attn_implementation names. That
+name is replaced by the name of a function here. It computes converted modules by hqsweep's attention, and leaves all
+others, and those in high precision, to the function that was there before. Each earlier function has a name of its own
+here, under which its masks are made: an unknown name would have none at all.
 """
 
 import inspect
@@ -26,29 +26,30 @@ from hqsweep.recipe.custom import CustomRecipe
 from hqsweep.recipe.validate import GemmModule, attention_module
 
 PREFIX = "hqsweep_"
-"""What a name begins with, before that of the implementation which is left in place: hqsweep_sdpa, hqsweep_eager."""
+"""The beginning of a name, before the name of the implementation that it leaves in place: hqsweep_sdpa,
+hqsweep_eager."""
 TAKEN = ("sdpa", "eager")
-"""Implementations whose masks say for each position whether it is attended to."""
+"""The implementations whose masks say for each position whether it is attended to."""
 REFUSED = {
     "softcap": "soft-caps its scores",
     "position_bias": "adds a bias to its scores",
     "cache": "reads a paged cache",
 }
-"""Arguments that change what attention computes, and that ours does not have."""
+"""The arguments that change what attention computes, and that ours does not have -> what they do."""
 LEAVE = "change the model's config, or leave attention in high precision (attention=False, or recipe.dpa=bf16)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What becomes of the scores before the softmax."""
+    """What is done to the scores before the softmax."""
 
     mask: Tensor | None
     """[B or 1, 1 or H, T, T]: bool, True where a position is attended to, or floats that are added."""
     is_causal: bool
-    """Without a mask: whether a position attends to none after it."""
+    """Whether, without a mask, a position attends to none after it."""
     scale: float | None
     sinks: Tensor | None
-    """[H], a logit of each head that takes part of the softmax and has no value."""
+    """[H]: a logit of each head that takes part in the softmax and has no value."""
 
 
 class AttentionPart(DotProductAttention):
@@ -112,7 +113,7 @@ class Interface:
         return o.to(dtype), s
 
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
-        """The function that was there before: eager is that of the file of the module's class."""
+        """The function that was there before; eager is the one in the file of the module's class."""
         if self.implementation == "eager":
             return _forward_of(module).__globals__["eager_attention_forward"]
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -120,7 +121,7 @@ class Interface:
         return ALL_ATTENTION_FUNCTIONS[self.implementation]
 
     def _scores(self, name: str, module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> Scores:
-        """UserError, with the module's name, for what attention by a recipe does not compute."""
+        """The scores of a call. UserError, with the module's name, for what attention by a recipe does not compute."""
         asked = [text for argument, text in REFUSED.items() if options.get(argument) is not None]
         asked += [_drops(options["dropout"])] if options.get("dropout") else []
         if asked:
@@ -146,7 +147,7 @@ class AttentionKind(Kind):
         return any(map(_quantizes, [recipe, *(change.recipe for change in recipe.schedule)]))
 
     def check(self, module: nn.Module, name: str) -> None:
-        """UserError for a module whose attention is another one."""
+        """UserError for a module whose attention is of another kind."""
         faults = list(_faults(module))
         if faults:
             raise UserError(f"convert: attention of {name} {' and '.join(faults)}; {LEAVE}")
@@ -158,10 +159,10 @@ class AttentionKind(Kind):
         return [AttentionPart(name=name, recipe=recipe)]
 
     def swap(self, module: nn.Module) -> None:
-        """Nothing: `swapped` changes the name that all of them ask for."""
+        """Nothing: `swapped` changes the name that all modules ask for."""
 
     def restore(self, module: nn.Module) -> None:
-        """Nothing, as swap."""
+        """Nothing, as in swap."""
 
     def swapped(self, model: nn.Module) -> None:
         register()
@@ -174,7 +175,7 @@ class AttentionKind(Kind):
             config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
 
     def _configs(self, model: nn.Module) -> Iterator[Any]:
-        """Those that attention modules ask for the name, each once."""
+        """The configs that attention modules ask for the name, each once."""
         modules = (module for module in model.modules() if self.matches(module))
         return iter({id(module.config): module.config for module in modules}.values())
 
@@ -195,13 +196,13 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _width(module: nn.Module) -> int:
-    """Features of a head; 0 where the module does not say them."""
+    """The features of a head; 0 where the module does not say."""
     widths = [getattr(module, name, None) or 0 for name in ("qk_head_dim", "v_head_dim")]
     return max(widths) or getattr(module, "head_dim", None) or 0
 
 
 def _faults(module: nn.Module) -> Iterator[str]:
-    """What of the module's attention is not ours."""
+    """The properties of the module's attention that ours does not have."""
     config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None) or "none"
     if implementation.removeprefix(PREFIX) not in TAKEN:

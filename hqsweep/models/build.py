@@ -24,17 +24,17 @@ from hqsweep.recipe.validate import GemmModule, attention_module, linear_module
 
 def build(config: UserModel, seed: int) -> nn.Module:
     """The model on the CPU in training mode, with weights that depend on the seed and its checkpoint alone; the
-    caller's random state is left as it was. UserError where it cannot be had."""
+    caller's random state is restored. UserError where it cannot be had."""
     if isinstance(config, HFModelConfig):
         return load_model(config.path, pretrained=config.pretrained, seed=seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _made(config).train()
+        return _called(config).train()
 
 
 def outline(config: UserModel) -> nn.Module | None:
     """The model without memory for its weights, on the meta device where it can be built there; None where a Python
-    function builds it that nobody might import."""
+    function builds it that this process may not import."""
     if isinstance(config, FactoryModelConfig) and _is_name(config):
         return None
     what = read_hf_config(config.path).digest if isinstance(config, HFModelConfig) else [config.target, config.args]
@@ -45,7 +45,7 @@ def outline(config: UserModel) -> nn.Module | None:
 
 
 _OUTLINES: dict[str, nn.Module] = {}
-"""Of the models of this process: a grid asks for the same one for every recipe and seed."""
+"""The outlines of this process's models: a grid asks for the same one for every recipe and seed."""
 
 
 def _outlined(config: UserModel) -> nn.Module:
@@ -53,17 +53,18 @@ def _outlined(config: UserModel) -> nn.Module:
         return meta_model(read_hf_config(config.path))
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            return _made(config)
+            return _called(config)
     except UserError:  # what cannot be built there may be built with memory
         return build(config, seed=0)
 
 
 def _is_name(config: FactoryModelConfig) -> bool:
-    """Whether nobody might import the function."""
+    """Whether this process may not import the function."""
     return config.factory is None or isinstance(config.factory, FactoryName)
 
 
-def _made(config: FactoryModelConfig) -> nn.Module:
+def _called(config: FactoryModelConfig) -> nn.Module:
+    """The model that the function returns; UserError where it raises, or returns something else."""
     where, call = f"model.{TARGET}", f"{config.target}({', '.join(f'{k}={v!r}' for k, v in config.args.items())})"
     if _is_name(config):
         raise UserError(f"{where}: {config.target} is a Python function, which is not imported here")
@@ -79,8 +80,8 @@ def _made(config: FactoryModelConfig) -> nn.Module:
 
 
 def vocab_fault(model: nn.Module, vocab_size: int) -> str | None:
-    """Why a model cannot take this many tokens: no embedding of it has rows for them, or its output projection has
-    not; a part of a sentence."""
+    """Why a model cannot take this many tokens, as a part of a sentence: no embedding of it has rows for them, or its
+    output projection does not."""
     tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     if tables and max(tables) < vocab_size:
         return f"its embedding has {max(tables)} rows"
@@ -91,7 +92,7 @@ def vocab_fault(model: nn.Module, vocab_size: int) -> str | None:
 
 
 def check_recompute(model: nn.Module, recompute: Recompute) -> None:
-    """UserError for what a user's model cannot compute again."""
+    """UserError for parts that a user's model cannot compute again."""
     if recompute == "attention":
         raise UserError(
             "train.recompute: attention alone is computed again by hqsweep's own GPT; give none, or layer, which a"
@@ -105,7 +106,8 @@ def check_recompute(model: nn.Module, recompute: Recompute) -> None:
 
 
 def check_ranks(model: nn.Module) -> None:
-    """UserError for what ranks with other sequences of a user's model would not compute as one process does."""
+    """UserError for a user's model that would compute something else on ranks with other sequences than in one
+    process."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise UserError(
@@ -121,21 +123,22 @@ def check_ranks(model: nn.Module) -> None:
 
 
 def gemm_modules(config: ConvergenceConfig, vocab_size: int) -> list[GemmModule] | None:
-    """Every module with matrix products that the config's recipe is for, for a step of one microbatch; None where a
-    Python function builds the model that nobody might import. UserError where the recipe could take none of it."""
+    """Every module with matrix products that the config's recipe applies to, for a step of one microbatch; None where a
+    Python function builds the model that this process may not import. UserError where the recipe could take no
+    module."""
     if not isinstance(config.model, UserModel):
         return config.gemm_modules(vocab_size)
     model = outline(config.model)
     if model is None or config.recipe.has_names:
         return None
     options: dict[str, Any] = {"head": config.model.head, "attention": config.model.attention}
-    found = gemm_modules_of(model, config.recipe.build(), **options)
-    return _in_step(found, config.microbatch * config.train.context, config.train.context)
+    modules = gemm_modules_of(model, config.recipe.build(), **options)
+    return _in_step(modules, config.microbatch * config.train.context, config.train.context)
 
 
-def _in_step(found: Sequence[GemmModule], tokens: int, context: int) -> list[GemmModule]:
-    """The modules with the rows of a step; of experts they are not known."""
-    return [_sized(module, tokens, context) for module in found]
+def _in_step(modules: Sequence[GemmModule], tokens: int, context: int) -> list[GemmModule]:
+    """The modules with the rows of a step; the rows of experts are not known."""
+    return [_sized(module, tokens, context) for module in modules]
 
 
 def _sized(module: GemmModule, tokens: int, context: int) -> GemmModule:
@@ -148,6 +151,6 @@ def _sized(module: GemmModule, tokens: int, context: int) -> GemmModule:
 
 
 def parameters(config: ConvergenceConfig) -> int | None:
-    """Parameters of a user's model, those of a tie once; None where it cannot be built here."""
+    """The number of parameters of a user's model, those of a tie counted once; None where it cannot be built here."""
     model = outline(config.model)
     return None if model is None else sum(p.numel() for p in model.parameters())

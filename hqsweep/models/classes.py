@@ -2,7 +2,7 @@
 
 A parameter of another class would break ties and be replaced by load_state_dict(assign=True); a `forward` in the
 instance would go on computing with the module that a copy was made of. With the class swapped, state_dict, parameters,
-ties, hooks, copies and isinstance stay as they are.
+ties, hooks, copies and isinstance are unchanged.
 """
 
 from functools import cache
@@ -14,15 +14,15 @@ from hqsweep.errors import UserError
 from hqsweep.models.kinds import Kind, parts_of
 
 PLAIN = "_hqsweep_plain"
-"""Attribute of a swapped class itself: the class that computes by parts, and the one whose place both take."""
+"""The attribute of a swapped class itself: the class that computes by parts, and the one whose place both take."""
 FORWARD = "_old_forward"
-"""Attribute of a module, by accelerate: its forward, which another one in the instance calls."""
+"""The attribute of a module in which accelerate keeps its forward, which another one in the instance calls."""
 
 
 @cache
 def swapped_class(converted: type, plain: type) -> type[nn.Module]:
     """The class of `converted` on top of `plain`: one for each pair, since torch.compile guards classes; `converted`
-    itself where it is made for that one."""
+    itself where it is made for `plain`."""
     if plain_class(converted) is plain:
         return converted
     contents = {"__reduce__": _reduce, "__module__": converted.__module__, PLAIN: (converted, plain)}
@@ -30,7 +30,8 @@ def swapped_class(converted: type, plain: type) -> type[nn.Module]:
 
 
 def plain_class(swapped: type) -> type | None:
-    """The class whose place this one takes; None for any other, also for one that was derived from a swapped one."""
+    """The class whose place this one takes; None for any other class, also for one that was derived from a swapped
+    one."""
     pair = swapped.__dict__.get(PLAIN)
     return pair and pair[1]
 
@@ -40,8 +41,8 @@ def _reduce(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _rebuilt(converted: type, plain: type) -> nn.Module:
-    made = swapped_class(converted, plain)
-    return made.__new__(made)
+    swapped = swapped_class(converted, plain)
+    return swapped.__new__(swapped)
 
 
 class SwapKind(Kind):

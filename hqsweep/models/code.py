@@ -1,4 +1,4 @@
-"""What code a model of a function is made of, as text that is equal where the code is.
+"""The code that a function's model is made of, as text that is equal where the code is.
 
 A run's config names the function alone, and the code behind a name may change: a resumed run would go on with another
 model, and arms would be compared that were never the same.
@@ -18,27 +18,28 @@ from torch import nn
 from hqsweep.errors import UserError
 
 LEFT_OUT = ("torch", "hqsweep", "builtins")
-"""Packages whose versions the manifest has anyway."""
+"""The packages whose versions the manifest has anyway."""
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders of installed packages."""
+"""The names of folders of installed packages."""
 DIGITS = 12
 
 
 def code_of(model: nn.Module, factory: Callable[..., Any]) -> str:
-    """ "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": of the modules in which the factory and the classes of the model's
-    parts are defined, in order of the alphabet; of installed packages the version, and of other files a hash of what
-    Python reads in them, without comments. Functions elsewhere that these call are not seen."""
+    """ "my_package.blocks 3f2a91c0d4e7, timm 1.0.9": the modules that define the factory and the classes of the model's
+    parts, in alphabetical order. An installed package has its version, any other file a hash of what Python reads in
+    it, without comments. Functions elsewhere that these call are not seen."""
     names = {factory.__module__, *(cls.__module__ for part in model.modules() for cls in type(part).__mro__)}
     names = {name for name in names if name.partition(".")[0] not in LEFT_OUT}
     return ", ".join(sorted({said for name in names for said in _said(name)}))
 
 
 def check_code(target: str, before: str | None, now: str) -> None:
-    """UserError where a run is to go on from a state that other code has made; None is no state of such a model."""
+    """UserError where a run would go on from a state that other code has made; before: None for no state of such a
+    model."""
     if before is None or before == now:
         return
     known = before.split(", ")
-    other = ", ".join(each.partition(" ")[0] for each in now.split(", ") if each not in known) or "a module of it"
+    other = ", ".join(entry.partition(" ")[0] for entry in now.split(", ") if entry not in known) or "a module of it"
     raise UserError(
         f"model._target_: {target} is other code than this state was trained with ({other} differs); put that back, or"
         " begin again (hqsweep rm)"

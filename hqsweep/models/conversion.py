@@ -15,8 +15,8 @@ from hqsweep.recipe.roles import TENSOR_TYPES
 
 @dataclass(frozen=True)
 class Converted:
-    """A module that computes by the recipe. `name` is its role's, `shape` that of its weight, [N, K]; `formats` has the
-    text of each tensor's quantizer as it is now."""
+    """A module that computes by the recipe. `name` is its role's, `shape` its weight's, [N, K]; `formats` has the text
+    of each tensor's quantizer as it is now."""
 
     name: str
     kind: str
@@ -26,7 +26,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A module with products that was left as it is, and why."""
+    """A module with products that was not converted, and why."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Conversion:
     parts: list[Part] = field(default_factory=list, repr=False)
     skipped: list[Skipped] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
-    """Names of parameters that are one and the same."""
+    """The pairs of names of one and the same parameter."""
 
     @property
     def modules(self) -> list[Converted]:
@@ -62,8 +62,8 @@ class Conversion:
         return [part.converted for part in self.parts]
 
     def unused(self) -> list[str]:
-        """Names of converted modules that our code computed nothing for since convert() or reset(): they were not
-        called, or something reads their weights and passes by their forward."""
+        """The names of converted modules that our code has computed nothing for since convert() or reset(): they were
+        not called, or something reads their weights without calling their forward."""
         return [part.module.name for part in self.parts if not was_called(part.module)]
 
     def reset(self) -> None:
@@ -72,15 +72,15 @@ class Conversion:
             forget_call(part.module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of delayed scaling, "NAME.states.input_rowwise.history" and so on, which the model's own
-        state_dict has not; empty for recipes without any."""
+        """The states of delayed scaling, "NAME.states.input_rowwise.history" and so on, which are not in the model's
+        own state_dict; empty for recipes without any."""
         return {
             f"{part.module.name}.{key}": value for part in self.parts for key, value in part.module.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the states of state_dict(); modules that it has none for begin anew. UserError for states of modules
-        that are not converted, and then nothing is changed."""
+        """Take the states of state_dict(); modules without an entry begin anew. UserError for states of modules that
+        are not converted, and then nothing is changed."""
         left, own = set(state), []
         for part in self.parts:
             prefix = f"{part.module.name}.states."
@@ -98,8 +98,8 @@ class Conversion:
                 part.module.load_state_dict(states, strict=False)
 
     def rows(self) -> list[dict[str, Any]]:
-        """name, kind, shape and why of every module, converted ones first; `why` is empty for these, and each tensor's
-        format for those."""
+        """The name, kind, shape and why of every module, converted ones first; `why` is empty for these, and each
+        tensor's format for the others."""
         converted = [{"name": m.name, "kind": m.kind, "shape": m.shape, **m.formats, "why": ""} for m in self.modules]
         return converted + [{"name": s.name, "kind": "skipped", "shape": s.shape, "why": s.why} for s in self.skipped]
 
@@ -120,10 +120,10 @@ class Conversion:
 
 
 def _reasons(skipped: Sequence[Skipped]) -> str:
-    """Each reason with the first name, and how many more there are."""
+    """Each reason with the first name that has it, and the number of others."""
     first: dict[str, list[str]] = {}
-    for each in skipped:
-        first.setdefault(each.why, []).append(each.name)
+    for module in skipped:
+        first.setdefault(module.why, []).append(module.name)
     return "; ".join(
         names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f" ({why})"
         for why, names in first.items()

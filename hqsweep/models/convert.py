@@ -25,13 +25,13 @@ from hqsweep.recipe.validate import GemmModule, recipe_faults
 
 Filter = Callable[[nn.Module, str], bool]
 KINDS: tuple[Kind, ...] = (LinearKind(), Conv1DKind(), AttentionKind(), *EXPERT_KINDS)
-"""The first that matches a module has it."""
+"""The kinds of modules; the first one that matches a module takes it."""
 CONVERSION = "_hqsweep_conversion"
-"""Attribute of the model that convert() was given: its Conversion."""
+"""The attribute of a model that convert() was given, for its Conversion."""
 NARROWEST = 16
 """The least number of features, of either side, of linears that are taken without a filter_fn."""
 ADAPTERS = ("lora_", "modules_to_save")
-"""How parts of names begin that PEFT gives to what it trains, which is not taken without a filter_fn."""
+"""The beginnings of name parts that PEFT gives to what it trains, which is not taken without a filter_fn."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Target:
     module: nn.Module
     kind: Kind
     name: str
-    """Of its roles."""
+    """The name in its roles."""
     gemms: Sequence[GemmModule]
 
 
@@ -56,19 +56,19 @@ def convert(
 ) -> Conversion:
     """Have the modules of a model compute by a recipe, in place.
 
-    Parameters, keys of state_dict, ties, hooks, devices, dtypes and isinstance(module, nn.Linear) stay as they are. The
+    Parameters, keys of state_dict, ties, hooks, devices, dtypes and isinstance(module, nn.Linear) do not change. The
     roles of a module are named by its fully qualified name without wrappers (clean_name). The products are those of
     hqsweep.nn.Linear in the dtype of the call: torch.autocast's where it is on, else the weight's. Inside
     hqsweep.nn.quantization() modules draw the random bits of its step; set_recipe, autocast, probes and schedules work
     as on modules of hqsweep.nn.
 
     recipe: what modules of hqsweep.nn take: a Recipe or CustomRecipe, or the text or mapping of one; "mxfp8" is for all
-    products. filter_fn(module, name) says which modules are taken, in addition to the recipe's overrides; without one
-    all are but adapters (PEFT's lora_*) and linears of fewer than 16 features. head: take the output projection too,
-    by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture, and attention; by
-    default attention is taken if recipe.dpa quantizes it.
+    products. filter_fn(module, name) says which modules are taken, in addition to the recipe's overrides; without it
+    all are taken except adapters (PEFT's lora_*) and linears of fewer than 16 features. head: take the output
+    projection too, by the recipe's `head`; its role's name is "head". experts, attention: take experts of a mixture,
+    and attention; by default attention is taken if recipe.dpa quantizes it.
 
-    What is converted already takes the recipe, as by set_recipe, and keeps its names.
+    A module that is converted already takes the recipe, as by set_recipe, and keeps its names.
 
     Raises:
         UserError: nothing is taken; a module that is taken has a shape that a format cannot take, or products that
@@ -91,10 +91,10 @@ def convert(
         )
     alone = recipe.for_layers(layers_of([role for target in targets for gemm in target.gemms for role in gemm.roles]))
     new = [target for target in targets if not parts_of(target.module)]
-    made = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
+    new_parts = [tuple(target.kind.parts(target.module, target.name, alone)) for target in new]
     known = [part for target in targets for part in parts_of(target.module)]
-    set_recipe_of([*known, *(part for parts in made for part in parts)], recipe)  # which has names in common, too
-    for target, parts in zip(new, made, strict=True):
+    set_recipe_of([*known, *(part for parts in new_parts for part in parts)], recipe)  # which has names in common, too
+    for target, parts in zip(new, new_parts, strict=True):
         target.module.__dict__[PARTS] = parts
         target.kind.swap(target.module)
     for kind in dict.fromkeys(target.kind for target in targets):
@@ -109,8 +109,8 @@ def convert(
 def gemm_modules_of(
     model: nn.Module, recipe: AnyRecipe, *, head: bool = False, attention: bool | None = None
 ) -> list[GemmModule]:
-    """The products that convert() would take of a model, which may be on the meta device, with the rows of their inputs
-    counted as 0. UserError where it would take none, or refuse the model."""
+    """The products that convert() would take of a model, which may be on the meta device; the rows of their inputs are
+    0. UserError where it would take none, or refuse the model."""
     check_model(model)
     targets, skipped = _plan(model, _kinds(recipe, {"experts": True, "attention": attention}), None, head)
     if not targets:
@@ -123,17 +123,17 @@ def revert(model: nn.Module) -> int:
 
     UserError where a class was derived from a converted one afterwards, as FSDP does; nothing is reverted then.
     """
-    found = [(module, _kind_of(module)) for module in model.modules() if parts_of(module)]
-    for module, kind in found:
+    converted_modules = [(module, _kind_of(module)) for module in model.modules() if parts_of(module)]
+    for module, kind in converted_modules:
         kind.check_restore(module)
-    for module, kind in found:
+    for module, kind in converted_modules:
         kind.restore(module)
         del module.__dict__[PARTS]
-    for kind in dict.fromkeys(kind for _, kind in found):
+    for kind in dict.fromkeys(kind for _, kind in converted_modules):
         kind.restored(model)
     for module in model.modules():
         module.__dict__.pop(CONVERSION, None)
-    return len(found)
+    return len(converted_modules)
 
 
 @contextmanager
@@ -146,8 +146,8 @@ def converted(
     experts: bool = True,
     attention: bool | None = None,
 ) -> Iterator[Conversion]:
-    """convert() for a while: with converted(model, "mxfp8") as conversion: ... UserError for a model that is converted
-    already."""
+    """convert() within a context: with converted(model, "mxfp8") as conversion: ... UserError for a model that is
+    converted already."""
     if any(map(parts_of, model.modules())):
         raise UserError("converted: the model is converted already; revert it first, or give it a recipe by set_recipe")
     conversion = convert(model, recipe, filter_fn, head=head, experts=experts, attention=attention)
@@ -158,10 +158,10 @@ def converted(
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """What convert() returned for this model, or for the first module of it that was given to it; UserError where none
-    was."""
-    found = (module.__dict__[CONVERSION] for module in model.modules() if CONVERSION in module.__dict__)
-    conversion = next(found, None)
+    """The result of convert() for this model, or for the first module of it that was converted; UserError where there
+    is none."""
+    conversions = (module.__dict__[CONVERSION] for module in model.modules() if CONVERSION in module.__dict__)
+    conversion = next(conversions, None)
     if conversion is None:
         raise UserError(f"conversion_of: {type(model).__name__} was not converted; call hqsweep.convert first")
     return conversion
@@ -179,7 +179,7 @@ def _kind_of(module: nn.Module) -> Kind:
 def _plan(
     model: nn.Module, kinds: Sequence[Kind], filter_fn: Filter | None, head: bool
 ) -> tuple[list[Target], list[Skipped]]:
-    """What is taken, with what is converted already, and what is not, of all modules of these kinds."""
+    """(taken, skipped) of all modules of these kinds; what is converted already counts as taken."""
     projection, unheard, targets, skipped = output_projection(model), bypassed(model), [], []
     for fqn, module in model.named_modules():
         name = clean_name(fqn) or type(module).__name__
@@ -222,7 +222,7 @@ def _filtered(module: nn.Module, name: str, gemms: Sequence[GemmModule], filter_
 
 
 def _shape(gemm: GemmModule) -> tuple[int, ...]:
-    """[N, K] of its weight; empty without one."""
+    """The shape [N, K] of its weight; empty without one."""
     return gemm.shapes["fprop"][1:] if "fprop" in gemm.shapes else ()
 
 
@@ -236,7 +236,7 @@ def _pairs(target: Target) -> Iterator[tuple[GemmModule, QuantizedModule]]:
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """Names of parameters that are one and the same: the first, and each other one."""
+    """Pairs of names of one and the same parameter: the first, and each other one."""
     first, tied = {}, []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(parameter), name)
@@ -249,7 +249,7 @@ def _nothing(model: nn.Module, skipped: Sequence[Skipped], filter_fn: Filter | N
     """The sentence for a model of which nothing is taken."""
     start = f"convert: nothing of {type(model).__name__} is taken"
     if skipped:
-        names = "; ".join(f"{each.name}: {each.why}" for each in skipped[:3])
+        names = "; ".join(f"{module.name}: {module.why}" for module in skipped[:3])
         more = f", and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         return f"{start}: {names}{more}"
     kinds = ", ".join(kind.name for kind in KINDS)

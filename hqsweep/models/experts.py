@@ -1,9 +1,8 @@
 """Stacked experts by a recipe: [E, out, in] parameters whose products go through torch._grouped_mm, as groups.
 
-They are parameters and no modules, so that who looks for linears alone passes by most weights of a mixture without a
-word. The class of the module that holds them is swapped, as that of linears is. Its forward is then that of the
-original (routing, gate, weighted sum) with other products, whose bytes are those of hqsweep.nn.GroupedLinear of the
-same rows.
+They are parameters and no modules, so that a search for linears alone misses most weights of a mixture without a word.
+The class of the module that holds them is swapped, as that of linears is. Its forward is then the original's (routing,
+gate, weighted sum) with other products, whose bytes are those of hqsweep.nn.GroupedLinear for the same rows.
 """
 
 from abc import abstractmethod
@@ -30,20 +29,21 @@ from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.validate import GemmModule, grouped_linear_module
 
 TITAN_NAMES = (("w1_EFD", "w2_EDF", "w3_EFD"), ("w1", "w2", "w3"))
-"""Parameters of torchtitan's experts, by its versions: gate, down and up projection."""
+"""The parameters of torchtitan's experts, by its versions: gate, down and up projection."""
 
 
 class Stack(NamedTuple):
-    """Where the weights of one product of all experts are."""
+    """The weights of one product of all experts: where they lie in the module."""
 
     weight: str
-    """Attribute of the module, which also ends the name of the product's roles."""
+    """The attribute of the module, which also ends the name of the product's roles."""
     bias: str | None = None
     transposed: bool = False
     """Whether the weights are [E, in, out] instead of [E, out, in]."""
 
     def weight_of(self, module: nn.Module) -> Tensor:
-        """[E, out, in], a view where they lie the other way; read by attribute, which a parametrization may compute."""
+        """The weights [E, out, in], a view where they lie the other way; read as an attribute, which a parametrization
+        may compute."""
         weight = getattr(module, self.weight)
         return weight.transpose(1, 2) if self.transposed else weight
 
@@ -53,8 +53,8 @@ class Stack(NamedTuple):
 
 
 class ExpertsPart(GroupedBase):
-    """One product of all experts: y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]), of weights that it is
-    called with, in the dtype of the call."""
+    """One product of all experts: y_e [m_e, N] = x_e [m_e, K] @ weight_e [N, K].T (+ bias_e [N]). A call gives its
+    weights and its dtype."""
 
     def __init__(self, sizes: ExpertSizes, *, name: str, recipe: AnyRecipe, weight_dtype: torch.dtype) -> None:
         super().__init__(sizes, name=name, recipe=recipe, dtype=weight_dtype, options=GroupedLinearOptions())
@@ -70,8 +70,8 @@ class ExpertsPart(GroupedBase):
         return identity is not None and identity.dtype is dtype is weight_dtype
 
     def forward(self, x: Tensor, splits: Splits, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """x [M, K], weight [E, N, K], bias [E, N]. UserError as GroupedLinear has it, and for another dtype than
-        float32, bfloat16 and float16."""
+        """y of x [M, K], weight [E, N, K] and bias [E, N]. UserError as GroupedLinear raises it, and for another dtype
+        than float32, bfloat16 and float16."""
         if dtype not in DTYPES:
             raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
         self.dtype, self._weight_dtype = dtype, weight.dtype
@@ -92,11 +92,12 @@ class ConvertedStacks:
         """What the plain forward gives for its arguments, with these products."""
 
     def _run(self, plain: Callable[..., Tensor], x: Tensor, *routing: Tensor) -> Tensor:
-        """By the parts; by the plain forward where that is what the recipe says, so that it is equal to the bit."""
+        """The output by the parts; by the plain forward where that is what the recipe asks for, so that it is equal to
+        the bit."""
         parts, products = parts_of(self), self._products(x)
         for part in parts:
             note_call(part)
-        if not all(each.part.is_plain(each.dtype, each.weight.dtype) for each in products):
+        if not all(product.part.is_plain(product.dtype, product.weight.dtype) for product in products):
             if torch.compiler.is_compiling() and x.device.type == "cpu" and _leave_untraced():
                 return _untraced(self, x, *routing)
             return self.computed(products, x, *routing)
@@ -106,18 +107,18 @@ class ConvertedStacks:
         return y
 
     def _products(self, x: Tensor) -> "list[_Product]":
-        """Those of a call, in the order of `stacks`."""
+        """The products of a call, in the order of `stacks`."""
         pairs = zip(self.stacks(self), parts_of(self), strict=True)
         return [_Product.of(self, stack, part, x) for stack, part in pairs]
 
     def _show(self, products: "Sequence[_Product]", y: Tensor, x: Tensor, *routing: Tensor) -> None:
-        """Have the probe see the products of a plain forward, which nobody can look into: they are computed beside it,
-        and backward from the gradient of y."""
-        own = [x.detach().requires_grad_(), *(each.weight.detach().requires_grad_() for each in products)]
-        apart = [each.apart(weight) for each, weight in zip(products, own[1:], strict=True)]
-        kept = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not by torch.utils.checkpoint
-        with torch.set_grad_enabled(y.requires_grad), kept:
-            beside = self.computed(apart, own[0], *(each.detach() for each in routing))
+        """Have the probe see the products of a plain forward, which nobody can look into: they are computed once more,
+        and their gradients from the gradient of y."""
+        own = [x.detach().requires_grad_(), *(product.weight.detach().requires_grad_() for product in products)]
+        apart = [product.apart(weight) for product, weight in zip(products, own[1:], strict=True)]
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # none of torch.utils.checkpoint
+        with torch.set_grad_enabled(y.requires_grad), no_hooks:
+            beside = self.computed(apart, own[0], *(tensor.detach() for tensor in routing))
 
         def look(dy: Tensor) -> None:
             torch.autograd.grad(beside, own, dy.detach())
@@ -126,7 +127,7 @@ class ConvertedStacks:
             y.register_hook(look)
 
     def _splits(self, counts: Tensor, rows: int) -> Splits:
-        """Counts [E] of rows, for all products of a call; a probe is told of them."""
+        """The splits of counts [E] of rows, for all products of a call; a probe is told of them."""
         part = parts_of(self)[0]
         splits = Splits.of(counts, rows, experts=part.num_experts)
         if probe := current().probe:
@@ -142,12 +143,13 @@ def _by_parts(module: ConvertedStacks, x: Tensor, *routing: Tensor) -> Tensor:
 
 
 _untraced = _by_parts
-"""_by_parts, eagerly: splits are numbers on a CPU, and a trace would be made anew for each routing."""
+"""_by_parts, run eagerly: splits are numbers on a CPU, and a trace would be made anew for each routing."""
 
 
 @constant_result
 def _leave_untraced() -> bool:
-    """Runs while _run is traced: torch.compiler.disable imports torch._dynamo, which is slow, and is there by then."""
+    """Have _untraced run eagerly. It is called while _run is traced: torch.compiler.disable imports torch._dynamo,
+    which is slow, and is imported by then."""
     globals()["_untraced"] = torch.compiler.disable(_by_parts)
     return True
 
@@ -166,7 +168,7 @@ class _Product(NamedTuple):
         return cls(part, weight, bias, call_dtype(x, weight))
 
     def apart(self, weight: Tensor) -> "_Product":
-        """The same of another weight, and of a bias without a gradient."""
+        """The product with another weight, and with a bias without a gradient."""
         return self._replace(weight=weight, bias=None if self.bias is None else self.bias.detach())
 
     def __call__(self, rows: Tensor, splits: Splits) -> Tensor:
@@ -202,7 +204,7 @@ class ConvertedExperts(ConvertedStacks):
 
 
 class ConvertedGroupedExperts(ConvertedStacks):
-    """torchtitan's GroupedExperts: w2(silu(w1 x) * w3 x) of rows that are sorted by their experts already."""
+    """torchtitan's GroupedExperts: w2(silu(w1 x) * w3 x) for rows that are sorted by their experts already."""
 
     @staticmethod
     def stacks(module: nn.Module) -> list[Stack]:
@@ -289,7 +291,7 @@ def titan_names(module: nn.Module) -> Sequence[str]:
 
 
 class UnknownExperts(ExpertsKind):
-    """Modules with stacked weights whose forward is not known: named among what is skipped."""
+    """Modules with stacked weights whose forward is not known: they are listed as skipped."""
 
     def matches(self, module: nn.Module) -> bool:
         return not type(module).__module__.startswith("torch.") and any(map(_is_stack, _own(module).values()))

@@ -11,7 +11,7 @@ from hqsweep.models.seen import was_called
 from hqsweep.nn.module import QuantizedModule
 
 SHOWN = 8
-"""Names in a warning; the others are counted."""
+"""The number of names in a warning; the others are counted."""
 
 
 class FirstStep:
@@ -24,7 +24,7 @@ class FirstStep:
             _WAITING[part] = self
 
     def seen(self, gradient: Tensor) -> None:
-        """A hook of the output of a part."""
+        """The hook of a part's output."""
         if not self.is_over:
             self.is_over = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -46,14 +46,15 @@ class FirstStep:
 
 
 _WAITING: WeakKeyDictionary[QuantizedModule, FirstStep] = WeakKeyDictionary()
-"""Of every part that has seen no backward pass yet. No attribute of a part, which copies and pickles would carry."""
+"""Part -> FirstStep, for every part that has seen no backward pass yet. It is no attribute of a part, which copies and
+pickles would carry."""
 
 
 def watched(part: QuantizedModule, y: Tensor) -> Tensor:
     """y, the output of this part, whose gradient says that a backward pass has come.
 
-    Not in a trace: it has no hooks, and one that read _WAITING would take the parts in it for its inputs, so that every
-    block which shares the graph would compute by those.
+    In a trace y comes back without a hook: traces have no hooks, and one that read _WAITING would take its parts for
+    its inputs, so that every block which shares the graph would compute by those.
     """
     if torch.compiler.is_compiling() or not _WAITING or not y.requires_grad:
         return y

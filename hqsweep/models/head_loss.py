@@ -1,7 +1,7 @@
 """The loss of a causal language model of Hugging Face by chunks of its tokens, so that its logits never exist whole.
 
-The model's own forward runs. For its time the output projection returns its input, and the model's loss_function gets
-that in place of logits, and forms projection and cross entropy by nn.linear_loss. What the model adds to its loss, such
+The model's own forward runs. Meanwhile the output projection returns its input, and the model's loss_function gets that
+in place of logits, and computes projection and cross entropy by nn.linear_loss. What the model adds to its loss, such
 as the auxiliary loss of a mixture, it adds as ever. That is right only where nothing lies between the projection and
 the standard loss, and nothing else reads the logits: why_whole() tries that beforehand.
 """
@@ -29,15 +29,15 @@ from hqsweep.nn.recipe_argument import module_quantizers
 from hqsweep.recipe.sections import LinearQuantizers
 
 TOKENS = 8
-"""Of the trial."""
+"""The number of tokens of the trial."""
 TOLERANCE = 1e-5
-"""Of the trial's losses, relative: float32 sums in another order."""
+"""The relative tolerance of the trial's losses, which are float32 sums in another order."""
 BETWEEN = "something lies between its output projection and its loss"
 FORWARDS = (nn.Linear.forward, ConvertedLinear.forward)
 
 
 class Changed(RuntimeError):
-    """What loss_function gets is not what the output projection gave."""
+    """loss_function did not get what the output projection gave."""
 
 
 class HeadLoss:
@@ -45,9 +45,9 @@ class HeadLoss:
 
     Values are those of the projection in its own arithmetic (bfloat16, or the recipe's where it is converted), and of a
     cross entropy of its logits in float32; the gradient of the weight is a float32 sum of the chunks' products. Chunks
-    are formed where nn.linear_cross_entropy forms them, on hqsweep's kernels and in bfloat16, or always with `chunk`,
-    their rows, a multiple of 128; elsewhere the model's own loss_function gets its own logits, within the same call.
-    Targets are tokens: -100 is none. Only for a model of which why_whole() says nothing.
+    are formed where nn.linear_cross_entropy forms them, on hqsweep's kernels and in bfloat16, or, if `chunk` is given,
+    always, with so many rows, a multiple of 128. Elsewhere the model's own loss_function gets its own logits, within
+    the same call. Targets are tokens: -100 is none. It is only for models for which why_whole() returns None.
     """
 
     def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
@@ -58,7 +58,8 @@ class HeadLoss:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """The context of a forward. Not for one in torch.compile, which may hold the model's layers or its body."""
+        """The context of a forward. It is not for a forward in torch.compile, which may have compiled the model's
+        layers or its body."""
         if is_sharded(self.head):  # whose weight is whole in its own forward alone
             yield
             return
@@ -67,7 +68,7 @@ class HeadLoss:
             yield
 
     def _loss(self, h: Tensor, targets: Tensor) -> Tensor | None:
-        """The mean cross entropy, or None where it is not formed here."""
+        """The mean cross entropy, or None where it is not computed here."""
         weight, part = self.head.weight, None
         dtype = call_dtype(h, weight)
         if is_distributed(weight) or dtype is not torch.bfloat16 or not (self.chunk or use_kernels(h)):
@@ -90,7 +91,7 @@ class HeadLoss:
 def why_whole(model: nn.Module) -> str | None:
     """Why the loss of a model needs its logits whole, as a part of a sentence, or None: then HeadLoss gives it.
 
-    Tried by two forwards of a few tokens in evaluation, of the model as it is and with the projection taken out.
+    It runs two forwards of a few tokens in evaluation, of the model as it is and with the projection taken out.
     """
     if not is_hugging_face(model):
         return "it is of no Hugging Face model"
@@ -138,8 +139,8 @@ def _trial(model: nn.Module, head: nn.Module) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _replaced(model: nn.Module, head: nn.Module, inputs: list[Tensor], loss_of: Any) -> Iterator[None]:
-    """With a projection that returns its input, and a loss_function that is loss_of(input, targets), or the model's
-    own where that gives None."""
+    """Within this context the projection returns its input, and the loss_function is loss_of(input, targets), or the
+    model's own where that gives None."""
     own_loss, own_is_set = model.loss_function, "_loss_function" in model.__dict__
 
     def keep(h: Tensor) -> Tensor:
@@ -170,7 +171,7 @@ def _replaced(model: nn.Module, head: nn.Module, inputs: list[Tensor], loss_of: 
 
 
 def _unseen(call: LinearCall, quantizers: LinearQuantizers) -> LinearCall:
-    """A call of a projection that no recipe takes: no autocast reaches it, and no sample of error statistics."""
+    """The call of a projection that no recipe takes: neither autocast nor a sample of error statistics reaches it."""
     return replace(call, quantizers=quantizers, context=replace(current(), probe=None), workspace=None)
 
 

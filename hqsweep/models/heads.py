@@ -4,16 +4,16 @@ from torch import nn
 
 
 def output_projection(model: nn.Module) -> nn.Module | None:
-    """The linear that makes logits of the vocabulary: what the model says it is (get_output_embeddings, as Hugging Face
-    has it), or the last linear, where it has a row for each entry of an nn.Embedding. None where there is none."""
+    """The linear that makes logits of the vocabulary: the one that the model names (get_output_embeddings, as Hugging
+    Face has it), or the last linear, if it has a row for each entry of an nn.Embedding; else None."""
     said = getattr(model, "get_output_embeddings", None)
     if callable(said):
         try:
-            found = said()
+            projection = said()
         except (AttributeError, NotImplementedError):
-            found = None
-        if isinstance(found, nn.Linear):
-            return found
+            projection = None
+        if isinstance(projection, nn.Linear):
+            return projection
     modules = list(model.modules())
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     vocabularies = {module.num_embeddings for module in modules if isinstance(module, nn.Embedding)}

@@ -20,8 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: str = "float32", seed: int = 0) -> Any:
     """A causal language model in training mode, on the CPU, its parameters in `dtype`.
 
-    path_or_config: a folder with config.json and safetensors; with pretrained=False, which makes random weights by the
-    seed and leaves the caller's random state as it was, also a config.json.
+    path_or_config: a folder with config.json and safetensors. With pretrained=False it may be a config.json; the seed
+    then makes random weights, and the caller's random state is restored.
 
     Raises:
         UserError: there is no such model, transformers is not installed or does not know it, or the weights are not
@@ -35,19 +35,19 @@ def load_model(path_or_config: str | Path, *, pretrained: bool = True, dtype: st
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return _explained(config, auto.from_config, hf_config(config), dtype=DTYPES[dtype]).train()
-    facts = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-    facts["ignore_mismatched_sizes"] = True  # which are told of below, with their names
+    options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # which are told of below, with their names
     with quietly():
-        model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **facts)
+        model, told = _explained(config, auto.from_pretrained, str(config.folder), dtype=DTYPES[dtype], **options)
     _check_loaded(config, told)
     return model.train()
 
 
 def meta_model(config: HFConfig) -> Any:
     """The model of a config without memory for its weights."""
-    made = hf_config(config)
+    own = hf_config(config)
     with torch.device("meta"):
-        return _explained(config, _transformers().AutoModelForCausalLM.from_config, made, dtype=torch.float32)
+        return _explained(config, _transformers().AutoModelForCausalLM.from_config, own, dtype=torch.float32)
 
 
 def hf_config(config: HFConfig) -> Any:
@@ -78,7 +78,7 @@ def causal_lm_loss(
 
 
 def _aux_weight(model: nn.Module) -> float:
-    """By what the model multiplies its auxiliary loss."""
+    """The factor of the model's auxiliary loss."""
     weight = getattr(model, "router_aux_loss_coef", None)
     config = getattr(model, "config", None)
     return getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
@@ -96,7 +96,7 @@ def _transformers() -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without transformers' bars of progress, and its report of what is told by a UserError."""
+    """Within this context transformers shows no bars of progress, and no report of what a UserError tells."""
     logging = _transformers().utils.logging
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -110,7 +110,8 @@ def quietly() -> Iterator[None]:
 
 
 def _explained(config: HFConfig, function: Any, *args: Any, **options: Any) -> Any:
-    """What transformers raises as a UserError of one line, which names the config; it may raise anything."""
+    """Call transformers, which may raise anything, and raise that as a UserError of one line, which names the
+    config."""
     try:
         return function(*args, **options)
     except UserError:
@@ -129,10 +130,11 @@ def _check_loaded(config: HFConfig, told: Any) -> None:
         "mismatched_keys": "have other shapes of",
     }
     for key, verb in words.items():
-        found = sorted(str(each[0]) if isinstance(each, tuple | list) else str(each) for each in told.get(key) or ())
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        keys = told.get(key) or ()
+        names = sorted(str(name[0]) if isinstance(name, tuple | list) else str(name) for name in keys)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise UserError(
-                f"model.path: the weights in '{config.folder}' {verb} {found[0]}{more}; they are not those of its"
+                f"model.path: the weights in '{config.folder}' {verb} {names[0]}{more}; they are not those of its"
                 f" {config.path.name}"
             )

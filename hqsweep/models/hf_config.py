@@ -13,14 +13,15 @@ CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WANTED = "give the folder of a Hugging Face model, or its config.json"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
-"""Keys for the most positions of a sequence, by families of models."""
+"""The keys of the largest number of positions of a sequence, by families of models."""
 WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-"""Keys that say how a config was written, or what its weights are saved in; weights are always read as float32."""
+"""The keys that say how a config was written, or in which dtype its weights are saved; weights are always read as
+float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFConfig:
-    """A config.json. The keys of the language model of a larger one stand in its text_config."""
+    """A config.json. Where it is that of a larger model, the keys of the language model stand in its text_config."""
 
     path: Path
     keys: Mapping[str, Any]
@@ -41,17 +42,17 @@ class HFConfig:
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the embedding; None where it does not say."""
+        """The rows of the embedding; None where the config does not say."""
         return self._count("vocab_size")
 
     @property
     def context(self) -> int | None:
-        """The most positions of a sequence; None where it does not say."""
+        """The largest number of positions of a sequence; None where the config does not say."""
         return next(filter(None, map(self._count, CONTEXT)), None)
 
     @property
     def tied(self) -> bool | None:
-        """Whether the output projection shares the embedding's weight; None where that is its family's default."""
+        """Whether the output projection shares the embedding's weight; None where the default of its family decides."""
         said = self.text.get("tie_word_embeddings", self.keys.get("tie_word_embeddings"))
         return said if isinstance(said, bool) else None
 
@@ -62,7 +63,7 @@ class HFConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what it says, in hex, whoever wrote it."""
+        """The SHA-256 of what the config says, in hex, whoever wrote it."""
         content = {key: value for key, value in self.keys.items() if key not in WRITER}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -72,8 +73,8 @@ class HFConfig:
 
 
 def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
-    """The config of a folder, or in a file. UserError, led by `where`, where there is none, or one that needs code of
-    its author to be run."""
+    """The config of a folder, or in a file. UserError, which begins with `where`, where there is none, or one that
+    needs code of its author to be run."""
     path = Path(path)
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file():
@@ -105,7 +106,7 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
 
 
 def _code(keys: Mapping[str, Any]) -> list[str]:
-    """What auto_map names, here or in a part."""
+    """The code that auto_map names, here or in a part."""
     parts = [keys, *(part for part in keys.values() if isinstance(part, Mapping))]
     maps = [part["auto_map"] for part in parts if part.get("auto_map")]
-    return [str(next(iter(each.values()))) if isinstance(each, Mapping) else str(each) for each in maps]
+    return [str(next(iter(mapping.values()))) if isinstance(mapping, Mapping) else str(mapping) for mapping in maps]

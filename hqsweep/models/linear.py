@@ -26,13 +26,13 @@ from hqsweep.recipe.validate import GemmModule, linear_module
 
 
 class LinearPart(LinearBase):
-    """The product of a converted linear: y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]), of the tensors that it
-    is called with. Everything is as in hqsweep.nn.Linear, whose bytes it gives, with the dtype of the call."""
+    """The product of a converted linear: y [..., N] = x [..., K] @ weight [N, K].T (+ bias [N]). A call gives its
+    tensors and its dtype. All else is as in hqsweep.nn.Linear, to the byte."""
 
     module_type = "linear"
 
     def call(self, dtype: torch.dtype) -> LinearCall:
-        """UserError for a dtype that is not float32, bfloat16 or float16."""
+        """The LinearCall in this dtype; UserError for a dtype that is not float32, bfloat16 or float16."""
         if dtype not in DTYPES:
             raise UserError(f"{self.name}: the dtype of its product is {dtype}; it takes {', '.join(map(str, DTYPES))}")
         return LinearCall(**(self.linear_facts() | {"dtype": dtype}))
@@ -44,12 +44,12 @@ class LinearPart(LinearBase):
 
 
 def call_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """That of torch.autocast where it is on, else that of the weight, which may have moved since it was converted."""
+    """The dtype of torch.autocast where it is on, else of the weight, which may have moved since it was converted."""
     return torch.get_autocast_dtype(x.device.type) if in_autocast(x.device) else weight.dtype
 
 
 class ByPart:
-    """Forward of a converted module with one product. Where every slot is an identity of the call's dtype, its own
+    """The forward of a converted module with one product. Where every slot is an identity of the call's dtype, its own
     forward runs, so that it is equal to the bit; on a step with a probe, the same product."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -77,11 +77,11 @@ class ConvertedLinear(ByPart, nn.Linear):
     """An nn.Linear that computes by its part."""
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """weight [N, K]."""
+        """The weight [N, K]."""
         return weight
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Its own forward, of matrix(weight)."""
+        """The module's own forward, for matrix(weight)."""
         return F.linear(x, weight, self.bias)
 
 
@@ -92,17 +92,17 @@ class ConvertedConv1D(ByPart):
     """A Conv1D of transformers, whose weight is [K, N], that computes by its part."""
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """weight [N, K], as a view."""
+        """The weight [N, K], as a view."""
         return weight.t()
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Its own forward, of matrix(weight)."""
+        """The module's own forward, for matrix(weight)."""
         y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), weight.t())
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class LinearKind(SwapKind):
-    """nn.Linear, and its subclasses with its forward."""
+    """nn.Linear, and its subclasses that have its forward."""
 
     name = "linear"
     converted = ConvertedLinear
@@ -148,7 +148,7 @@ class Conv1DKind(LinearKind):
 
 
 def weight_fault(weight: Tensor) -> str | None:
-    """Why a weight is none that a recipe can quantize."""
+    """Why a weight cannot be quantized by a recipe; None: it can."""
     if nn.parameter.is_lazy(weight):
         return "its shape is not known before its first call"
     if type(weight) not in (Tensor, nn.Parameter):

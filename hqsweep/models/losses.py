@@ -1,4 +1,4 @@
-"""The loss of a user's model as it defines it."""
+"""The loss of a user's model as the model defines it."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -17,9 +17,9 @@ def model_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """(cross entropy, auxiliary loss or None), each [], of inputs and targets, int64 [B, T]; their sum is minimized.
 
-    Of a Hugging Face model its own loss, its forward in the context `around`; of one with a method `loss` what
-    loss(inputs, targets) returns, one of them or both; of any other the mean cross entropy in float32 of the logits
-    [B, T, V] that it returns, bare, first in a tuple or as `logits`. UserError for what is none of these.
+    A Hugging Face model computes its own loss, with its forward in the context `around`. A model with a method `loss`
+    gives what loss(inputs, targets) returns, one of the two or both. Any other gives the mean cross entropy in float32
+    of the logits [B, T, V] that it returns, bare, first in a tuple or as `logits`. UserError for what is none of these.
     """
     if is_hugging_face(model):
         return causal_lm_loss(model, inputs, targets, around)
@@ -46,9 +46,9 @@ def _logits(out: Any) -> Any:
 
 def _own(out: Any, model: str) -> tuple[Tensor, Tensor | None]:
     loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-    for each in (loss, *(() if aux is None else (aux,))):
-        if not isinstance(each, Tensor) or each.numel() != 1 or not each.is_floating_point():
-            came = f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+    for value in (loss, *(() if aux is None else (aux,))):
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            came = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(
                 f"model: {model}.loss gave {came}; it must give a loss [], or that and an auxiliary loss []"
             )

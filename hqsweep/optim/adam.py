@@ -39,11 +39,11 @@ class FusedAdam(torch.optim.AdamW):
     fused choose torch's kernels: by default the fused one where all is on CUDA, elsewhere as AdamW does.
     master_weights=False updates plain low-precision parameters in place.
 
-    Of a DTensor, as fully_shard makes them, each rank updates its part: masters and moments are DTensors that are
-    spread as the parameter, so that torch.distributed.checkpoint saves and loads them.
+    Of a DTensor, such as fully_shard makes, each rank updates its part: masters and moments are DTensors that are
+    spread as the parameter is, so that torch.distributed.checkpoint saves and loads them.
 
-    The fused kernel reads the learning rate and counts the steps on the device and nothing waits for it, so that a CUDA
-    graph can hold a step; what replays one gives rates by set_lr().
+    The fused kernel reads the learning rate and counts the steps on the device, and nothing waits for it, so that a
+    CUDA graph can hold a step; whoever replays one gives rates by set_lr().
 
     Raises UserError for quantized parameters with master_weights=False, and for a parameter with both a grad and a
     main_grad.
@@ -96,10 +96,12 @@ class FusedAdam(torch.optim.AdamW):
     def clip_and_step(
         self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm: Norm | None = None
     ) -> Tensor:
-        """A step of the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
-        them; returns their norm, float32 [], which of DTensors is that over all ranks.
+        """A step with the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
+        them. Returns their norm, float32 [], which counts DTensors over all ranks.
 
         The fused kernel divides by the inverse as it reads a gradient, and stores the quotient: one pass less.
+        parameters: the norms of the gradients are summed in their order, by default that of the groups. norm: gives the
+        norm of these gradients of these parameters together with the norms of others'; by default of these alone.
         parameters: in whose order the norms of the gradients are summed, by default that of the groups. norm: gives
         the norm of these gradients of these parameters and of those that others have, by default of these alone.
         """
@@ -112,22 +114,22 @@ class FusedAdam(torch.optim.AdamW):
             total = _norm({p: spread_like(p, every[p]) for p in parameters if p in every}, norm)
             self._update_all(gradients, ((total + 1e-6) / max_norm).clamp(min=1.0))
             return total
-        given = {p: g for p in parameters if (g := gradient(p)) is not None}
-        total = _norm(given, norm)
-        clip_(given.values(), max_norm, total)
+        own = {p: g for p in parameters if (g := gradient(p)) is not None}
+        total = _norm(own, norm)
+        clip_(own.values(), max_norm, total)
         self._update_all(self._gradients())
         return total
 
     def _gradients(self) -> list[dict[Tensor, Tensor]]:
-        """Of each group its parameters and this rank's parts of their gradients, in the dtype of their updates, as far
-        as there are any."""
+        """Of each group, parameter -> this rank's part of its gradient, in the dtype of its update, for those that have
+        a gradient."""
         groups = (group["params"] for group in self.param_groups)
         return [
             {p: part_as(p, g).to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups
         ]
 
     def _update_all(self, gradients: list[dict[Tensor, Tensor]], divisor: Tensor | None = None) -> None:
-        """One update; divisor: what gradients of fused groups are divided by."""
+        """One update of all groups; divisor: what gradients of fused groups are divided by."""
         written: dict[Tensor, Tensor] = {}
         for index, grads in enumerate(gradients):
             if grads:
@@ -141,8 +143,8 @@ class FusedAdam(torch.optim.AdamW):
         return all(p.is_cuda for p in group["params"])
 
     def _rate(self, index: int) -> float | Tensor:
-        """The learning rate of a group; on a GPU as it lies there, float32, in memory that stays and takes the group's
-        own rate unless a graph is captured."""
+        """The learning rate of a group. On a GPU it is float32 in memory that stays, which takes the group's own rate
+        unless a graph is captured."""
         group = self.param_groups[index]
         rate, first = group["lr"], group["params"][0]
         if isinstance(rate, Tensor) or not first.is_cuda or first.dtype == torch.float64:
@@ -156,8 +158,8 @@ class FusedAdam(torch.optim.AdamW):
         return held
 
     def _update(self, index: int, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> dict[Tensor, Tensor]:
-        """Update the parameters of a group, but those that are held quantized; returns the masters of all, or of each
-        this rank's part."""
+        """Update the parameters of a group, except those that are held quantized; returns parameter -> master, or this
+        rank's part of it."""
         group = self.param_groups[index]
         fused = self._is_fused(group)
         states = [self._state(p, fused) for p in grads]
@@ -189,12 +191,12 @@ class FusedAdam(torch.optim.AdamW):
         return dict(zip(grads, masters, strict=True))
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """dtype of the update: the master's."""
+        """The dtype of the update: the master's."""
         return torch.float32 if self.master_weights and not _is_own_master(p) else p.dtype
 
     def _state(self, p: Tensor, fused: bool) -> dict[str, Tensor]:
         """The state of one parameter, made when it is first asked for. The fused kernel counts steps on the device, the
-        others on the CPU."""
+        other kernels on the CPU."""
         state, master = self.state[p], self.master_param(p)
         device = p.device if fused else torch.device("cpu")
         if "step" not in state:
@@ -210,8 +212,8 @@ class FusedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def master_param(self, p: Tensor) -> Tensor:
-        """The FP32 master of a parameter, or what it would start from, a DTensor for one; p itself where it needs
-        none."""
+        """The FP32 master of a parameter, or what it would start from; a DTensor for a DTensor. p itself where it needs
+        no master."""
         if self.master_weights and p in self.state and MASTER in self.state[p]:
             return self.state[p][MASTER]
         if not self.master_weights or _is_own_master(p):
@@ -229,7 +231,7 @@ class FusedAdam(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, but masters and moments stay FP32: torch would round them to the parameters' dtype.
 
-        Masters that the state lacks, as one of torch.optim.AdamW does, are made at the next step.
+        Masters that the state lacks, as a state of torch.optim.AdamW does, are made at the next step.
         """
         _uncompiled(super().load_state_dict)(state_dict)
         names = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -250,8 +252,8 @@ class FusedAdam(torch.optim.AdamW):
 
 
 def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of torch's optimizer, without its decorator in a process that does not compile: to keep torch.compile
-    out of the method, the decorator imports that first, which takes about as long as importing torch."""
+    """A method of torch's optimizer, without its decorator in a process that does not compile: the decorator, which
+    keeps torch.compile out of the method, imports torch.compile first, which takes about as long as importing torch."""
     plain = getattr(method, "__wrapped__", None)
     return method if plain is None or "torch._dynamo" in sys.modules else partial(plain, method.__self__)
 

@@ -1,7 +1,7 @@
 """Data parallel ranks: fully_shard over the blocks of a model, and gradients that are sums over ranks.
 
-torch's modules of FSDP and DTensor import sympy and take half a second, so only what needs ranks imports them: a run in
-one process does without.
+torch's modules of FSDP and DTensor import sympy and take half a second, so only code that needs ranks imports them: a
+run in one process does without.
 """
 
 import warnings
@@ -26,8 +26,8 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     GPT, and one for the rest.
 
     Gradients are summed over ranks, so that a rank's part of the loss is its share of the mean. Weights of linears are
-    gathered in the linear's dtype, all else in its own. methods: of the model, that compute as its forward does. apart:
-    parameters that this rank alone has, and keeps.
+    gathered in the linear's dtype, all others in their own. methods: the names of the model's methods that compute as
+    its forward does. apart: parameters that this rank alone has, and keeps.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -52,27 +52,27 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
 
 
 def _own_head(model: nn.Module) -> nn.Module | None:
-    """The output projection of a GPT, or of its last stage, that has a weight of its own."""
+    """The output projection of a GPT, or of its last stage, if it has a weight of its own."""
     head, embedding = getattr(model, "head", None), getattr(model, "embedding", None)
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     return head if hasattr(head, "loss") and not tied else None
 
 
 def gather_in_linear_dtype(model: nn.Module) -> None:
-    """Have plain weights of linears that fully_shard has cut travel in the dtype that their linear rounds them to, once
-    every unit of the model is made and before its first forward.
+    """Have plain weights of linears that fully_shard has cut travel in the dtype that their linear rounds them to. Call
+    it when every unit of the model is made, and before its first forward.
 
-    Values, gradients and random bits are what they are without: a float32 weight of a bfloat16 linear has float32
-    gradients, and is quantized from its values in bfloat16. Between forward and backward it has those values for all
-    who read it. Memory that was gathered is free as soon as its operands are made. Weights that other modules share,
-    ones whose dtype is no wider, and weights held quantized travel as they did; so do those of a unit whose linears
-    have another dtype than its first one.
+    Values, gradients and random bits do not change: a float32 weight of a bfloat16 linear has float32 gradients, and is
+    quantized from its values in bfloat16. Between forward and backward every reader of the weight sees those values.
+    Memory that was gathered is free as soon as its operands are made. Other weights travel as they did: those that
+    other modules share, those whose dtype is no wider, those held quantized, and those of linears with another dtype
+    than the first one of their unit.
     """
     from hqsweep.dist.gathering import gather_in
 
     for module in model.modules():
         for group in groups_of(module):
-            dtypes = {each: _linear_dtype(each) for each in group.fsdp_params}
+            dtypes = {parameter: _linear_dtype(parameter) for parameter in group.fsdp_params}
             first = next((dtype for dtype in dtypes.values() if dtype is not None), None)
             for parameter, dtype in dtypes.items():
                 if dtype is not None and dtype == first and not hasattr(parameter, "_unsharded_param"):
@@ -93,15 +93,15 @@ def _linear_dtype(parameter: Any) -> torch.dtype | None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the outermost lists of modules: the layers of a transformer."""
-    found: list[nn.Module] = []
+    """The modules in the outermost lists of modules: the layers of a transformer."""
+    modules: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
-    return found
+        modules += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
+    return modules
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether fully_shard was called on the module itself, whose class is a torch.distributed.fsdp.FSDPModule then."""
+    """Whether fully_shard was called on the module itself, whose class is then a torch.distributed.fsdp.FSDPModule."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
@@ -111,34 +111,35 @@ def units(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have every unit of fully_shard go back to its shards; the outermost one keeps what its forward has gathered until
-    a backward, and its module has those tensors in the place of the parameters meanwhile."""
+    """Have every unit of fully_shard go back to its shards. The outermost one would keep what its forward has gathered
+    until a backward, and its module would have those tensors in the place of the parameters meanwhile."""
     for unit in units(model):
         unit.reshard()
 
 
 @contextmanager
 def synchronized(model: nn.Module, last: bool) -> Iterator[None]:
-    """Around a microbatch: gradients are summed over ranks in the last one of a step only."""
+    """Enter this around a microbatch: gradients are summed over ranks only in the last one of a step."""
     if is_unit(model):
         model.set_requires_gradient_sync(last)
     yield
 
 
 def in_order(value: Tensor, ranks: Ranks) -> Tensor:
-    """value [...] of every rank with other sequences, [data_size, ...] in order of data_rank. A collective."""
+    """value [...] of every rank with other sequences -> [data_size, ...] in order of data_rank. A collective."""
     every = value.new_empty((ranks.data_size, *value.shape))
     collectives.all_gather(every.view(-1), value.reshape(-1).contiguous(), group=ranks.data_group)
     return every
 
 
 def whole(tree: object) -> object:
-    """The same nest of dicts and lists with every DTensor as the whole tensor. A collective."""
+    """A nest of dicts and lists with every DTensor as the whole tensor. A collective."""
     return tree_map_only(Tensor, whole_tensor, tree)
 
 
 def shared_out(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The "model" and "optimizer" of a state of whole tensors as the parameters are shared out: this rank's parts."""
+    """The "model" and "optimizer" of a state of whole tensors, cut as the parameters are shared out: this rank's
+    parts."""
     own = model.state_dict()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moments = {
@@ -157,5 +158,5 @@ def _is_of(value: object, p: Tensor) -> bool:
 
 
 def _part(value: Tensor, like: Tensor | None) -> Tensor:
-    """This rank's part of a whole tensor, as `like` is shared out; the tensor where that is whole."""
+    """This rank's part of a whole tensor, cut as `like` is; the tensor itself where `like` is whole."""
     return value if like is None else spread_out(value.to(like.device), like)

@@ -1,4 +1,4 @@
-"""The mesh of ranks: one DeviceMesh, whose axes have the names of torchtitan."""
+"""The mesh of ranks: one DeviceMesh, whose axes are named as torchtitan names them."""
 
 import os
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-"""From the outermost to the innermost: neighbours, which exchange the most, are on one node."""
+"""The axes of the mesh, from the outermost to the innermost: neighbours, which exchange the most, are on one node."""
 EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 TIMEOUT_S = 1800.0
-"""Seconds that a rank waits for the others, as for one that writes a state. A rank that ends is not waited for."""
+"""The seconds that a rank waits for the others, for instance for one that writes a state. It does not wait for a rank
+that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,12 +27,12 @@ class Ranks:
 
     dims: ParallelConfig
     mesh: DeviceMesh
-    """With the axes AXES."""
+    """The mesh with the axes AXES."""
     device: torch.device
 
     @property
     def rank(self) -> int:
-        """This process, from 0 to size - 1."""
+        """The number of this process, from 0 to size - 1."""
         return dist.get_rank()
 
     @property
@@ -45,17 +46,18 @@ class Ranks:
 
     @cached_property
     def data_rank(self) -> int:
-        """Which part of a step's batch this rank has, from 0 to data_size - 1; equal for all ranks of tp and pp."""
+        """The number of the part of a step's batch that this rank has, from 0 to data_size - 1; equal for all ranks of
+        tp and pp."""
         return self._data_mesh.get_local_rank()
 
     @property
     def data_size(self) -> int:
-        """In how many parts a step's batch is shared out."""
+        """The number of parts of a step's batch."""
         return self.dims.data
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What fully_shard takes: [dp_shard], with copies [dp_replicate, dp_shard]."""
+        """The mesh that fully_shard takes: [dp_shard], with copies [dp_replicate, dp_shard]."""
         if self.dims.dp_replicate == 1:
             return self.mesh["dp_shard"]
         return self.mesh["dp_replicate", "dp_shard"]
@@ -71,33 +73,34 @@ class Ranks:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """The same ranks with the axes pp, dp_replicate, efsdp, ep and tp: dp_shard as ep neighbours, which share out
-        the experts, and efsdp ranks that share out the parameters of the same experts."""
+        """The same ranks with the axes pp, dp_replicate, efsdp, ep and tp. dp_shard is divided into ep neighbours,
+        which share out the experts, and efsdp ranks, which share out the parameters of the same experts."""
         dims = self.dims
         sizes = (dims.pp, dims.dp_replicate, dims.dp_shard // dims.ep, dims.ep, dims.tp)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=EXPERT_AXES)
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """What fully_shard takes for experts: the ranks that hold the same ones, as fsdp_mesh has all."""
+        """The mesh that fully_shard takes for experts: the ranks that hold the same ones, with the axes of
+        fsdp_mesh."""
         if self.dims.dp_replicate == 1:
             return self.expert_mesh["efsdp"]
         return self.expert_mesh["dp_replicate", "efsdp"]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, in order of ranks; values that pickle takes. A collective of all ranks."""
+        """The value of each rank, in order of ranks; they may be any that pickle takes. A collective of all ranks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
-        """What each rank gave, in order of ranks, on rank 0; None on others. A collective of all ranks."""
+        """The value of each rank, in order of ranks, on rank 0; None on others. A collective of all ranks."""
         values: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(value, values)
         return values
 
     def first(self, value: Any) -> Any:
-        """What rank 0 gave. A collective of all ranks."""
+        """The value of rank 0. A collective of all ranks."""
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
@@ -108,8 +111,8 @@ class Ranks:
 
 
 def build_mesh(dims: ParallelConfig, device_type: str) -> DeviceMesh:
-    """The mesh of a process group that is there, with the axes AXES. UserError where the group has another number of
-    ranks than `dims`."""
+    """The mesh of the current process group, with the axes AXES. UserError where the group has another number of ranks
+    than `dims`."""
     dims.check_world(dist.get_world_size(), "the process group")
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
@@ -128,7 +131,7 @@ def backend(device_type: str) -> str:
 
 
 def check_devices(dims: ParallelConfig, device_type: str) -> None:
-    """UserError where this machine, on which all ranks are to be, has fewer GPUs than ranks, or no NCCL."""
+    """UserError where this machine, which is to run all ranks, has fewer GPUs than ranks, or no NCCL."""
     if dims.world == 1 or device_type == "cpu":
         return
     backend(device_type)

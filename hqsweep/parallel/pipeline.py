@@ -1,9 +1,9 @@
 """Pipelines: the layers of a model spread over ranks, which work on different microbatches at a time.
 
-The schedules, the sends and the receives are torch.distributed.pipelining's. What is added is that every microbatch is
-computed under its own number, whatever the order of the schedule, so that its random bits are those of one process;
-that weights are quantized once a step; and that shapes are known beforehand, for torch would find them by running a
-forward and a backward, which draws random bits and counts steps of delayed scaling.
+The schedules, the sends and the receives are torch.distributed.pipelining's. Three things are added. Every microbatch
+is computed under its own number, whatever the order of the schedule, so that its random bits are those of one process.
+Weights are quantized once a step. And shapes are known beforehand: torch would find them by a forward and a backward,
+which draw random bits and count steps of delayed scaling.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ TABLE = "embedding.weight"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepLosses:
-    """Of a step, equal on all ranks of the pipeline."""
+    """The losses of a step, equal on all ranks of the pipeline."""
 
     shares: Tensor
-    """float32 [microbatches]: what each adds to what is minimized."""
+    """float32 [microbatches]: what each microbatch adds to what is minimized."""
     balances: Tensor
     """float32 [microbatches]: the mean of Routing.balance over the layers with experts; 0 without any."""
     tokens: Tensor
@@ -110,9 +110,9 @@ class Pipeline:
         return range(self._bounds[stage], self._bounds[stage + 1])
 
     def step(self, tokens: Tensor, targets: Tensor) -> StepLosses:
-        """The losses of tokens [B, T] with targets [B, T], after forward and backward: gradients of what is minimized
-        are added to those of this rank's parameters. Every rank gives the same tokens. UserError for a B that the
-        microbatches do not divide."""
+        """The losses of tokens [B, T] with targets [B, T], after forward and backward: the gradients of what is
+        minimized are added to those of this rank's parameters. Every rank gives the same tokens. UserError for a B that
+        the microbatches do not divide."""
         if len(tokens) % self.microbatches:
             raise UserError(f"Pipeline: a batch of {len(tokens)} sequences for {self.microbatches} microbatches")
         shape = tuple(tokens.shape)
@@ -135,7 +135,7 @@ class Pipeline:
         the number of one microbatch."""
         batches, size, length = tokens.shape
         more = -batches % self.ranks if len(self.parts) > 1 else 0  # which an interleaved schedule needs
-        tokens, targets = (torch.cat([each, *[each[-1:]] * more]).flatten(0, 1) for each in (tokens, targets))
+        tokens, targets = (torch.cat([batch, *[batch[-1:]] * more]).flatten(0, 1) for batch in (tokens, targets))
         schedule = self._schedule((size, length), batches + more, training=False)
         losses = self._run(schedule, tokens, targets, training=False)
         for part in self.parts.values():
@@ -143,8 +143,8 @@ class Pipeline:
         return self._from_last(losses, batches + more)[:batches]
 
     def norm(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        """[]: the 2-norm of the gradients of all ranks, of which these are this rank's; norms of single parameters are
-        summed in the order of the whole model, as in one process."""
+        """[]: the 2-norm of the gradients of all ranks; parameters and gradients are this rank's. Norms of single
+        parameters are summed in the order of the whole model, as in one process."""
         names, spread = {id(p): name for name, p in self.model.named_parameters()}, any(map(is_spread, gradients))
         every = torch.zeros(len(self._order), dtype=torch.float32, device=self.device)
         own = squared_norms(gradients) if spread else torch.stack(torch._foreach_norm(list(gradients))).float()
@@ -155,7 +155,7 @@ class Pipeline:
         return every.sum().sqrt() if spread else torch.linalg.vector_norm(every)
 
     def _run(self, schedule: Any, tokens: Tensor, targets: Tensor, *, training: bool = True) -> list[Tensor]:
-        """The losses of the microbatches in order, where this rank has the last stage."""
+        """The losses of the microbatches in order on the rank that has the last stage; [] on others."""
         self._first, self._training, losses = current().microbatch, training, []
         for part in self.parts.values():
             part.share = self.share if training else None
@@ -192,14 +192,14 @@ class Pipeline:
 
     def _from_last(self, values: Sequence[Tensor], count: int | None = None) -> Tensor:
         """float32 [count]: the values [] that the rank of the last stage has, on all ranks."""
-        found = torch.zeros(count or self.microbatches, dtype=torch.float32, device=self.device)
+        losses = torch.zeros(count or self.microbatches, dtype=torch.float32, device=self.device)
         if self.stages - 1 in self.parts:
-            found = torch.stack(list(values)).to(self.device)
-        dist.broadcast(found, dist.get_global_rank(self.group, (self.stages - 1) % self.ranks), group=self.group)
-        return found
+            losses = torch.stack(list(values)).to(self.device)
+        dist.broadcast(losses, dist.get_global_rank(self.group, (self.stages - 1) % self.ranks), group=self.group)
+        return losses
 
     def _tokens(self) -> Tensor:
-        """The tokens of all experts, which each rank has counted for its own layers."""
+        """The tokens of all experts, of which each rank has counted those of its own layers."""
         size = (self.microbatches, len(self._mixtures), self._experts)
         counts = torch.zeros(size, dtype=torch.int64, device=self.device)
         for stage, part in self.parts.items():
@@ -211,7 +211,7 @@ class Pipeline:
         return counts
 
     def _schedule(self, shape: tuple[int, int], microbatches: int, *, training: bool = True) -> Any:
-        """Of microbatches of tokens of this shape; one without a loss computes forward only."""
+        """The schedule for microbatches of tokens of this shape; without a loss it computes forward only."""
         stages = [self._stage(index, part, shape) for index, part in self.parts.items()]
         loss = _loss if training else None
         if len(stages) > 1:
@@ -230,19 +230,19 @@ class Pipeline:
         return Stage(part, index, self.stages, self.device, **options, at=self._at)
 
     def _stream(self, layer: int, shape: tuple[int, int]) -> tuple[Tensor, ...]:
-        """What goes from the stage before a layer to the one that begins with it."""
+        """The tensors that go from the stage before a layer to the one that begins with it."""
         stream = torch.empty(*shape, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         balances = sum(index < layer for index in self._mixtures)
         return (stream, torch.empty(balances, device="meta", requires_grad=True)) if balances else (stream,)
 
     def _at(self, microbatch: int) -> AbstractContextManager:
-        """In which a microbatch of the call is computed, forward and backward."""
+        """The context in which a microbatch of the call is computed, forward and backward."""
         number = self._first + microbatch if self._training else self._first
         return within(replace(current(), microbatch=number, cache_weights=True, amax_group=self.same_stage))
 
 
 class _Tied(nn.Module):
-    """What stands for the embedding in the last stage of a model whose head is tied to it: its weight, by its name.
+    """The embedding's substitute in the last stage of a model whose head is tied to it: it has the weight, by its name.
     Both modules have one dictionary of parameters, so that what fully_shard gives the head is here, too."""
 
     def __init__(self, head: nn.Module) -> None:
@@ -252,7 +252,7 @@ class _Tied(nn.Module):
 
 
 def _loss(share: Tensor, targets: Tensor) -> Tensor:
-    """The last stage has computed it, in the context of its microbatch."""
+    """The loss, which the last stage has computed already, in the context of its microbatch."""
     return share.sum()
 
 

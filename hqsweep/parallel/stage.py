@@ -16,7 +16,7 @@ from hqsweep.nn.residual import add_branch
 
 class StageOfLayers(nn.Module):
     """Some layers of a GPT: tokens int64 [B, T], or the stream [B, T, D] of the stage before -> the stream after them,
-    or of the last stage float32 [1], the mean cross entropy with targets.
+    or from the last stage float32 [1], the mean cross entropy with targets.
 
     From the first layer with experts on, the balances float32 [n] of the n such layers so far go beside the stream.
     In training the last stage adds load_balance times their mean, and divides the sum by `share`.
@@ -30,11 +30,11 @@ class StageOfLayers(nn.Module):
         self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
         self.load_balance = 0.0
         self.share: int | None = None
-        """None in evaluations."""
+        """The divisor of the loss in training; None in evaluations."""
         self.tokens: list[list[Tensor]] = []
-        """Of each microbatch the tokens int64 [E] of the experts of each layer that has some."""
+        """The tokens int64 [E] of the experts of each layer that has some, for each microbatch."""
         self.balances: list[Tensor] = []
-        """Of each microbatch the mean of the balances of all layers, in the last stage."""
+        """The mean of the balances of all layers, for each microbatch, in the last stage."""
 
     def forward(self, x: Tensor, balances: Tensor | None = None, targets: Tensor | None = None) -> Any:
         stream = through(self.layers, x if self.embedding is None else self.embedding(x), self.recompute)
@@ -55,8 +55,8 @@ class StageOfLayers(nn.Module):
 
 
 class Stage(PipelineStage):
-    """A stage whose microbatches are each computed in a context of their own; where fully_shard has shared out its
-    layers, the last one's backward sums gradients over ranks."""
+    """A stage whose microbatches are each computed in a context of their own. Where fully_shard has cut its layers, the
+    backward of the last microbatch sums gradients over ranks."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Stage(PipelineStage):
 
 
 class _Plain(nn.Module):
-    """What torch's schedules see of a stage. Of one under fully_shard they would keep weights gathered for the whole
-    step, by calls that differ from version to version."""
+    """The module that torch's schedules see of a stage. If they saw one under fully_shard, they would keep weights
+    gathered for the whole step, by calls that differ from version to version."""
 
     def __init__(self, layers: StageOfLayers) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Tensor parallelism: styles for torch's parallelize_module, and tensor_parallel for whole models.
 
-Parameters become DTensors, whole ones on every rank too, so that optimizers and norms of gradients see one kind. With
-sequence parallelism tokens lie split over the ranks wherever a matrix does not need them all.
+Parameters become DTensors, also those that are whole on every rank, so that optimizers and norms of gradients see one
+kind. With sequence parallelism tokens lie split over the ranks wherever a matrix does not need them all.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 
 AXIS = "tp"
 TOKENS = 1
-"""The axis of tokens of x [B, T, D]."""
+"""The axis of the tokens in x [B, T, D]."""
 
 
 class SequenceStyle(ParallelStyle):
@@ -44,9 +44,9 @@ class ColwiseLinear(SequenceStyle):
 
     x is whole on every rank; with sequence, the axis of x along which each rank has an equal part of the tokens, it is
     gathered, and its gradient comes back split. y has N / ranks features of all tokens, to the bit what one process
-    computes; the gradient of x is a sum over ranks of products that are rounded to the linear's dtype. pieces: of as
-    many matrices in the weight, one below the other, such as q, k and v, each rank has rows of every one. UserError for
-    features that ranks do not divide, and at the call for parts that cut a block.
+    computes; the gradient of x is a sum over ranks of products that are rounded to the linear's dtype. pieces: the
+    number of matrices in the weight, one below the other, such as q, k and v; each rank has rows of every one.
+    UserError for features that ranks do not divide, and at the call for parts that cut a block.
     """
 
     def __init__(self, *, sequence: int | None = None, pieces: int = 1) -> None:
@@ -82,7 +82,7 @@ class RowwiseLinear(SequenceStyle):
 
 
 class SequenceNorm(ParallelStyle):
-    """A Norm of each rank's tokens: its parameters are whole, and their gradients summed over ranks."""
+    """A Norm of each rank's tokens: its parameters are whole, and their gradients are summed over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.tokens_group = device_mesh.get_group()
@@ -99,7 +99,7 @@ class Whole(ParallelStyle):
 
 
 class SharedAttention(SequenceStyle):
-    """A MultiheadAttention of which each rank computes as many of the heads. UserError for heads that ranks do not
+    """A MultiheadAttention of which each rank computes an equal number of heads. UserError for heads that ranks do not
     divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -112,8 +112,8 @@ class SharedAttention(SequenceStyle):
 
 
 class SharedMLP(SequenceStyle):
-    """A LayerNormMLP of which each rank computes as many of the inner features. UserError for a width that ranks do not
-    divide."""
+    """A LayerNormMLP of which each rank computes an equal number of inner features. UserError for a width that ranks do
+    not divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         pieces = INPUTS[module.activation]
@@ -123,8 +123,8 @@ class SharedMLP(SequenceStyle):
 
 
 class SharedVocabulary(SequenceStyle):
-    """An embedding of which each rank has as many entries of the table [V, D]. With sequence each returns its part of
-    the tokens. UserError for a vocabulary that ranks do not divide."""
+    """An embedding of which each rank has an equal number of entries of the table [V, D]. With sequence each returns
+    its part of the tokens. UserError for a vocabulary that ranks do not divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_divides(module.name, module.weight.shape[0], "entries of the vocabulary", device_mesh)
@@ -136,9 +136,9 @@ class SharedVocabulary(SequenceStyle):
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> nn.Module:
     """Share a model's matrices over the ranks along an axis of the mesh: "tp", or the only one. Returns the model.
 
-    The model: hqsweep's GPT, or any of its modules, a TransformerLayer, a MultiheadAttention or a LayerNormMLP. Before
-    this call all ranks have it whole, and rank 0's values are taken, but of weights that are held quantized each rank's
-    own, which have to be the same. Every rank is then called with the same tokens.
+    model: hqsweep's GPT, or any of its modules: a TransformerLayer, a MultiheadAttention or a LayerNormMLP. Before this
+    call all ranks have it whole. Rank 0's values are taken, except for weights that are held quantized: each rank takes
+    its own, which have to be the same. Every rank is then called with the same tokens.
     sequence: tokens lie split over ranks between matrices, so that norms and what is kept for backward cost 1 / ranks;
     a module that is no GPT takes and returns its part of the tokens of x [B, T, D]. A GPT's loss is that of all tokens
     on every rank, and no rank ever has all logits of a token; its forward gathers them.
@@ -164,10 +164,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
-    """shard_placement_fn of torch's fully_shard, over a model that tensor_parallel has shared: Shard(1) of weights
-    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), of all others.
+    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for weights
+    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others.
 
-    Cut along rows once more, the rows of such a part would no longer be those that its DTensor says.
+    If such a part were cut along rows once more, its rows would no longer be those that its DTensor names.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
     return Shard(1) if any(isinstance(placement, _StridedShard) for placement in spread) else None
@@ -175,21 +175,21 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
 
 def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, ParallelStyle]]:
     """The style of each module that has one, in order."""
-    found: list[tuple[nn.Module, ParallelStyle]] = []
+    styles: list[tuple[nn.Module, ParallelStyle]] = []
     within: set[nn.Module] = set()
     for module in model.modules():
         if module in within:
             continue
         style = _style(module, sequence, is_head=module is getattr(model, "head", None))
         if style is not None:
-            found.append((module, style))
+            styles.append((module, style))
             within |= set(module.modules())
         elif isinstance(module, LayerNormMoE | Linear):
             what = "mixtures of experts" if isinstance(module, LayerNormMoE) else "linears outside of attention and MLP"
             raise UserError(f"{module.name}: tensor_parallel does not share {what}; give tp=1, or styles of your own")
-    if not found:
+    if not styles:
         raise UserError(f"tensor_parallel: {type(model).__name__} has no module of hqsweep.nn that ranks can share")
-    return found
+    return styles
 
 
 def _style(module: nn.Module, sequence: int | None, *, is_head: bool) -> ParallelStyle | None:
@@ -226,8 +226,8 @@ def check_divides(name: str, size: int, what: str, mesh: DeviceMesh) -> None:
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: Any) -> None:
-    """Make every parameter of the module, its submodules' too, a DTensor of rank `source`'s values (of a held weight
-    the rank's own), whole where no placement is named."""
+    """Make every parameter of the module, and of its submodules, a DTensor of rank `source`'s values (for a held weight
+    of the rank's own), whole where no placement is named."""
     for name, parameter in list(module.named_parameters()):
         if isinstance(parameter, DTensor):
             continue

@@ -1,7 +1,8 @@
 """What ranks that hold parts of one whole agree on: amaxes of the whole, and the values of blocks that a cut divides.
 
-Then each quantizes its part by the ordinary kernels, and has the bytes that the whole has there. All weights of a step
-go through three collectives at most: the missing rows, the amaxes, and the amaxes of what is made from decoded rows.
+Then each rank quantizes its part by the ordinary kernels, and has the bytes that the whole has there. All weights of a
+step go through three collectives at most: the missing rows, the amaxes, and the amaxes of what is made from decoded
+rows.
 """
 
 import weakref
@@ -31,7 +32,7 @@ Write = tuple[Any, Tensor, RngKey | None]
 class Part:
     """A matrix x [rows, cols] that is a part of a whole, and what is to be made of it (HybridQuantizer.quantize).
 
-    It holds whole blocks of its formats. place: where it lies, which random bits follow from.
+    It holds whole blocks of its formats. place: where it lies in the whole, which decides its random bits.
     """
 
     x: Tensor
@@ -42,8 +43,8 @@ class Part:
     states: SlotStates | None = None
     place: Place | None = None
     cut_rows: bool = False
-    """Whether the rows of the whole lie over several ranks, so that they agree on amaxes of rows, too; the same on all
-    ranks, and with a place."""
+    """Whether the rows of the whole lie over several ranks, which then agree on amaxes of rows, too; the same on all
+    ranks. It needs a place."""
     grids: dict[str, Buffers] = field(default_factory=dict)
     """Direction -> the amax of the whole, as far as it is known."""
 
@@ -54,7 +55,7 @@ class Part:
 
     @property
     def formats(self) -> dict[str, Format]:
-        """Direction -> format of what is encoded, wanted or decoded from."""
+        """Direction -> the format that is encoded, because its operand is wanted or decoded for the other."""
         wanted = {"rowwise": self.rowwise is not None or self.dequantized, "columnwise": self.columnwise is not None}
         return {direction: getattr(self.quantizer, direction) for direction, needed in wanted.items() if needed}
 
@@ -87,29 +88,29 @@ def _agree(amaxes: Sequence[Tensor], group: Any) -> None:
 
 
 def _has_one_amax(format: Format | None) -> bool:
-    """Whether a format has one amax of the whole, which is found when it is quantized."""
+    """Whether a format has one amax of the whole, which is found when the whole is quantized."""
     return format is not None and format.amax_name is not None and not (format.delayed or format.row_scaled)
 
 
 def _find(part: Part) -> list[Tensor]:
-    """The amaxes of x, found for this part and noted in its grids, of the directions that are made from x."""
+    """The amaxes of x for the directions that are made from x, found for this part and noted in its grids."""
     row = part.formats.get("rowwise")
     column = None if part.dequantized else part.formats.get("columnwise")
-    found: dict[str, Tensor] = {}
+    amaxes: dict[str, Tensor] = {}
     for direction, format in (("rowwise", row), ("columnwise", column)):
         if _has_one_amax(format):
-            same = direction == "columnwise" and "rowwise" in found and not format.rht
-            found[direction] = found["rowwise"] if same else part.x.new_zeros(1, 1, dtype=torch.float32)
-            part.grids[direction] = {format.amax_name: found[direction]}
-    rowwise, columnwise = found.get("rowwise"), found.get("columnwise")
+            same = direction == "columnwise" and "rowwise" in amaxes and not format.rht
+            amaxes[direction] = amaxes["rowwise"] if same else part.x.new_zeros(1, 1, dtype=torch.float32)
+            part.grids[direction] = {format.amax_name: amaxes[direction]}
+    rowwise, columnwise = amaxes.get("rowwise"), amaxes.get("columnwise")
     if part.cut_rows and row is not None and row.row_scaled:
-        found["rowwise"] = part.x.new_zeros(part.place.rows_of_whole, 1, dtype=torch.float32)
-        rowwise = found["rowwise"][part.place.first_row : part.place.first_row + len(part.x)]
+        amaxes["rowwise"] = part.x.new_zeros(part.place.rows_of_whole, 1, dtype=torch.float32)
+        rowwise = amaxes["rowwise"][part.place.first_row : part.place.first_row + len(part.x)]
         part.grids["rowwise"] = {row.amax_name: rowwise}
-    if part.x.numel() and found:
+    if part.x.numel() and amaxes:
         columns = NO_SEARCH if columnwise is None or columnwise is rowwise else Search(column, columnwise)
         find_amax(part.x, NO_SEARCH if rowwise is None else Search(row, rowwise), columns)
-    return list({id(amax): amax for amax in found.values()}.values())
+    return list({id(amax): amax for amax in amaxes.values()}.values())
 
 
 def _find_decoded(part: Part) -> list[Tensor]:
@@ -145,16 +146,16 @@ def _note(part: Part) -> list[Tensor]:
 def quantize_shards_(
     tensors: Sequence[Any], values: Sequence[Tensor], keys: Sequence[RngKey | None] | None = None, group: Any = None
 ) -> None:
-    """Overwrite quantized tensors, each a shard of a whole (its metadata has a place), with these values, of
-    which every rank has those of its own shard, of its shape.
+    """Overwrite quantized tensors, each of which is a shard of a whole (its metadata has a place), with these values.
+    Every rank gives the values of its own shard, in the shard's shape.
 
     The bytes are those of the whole quantized at once: rows of a block that a cut divides come from the ranks that have
-    them, amaxes of the whole are the largest over the ranks, and random bits those of the element's place in the whole.
-    All ranks of the group call this with their shards of the same weights, in the same order; rows travel in the
-    source dtype. The first call with new places is slower, as ranks tell them to each other. Tensors without a place
-    are written as they are. keys: by default each tensor's next.
+    them, amaxes are the largest over the ranks, and random bits are those of the element's place in the whole. All
+    ranks of the group call this with their shards of the same weights, in the same order; rows travel in the source
+    dtype. The first call with new places is slower, as ranks tell them to each other. Tensors without a place are
+    written as they are. keys: by default each tensor's next.
 
-    group None: the shards cut no blocks and share no amaxes, else UserError. UserError as quantize_() has it.
+    group None: the shards cut no blocks and share no amaxes, else UserError. UserError as quantize_() raises it.
     """
     writes: list[Write] = []
     for tensor, x, key in zip(tensors, values, keys or [None] * len(tensors), strict=True):
@@ -180,11 +181,12 @@ def gather_sources(
     *,
     remember: bool = False,
 ) -> list[tuple[Tensor, bool]]:
-    """For each tensor the values that its operands are made from: [rows, cols] of source_area() in its source dtype,
-    from the areas of the whole that this rank holds, whose values are the pieces, and from the other ranks; and whether
-    rows of the whole lie over several ranks.
+    """Return for each tensor the values that its operands are made from, and whether rows of the whole lie over several
+    ranks. The values are [rows, cols] of source_area() in the source dtype; they come from the areas of the whole that
+    this rank holds, whose values are the pieces, and from the other ranks.
 
-    remember: the same tensors always bring the same areas, which ranks tell each other once, and not at every call.
+    remember: whether the same tensors always bring the same areas, so that ranks tell them to each other once, and not
+    at every call.
     """
     if not tensors:
         return []
@@ -217,7 +219,7 @@ def source_area(tensor: Any) -> Area:
         return own_area(tensor)
     decodes = "columnwise" in meta.directions and meta.quantizer.columnwise_source == "rowwise_dequantized"
     directions = sorted({*meta.directions, *(["rowwise"] if decodes else [])})
-    return meta.place.sources([(getattr(meta.quantizer, each), each) for each in directions], meta.matrix)
+    return meta.place.sources([(getattr(meta.quantizer, name), name) for name in directions], meta.matrix)
 
 
 def _part(tensor: Any, x: Tensor, cut_rows: bool, key: RngKey | None) -> Part:
@@ -238,8 +240,8 @@ def _cut(tensor: Any, operands: HybridOperand) -> HybridOperand:
 
 
 def operand_of_area(operand: Operand, direction: str, area: Area, part: Area) -> Operand:
-    """Views of the buffers for a part of the area that an operand of this direction encodes; UserError for a part that
-    cuts blocks."""
+    """The operand of a part of the area that an operand of this direction encodes, as views of its buffers; UserError
+    for a part that cuts blocks."""
     if part == area:
         return operand
     rows, cols = (0, 1) if direction == "rowwise" else (1, 0)
@@ -251,8 +253,8 @@ def _remembered(tensors: Sequence[Any], held: tuple, needed: tuple, group: Any) 
     """The exchange of these shards, which the first of them remembers for as long as it is written together with the
     same others.
 
-    By the tensors themselves and not by their areas: where a program makes tensors anew it does so on every rank, and
-    then all of them, or none, tell the others their areas. A rank's own areas may be those of another set.
+    It is found by the tensors themselves and not by their areas: where a program makes tensors anew it does so on every
+    rank, and then all of them, or none, tell the others their areas. A rank's own areas may be those of another set.
     """
     first, *others = (tensor.shared for tensor in tensors)
     same = (held, needed, group)

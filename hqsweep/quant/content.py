@@ -52,11 +52,11 @@ class OneMatrix:
 
     @property
     def extent(self) -> tuple:
-        """Equal in two tensors of one quantizer where one can take the other's bytes."""
+        """A value that is equal for two tensors of one quantizer where one can take the other's bytes."""
         return (self.matrix,)
 
     def empty_shape(self, size: Sequence[int]) -> Sequence[int] | None:
-        """Argument of empty() for a tensor of this size; None if it cannot be held so."""
+        """The argument of empty() for a tensor of this size; None if it cannot be held so."""
         return size if len(size) >= 2 else None
 
     def shape(self, direction: str) -> tuple[int, int]:
@@ -65,14 +65,14 @@ class OneMatrix:
         return (rows, cols) if direction == "rowwise" else (cols, rows)
 
     def check_shard(self) -> None:
-        """One matrix may be a shard."""
+        """Nothing: one matrix may be a shard."""
 
     def check(self, format: Format, direction: str) -> None:
         """UserError for a shape that the format cannot hold."""
         format.check_shape(*self.shape(direction))
 
     def check_view(self, shape: Sequence[int]) -> None:
-        """Any logical shape of as many elements will do."""
+        """Nothing: any logical shape of as many elements will do."""
 
     def buffer_shape(self, format: Format, name: str, direction: str) -> tuple[int, ...]:
         """Shape of one buffer; UserError for a matrix that the format cannot hold."""
@@ -106,9 +106,9 @@ class ManyMatrices:
     """[E * N, K] of members [N, K], or [1, elements] of members of other shapes."""
     count: int
     first: int = 0
-    """Which expert of the whole is the first one of this part."""
+    """The number, in the whole, of this part's first expert."""
     shapes: Shapes | None = None
-    """None where all members have the shape [N, K]."""
+    """The shapes of members; None where all have the shape [N, K]."""
 
     @classmethod
     def of(cls, shape: Sequence[int] | MemberShapes) -> tuple[Self, Sequence[int]]:
@@ -146,17 +146,17 @@ class ManyMatrices:
 
     @property
     def extent(self) -> tuple:
-        """Equal in two tensors of one quantizer where one can take the other's bytes."""
+        """A value that is equal for two tensors of one quantizer where one can take the other's bytes."""
         return self.count, self.matrix, self.shapes
 
     @property
     def splits(self) -> Splits | Shapes:
-        """Where the members are in the matrix."""
+        """The rows of each member in the matrix."""
         return self.shapes or Splits.uniform(self.count, self._equal[0])
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """Shape in which quantize_group takes the values: the matrix, or flat."""
+        """The shape in which quantize_group takes the values: the matrix, or flat."""
         return (self.shapes.total,) if self.shapes else self.matrix
 
     @property
@@ -173,13 +173,13 @@ class ManyMatrices:
         return self.matrix[0] // max(self.count, 1), self.matrix[1]
 
     def empty_shape(self, size: Sequence[int]) -> Sequence[Any] | None:
-        """Argument of empty() for a tensor of this size; None if it cannot be held so."""
+        """The argument of empty() for a tensor of this size; None if it cannot be held so."""
         if self.shapes and tuple(size) == (self.shapes.total,):
             return self.shapes.members
         return size if self._has_experts(size) else None
 
     def layout(self, direction: str) -> Layout:
-        """Where the members' operands are in packed buffers."""
+        """The places of the members' operands in packed buffers."""
         columnwise = direction == "columnwise"
         if self.shapes:
             return self.shapes.layout(columnwise=columnwise)
@@ -217,7 +217,7 @@ class ManyMatrices:
         return identity
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """A tensor for each member, of its shape, as a flat one; UserError for others."""
+        """The tensors, one for each member and of its shape, as a flat one; UserError for others."""
         shapes = [tuple(part.shape) for part in parts]
         if shapes != self.members:
             raise UserError(f"quantize_: got tensors of shapes {shapes} for members of shapes {self.members}")

@@ -26,14 +26,14 @@ from hqsweep.ops.request import Target
 from hqsweep.ops.splits import Splits
 
 NO_STEP = -1
-"""In a checkpoint: nothing was recorded, or only for a step to come."""
+"""The step of a state in a checkpoint that has recorded nothing, or only for a step to come."""
 
 
 class DelayedState(nn.Module):
-    """history float32 [L] and amax float32 [1, 1], as end_step has them; `step` is that of history[0].
+    """history float32 [L] and amax float32 [1, 1], as end_step has them; `step` is the step of history[0].
 
     The step is a Python number, so that no device is waited for; a state_dict has it as a tensor. It is None before the
-    first one, and for a tensor that is held as codes until a step uses what was written.
+    first step, and for a tensor that is held as codes until a step uses what was written.
     """
 
     history: Tensor
@@ -57,7 +57,7 @@ class DelayedState(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Begin anew where the checkpoint knows nothing of this state, as one that was trained in other formats."""
+        """Begin anew where the checkpoint knows nothing of this state, as after a training in other formats."""
         if not any(key.startswith(prefix) for key in state_dict):
             self.reset_parameters()
             return
@@ -80,9 +80,9 @@ class DelayedState(nn.Module):
 
 
 def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> list[Tensor]:
-    """float32 [1, 1] of each: the amax by which a quantization at this step scales. Changes nothing.
+    """float32 [1, 1] of each state: the amax by which a quantization at this step scales. It changes nothing.
 
-    step=None: after the last step.
+    step=None stands for the time after the last step.
     """
     others = [state for state in states if step is None or state.step != step]
     ended = iter(_ended(others, format)[1]) if others else iter(())
@@ -90,19 +90,19 @@ def amaxes_at(states: Sequence[DelayedState], step: int | None, format: Fp8Delay
 
 
 def begin(states: Sequence[DelayedState], step: int, format: Fp8Delayed) -> None:
-    """Start `step` in each; close the previous one."""
+    """Start `step` in each state, and close the step before it."""
     _end([state for state in states if state.step != step], step, format)
 
 
 def rewrite(states: Sequence[DelayedState], format: Fp8Delayed) -> None:
-    """Before tensors that are held as codes are written: the step in which their values were used ends; values that no
-    step has used are forgotten."""
+    """Prepare for a write of tensors that are held as codes: the step in which their values were used ends, and values
+    that no step has used are forgotten."""
     _end([state for state in states if state.step is not None], None, format)
     torch._foreach_zero_([state.history[:1] for state in states])
 
 
 def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -> None:
-    """End the step of each, in as many operations as for one; `step` is the one that begins."""
+    """End the step of each state, in as many operations as for one; `step` is the one that begins."""
     if states:
         histories, amaxes = _ended(states, format)
         torch._foreach_copy_([state.history for state in states], histories)
@@ -112,7 +112,7 @@ def _end(states: Sequence[DelayedState], step: int | None, format: Fp8Delayed) -
 
 
 def _ended(states: Sequence[DelayedState], format: Fp8Delayed) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """end_step of each; nothing is written."""
+    """end_step of each state; nothing is written."""
     if len(states) == 1:
         history, amax = end_step(states[0].history, states[0].amax, most_recent=format.most_recent)
         return [history], [amax]
@@ -128,7 +128,7 @@ class SlotStates:
     states: Mapping[str, DelayedState]
     """Direction -> state, where the direction's format is delayed."""
     step: int | None
-    """Step of the training; None outside of a training, which counts as after its last step."""
+    """The step of the training; None outside of a training, which counts as after its last step."""
     record: bool
     """Whether this call is part of the training; without it no state changes."""
     held: bool = False
@@ -139,17 +139,17 @@ class SlotStates:
     """The process group whose ranks each have a part of the tensor; None: every rank has all of it."""
 
     def use(self) -> None:
-        """A step of the training uses a tensor that is held."""
+        """Note that a step of the training uses a tensor that is held."""
         if self.record:
             for state in self.states.values():
                 state.step = self.training_step()
 
     def written(self) -> Self:
-        """These states as a tensor that is held has them while it is written."""
+        """The states as a tensor that is held has them while it is written."""
         return replace(self, record=True, held=True)
 
     def training_step(self) -> int:
-        """UserError where there is none."""
+        """The step of the training; UserError where there is none."""
         if self.step is None:
             raise UserError(
                 "fp8_delayed counts the steps of a training; call the model inside hqsweep.nn.quantization(step=...),"
@@ -189,8 +189,8 @@ def note(
 ) -> None:
     """Merge the amaxes of x [rows, cols], as ops.quantize encoded it, into the histories of the slots.
 
-    One search for all. splits: the rows of x that belong to each slot; None: there is one slot, and its histories take
-    what is found at once. row: by which the rows were encoded.
+    One search serves all. splits: the rows of x that belong to each slot; None: there is one slot, and its histories
+    take what is found at once. row: the target by which the rows were encoded.
     """
     delayed = slots[0].delayed(formats)
     if not (slots[0].record and delayed):
@@ -219,7 +219,7 @@ def note(
 def _to_decode_by(
     slots: Sequence[SlotStates], x: Tensor, splits: Splits | None, row: Target
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The rowwise amaxes that the rows are decoded by, where the states know them or they were given, or else memory in
+    """The rowwise amaxes that the rows are decoded by, where the states know them or they were given; else memory in
     which they are found once more, where the format has any."""
     format = row.format
     if format.delayed:
@@ -237,7 +237,7 @@ def _to_decode_by(
 def _share(slots: Sequence[SlotStates], formats: Mapping[str, Fp8Delayed]) -> None:
     """Have the ranks of a group agree on the amaxes of the present step, in one collective for all slots.
 
-    Of a weight that is held as codes only the ranks that have parts of it agree: it is written wherever its rank is, as
+    Of a weight that is held as codes, only the ranks that have parts agree: it may be written on those ranks alone, as
     when a model is built. UserError for +local_amax within a DistributedDataParallel that gives every rank the states
     of rank 0.
     """

@@ -21,24 +21,25 @@ from hqsweep.memo import constant_result
 from hqsweep.quant.shard import Cut, buffer_cuts
 
 ONE_ARGUMENT = inspect.signature(lambda mesh: None)
-"""Of pre() as torch calls it, which asks for it in every pass."""
+"""A signature with one argument for pre(), which torch asks for in every pass."""
 _TRACED: list[bool] = []
 """Not empty once torch.compile has traced a read of a held weight."""
 
 
 @constant_result
 def note_trace() -> None:
-    """Called, as what constants are made of, while torch.compile traces."""
+    """Note that torch.compile traces: it calls this while it traces, as it does with all functions of constants."""
     _TRACED[:] = [True]
 
 
 class Sharding:
-    """One for all shards of a tensor that are on a rank, and for the whole tensor that is made of them."""
+    """How a tensor is gathered: one Sharding serves all of its shards on a rank, and the whole tensor that is made of
+    them."""
 
     def __init__(self, cut: Cut) -> None:
         self.cut = cut
         self.recomputes = False
-        """Whether backward has been seen to run forward again, which reads the rowwise operand."""
+        """Whether backward was seen to run forward again, which reads the rowwise operand."""
         self._parameter: Any = lambda: None  # weak references: the engine's objects hold the tensors that hold this
         self._group: Any = lambda: None
         self._mesh: Any = None
@@ -51,7 +52,7 @@ class Sharding:
         self._sent: dict[str, tuple[Tensor, Tensor]] = {}
 
     def pre(self, shard: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends for the pass that is next, and what post() needs to know."""
+        """What this rank sends for the next pass, and what post() needs to know."""
         if not self._has_engine():
             raise UserError(
                 f"fully_shard of torch {torch.__version__} keeps its parameters where hqsweep does not find them; it"
@@ -64,13 +65,13 @@ class Sharding:
         self._join(mesh)
         self._make_whole(shard.device)
         ahead, parameter = self._pass(self._directions()), self._parameter()
-        # torch makes its outputs once, of the sizes of the first pass; another pass has other ones.
+        # torch makes its outputs once, in the sizes of the first pass; another pass needs other sizes.
         parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [*ahead.received], [*ahead.own]
         return tuple(_wide(own, own.numel()) for own in self._inputs(shard, ahead.names)), ahead
 
     def post(self, shard: Any, told: Any, dtype: torch.dtype, *, is_first: bool) -> tuple[Any, list[Tensor]] | None:
-        """Fill the buffers; for torch's first gather the whole tensor, and the memory that torch frees when it shards
-        again."""
+        """Fill the buffers; returns, at torch's first gather, the whole tensor, and the memory that torch frees when it
+        shards again."""
         if isinstance(told, _Pass):
             self._fill(told.names)
             return (self._tensor(shard, dtype), [*told.own]) if is_first else None
@@ -110,7 +111,7 @@ class Sharding:
         return None if self._mesh is None else self._mesh.get_group()
 
     def _directions(self) -> tuple[str, ...]:
-        """Those that the pass reads; both where a forward or a backward may follow without another gather."""
+        """The directions that the pass reads; both where a forward or a backward may follow without another gather."""
         group = self._group()
         if getattr(group, "_use_post_forward_mesh", False):
             raise UserError(
@@ -139,7 +140,7 @@ class Sharding:
             self._mesh, self._rank, self._cuts = mesh, mesh.get_local_rank(), buffer_cuts(self.cut, mesh.size())
 
     def link(self, states: Any) -> None:
-        """Have this rank's shard use the states of the whole, of which those of a group are one for each expert."""
+        """Have this rank's shard use the states of the whole; those of a group are one for each expert."""
         shard = self._parameter()._sharded_local_tensor if self._has_engine() else None
         if isinstance(states, list) and shard is not None:
             first = shard.metadata.content.first - self.cut.metadata.content.first
@@ -151,7 +152,7 @@ class Sharding:
         return tuple(self._packed(name, getattr(shard, name)) for name in names)
 
     def _packed(self, name: str, buffer: Tensor) -> Tensor:
-        """The bytes of a buffer; noted where they are the buffer's own, which later writes reach."""
+        """The bytes of a buffer. It is noted where they are the buffer's own memory, which later writes reach."""
         known, packed = self._sent.get(name, (None, None))
         if known is buffer:
             return packed
@@ -161,7 +162,8 @@ class Sharding:
         return packed
 
     def _make_whole(self, device: torch.device) -> None:
-        """The buffers of the whole, without memory; what is received is one of them where it lies in order."""
+        """Make the buffers of the whole, without memory. What is received is such a buffer itself where it lies in
+        order."""
         if self._whole:
             return
         meta = self.cut.metadata
@@ -198,7 +200,7 @@ class Sharding:
         ordered.copy_(arrived)
 
     def _own(self, names: Sequence[str]) -> list[Tensor]:
-        """The buffers that are not what is received."""
+        """The memory of buffers that is not what was received."""
         return [self._whole[name] for name in names if not self._cuts[name].in_place]
 
     def _tensor(self, shard: Any, dtype: torch.dtype) -> Any:
@@ -207,12 +209,13 @@ class Sharding:
         return whole
 
     def _ranks(self, mesh: Any) -> int:
-        """Over how many ranks the tensor is cut: torch also gives the mesh of ranks that have all of it."""
+        """The number of ranks that the tensor is cut over: torch also gives the mesh of ranks that have all of it."""
         kind = type(getattr(self._parameter(), "mesh_info", None)).__name__
         return 1 if kind == "DDPMeshInfo" else mesh.size()
 
     def _has_engine(self) -> bool:
-        """Whether what torch's engine keeps of the tensor is known; it is looked for, and noted once."""
+        """Whether the objects are known that torch's engine keeps of the tensor; they are looked for until they are
+        found once."""
         if self._parameter() is not None:
             return True
         for group in _groups():
@@ -225,8 +228,8 @@ class Sharding:
 
 
 class _Pass(NamedTuple):
-    """What a pass gathers: buffers by name, what is received of each, and the memory that these become where it does
-    not lie in order."""
+    """What a pass gathers: the names of buffers, what is received of each, and the memory that these become where it
+    does not lie in order."""
 
     names: list[str]
     received: list[Tensor]
@@ -234,7 +237,7 @@ class _Pass(NamedTuple):
 
 
 def with_sharding(x: Any, parts: list, cut: Cut) -> list:
-    """The parts of a tensor that is cut so, as torch's fully_shard cuts it, with how ranks gather them."""
+    """The parts of a tensor that torch's fully_shard cuts so, with how ranks gather them."""
     x.sharding = Sharding(cut)
     for part in parts:
         part.sharding = x.sharding
@@ -253,7 +256,8 @@ def _groups() -> Iterator[Any]:
 
 
 def _wide(tensor: Tensor, sent: int) -> Tensor:
-    """Bytes as float32 where each rank sends a multiple of four: torch copies what it gathers element by element."""
+    """The bytes as float32 where each rank sends a multiple of four: torch copies what it gathers element by
+    element."""
     if sent % 4:
         return tensor
     return (tensor if tensor.storage_offset() % 4 == 0 else tensor.clone()).view(torch.float32)
@@ -269,6 +273,6 @@ def _allocate(tensor: Tensor) -> None:
 
 
 def _write(tensor: Tensor, write: Any) -> None:
-    """Backward may hold the tensor, and what it is filled with is what it had."""
+    """Write without a new version: backward may hold the tensor, and is given what it had."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
         write(tensor)

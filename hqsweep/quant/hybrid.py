@@ -37,8 +37,8 @@ Direction = Literal["rowwise", "columnwise"]
 
 @dataclass(frozen=True)
 class HybridQuantizer:
-    """Frozen, hashable; which directions to make, the key of stochastic rounding and the states of delayed scaling are
-    call arguments."""
+    """The formats of a tensor; frozen and hashable. Which directions to make, the key of stochastic rounding and the
+    states of delayed scaling are call arguments."""
 
     rowwise: Format
     columnwise: Format
@@ -66,7 +66,8 @@ class HybridQuantizer:
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, str] | HybridQuantizer") -> "HybridQuantizer":
-        """From "ROW|COL@SOURCE", or {rowwise, columnwise, columnwise_source} with the last one optional."""
+        """The quantizer of "ROW|COL@SOURCE", or of {rowwise, columnwise, columnwise_source} with the last one
+        optional."""
         if isinstance(value, HybridQuantizer):
             return value
         row, column, source = quantizer_texts(value)
@@ -88,7 +89,7 @@ class HybridQuantizer:
 
     @cached_property
     def reads_key(self) -> bool:
-        """Whether quantize needs the key of its call: where bits are drawn, and in a class of somebody else, which may
+        """Whether quantize needs the key of its call: where bits are drawn, and for a class of somebody else, which may
         draw its own."""
         return self.stochastic or type(self) is not HybridQuantizer
 
@@ -106,7 +107,7 @@ class HybridQuantizer:
     def may_save_original(self) -> bool:
         """Whether backward may keep the tensor and make the columnwise operand from it again.
 
-        With rowwise_dequantized that would take the rowwise operand, too, so the columnwise one is what is kept.
+        With rowwise_dequantized that would take the rowwise operand, too, so the columnwise operand is kept.
         """
         return self.columnwise_source == "original"
 
@@ -117,7 +118,7 @@ class HybridQuantizer:
 
     @property
     def _column_takes_amax_of_x(self) -> bool:
-        """Whether that of the columnwise operand is x's, and not that of transformed or decoded values."""
+        """Whether the columnwise operand's amax is x's, and not that of transformed or decoded values."""
         return _takes_amax(self.columnwise) and not self.columnwise.rht and self.columnwise_source == "original"
 
     def quantize(
@@ -140,12 +141,13 @@ class HybridQuantizer:
         fp8_delayed are scaled by the states of the slot, which then take note of x's amaxes in one more read; UserError
         without them.
 
-        splits: the rows belong to the members of a group, each of which is quantized as by itself, under its own key
-        and states, into operands with a layout. by_rows: see ops.request.Target. amaxes: what takes_amaxes() names of x
-        bfloat16, where it is known; otherwise it is found in a pass of its own. The bytes are the same.
+        splits: the rows belong to the members of a group. Each member is quantized as if it were alone, under its own
+        key and states, into operands with a layout. by_rows: see ops.request.Target. amaxes: those of x bfloat16 that
+        takes_amaxes() names, where they are known; otherwise they are found in a pass of their own. The bytes are the
+        same.
 
-        place: x is a part of a whole matrix, whose elements draw the random bits that they draw there. Scales are those
-        of x: amaxes that the whole shares are given. UserError for a place together with splits.
+        place: x is a part of a whole matrix, and its elements draw the random bits that they draw there. Scales come
+        from x alone: amaxes that the whole shares are given. UserError for a place together with splits.
         """
         if place is not None and splits is not None:
             raise UserError("quantize: a place is that of one matrix; the matrices of splits are each a whole")
@@ -165,7 +167,7 @@ class HybridQuantizer:
         key: RngKey | None = None,
         place: Place | None = None,
     ) -> HybridOperand:
-        """quantize() of a part of a whole under the amaxes of the whole: direction -> grid (ops.request.Target), where
+        """quantize() for a part of a whole under the amaxes of the whole: direction -> grid (ops.request.Target), where
         its format takes one that the part alone does not know. UserError for a quantizer with a quantize of its own."""
         if type(self).quantize is not HybridQuantizer.quantize:
             raise UserError(
@@ -191,9 +193,10 @@ class HybridQuantizer:
         states: SlotStates | None = None,
         place: Place | None = None,
     ) -> HybridOperand:
-        """quantize() of an x whose amax is known, float32 [1, 1]: formats with one of the whole matrix need no search.
-        The bytes are the same. Or that of each direction's operand, which it is then encoded under whatever x has, as
-        the amax of a whole that x is a part of; of +row_scaled [rows, 1]. place: see quantize()."""
+        """quantize() for an x whose amax is known, float32 [1, 1]: formats with one amax of the whole matrix need no
+        search. The bytes are the same. A mapping gives the amax of each direction's operand, which is then encoded
+        under it whatever x has, such as the amax of a whole that x is a part of; for +row_scaled it is [rows, 1].
+        place: see quantize()."""
         row, column = self._targets(rowwise, columnwise)
         if isinstance(amax, Tensor):
             row, column = _under(row, amax), _under(column, amax) if self._column_takes_amax_of_x else column
@@ -213,10 +216,11 @@ class HybridQuantizer:
         key: RngKey | None = None,
         states: SlotStates | None = None,
     ) -> HybridOperand:
-        """quantize() of h = activation(z), or with dh of the gradient of z: on CUDA, for a z that activation() takes.
+        """quantize() for h = activation(z), or with dh for the gradient of z: on CUDA, for a z that activation() takes.
 
-        In one pass from z where all scales are found in blocks, without random bits; otherwise from the matrix, under
-        the amaxes that the activation's kernel finds, where formats have one of the whole. The bytes are the same.
+        It is one pass from z where all scales are found in blocks, without random bits. Otherwise the matrix is made
+        and quantized, under the amaxes that the activation's kernel finds, where formats have one of the whole. The
+        bytes are the same.
         """
         if type(self) is not HybridQuantizer:
             (x,) = activation(z, kind) if dh is None else activation_backward(dh, z, kind)
@@ -226,8 +230,8 @@ class HybridQuantizer:
         if takes_formats(request):
             results = quantized_of(request, quantize_activated(request, z, dh, kind))
             return self._operands(results, shape_of(z, dh, kind), z.dtype, None, rowwise)
-        found = self.takes_amaxes(rowwise, columnwise)
-        (x, *amaxes) = activation(z, kind, *found) if dh is None else activation_backward(dh, z, kind, *found)
+        wanted = self.takes_amaxes(rowwise, columnwise)
+        (x, *amaxes) = activation(z, kind, *wanted) if dh is None else activation_backward(dh, z, kind, *wanted)
         if amaxes:
             row, column = self._under(row, column, amaxes)
         results = self._quantize(x, row, column, key, states)
@@ -240,7 +244,7 @@ class HybridQuantizer:
     def quantize_normed(
         self, of: Normed, *, rowwise: Output | None = None, columnwise: Output | None = None
     ) -> HybridOperand:
-        """quantize() of a norm's output, on CUDA, for outputs that takes_normed(): in one pass from the sum that it is
+        """quantize() for a norm's output, on CUDA, for outputs that takes_normed(): one pass from the sum that it is
         the norm of. The bytes are the same."""
         results = quantized_of(
             request := self._request(*self._targets(rowwise, columnwise)), quantize_normed(request, of)
@@ -254,8 +258,8 @@ class HybridQuantizer:
     def takes_amaxes(self, rowwise: Output | None, columnwise: Output | None) -> tuple[bool, bool | None]:
         """Which amaxes of a whole matrix quantize() takes for these outputs, each float32 [1, 1] with NaN aside.
 
-        Whether that of its elements; and, with signs that are not None, that of its columns after the random Hadamard
-        transform under them, rounded to bfloat16.
+        First, whether it takes the amax of the matrix's elements; second, the signs of the random Hadamard transform
+        after which it takes the amax of the columns, rounded to bfloat16, or None.
         """
         row, column = self._targets(rowwise, columnwise)
         if type(self) is not HybridQuantizer:
@@ -265,7 +269,7 @@ class HybridQuantizer:
         return _takes_amax(row.format) or _takes_amax(of_x), signs
 
     def _under(self, row: Target, column: Target, amaxes: Sequence[Tensor]) -> tuple[Target, Target]:
-        """The targets with grids of what takes_amaxes() names, where their formats take one."""
+        """The targets with grids of the amaxes that takes_amaxes() names, where their formats take one."""
         row = _under(row, amaxes[0])
         if self.columnwise_source != "original":
             return row, column
@@ -276,7 +280,7 @@ class HybridQuantizer:
     def _targets(
         self, rowwise: Output | None, columnwise: Output | None, by_rows: bool = False
     ) -> tuple[Target, Target]:
-        """What is made for the outputs that are asked for."""
+        """The targets of the outputs that are asked for."""
         needs_row = rowwise is not None or (columnwise and self.columnwise_source == "rowwise_dequantized")
         row = Target(self.rowwise, rowwise or "codes") if needs_row else NO_TARGET
         return row, Target(self.columnwise, columnwise, by_rows=by_rows) if columnwise else NO_TARGET
@@ -289,7 +293,7 @@ class HybridQuantizer:
         splits: Splits | None,
         rowwise: Output | None,
     ) -> HybridOperand:
-        """Of a matrix of this shape; the rowwise results, if they are asked for."""
+        """The operands of a matrix of this shape, the rowwise one only if it is asked for."""
         row = _operand(results.rowwise, self.rowwise, shape, dtype, splits) if rowwise else None
         column = _operand(results.columnwise, self.columnwise, shape[::-1], dtype, splits, columnwise=True)
         return HybridOperand(rowwise=row, columnwise=column)
@@ -300,7 +304,7 @@ class HybridQuantizer:
         """Rows of ops.stats for both directions of x [rows, cols], gathered in the pass that quantizes it.
 
         Errors are against the values of x. The pass compares an operand with what it is made from, so that with
-        rowwise_dequantized the columnwise one is decoded and compared again. States are read and stay as they are.
+        rowwise_dequantized the columnwise one is decoded and compared again. States are read and not changed.
         """
         return {direction: sums.row() for direction, sums in self.sums(x, key, states).items()}
 
@@ -313,7 +317,8 @@ class HybridQuantizer:
         amaxes: Mapping[str, Tensor | None] | None = None,
         place: Place | None = None,
     ) -> dict[Direction, Sums]:
-        """What statistics() are made of; waits for the device. amaxes, place: as quantize_under() has them."""
+        """The sums that statistics() are computed from; waits for the device. amaxes, place: as quantize_under() has
+        them."""
         states = states and replace(states, record=False)
         row, column = Target(self.rowwise), Target(self.columnwise)
         if amaxes is not None:
@@ -335,7 +340,7 @@ class HybridQuantizer:
         place: Place | None = None,
         **options: Any,
     ) -> Quantized:
-        """ops.quantize with its options, under the keys and the states, which take note."""
+        """ops.quantize with these options, under the keys and the states, which take note of the amaxes."""
         source = self.columnwise_source if column.format else "original"
         if states is None and not self.stochastic:
             return quantize(x, row, column, columnwise_source=source, **options)
@@ -354,11 +359,11 @@ class HybridQuantizer:
     def direction_keys(
         self, key: RngKey | Sequence[RngKey | None] | None, place: Place | None = None
     ) -> dict[str, Any]:
-        """Direction -> its stream of the slot, or of every slot, where its format draws bits; else None. place: of a
-        part of a whole."""
+        """Direction -> its stream of the slot, or of every slot, where its format draws bits; else None. place: that of
+        a part of a whole."""
         if isinstance(key, Sequence) and not isinstance(key, RngKeys):
-            each = [self.direction_keys(own) for own in key]
-            return {direction: [own[direction] for own in each] for direction in DIRECTIONS}
+            of_slots = [self.direction_keys(own) for own in key]
+            return {direction: [own[direction] for own in of_slots] for direction in DIRECTIONS}
         draws = {d: key is not None and getattr(self, d).stochastic for d in DIRECTIONS}
         keys = {direction: key.under(direction) if draws[direction] else None for direction in DIRECTIONS}
         if place is None:
@@ -372,7 +377,7 @@ def _takes_amax(format: Format | None) -> bool:
 
 
 def _signs_of(format: Format | None) -> bool | None:
-    """Of a columnwise format whose amax is that of transformed columns: the transform's signs; None of any other."""
+    """The transform's signs, for a columnwise format whose amax is that of transformed columns; None for any other."""
     return format.rht_signed if _takes_amax(format) and format.rht else None
 
 
@@ -397,7 +402,7 @@ def _operand(
     *,
     columnwise: bool = False,
 ) -> Operand | ExactOperand | None:
-    """shape: the operand's; of members' packed operands that of X, or of X.T."""
+    """The operand of a result. shape: the operand's; for members' packed operands that of X, or of X.T."""
     if result is None or isinstance(result, ExactOperand):
         return result
     if splits is not None:

@@ -18,23 +18,25 @@ from hqsweep.quant.place import Place
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """Frozen and hashable, so that a compiler can guard it. Buffers are named "rowwise_q" and so on."""
+    """The description of a quantized tensor, frozen and hashable, so that a compiler can guard it. Buffers are named
+    "rowwise_q" and so on."""
 
     quantizer: HybridQuantizer
     directions: tuple[str, ...]
-    """The directions that are held, of "rowwise" and "columnwise"."""
+    """The directions that are held: "rowwise", "columnwise", or both."""
     content: Content
     """The matrix, or the matrices, that the operands encode."""
     dtype: torch.dtype
-    """dtype of the logical tensor: what dequantize() gives, and gradients have."""
+    """The dtype of the logical tensor: what dequantize() gives, and gradients have."""
     source_dtype: torch.dtype
-    """dtype to which values are rounded before they are quantized."""
+    """The dtype to which values are rounded before they are quantized."""
     key: RngKey | None = None
-    """Key of the last quantization, where the quantizer rounds stochastically; of a group, all members' in one."""
+    """The key of the last quantization, where the quantizer rounds stochastically; a group has one for all members."""
     place: Place | None = None
-    """Where a shard lies in its whole weight; None: it is the whole."""
+    """The place of a shard in its whole weight; None: it is the whole."""
     shares_scale: bool = False
-    """A part of a tensor that has entries in common with the rest, such as the scale of the tensor: not writable."""
+    """Whether this is a part that has entries in common with the rest of its tensor, such as the scale of the tensor,
+    and cannot be written."""
 
     @classmethod
     def of(
@@ -48,8 +50,8 @@ class Metadata:
         key: RngKey | None = None,
         place: Place | None = None,
     ) -> "Metadata":
-        """The metadata of a new tensor, of which a key is noted where random bits are drawn; UserError for directions
-        that do not exist, and for none, and for a shard that does not lie in its whole."""
+        """The metadata of a new tensor; the key is noted where random bits are drawn. UserError for no directions, or
+        ones that do not exist, and for a shard that does not lie in its whole."""
         if not directions or not set(directions) <= set(DIRECTIONS):
             raise UserError(f"directions are {tuple(directions)}; allowed: {', '.join(DIRECTIONS)}, or both")
         if place is not None:
@@ -87,7 +89,7 @@ class Metadata:
         return self.content if self.place is None else OneMatrix(matrix=self.cover(direction).shape)
 
     def buffer(self, direction: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """dtype and shape of one buffer; UserError for a shape that the format cannot hold."""
+        """The dtype and the shape of one buffer; UserError for a shape that the format cannot hold."""
         format = getattr(self.quantizer, direction)
         return format.layout[name].dtype, self._encoded(direction).buffer_shape(format, name, direction)
 
@@ -124,8 +126,8 @@ class Metadata:
         return Operand(format=format, **fields, dtype=self.source_dtype, buffers=own)
 
     def decode(self, rowwise: Operand | None, columnwise: Operand | None, dtype: torch.dtype) -> Tensor:
-        """The values in memory of their own, from the rowwise operand where there is one; of a shard without the rest
-        of its cover."""
+        """The values in memory of their own, from the rowwise operand where there is one; a shard's without the rest of
+        its cover."""
         if self.place is None:
             return self.content.decode(rowwise, columnwise, dtype)
         direction = "columnwise" if rowwise is None else "rowwise"
@@ -154,7 +156,7 @@ class Metadata:
 
     @classmethod
     def parse(cls, described: Mapping[str, Any]) -> "Metadata":
-        """Inverse of describe(); UserError for a quantizer that does not parse."""
+        """The inverse of describe(); UserError for a quantizer that does not parse."""
         key = described["key"]
         return cls(
             quantizer=HybridQuantizer.parse(described["quantizer"]),

@@ -28,19 +28,19 @@ class Operand:
     format: Format
     shape: tuple[int, int] | None = None
     layout: Layout | None = None
-    """Where the members of a group lie; None: one matrix."""
+    """The places of the members of a group; None: one matrix."""
     dtype: torch.dtype
-    """dtype of the matrix it was made from, and of dequantize()."""
+    """The dtype of the matrix it was made from, and of dequantize()."""
     buffers: Buffers
-    """The buffers of the format; of a group each is flat, one member after the other, with room behind them."""
+    """The buffers of the format; those of a group are flat, one member after the other, with room behind them."""
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """[rows, cols] in TransformerEngine's order of operations, rounded to dtype (default: the source's)."""
         return dequantize(self.buffers, self.format, self.shape, dtype or self.dtype)
 
     def operand(self) -> ExactOperand:
-        """Exact matrix and epilogue factor for gemm=exact; of a group packed, by rows, and nothing waits where a kernel
-        decodes."""
+        """The exact matrix and epilogue factor for gemm=exact. Those of a group are packed, by rows, and nothing waits
+        where a kernel decodes."""
         return exact_operand_of(self.buffers, self.format, self.layout or self.shape)
 
     @cached_property
@@ -54,13 +54,14 @@ class Operand:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """The bytes of all buffers."""
         return sum(t.nbytes for t in self.buffers.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HybridOperand:
-    """Both directions of one tensor; a direction that was not asked for is None, one to multiply at once is exact."""
+    """Both directions of one tensor. A direction that was not asked for is None, and one to multiply at once is an
+    ExactOperand."""
 
     rowwise: Operand | ExactOperand | None
     columnwise: Operand | ExactOperand | None
@@ -77,21 +78,21 @@ class Skeleton:
 
 
 def flatten(operand: Operand) -> tuple[list[Tensor], Skeleton]:
-    """Tensors in layout order, and what is needed to put them together again. Copies nothing."""
+    """The tensors in layout order, and what is needed to put them together again. It copies nothing."""
     tensors = [operand.buffers[name] for name in operand.format.layout]
     skeleton = Skeleton(format=operand.format, shape=operand.shape, layout=operand.layout, dtype=operand.dtype)
     return tensors, skeleton
 
 
 def unflatten(tensors: Sequence[Tensor], skeleton: Skeleton) -> Operand:
-    """Inverse of flatten."""
+    """The inverse of flatten()."""
     buffers = dict(zip(skeleton.format.layout, tensors, strict=True))
     format, shape, layout, dtype = skeleton.format, skeleton.shape, skeleton.layout, skeleton.dtype
     return Operand(format=format, shape=shape, layout=layout, dtype=dtype, buffers=buffers)
 
 
 def narrow(operand: Operand, axis: int, start: int, stop: int) -> Operand:
-    """Rows (axis 0) or columns (axis 1) from start to stop, as views of the buffers.
+    """The operand of rows (axis 0) or columns (axis 1) from start to stop, as views of the buffers.
 
     Entries that cover the whole axis stay those of the whole operand. UserError for a cut inside a block.
     """

@@ -2,7 +2,7 @@
 
 The ranks of a group hold equal parts of a matrix, cut along one axis. Scales of blocks are those of the part, which no
 block crosses; amaxes of whole tensors, and of whole rows, are the largest over the group; random bits are those of the
-place in the whole.
+element's place in the whole.
 """
 
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ AXES = ("rows", "columns")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Where the part lies of each rank of `group`."""
+    """How the ranks of `group` share a matrix: where each one's part lies."""
 
     group: ProcessGroup
     axis: int
     """The axis of the matrix that is cut: 0 for rows, 1 for columns."""
     runs: int = 1
-    """Of how many pieces of equal size, which do not follow each other in the whole, a part consists."""
+    """The number of pieces of equal size, which do not follow each other in the whole, that a part consists of."""
 
 
 def quantize_part(
@@ -46,8 +46,9 @@ def quantize_part(
     key: RngKey | None = None,
     states: SlotStates | None = None,
 ) -> HybridOperand:
-    """quantizer.quantize() of this rank's part x [rows, cols]: operands with the bytes of their part of the operands of
-    the whole. A collective where a format has an amax of the whole. UserError as check_part."""
+    """quantizer.quantize() for this rank's part x [rows, cols]: the operands have the bytes that their part has in the
+    operands of the whole. It is a collective where a format has an amax of the whole. UserError as check_part raises
+    it."""
     check_part(quantizer, x, part, rowwise, columnwise)
     decodes = columnwise is not None and quantizer.columnwise_source == "rowwise_dequantized"
     row = quantizer.rowwise if rowwise or decodes else None
@@ -56,39 +57,39 @@ def quantize_part(
     pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
     amaxes = _agreed(quantizer, pieces, part, row, column, key, states)
     outputs = {"rowwise": rowwise, "columnwise": columnwise, "key": key, "states": states}
-    made = [quantizer.quantize_under(piece, amaxes, place=place, **outputs) for piece, place in pieces]
-    if len(made) == 1:
-        return made[0]
-    rows = None if rowwise is None else _joined([each.rowwise for each in made], part.axis)
-    columns = None if columnwise is None else _joined([each.columnwise for each in made], 1 - part.axis)
+    operands = [quantizer.quantize_under(piece, amaxes, place=place, **outputs) for piece, place in pieces]
+    if len(operands) == 1:
+        return operands[0]
+    rows = None if rowwise is None else _joined([piece.rowwise for piece in operands], part.axis)
+    columns = None if columnwise is None else _joined([piece.columnwise for piece in operands], 1 - part.axis)
     return HybridOperand(rowwise=rows, columnwise=columns)
 
 
 def part_sums(
     quantizer: HybridQuantizer, x: Tensor, part: Part, key: RngKey | None = None, states: SlotStates | None = None
 ) -> dict[Direction, Sums]:
-    """quantizer.sums() of this rank's part x [rows, cols], quantized as quantize_part does. A collective where a format
-    has an amax of the whole. UserError as check_part."""
+    """quantizer.sums() for this rank's part x [rows, cols], quantized as quantize_part does. It is a collective where a
+    format has an amax of the whole. UserError as check_part raises it."""
     check_part(quantizer, x, part, "codes", "codes")
     states = states and replace(states, parts=part.group, record=False)
     pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
     amaxes = _agreed(quantizer, pieces, part, quantizer.rowwise, quantizer.columnwise, key, states)
-    found: dict[Direction, Sums] = {}
+    totals: dict[Direction, Sums] = {}
     for piece, place in pieces:
         for direction, sums in quantizer.sums(piece, key, states, amaxes=amaxes, place=place).items():
-            below, before = is_below(part.axis, direction), found.get(direction)
-            found[direction] = sums if before is None else before.joined(sums, below=below)
-    return found
+            below, before = is_below(part.axis, direction), totals.get(direction)
+            totals[direction] = sums if before is None else before.joined(sums, below=below)
+    return totals
 
 
 def is_below(axis: int, direction: str) -> bool:
-    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, of X or
-    of X.T; or else parts of the same rows."""
+    """Whether parts that follow each other along an axis of X have operand rows of their own in this direction, in
+    which an operand has the rows of X or of X.T; else they are parts of the same rows."""
     return (axis == 0) == (direction != "columnwise")
 
 
 def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
-    """The pieces of a part that each lie together in the whole, and where."""
+    """The pieces of a part that each lie together in the whole, with their places."""
     ranks, rank, placed = part.group.size(), part.group.rank(), []
     whole = [size * ranks if axis == part.axis else size for axis, size in enumerate(x.shape)]
     for run, piece in enumerate(x.chunk(part.runs, part.axis)):
@@ -99,12 +100,12 @@ def _placed(x: Tensor, part: Part) -> list[tuple[Tensor, Place]]:
 
 
 def _joined(operands: list[Operand | ExactOperand], axis: int) -> Operand | ExactOperand:
-    """Operands of pieces, one after the other along an axis."""
+    """The operands of pieces joined, one after the other along an axis."""
     first = operands[0]
     if isinstance(first, ExactOperand):  # of formats that draw bits, with one factor for all
-        return replace(first, matrix=torch.cat([each.matrix for each in operands], axis))
+        return replace(first, matrix=torch.cat([operand.matrix for operand in operands], axis))
     cut = [name for name, buffer in first.format.layout.items() if (buffer.rows, buffer.cols)[axis] != WHOLE]
-    buffers = {name: torch.cat([each.buffers[name] for each in operands], axis) for name in cut}
+    buffers = {name: torch.cat([operand.buffers[name] for operand in operands], axis) for name in cut}
     shape = list(first.shape)
     shape[axis] *= len(operands)
     return replace(first, buffers={**first.buffers, **buffers}, shape=tuple(shape))
@@ -129,7 +130,7 @@ def check_part(
 def is_part(
     quantizer: HybridQuantizer, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> bool:
-    """Whether check_part lets it pass."""
+    """Whether check_part lets the part pass."""
     if type(quantizer) is not HybridQuantizer:
         return False
     size = x.shape[part.axis] // part.runs
@@ -139,14 +140,15 @@ def is_part(
 def _blocks(
     quantizer: HybridQuantizer, part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> list[tuple[Format, int]]:
-    """The formats that are encoded, each with its elements along the axis that is cut which go together."""
+    """The formats that are encoded, each with the number of elements along the cut axis that stay together."""
     row = rowwise or (columnwise and quantizer.columnwise_source == "rowwise_dequantized")
     wanted = ((quantizer.rowwise, row, part.axis), (quantizer.columnwise, columnwise, 1 - part.axis))
     return [(format, _block(format, axis)) for format, needed, axis in wanted if needed]
 
 
 def _block(format: Format, axis: int) -> int:
-    """How many elements along an axis of the operand share an entry of some buffer, those of the whole axis aside."""
+    """The number of elements along an axis of the operand that share an entry of some buffer; entries of the whole axis
+    do not count."""
     sizes = [(buffer.rows, buffer.cols)[axis] for buffer in format.layout.values()]
     return max(size if size != WHOLE else 1 for size in sizes)
 
@@ -165,12 +167,12 @@ def _agreed(
     states: SlotStates | None,
 ) -> dict[str, Tensor | None]:
     """Direction -> the amax of the whole, where its format has one."""
-    found: dict[str, Tensor | None] = {"rowwise": None, "columnwise": None}
+    amaxes: dict[str, Tensor | None] = {"rowwise": None, "columnwise": None}
     for direction, format in (("rowwise", row), ("columnwise", column)):
         if _has_amax(format):
             rows = pieces[0][0].shape[0] if format.row_scaled else 1
-            found[direction] = pieces[0][0].new_zeros((rows, 1), dtype=torch.float32)
-    row_amax, column_amax = found["rowwise"], found["columnwise"]
+            amaxes[direction] = pieces[0][0].new_zeros((rows, 1), dtype=torch.float32)
+    row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
     of_row = [] if row_amax is None or (row.row_scaled and part.axis == 0) else [row_amax]  # a row may be on one rank
     of_column = [] if column_amax is None else [column_amax]
     rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
@@ -185,7 +187,7 @@ def _agreed(
             by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
             find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
         _largest(of_column, part.group)
-    return found
+    return amaxes
 
 
 def _largest(amaxes: list[Tensor], group: ProcessGroup) -> None:

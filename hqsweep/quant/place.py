@@ -17,7 +17,7 @@ from hqsweep.formats.random import PlacedKey, RngNumber
 
 @dataclass(frozen=True)
 class Place:
-    """Where a matrix [rows, cols] lies in its whole logical weight [rows_of_whole, cols_of_whole]."""
+    """The place of a matrix [rows, cols] in its whole logical weight [rows_of_whole, cols_of_whole]."""
 
     first_row: int
     first_col: int
@@ -35,12 +35,12 @@ class Place:
         return area
 
     def cover(self, format: Format, direction: str, rows: int) -> tuple[int, int]:
-        """The first row of the whole, and the one after the last, that this direction's operand of a shard of so many
-        rows encodes; the shard's own where it cuts no block. Of an empty shard none."""
+        """The first row of the whole, and the one after the last, that this direction's operand of a shard with so many
+        rows encodes: the shard's own where it cuts no block, and none of an empty shard."""
         return _widened(self.first_row, rows, blocks(format, direction)[0], self.rows_of_whole)
 
     def cover_columns(self, format: Format, direction: str, cols: int) -> tuple[int, int]:
-        """The same of columns."""
+        """cover() for columns."""
         return _widened(self.first_col, cols, blocks(format, direction)[1], self.cols_of_whole)
 
     def cover_area(self, format: Format, direction: str, shape: tuple[int, int]) -> Area:
@@ -49,9 +49,9 @@ class Place:
         return Area(*rows, *cols)
 
     def sources(self, formats: Sequence[tuple[Format, str]], shape: tuple[int, int]) -> Area:
-        """The rows and columns of the whole whose values all these operands, (format, direction), are made from, also
-        one that is made from the decoded values of another: whole blocks of each."""
-        down, across = (math.lcm(*(blocks(*each)[axis] for each in formats)) for axis in (0, 1))
+        """The rows and columns of the whole whose values all these operands, (format, direction), are made from: whole
+        blocks of each, also where one operand is made from the decoded values of another."""
+        down, across = (math.lcm(*(blocks(*pair)[axis] for pair in formats)) for axis in (0, 1))
         rows = _widened(self.first_row, shape[0], down, self.rows_of_whole)
         return Area(*rows, *_widened(self.first_col, shape[1], across, self.cols_of_whole))
 
@@ -62,19 +62,19 @@ class Place:
 
     @property
     def whole(self) -> tuple[int, int]:
-        """Shape of the whole."""
+        """The shape of the whole."""
         return self.rows_of_whole, self.cols_of_whole
 
     def key(self, key: RngKey | RngNumber, direction: str) -> PlacedKey:
-        """The stream of this direction's operand, from which every element draws what it does in the whole operand."""
+        """The stream of this direction's operand, from which every element draws what it draws in the whole operand."""
         if direction == "rowwise":
             return PlacedKey(key, self.first_row, self.first_col, self.cols_of_whole)
         return PlacedKey(key, self.first_col, self.first_row, self.rows_of_whole)
 
 
 def blocks(format: Format, direction: str) -> tuple[int, int]:
-    """How many rows and columns of a weight the direction's operand encodes together: those that share a scale, a byte,
-    a Hadamard group, or the random bytes of one draw. One entry for the whole axis binds none together."""
+    """The numbers of rows and columns of a weight that the direction's operand encodes together: they share a scale, a
+    byte, a Hadamard group, or the random bytes of one draw. One entry for the whole axis binds none together."""
     down = math.lcm(*(buffer.rows or 1 for buffer in format.layout.values()))
     across = math.lcm(format.column_multiple, *(buffer.cols or 1 for buffer in format.layout.values()))
     return (down, across) if direction == "rowwise" else (across, down)

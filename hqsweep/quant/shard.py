@@ -1,7 +1,7 @@
 """Which bytes of a held tensor each rank of a sharding has, and how they become the whole: pack and unpack.
 
 A sharded tensor is cut along its first axis as torch.chunk does it, so that the last shards may be shorter, or empty.
-All follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds the ones
+It all follows from the layouts of the formats: a buffer has entries along the cut axis, of which a rank holds those
 that its rows read. Ranks whose rows share an entry all hold it, with the same bytes.
 """
 
@@ -20,7 +20,7 @@ from hqsweep.quant.place import Place
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of `shape` and `metadata`, in parts of `each` rows, or experts, of its first axis."""
+    """How a tensor of `shape` and `metadata` is cut: into parts of `each` rows, or experts, of its first axis."""
 
     metadata: Any
     """The tensor's Metadata."""
@@ -29,11 +29,11 @@ class Cut:
 
     @classmethod
     def of(cls, metadata: Any, shape: Sequence[int], each: int) -> "Cut":
-        """The key of random bits, which changes, is left out."""
+        """The cut of a tensor with this metadata, without the key of random bits, which changes."""
         return cls(replace(metadata, key=None), tuple(shape), each)
 
     def span(self, rank: int) -> tuple[int, int]:
-        """First row, or expert, of a rank's part, and the one after its last."""
+        """The first row, or expert, of a rank's part, and the one after its last."""
         size = self.shape[0]
         return min(rank * self.each, size), min((rank + 1) * self.each, size)
 
@@ -57,20 +57,20 @@ class BufferCut:
     spans: tuple[tuple[int, int], ...]
     """The entries of each rank along the axis."""
     skipped: tuple[int, ...]
-    """How many entries of each rank's buffer come before these: of its cover, which others send."""
+    """The number of entries of each rank's buffer before these: they belong to its cover, and others send them."""
     dtype: torch.dtype
     whole: bool
-    """Every rank has all entries, as of the scale of a tensor."""
+    """Whether every rank has all entries, as of the scale of a tensor."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that each rank sends: those of the rank that has most."""
+        """The bytes that each rank sends: as many as the rank that has most."""
         most = max(last - first for first, last in self.spans)
         return most * self.shape[1 - self.axis] * self.dtype.itemsize
 
     @property
     def in_place(self) -> bool:
-        """Whether what all ranks send is, one after the other, the buffer itself, or starts with it."""
+        """Whether what all ranks send, one after the other, is the buffer itself, or starts with it."""
         return self.whole or (self.axis == 0 and self.even)
 
     @property
@@ -80,8 +80,8 @@ class BufferCut:
         return all(span == (rank * size, (rank + 1) * size) for rank, span in enumerate(self.spans))
 
     def pack(self, shard: Tensor, rank: int) -> Tensor:
-        """The bytes of a rank's buffer, uint8 [nbytes]; without a copy unless it is shorter than another's, or has
-        more."""
+        """The bytes of a rank's buffer, uint8 [nbytes]. They are a copy only if the buffer is shorter than another
+        rank's, or has more entries than are sent."""
         if not self.whole:
             (first, last), entries = self.spans[rank], list(self.shape)
             entries[self.axis] = -1
@@ -102,7 +102,7 @@ class BufferCut:
             self._unpack_each(parts, buffer)
 
     def turned(self, gathered: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Of an even cut, views of the buffer of the whole and of what all ranks sent in which entries lie alike."""
+        """Views, for an even cut, of the buffer of the whole and of what all ranks sent, in which entries lie alike."""
         rows, cols = (n // len(self.spans) if i == self.axis else n for i, n in enumerate(self.shape))
         arrived = gathered.view(self.dtype).view(-1, rows, cols).movedim(0, self.axis)
         return buffer.view(arrived.shape), arrived
@@ -116,7 +116,7 @@ class BufferCut:
 
 @memo
 def buffer_cuts(cut: Cut, ranks: int) -> Mapping[str, BufferCut]:
-    """Buffer, as "rowwise_q" -> how it is cut over this many ranks."""
+    """The name of a buffer, such as "rowwise_q" -> how it is cut over this many ranks."""
     return {f"{direction}_{name}": _buffer_cut(cut, ranks, direction, name) for direction, name in cut.metadata.stored}
 
 

@@ -31,12 +31,12 @@ from hqsweep.quant.tensor_dispatch import dispatch
 
 INIT_VAL = "high_precision_init_val"
 KINDS: dict[str, type] = {}
-"""Name of a class of quantized tensors -> the class, as files name it."""
+"""The name of a class of quantized tensors, as files have it -> the class."""
 
 
 class _Shared:
     """What a tensor and its views have in common: the key of the last quantization, and the exchanges by which ranks
-    write it together with so many other shards."""
+    write it together with other shards."""
 
     def __init__(self, key: RngKey | None) -> None:
         self.key = key
@@ -53,23 +53,23 @@ class HybridQuantizedTensor(torch.Tensor):
     rowwise: Operand | None
     columnwise: Operand | None
     states: SlotStates | None
-    """States of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies
+    """The states of the slot that the tensor is held for, where a direction is in fp8_delayed; views share them, copies
     have none."""
     high_precision_init_val: Tensor | None
     """The value that preserve_high_precision_init_val keeps, on the CPU."""
 
     sharding: Any
-    """Of a part that is cut along the first axis, or of what was cut so, how ranks gather it (Sharding); views and
-    copies have it, too."""
+    """How ranks gather the tensor (Sharding), for a part that is cut along the first axis, and for what was cut so;
+    views and copies have it, too."""
     planes: Any
-    """Of the whole that torch's fully_shard has gathered, the Sharding, which says what of it is there."""
+    """The Sharding of a whole that torch's fully_shard has gathered, which says which buffers are there."""
     part: Part | None
-    """Where it lies in a matrix that ranks share out, as hold_part cut it."""
+    """The place of the tensor in a matrix that ranks share, as hold_part cut it."""
 
     content_type: type[Content] = OneMatrix
     """The kind of content that tensors of the class have."""
     handlers: Mapping[Any, Any] = {}
-    """Operators that a subclass has handlers of its own for."""
+    """The operators that a subclass handles itself, and their handlers."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -105,9 +105,10 @@ class HybridQuantizedTensor(torch.Tensor):
         key: RngKey | None = None,
         place: Place | None = None,
     ) -> Self:
-        """Uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot hold.
+        """A tensor with uninitialised buffers, on any device, meta too; UserError for a shape that a format cannot
+        hold.
 
-        shape: [..., cols]; of a GroupedTensor [E, N, K], or [m_e, k_e] of each member: where they differ the group is
+        shape: [..., cols]; for a GroupedTensor [E, N, K], or [m_e, k_e] of each member: where these differ the group is
         flat, else it is [E, m, k]. place: the tensor is a shard, whose operands encode its cover (Place.cover).
         """
         content, shape = cls.content_type.of(shape)
@@ -130,17 +131,16 @@ class HybridQuantizedTensor(torch.Tensor):
         """The quantized form of x [..., cols] (bf16, fp16 or fp32), with x's shape and dtype, in memory of its own.
 
         x is rounded to source_dtype (default: its own) before it is quantized. key: stream of +sr; states: those of
-        fp8_delayed, which the tensor keeps. With
-        preserve_high_precision_init_val a copy of x is kept on the CPU, follows later writes, and is what an optimizer
-        starts its masters from. UserError for a shape that a format cannot hold, for +sr without a key and for
-        fp8_delayed without states.
+        fp8_delayed, which the tensor keeps. With preserve_high_precision_init_val a copy of x is kept on the CPU,
+        follows later writes, and is what an optimizer starts its masters from. UserError for a shape that a format
+        cannot hold, for +sr without a key and for fp8_delayed without states.
         """
         options = {"dtype": x.dtype, "source_dtype": source_dtype, "device": x.device, "directions": directions}
         keep = {"key": key, "states": states, "preserve": preserve_high_precision_init_val}
         return cls.empty(x.shape, quantizer, **options).begin_with(x, **keep)
 
     def begin_with(self, x: Tensor, *, key: RngKey | None, states: Any, preserve: bool) -> Self:
-        """Give a tensor that is empty its values, and what `quantize` says that it keeps; returns self."""
+        """Give an empty tensor its values, and what `quantize` says that it keeps; returns self."""
         self.states = states
         self.quantize_(x, key=key)
         if preserve:
@@ -152,11 +152,11 @@ class HybridQuantizedTensor(torch.Tensor):
     ) -> Self:
         """Overwrite both directions with the quantized form of x, in the memory they have; returns self.
 
-        x: the shape of self, any floating dtype; of a group also a tensor for each member, of its shape. key: stream of
-        +sr; by default the step of the last key plus one. A shard takes its own part of x, and the process group whose
-        ranks hold the whole and all call this (agree.quantize_shards_); by default those that gather it. UserError for
-        another shape, for +sr without any key, for a part that shares its scale with a whole, and for a shard that
-        lacks its group.
+        x: of self's shape, in any floating dtype; for a group also a tensor for each member, of its shape. key: stream
+        of +sr; by default the step of the last key plus one. A shard takes its own part of x, and the process group
+        whose ranks hold the whole and all call this (agree.quantize_shards_); by default it is the group that gathers
+        the shard. UserError for another shape, for +sr without any key, for a part that shares its scale with a whole,
+        and for a shard that lacks its group.
         """
         if self.metadata.place is not None:
             group = group or (self.sharding and self.sharding.group)
@@ -178,7 +178,8 @@ class HybridQuantizedTensor(torch.Tensor):
             return (x.dequantize() if isinstance(x, HybridQuantizedTensor) else x), self._next_key(key)
 
     def end_write(self, operands: Any, x: Tensor, key: RngKey | None) -> Self:
-        """Take these operands of x (None on the meta device, and of no elements), made under this key; returns self."""
+        """Take these operands of x, made under this key (None on the meta device, and without elements); returns
+        self."""
         with torch.no_grad():
             if operands is not None:
                 self.write_(operands)
@@ -189,7 +190,7 @@ class HybridQuantizedTensor(torch.Tensor):
 
     @property
     def source_dtype(self) -> torch.dtype:
-        """dtype to which values are rounded before they are quantized."""
+        """The dtype to which values are rounded before they are quantized."""
         return self._metadata.source_dtype
 
     def set_key(self, key: RngKey | None) -> Self:
@@ -212,8 +213,8 @@ class HybridQuantizedTensor(torch.Tensor):
 
     @property
     def data(self) -> Self:
-        """A view that autograd does not know. Assigned values [of this shape] are written, as by copy_, into the memory
-        that is there; UserError for another shape or device, which module.to() can move to."""
+        """A view that autograd does not know. Values of this shape that are assigned are written, as by copy_, into the
+        memory that is there; UserError for another shape or device, which module.to() can move to."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter
@@ -265,7 +266,7 @@ class HybridQuantizedTensor(torch.Tensor):
 
     @property
     def metadata(self) -> Metadata:
-        """All but the buffers and the shape."""
+        """The description of all but the buffers and the shape."""
         key = self.shared.key
         return self._metadata if key is self._metadata.key else replace(self._metadata, key=key)
 
@@ -278,8 +279,8 @@ class HybridQuantizedTensor(torch.Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable:
-        """Where torch's fully_shard asks how a shard is gathered: as codes and scales. UserError for a tensor that is
-        not cut along its first axis."""
+        """The method by which torch's fully_shard asks how a shard is gathered: as codes and scales. UserError for a
+        tensor that is not cut along its first axis."""
         if self.sharding is None:
             raise UserError(
                 f"fully_shard: a weight held in {self.quantizer} is sharded along its first axis, Shard(0), and not"
@@ -292,8 +293,8 @@ class HybridQuantizedTensor(torch.Tensor):
     def fsdp_post_all_gather(
         self, received: Sequence[Tensor], told: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Self, list[Tensor]] | None:
-        """What torch's fully_shard calls with what all ranks sent: the whole tensor, whose dtype is `dtype`; with it as
-        `out`, behind the first time, that is filled anew."""
+        """The method that torch's fully_shard calls with what all ranks sent: it returns the whole tensor, whose dtype
+        is `dtype`. After the first time this whole is given as `out`, and filled anew."""
         return self.sharding.post(self, told, dtype, is_first=out is None)
 
     @classmethod
@@ -302,7 +303,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return cls(buffers, replace(cut.metadata, dtype=dtype), cut.shape)
 
     def ready(self, direction: Direction) -> Self:
-        """Have the buffers of a direction at hand, where ranks gather them for one pass; returns self."""
+        """Gather the buffers of a direction where ranks gather them for one pass; returns self."""
         if torch.compiler.is_compiling():
             note_trace()
         elif self.planes is not None:
@@ -325,7 +326,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return cls(inner, metadata, shape)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch keys the graphs that it caches by; its own hash takes no sizes that are symbols."""
+        """The text by which torch keys the graphs that it caches; its own hash takes no sizes that are symbols."""
         return stable_hash(self)
 
     @classmethod
@@ -333,7 +334,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return dispatch(HybridQuantizedTensor, func, args, kwargs or {})
 
     def describe(self) -> dict[str, Any]:
-        """All but the buffers, in text and numbers, from which rebuild() makes an equal tensor."""
+        """The description of all but the buffers, in text and numbers, from which rebuild() makes an equal tensor."""
         kind = {} if type(self) is HybridQuantizedTensor else {"kind": type(self).__name__}
         return {**self.metadata.describe(), "shape": list(self.shape), **kind}
 
@@ -347,7 +348,7 @@ class HybridQuantizedTensor(torch.Tensor):
         return f"{'Parameter of ' if isinstance(self, nn.Parameter) else ''}{type(self).__name__}({', '.join(words)})"
 
     def _encode(self, x: Tensor, key: RngKey | None) -> HybridOperand:
-        """Operands of the directions held, of values that lie in memory as the tensor's do."""
+        """The operands of the directions held, from values that lie in memory as the tensor's do."""
         meta, states = self.metadata, self.states
         wanted: dict[str, Any] = {d: "codes" if d in meta.directions else None for d in DIRECTIONS}
         content = meta.content

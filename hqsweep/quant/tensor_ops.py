@@ -44,7 +44,7 @@ def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
 
 @implements(aten.as_strided.default)
 def _as_strided(x: HybridQuantizedTensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
-    """Only of the whole tensor, contiguous: what FSDP2 asks for."""
+    """self, for all of a contiguous tensor, as FSDP2 asks for it; UserError for any other part."""
     whole = torch.empty(size, device="meta")
     if offset or whole.numel() != x.numel() or tuple(stride) != whole.stride():
         raise UserError(
@@ -97,7 +97,8 @@ def _matrix_axis(x: HybridQuantizedTensor, dim: int) -> int:
 
 @implements(aten.split.Tensor)
 def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuantizedTensor]:
-    """Of rows as shards, which may cut blocks: they have views of all entries that their rows read."""
+    """The parts of a tensor. Those along rows are shards, which may cut blocks: they have views of all entries that
+    their rows read."""
     if x.part is not None:
         raise UserError(
             f"fully_shard: a weight held in {x.quantizer} whose matrix ranks of tp share out is not cut further; give"
@@ -112,7 +113,7 @@ def _split(x: HybridQuantizedTensor, size: int, dim: int = 0) -> list[HybridQuan
 
 
 def _shard(x: HybridQuantizedTensor, cut: Cut, start: int, stop: int) -> HybridQuantizedTensor:
-    """Rows start to stop of a tensor that is cut so."""
+    """The shard of rows start to stop of a tensor that is cut so."""
     meta = x.metadata
     part, buffers, shares = cut.part(start, stop), {}, meta.shares_scale
     if (start, stop) == (0, x.shape[0]):
@@ -152,7 +153,8 @@ def _clone(x: HybridQuantizedTensor, *, memory_format: Any = None) -> HybridQuan
 
 @implements(aten._to_copy.default)
 def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
-    """To another device with the same bytes; to another floating dtype in name only: the operands stay as they are."""
+    """The tensor on another device with the same bytes; in another floating dtype in name only: the operands do not
+    change."""
     if dtype is not None and not dtype.is_floating_point:
         return aten._to_copy.default(x.dequantize(), dtype=dtype, **options)
     device, non_blocking = options.get("device") or x.device, options.get("non_blocking", False)
@@ -164,7 +166,7 @@ def _to_copy(x: HybridQuantizedTensor, *, dtype: torch.dtype | None = None, **op
 
 
 def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **changes: Any) -> HybridQuantizedTensor:
-    """Buffers of its own; a preserved value stays on the CPU."""
+    """A tensor with buffers of its own; a preserved value stays on the CPU."""
     buffers = {name: buffer.clone() if name == INIT_VAL else copy(buffer) for name, buffer in x.buffers.items()}
     copied = type(x)(buffers, replace(x.metadata, shares_scale=False, **changes), x.shape)
     copied.sharding, copied.part = x.sharding, x.part
@@ -173,8 +175,8 @@ def _copied(x: HybridQuantizedTensor, copy: Callable[[Tensor], Tensor], **change
 
 @implements(aten.copy_.default)
 def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False) -> HybridQuantizedTensor:
-    """From the same quantizer: its bytes. From anything else: its values, quantized; but not once more from the decoded
-    values that DistributedDataParallel broadcasts: its bytes are sent in their place."""
+    """Take the bytes of a tensor of the same quantizer, or else quantize the values. From what DistributedDataParallel
+    broadcasts nothing is quantized again: the bytes are sent in place of decoded values."""
     quantized = isinstance(source, HybridQuantizedTensor)
     same = quantized and source.quantizer == x.quantizer
     same = same and set(x.metadata.directions) <= set(source.metadata.directions)
@@ -194,7 +196,7 @@ def _copy_(x: HybridQuantizedTensor, source: Tensor, non_blocking: bool = False)
 
 
 def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuantizedTensor:
-    """Operands and preserved initial value of one rank of the group, for all of it."""
+    """Broadcast the operands and the preserved initial value of one rank to the group."""
     preserved = x.high_precision_init_val
     for tensor in (*x.buffers.values(), *(() if preserved is None else (preserved,))):
         own = tensor.to(x.device).reshape(-1).contiguous()
@@ -204,7 +206,8 @@ def _broadcast(x: HybridQuantizedTensor, group: Any, source: int) -> HybridQuant
 
 
 def _lie_alike(x: HybridQuantizedTensor, other: HybridQuantizedTensor) -> bool:
-    """Whether tensors of one quantizer have buffers of one shape, for the same part of a whole where both are parts."""
+    """Whether two tensors of one quantizer have buffers of one shape, and are the same part of a whole if they are
+    parts."""
     meta, own = other.metadata, x.metadata
     places = {meta.place, own.place} - {None}
     if meta.content.extent != own.content.extent or len(places) > 1:
@@ -214,7 +217,8 @@ def _lie_alike(x: HybridQuantizedTensor, other: HybridQuantizedTensor) -> bool:
 
 @implements(aten.empty_like.default)
 def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = None, **_: Any) -> HybridQuantizedTensor:
-    """What Module.to_empty makes of a parameter on the meta device; an initial value is preserved there as here."""
+    """The tensor that Module.to_empty makes of a parameter on the meta device; where x preserves an initial value, it
+    does, too."""
     metadata = replace(x.metadata, dtype=dtype or x.dtype, shares_scale=False)
     empty = type(x)(metadata.empty(device or x.device), metadata, x.shape)
     empty.sharding = x.sharding
@@ -226,8 +230,8 @@ def _empty_like(x: HybridQuantizedTensor, *, dtype: Any = None, device: Any = No
 
 @implements(aten.new_zeros.default)
 def _new_zeros(x: HybridQuantizedTensor, size: list[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """Zeros in the same formats; draws nothing. A plain tensor where they hold no such shape or dtype. Of what
-    fully_shard has cut, with other rows: what becomes a shard."""
+    """Zeros in the same formats, without random bits. They are a plain tensor where the formats hold no such shape or
+    dtype; for a tensor that fully_shard has cut, with other rows, they become a shard."""
     if x.sharding is not None and (*size,) == (x.sharding.cut.each, *x.shape[1:]):
         return Blank(x, size, [], dtype=dtype or x.dtype, device=device or x.device)
     shape = x.metadata.content.empty_shape(size)

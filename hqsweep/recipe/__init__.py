@@ -19,6 +19,6 @@ def __getattr__(name: str) -> Any:
     from hqsweep.recipe.sectioned import Recipe
     from hqsweep.recipe.sections import DpaQuantizers, LinearQuantizers
 
-    found = (CustomRecipe, DpaQuantizers, LinearQuantizers, QuantizerRole, Recipe, find_factory, parse_recipe)
-    globals().update(zip(__all__, found, strict=True))
+    exports = (CustomRecipe, DpaQuantizers, LinearQuantizers, QuantizerRole, Recipe, find_factory, parse_recipe)
+    globals().update(zip(__all__, exports, strict=True))
     return globals()[name]

@@ -1,7 +1,7 @@
-"""Python factories of recipes: names until somebody who may import them does.
+"""Python factories of recipes. They stay names until somebody reads the config who may import them.
 
-A config that names a module may come from anybody, so what reads a config takes the name as text. Code is imported
-for `hqsweep run` alone, see Importer, and where a call in Python is given find_factory.
+A config that names a module may come from anybody, so its readers take the name as text. Code is imported for `hqsweep
+run` alone, see Importer, and where a call in Python is given find_factory.
 """
 
 import importlib
@@ -18,8 +18,8 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
 class FindFactory(Protocol):
-    """What parse_recipe asks for the factory at "package.module.function"; `where` is the key that names it, and starts
-    an error."""
+    """A function that gives parse_recipe the factory at "package.module.function"; `where` is the key that names it,
+    and starts an error."""
 
     def __call__(self, path: str, where: str) -> Callable[..., Any]: ...
 
@@ -41,7 +41,7 @@ class FactoryName:
 
 
 def factory_name(path: str, where: str) -> FactoryName:
-    """The factory as its name. Raises UserError for what is no name of a function in a module."""
+    """The factory as its name. Raises UserError for text that does not name a function in a module."""
     if not _PATH.fullmatch(path):
         raise UserError(f"{where}: {path!r} is no package.module.function")
     return FactoryName(path)
@@ -69,7 +69,7 @@ def _find(path: str, where: str, places: str = "") -> Callable[..., Any]:
         raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        known = [each for each in vars(module) if callable(getattr(module, each)) and not each.startswith("_")]
+        known = [other for other in vars(module) if callable(getattr(module, other)) and not other.startswith("_")]
         raise UserError(f"{where}: {module_name} has no function '{name}'{nearest(name, known)}")
     home = f"{getattr(factory, '__module__', None)}.{getattr(factory, '__qualname__', name)}"
     if home != path:
@@ -79,20 +79,20 @@ def _find(path: str, where: str, places: str = "") -> Callable[..., Any]:
 
 @dataclass
 class Importer:
-    """FindFactory of a command that may import: find_factory, but it says what it imports, and finds modules that are
-    not installed in `folders` as well; never in the working directory, where anything may lie."""
+    """The FindFactory of a command that may import: find_factory, which also says what it imports, and looks in
+    `folders`, too, for modules that are not installed; never in the working directory, where anything may lie."""
 
     say: Callable[[str], None]
-    """Is given a line before a module is imported."""
+    """The function that is given a line before a module is imported."""
     folders: Sequence[str] = ()
     allowed: Collection[str] | None = None
     """Paths of the factories that may be imported; None for all."""
     refusal: str = ""
-    """Ends the error for all others."""
+    """The end of the error for all other paths."""
     imported: list[str] = field(default_factory=list)
 
     def __call__(self, path: str, where: str) -> Callable[..., Any]:
-        """Raises UserError as find_factory does, and for what is not allowed."""
+        """find_factory(), for paths that are allowed; UserError for all others."""
         factory_name(path, where)
         if self.allowed is not None and path not in self.allowed:
             raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
@@ -106,14 +106,14 @@ class Importer:
 
     @property
     def arguments(self) -> list[str]:
-        """Words by which a worker (python -m hqsweep.worker) may import the same, and nothing else."""
+        """The words that let a worker (python -m hqsweep.worker) import the same, and nothing else."""
         folders = [f"--import-from={folder}" for folder in self.folders] if self.imported else []
         return [*(f"--import={path}" for path in self.imported), *folders]
 
 
 @contextmanager
 def _searched(folders: Sequence[str]) -> Iterator[None]:
-    """Modules are looked for in these folders too, after all other places."""
+    """Look for modules in these folders too, after all other places."""
     before = list(sys.path)
     sys.path += [folder for folder in folders if folder not in before]
     try:

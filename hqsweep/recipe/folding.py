@@ -1,4 +1,4 @@
-"""Slots of a recipe that have the same to say, on one line."""
+"""Slots of a recipe whose rows are equal, on one line."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -7,8 +7,8 @@ Row = Mapping[str, Any]
 
 
 def folded(rows: Iterable[Row], fields: Sequence[str], every: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of slots with equal `fields` as one row, whose slot is `together` of their names; in the order of the first
-    of each. Overrides and changes stay apart. every: names of all slots of the recipe."""
+    """Rows of slots with equal `fields` as one row, whose slot is `together` of their names, in the order of the first
+    of each. Overrides and changes stay apart. every: the names of all slots of the recipe."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         place = row["slot"].rpartition(".")[0].rpartition(".")[0]
@@ -20,7 +20,7 @@ def folded(rows: Iterable[Row], fields: Sequence[str], every: Collection[str]) -
 
 
 def of_both_directions(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows of listing.diff, those of the two directions of a slot as one where they change alike."""
+    """Rows of listing.diff, in which the two directions of a slot are one row where they change alike."""
     fields: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
         fields.setdefault((row["slot"], row["a"], row["b"]), []).append(row["field"])
@@ -31,8 +31,9 @@ def of_both_directions(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def together(names: Collection[str], every: Collection[str]) -> str:
-    """As in "input, weight of linear, grouped_linear; dpa": a part by its name alone where `names` has all its slots of
-    `every`, and parts of which it has the same tensors once. One slot alone, and what is none, keeps its name."""
+    """A text such as "input, weight of linear, grouped_linear; dpa": a part stands by its name alone where `names` has
+    all its slots of `every`, and parts of which it has the same tensors share them. A single slot, and a name that is
+    no slot, stays as it is."""
     tensors = {part: _tensors(part, names) for part in dict.fromkeys(name.rpartition(".")[0] for name in names)}
     parts: dict[tuple[str, bool], list[str]] = {}
     for part, had in tensors.items():

@@ -1,4 +1,4 @@
-"""A recipe slot by slot, as rows; and where two recipes differ."""
+"""A recipe slot by slot, as rows; and the differences of two recipes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """As in a config, "linear.input"; with the stage before it from the first change on."""
+        """The name in a config, "linear.input", behind that of the stage from the first change on."""
         return (f"schedule[{self.stage - 1}]." if self.stage else "") + f"{self.part}.{self.tensor}"
 
     def row(self) -> dict[str, Any]:
@@ -40,33 +40,33 @@ class Slot:
 
 
 def slots(recipe: AnyRecipe) -> Iterator[Slot]:
-    """Every slot of a recipe, its overrides and its schedule; a Python factory is asked with modules without
-    names, and one that was not imported has none."""
+    """Every slot of a recipe, its overrides and its schedule. A Python factory is asked with modules without names; one
+    that was not imported has no slots."""
     yield from _one(recipe, 0)
     for stage, change in enumerate(recipe.schedule, start=1):
         yield from _one(change.recipe, stage)
 
 
 def described(recipe: AnyRecipe) -> dict[str, Any]:
-    """A recipe as plain data that JSON holds: slot -> {rowwise, columnwise, columnwise_source} as text, and its other
-    settings by key path: gemm, the factory, fp8_dpa, what overrides and changes are for."""
+    """A recipe as plain data for JSON: slot -> {rowwise, columnwise, columnwise_source} as text, and key path -> each
+    other setting: gemm, the factory, fp8_dpa, what overrides and changes are for."""
     texts = {slot.name: {name: str(getattr(slot.quantizer, name)) for name in FIELDS} for slot in slots(recipe)}
     return texts | _settings(recipe)
 
 
 def diff(a: AnyRecipe, b: AnyRecipe) -> list[dict[str, Any]]:
-    """Where two recipes differ by value: `differences` of their descriptions."""
+    """The `differences` of two recipes' descriptions: rows where they differ by value."""
     return differences(described(a), described(b))
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where two descriptions differ: rows {slot, field, a, b}, None for what one has not; [] when they are equal. The
-    field of what is no slot is None."""
+    """Rows {slot, field, a, b} where two descriptions differ, None for what one does not have; [] when they are equal.
+    The field of a setting that is no slot is None."""
     rows = []
     for name in dict.fromkeys([*a, *b]):
         one, other = a.get(name), b.get(name)
         if isinstance(one or other, dict):
-            fields = [(field, *((each or {}).get(field) for each in (one, other))) for field in FIELDS]
+            fields = [(field, *((described or {}).get(field) for described in (one, other))) for field in FIELDS]
         else:
             fields = [(None, one, other)]
         rows += [{"slot": name, "field": field, "a": x, "b": y} for field, x, y in fields if x != y]
@@ -98,13 +98,13 @@ def _one(recipe: AnyRecipe, stage: int) -> Iterator[Slot]:
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:
     """The parts of a recipe that are no quantizers, by key path."""
     settings: dict[str, Any] = {}
-    for stage, each in enumerate((recipe, *(change.recipe for change in recipe.schedule))):
+    for stage, variant in enumerate((recipe, *(change.recipe for change in recipe.schedule))):
         where = f"schedule[{stage - 1}]." if stage else ""
         if stage:
             settings[f"{where}at"] = recipe.schedule[stage - 1].at
-        settings[f"{where}gemm"] = each.gemm
-        if isinstance(each, Recipe):
-            settings |= {f"{where}overrides[{i}]": str(override) for i, override in enumerate(each.overrides)}
+        settings[f"{where}gemm"] = variant.gemm
+        if isinstance(variant, Recipe):
+            settings |= {f"{where}overrides[{i}]": str(override) for i, override in enumerate(variant.overrides)}
         else:
-            settings |= {f"{where}qfactory": each.path, f"{where}fp8_dpa": each.fp8_dpa}
+            settings |= {f"{where}qfactory": variant.path, f"{where}fp8_dpa": variant.fp8_dpa}
     return settings

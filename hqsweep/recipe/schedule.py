@@ -1,4 +1,4 @@
-"""From a `recipe` config to a recipe with its schedule.
+"""The recipe of a `recipe` config, with its schedule.
 
     schedule:
       - {at: 1000, linear: mxfp8}     # after 1000 updates; any section of a recipe
@@ -29,7 +29,7 @@ def parse_recipe(config: Mapping[str, Any], find: FindFactory = factory_name) ->
     """The recipe of a `recipe` config: sections, or qfactory (also spelled _target_), and the schedule of both.
 
     Keys whose value is None count as left out. find: gives the function of a qfactory. factory_name imports nothing,
-    for a config may be somebody else's, and such a recipe refuses to quantize; find_factory imports its module.
+    for a config may be somebody else's; such a recipe refuses to quantize. find_factory imports the function's module.
 
     Raises UserError with the key path of every fault.
     """
@@ -51,7 +51,7 @@ def parse_recipe(config: Mapping[str, Any], find: FindFactory = factory_name) ->
 
 
 def recipe_config(recipe: AnyRecipe) -> dict[str, Any]:
-    """Canonical text of a recipe and its schedule, every change in full; parse_recipe reads it."""
+    """The canonical text of a recipe and its schedule, with every change in full; parse_recipe reads it."""
     changes = [{"at": change.at} | change.recipe.to_config() for change in recipe.schedule]
     return recipe.to_config() | {"schedule": changes}
 

@@ -26,7 +26,8 @@ KEYS = ("name", "linear", "grouped_linear", "dpa", "head", "embedding", "norm", 
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Other quantizers for the modules that match both the glob and the layers; what is None stays as it was."""
+    """Other quantizers for the modules that match both the glob and the layers; a section that is None is not
+    changed."""
 
     name: str = "*"
     layers: Layers | None = None
@@ -36,7 +37,8 @@ class Override:
 
     @classmethod
     def parse(cls, value: object, where: str) -> "Override":
-        """From {name and/or layers, linear and/or grouped_linear and/or dpa}; grouped_linear defaults to linear."""
+        """The override of {name and/or layers, linear and/or grouped_linear and/or dpa}; grouped_linear defaults to
+        linear."""
         takes = f"it takes name (a glob), layers, or both, and at least one of {', '.join(SECTIONS)}"
         fields = {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else {}
         unknown = [key for key in fields if key not in ("name", "layers", *SECTIONS)]
@@ -51,13 +53,13 @@ class Override:
         return cls(name=str(fields.get("name", "*")), **{"grouped_linear": sections.get("linear"), **sections})
 
     def to_config(self) -> dict[str, Any]:
-        """What parse takes, every section that is given."""
+        """The mapping that parse takes, with every section that is given."""
         layers = {} if self.layers is None else {"layers": self.layers.to_config()}
         sections = {key: section for key in SECTIONS if (section := getattr(self, key)) is not None}
         return {"name": self.name, **layers} | {key: section.texts() for key, section in sections.items()}
 
     def matches(self, role: QuantizerRole, layers: Sequence[int]) -> bool:
-        """Whether it is for that role's module in a model with these layers."""
+        """Whether the override is for that role's module in a model with these layers."""
         chosen = self.layers is None or role.layer in self.layers.of(layers)
         return chosen and fnmatchcase(role.name, self.name)
 
@@ -68,11 +70,12 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Equal fields mean the same arithmetic (the name is a label and does not count)."""
+    """A quantizer for every slot of a model. Equal fields mean the same arithmetic (the name is a label and does not
+    count)."""
 
     linear: LinearQuantizers
     grouped_linear: LinearQuantizers | None = None
-    """None, which becomes the same as `linear`, or its own."""
+    """The section of grouped linears; None becomes the same as `linear`."""
     dpa: DpaQuantizers = HIGH_PRECISION["dpa"]
     head: LinearQuantizers = HIGH_PRECISION["head"]
     embedding: HybridQuantizer = HIGH_PRECISION["embedding"]
@@ -80,10 +83,11 @@ class Recipe:
     overrides: tuple[Override, ...] = ()
     """Applied in order to linears (the head included), grouped linears and attention; the last match wins."""
     gemm: str = "exact"
-    """exact: any two formats may meet, emulated on exact operands. strict: the same for pairs that hardware takes only.
+    """exact: any two formats may meet, emulated on exact operands. strict: the same, but only for pairs that hardware
+    takes. native: those pairs on the tensor cores of the machine, or not at all.
     native: those pairs on the tensor cores of the machine, or not at all."""
     schedule: tuple[Change, ...] = ()
-    """Later recipes of a training, in order. What is said above is the recipe until the first of them."""
+    """Later recipes of a training, in order. The fields above are the recipe until the first of them."""
 
     def __post_init__(self) -> None:
         if self.grouped_linear is None:
@@ -91,7 +95,8 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], where: str = "recipe") -> "Recipe":
-        """From the sections of a `recipe` config, without a schedule; UserError with the key path of every fault."""
+        """The recipe of the sections of a `recipe` config, without a schedule; UserError with the key path of every
+        fault."""
         unknown = [key for key in config if key not in KEYS]
         if unknown:
             raise UserError(
@@ -115,7 +120,8 @@ class Recipe:
         return cls(**parsed)
 
     def to_config(self) -> dict[str, Any]:
-        """The sections in canonical text: equal recipes have equal ones, and from_config reads them. No schedule."""
+        """The sections in canonical text, without the schedule: equal recipes have equal text, and from_config reads
+        it."""
         sections = {key: getattr(self, key).texts() for key in (*SECTIONS, "head")}
         return sections | {
             "embedding": str(self.embedding),
@@ -125,7 +131,7 @@ class Recipe:
         }
 
     def for_layers(self, layers: Sequence[int]) -> "Recipe":
-        """The same for a model with these layers: overrides that count layers have their indices instead."""
+        """The recipe for a model with these layers: overrides that count layers have their indices instead."""
         overrides = [
             replace(o, layers=Layers(indices=tuple(sorted(o.layers.of(layers))))) if o.layers else o
             for o in self.overrides

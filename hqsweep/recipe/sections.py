@@ -1,7 +1,7 @@
 """Sections of a recipe: one quantizer for each tensor of a kind of module.
 
-Text of a section is a mapping from tensors to quantizers, or one quantizer for all of them. Every fault of a section is
-told, each with the key path of the slot.
+The text of a section is a mapping from tensors to quantizers, or one quantizer for all of them. Every fault of a
+section is told, each with the key path of the slot.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from hqsweep.recipe.roles import IN_HIGH_PRECISION, TENSOR_TYPES
 
 
 class Faults:
-    """Collects what is wrong, so that all of it is told at once."""
+    """Collects faults, so that all of them are told at once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -30,7 +30,7 @@ class Faults:
             return None
 
     def raise_any(self) -> None:
-        """UserError with all faults in one sentence, when there are any."""
+        """Raise UserError with all faults in one sentence, if there are any."""
         if self.texts:
             raise UserError("; ".join(dict.fromkeys(self.texts)))
 
@@ -44,14 +44,14 @@ class Section:
 
     @classmethod
     def tensors(cls) -> tuple[str, ...]:
-        """Names of the slots that a section gives."""
+        """The names of the slots that a section gives."""
         raise NotImplementedError
 
     @classmethod
     def parse(cls, value: object, where: str, default: "Self | None" = None) -> Self:
-        """From {tensor: quantizer}, or one quantizer for all; `where` starts every error.
+        """The section of {tensor: quantizer}, or of one quantizer for all; `where` starts every error.
 
-        Tensors that are left out are those of `default`; without one they are faults.
+        Tensors that are left out take the quantizers of `default`; without one they are faults.
         """
         tensors = cls.tensors()
         if isinstance(value, Mapping) and "rowwise" not in value:
@@ -77,8 +77,8 @@ class Section:
 
     @cached_property
     def identity(self) -> Format | None:
-        """The high-precision format that all slots have in both directions; None where there is another, too, or a
-        quantizer of a class of somebody else."""
+        """The high-precision format that all slots have in both directions; None where there is another format, too, or
+        a quantizer of a class of somebody else."""
         quantizers = [quantizer for quantizer in slots(self).values() if quantizer is not None]
         formats = {format for q in quantizers for format in (q.rowwise, q.columnwise)}
         first = next(iter(formats))
@@ -94,8 +94,8 @@ class Section:
 class LinearQuantizers(Section):
     """The slots of a linear or grouped linear module.
 
-    A recipe gives the first three. output and grad_input are the boundary slots: None, unless the module is told who
-    reads its output, or the gradient that it returns (`output_quantizer_role`, `grad_input_quantizer_role`).
+    A recipe gives the first three. output and grad_input are the boundary slots. They are None unless the module is
+    told who reads its output, or the gradient that it returns (`output_quantizer_role`, `grad_input_quantizer_role`).
     """
 
     input: HybridQuantizer
@@ -165,4 +165,4 @@ HIGH_PRECISION = {
     "embedding": IdentityQuantizer(IN_HIGH_PRECISION["embedding"]),
     "norm": IdentityQuantizer(IN_HIGH_PRECISION["norm"]),
 }
-"""Quantizers of the parts that a recipe says nothing about."""
+"""The quantizers of parts that a recipe does not mention."""

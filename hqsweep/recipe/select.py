@@ -19,7 +19,8 @@ _TAKES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """Indices, or the first or last `count` layers; a fraction is rounded up, so that it is at least one layer."""
+    """A choice of layers: indices, or the first or last `count` layers; a fraction is rounded up, so that it is at
+    least one layer."""
 
     end: Literal["first", "last"] | None = None
     count: Fraction = Fraction(0)
@@ -27,7 +28,7 @@ class Layers:
 
     @classmethod
     def parse(cls, value: object, where: str) -> "Layers":
-        """From 11, [0, -1], "first(2)", "last(0.15)"; `where` starts the error."""
+        """The choice of 11, [0, -1], "first(2)" or "last(0.15)"; `where` starts the error."""
         indices = [value] if isinstance(value, int) else value
         if isinstance(indices, list | tuple) and indices and all(type(i) is int for i in indices):
             return cls(indices=tuple(sorted(set(indices))))
@@ -38,7 +39,7 @@ class Layers:
         return cls(end=match[1], count=count)
 
     def to_config(self) -> str | list[int]:
-        """What parse takes."""
+        """The value that parse takes."""
         return str(self) if self.end else list(self.indices)
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class Layers:
         return self.end is not None or any(i < 0 for i in self.indices)
 
     def of(self, layers: Sequence[int]) -> set[int]:
-        """The chosen ones of the layers that a model has, given in order."""
+        """The chosen layers of a model whose layers are given in order."""
         if self.end is None:
             return {i if i >= 0 else layers[i] for i in self.indices if i >= 0 or -i <= len(layers)} & set(layers)
         count = int(self.count) if self.count >= 1 else math.ceil(self.count * len(layers))
@@ -59,12 +60,12 @@ class Layers:
 
 
 def layers_of(roles: Sequence[QuantizerRole]) -> list[int]:
-    """Indices of the layers in which the roles' modules are, in order."""
+    """The indices of the layers in which the roles' modules are, in order."""
     return sorted({role.layer for role in roles if role.layer is not None})
 
 
 def _count(text: str) -> Fraction | None:
-    """More than 0, and whole when it is 1 or more; None for anything else."""
+    """The number in the text, if it is more than 0, and whole when it is 1 or more; else None."""
     try:
         count = Fraction(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a schedule to the steps of a training at which recipes change."""
+"""The steps of a training at which its schedule changes the recipe."""
 
 from dataclasses import dataclass, replace
 
@@ -8,14 +8,14 @@ from hqsweep.recipe.sections import Faults
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A recipe without a schedule, and the first step (from 1) that it is for."""
+    """A recipe without a schedule, and the first step (from 1) that it applies to."""
 
     first_step: int
     recipe: AnyRecipe
 
 
 def stages(recipe: AnyRecipe, steps: int, start: int = 0) -> list[Stage]:
-    """Which recipe each of `steps` training steps runs on, in order; they come after `start` steps of another run, from
+    """The recipes that `steps` training steps run on, in order. The steps come after `start` steps of another run,
     which the schedule does not count.
 
     Raises:

@@ -1,4 +1,4 @@
-"""manifest.json: what a folder of shards says of itself. It is written last, so a folder that has it is whole."""
+"""manifest.json: the description of a folder of shards. It is written last, so a folder that has it is whole."""
 
 import hashlib
 import json
@@ -14,18 +14,18 @@ from hqsweep.errors import Damaged
 NAME = "manifest.json"
 VERSION = 1
 WIDE = 65_500
-"""From this vocabulary on tokens are int32, as in Megatron; below, uint16."""
+"""The vocabulary from which on tokens are int32, as in Megatron; smaller ones have uint16."""
 SPLITS = ("train", "val")
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys and wrong types are errors."""
+    """A part of the manifest, frozen; unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Shard(Section):
-    """One pair of files NAME.bin and NAME.idx; sha256 is that of the .bin, index_sha256 that of the .idx."""
+    """One pair of files NAME.bin and NAME.idx; sha256 is the hash of the .bin, index_sha256 that of the .idx."""
 
     name: str
     tokens: int
@@ -35,9 +35,11 @@ class Shard(Section):
 
 
 class Source(Section):
-    """What the shards were made of: bytes are those of the files, text_bytes those of all documents in UTF-8.
+    """What the shards were made from: bytes are those of the files, text_bytes those of all documents in UTF-8.
 
-    listing: SHA-256 over the names, formats and sizes of the files. piece_bytes: text of a shard, about.
+    listing: SHA-256 over the names, formats and sizes of the files. piece_bytes: the approximate bytes of text of a
+    shard. empty: documents without text, which are left out. replaced: documents with bytes that are not UTF-8, which
+    became U+FFFD. unknown: tokens for text that the tokenizer does not cover.
     empty: documents without text, which are left out. replaced: documents with bytes that are no UTF-8, which became
     U+FFFD. unknown: tokens for text that the tokenizer does not cover.
     """
@@ -69,7 +71,8 @@ class TokenizerFacts(Section):
 
 
 class Manifest(Section):
-    """All of it. hash: SHA-256 over dtype, vocabulary, separator and the hashes of the shards, so over every token.
+    """The whole manifest. hash: SHA-256 over dtype, vocabulary, separator and the hashes of the shards, so over every
+    token. seal: SHA-256 over all other fields.
     seal: SHA-256 over all other fields.
 
     unigram_entropy_nats: what the val split costs under its own token frequencies.
@@ -89,21 +92,21 @@ class Manifest(Section):
     seal: str = ""
 
     def tokens(self, split: str) -> int:
-        """Tokens of "train" or "val", separators counted."""
+        """The tokens of "train" or "val", separators counted."""
         return sum(shard.tokens for shard in getattr(self, split))
 
     def documents(self, split: str) -> int:
-        """Documents of "train" or "val"."""
+        """The documents of "train" or "val"."""
         return sum(shard.documents for shard in getattr(self, split))
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """dtype of the tokens on disk."""
+        """The dtype of the tokens on disk."""
         return np.dtype(self.dtype).newbyteorder("<")
 
 
 def token_hash(dtype: str, vocab_size: int, separator: int, shards: dict[str, list[Shard]]) -> str:
-    """SHA-256, in hex, of what a training reads."""
+    """The SHA-256, in hex, of what a training reads."""
     listed = {split: [shard.sha256 for shard in shards[split]] for split in SPLITS}
     return hashlib.sha256(json.dumps([dtype, vocab_size, separator, listed]).encode()).hexdigest()
 
@@ -143,7 +146,7 @@ def _inside(name: str) -> bool:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: on the disk as a whole, or not at all."""
+    """Replace the file `path` by `data`: it is on the disk as a whole, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

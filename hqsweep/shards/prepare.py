@@ -1,9 +1,9 @@
 """Text becomes shards: `hqsweep data prepare`.
 
-Each piece of the source becomes a shard of its own, which is written beside and moved to its place, and then a record
-in OUT/.prepare says so. After a kill the same call does the pieces that have no record. As pieces and their shards
+Each piece of the source becomes a shard of its own, which is written beside its place and moved there; a record in
+OUT/.prepare then says so. After a kill the same call does the pieces that have no record. As pieces and their shards
 depend on the source and the tokenizer alone, the bytes are the same for any number of workers and of kills. The
-manifest comes last, and OUT/.prepare goes.
+manifest comes last, and OUT/.prepare is deleted.
 """
 
 import fcntl
@@ -33,11 +33,11 @@ OTHER = "give another --out, or delete that folder"
 
 
 class Options(Section):
-    """What is made of the source.
+    """How shards are made from the source.
 
-    column: key of JSON lines, or column of Parquet. format: None by the names of files. val_fraction: share of
-    documents that are held out. separator: token after each document, None for the tokenizer's own. allow_unknown:
-    share of tokens that may stand for text which the tokenizer does not cover.
+    column: key of JSON lines, or column of Parquet. format: None for the one that the names of files say. val_fraction:
+    share of documents that are held out. separator: token after each document, None for the tokenizer's own.
+    allow_unknown: share of tokens that may stand for text which the tokenizer does not cover.
     """
 
     column: str = "text"
@@ -49,7 +49,8 @@ class Options(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How far a call of prepare is: bytes of the source, tokens so far, and pieces that an earlier call had done."""
+    """The progress of a call of prepare: bytes of the source, tokens so far, and pieces that an earlier call had
+    done."""
 
     bytes: int
     total: int
@@ -72,6 +73,7 @@ def prepare(
     """Make shards in the folder `out` of all text of a file or folder: text, JSON lines or Parquet, also .gz and .zst.
 
     tokenizer: a tokenizer.json of Hugging Face, or its folder. workers: processes, by default one for each processor.
+    progress: called after each piece. options: those of Options. Pieces that are done already are not done again.
     progress: called after each piece. options: those of Options. What is there already is not done again.
 
     Raises:
@@ -85,8 +87,8 @@ def prepare(
     if workers is not None and workers < 1:
         raise UserError(f"workers: {workers} is less than 1")
     job = _job(Path(source), Path(tokenizer), Path(out), asked)
-    if (found := _finished(job)) is not None:
-        return found
+    if (finished := _finished(job)) is not None:
+        return finished
     with _begun(job):
         records = _records(job, workers or usable_cpus(), progress or (lambda done: None))
         manifest = _manifest(job, records)
@@ -97,7 +99,8 @@ def prepare(
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A call of prepare, read and checked. facts: what the manifest says of it before anything is tokenized."""
+    """A call of prepare, read and checked. facts: the entries of the manifest that are known before anything is
+    tokenized."""
 
     out: Path
     files: list[sources.File]
@@ -112,7 +115,7 @@ class _Job:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What must not change from one call to the next."""
+        """The entries that must not change from one call to the next."""
         times = {file.name: file.path.stat().st_mtime_ns for file in self.files}
         return self.facts | {"times": hashlib.sha256(json.dumps(times).encode()).hexdigest()}
 
@@ -124,7 +127,7 @@ def _job(source: Path, tokenizer: Path, out: Path, options: Options) -> _Job:
     vocab = vocab_size(opened)
     files = sources.find(source, options.format, without=out)
     listing = [[file.name, file.format, file.codec, file.size] for file in files]
-    facts = {
+    plan = {
         "dtype": "int32" if vocab >= WIDE else "uint16",
         "vocab_size": vocab,
         "separator": {"token": token, "id": opened.token_to_id(token)},
@@ -135,7 +138,7 @@ def _job(source: Path, tokenizer: Path, out: Path, options: Options) -> _Job:
         "allow_unknown": options.allow_unknown,
     }
     size = sources.piece_bytes(files)
-    return _Job(out=out, files=files, tokenizer=file, facts=facts, piece_bytes=size, options=options)
+    return _Job(out=out, files=files, tokenizer=file, facts=plan, piece_bytes=size, options=options)
 
 
 def _library() -> str:
@@ -145,7 +148,7 @@ def _library() -> str:
 
 
 def _finished(job: _Job) -> Manifest | None:
-    """The manifest of an earlier call that did all of this; UserError where it did something else."""
+    """The manifest of an earlier call that did all of this, or None; UserError where that call did something else."""
     if not (job.out / manifests.NAME).is_file():
         return None
     manifest = manifests.read_manifest(job.out)
@@ -194,7 +197,7 @@ def _begun(job: _Job) -> Iterator[None]:
 
 
 def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]]:
-    """What is said of each piece, in their order, when all are done."""
+    """The records of all pieces, in their order, when all are done."""
     setup = Setup(
         out=job.out, work=job.work, tokenizer=job.out / "tokenizer.json", separator=job.facts["separator"]["id"],
         dtype=job.facts["dtype"], column=job.options.column, val_fraction=job.options.val_fraction,
@@ -202,32 +205,32 @@ def _records(job: _Job, workers: int, progress: Progress) -> list[dict[str, Any]
     )  # fmt: skip
     records: dict[int, dict[str, Any]] = {}
     total = sum(file.size for file in job.files)
-    kept = seen = 0
+    resumed = seen = 0
 
     def to_do() -> Iterator[Piece]:
-        nonlocal kept, seen
+        nonlocal resumed, seen
         cut = sources.pieces(job.files, job.piece_bytes, job.options.column, job.work / "unpacked")
         for number, piece in enumerate(cut):
             if (record := _record(job, number)) is None:
                 yield number, piece
             else:
                 records[number] = record
-                kept, seen = kept + 1, seen + _weight(piece)
-                progress(_far(seen, total, records, kept))
+                resumed, seen = resumed + 1, seen + _weight(piece)
+                progress(_far(seen, total, records, resumed))
 
     for (number, piece), record in encode_all(setup, to_do(), workers):
         _on_disk(job, record)
         manifests.write_whole(_record_file(job, number), json.dumps(record).encode())
         records[number] = record
         seen += _weight(piece)
-        progress(_far(seen, total, records, kept))
+        progress(_far(seen, total, records, resumed))
     if json.loads((job.work / "plan.json").read_bytes()) != job.plan:
         raise UserError(f"files of the source changed while they were read; delete {job.out}, and start again")
     return [records[number] for number in range(len(records))]
 
 
 def _on_disk(job: _Job, record: dict[str, Any]) -> None:
-    """Wait until the shards of a piece are on the disk, while its worker is at the next one."""
+    """Wait until the shards of a piece are on the disk, while its worker does the next piece."""
     for shard in filter(None, (record[split] for split in SPLITS)):
         for end in ("bin", "idx"):
             with (job.out / f"{shard['name']}.{end}").open("rb+") as file:
@@ -238,9 +241,9 @@ def _weight(piece: list[sources.Segment]) -> int:
     return sum(segment.weight for segment in piece)
 
 
-def _far(seen: int, total: int, records: dict[int, dict[str, Any]], kept: int) -> Done:
+def _far(seen: int, total: int, records: dict[int, dict[str, Any]], resumed: int) -> Done:
     tokens = sum(record[split]["tokens"] for record in records.values() for split in SPLITS if record[split])
-    return Done(bytes=seen, total=total, tokens=tokens, kept=kept)
+    return Done(bytes=seen, total=total, tokens=tokens, kept=resumed)
 
 
 def _record_file(job: _Job, number: int) -> Path:
@@ -248,7 +251,7 @@ def _record_file(job: _Job, number: int) -> Path:
 
 
 def _record(job: _Job, number: int) -> dict[str, Any] | None:
-    """What an earlier call said of a piece, whose shards are there in their lengths."""
+    """The record of a piece by an earlier call, whose shards are there in their lengths; else None."""
     try:
         record = json.loads(_record_file(job, number).read_bytes())
         width = 4 if job.facts["dtype"] == "int32" else 2
@@ -262,33 +265,33 @@ def _record(job: _Job, number: int) -> dict[str, Any] | None:
 
 
 def _manifest(job: _Job, records: list[dict[str, Any]]) -> Manifest:
-    facts = dict(job.facts)
+    plan = dict(job.facts)
     shards = {split: [Shard(**record[split]) for record in records if record[split]] for split in SPLITS}
-    found = {split: sum(shard.documents for shard in each) for split, each in shards.items()}
-    for split in (split for split in SPLITS if not found[split]):
+    documents = {split: sum(shard.documents for shard in each) for split, each in shards.items()}
+    for split in (split for split in SPLITS if not documents[split]):
         raise UserError(
-            f"of {sum(found.values())} documents none was drawn for {split} with --val-fraction"
-            f" {facts['val_fraction']:g}; change it or give more text, and {OTHER}"
+            f"of {sum(documents.values())} documents none was drawn for {split} with --val-fraction"
+            f" {plan['val_fraction']:g}; change it or give more text, and {OTHER}"
         )
     counts = {key: sum(record[key] for record in records) for key in ("text_bytes", "empty", "replaced", "unknown")}
-    dtype = facts["dtype"]
+    dtype = plan["dtype"]
     parts = [Part(path=job.out / f"{s.name}.bin", offset=0, tokens=s.tokens) for s in shards["val"]]
     manifest = Manifest(
         dtype=dtype,
-        vocab_size=facts["vocab_size"],
-        separator=Separator(**facts["separator"]),
-        tokenizer=TokenizerFacts(**facts["tokenizer"]),
+        vocab_size=plan["vocab_size"],
+        separator=Separator(**plan["separator"]),
+        tokenizer=TokenizerFacts(**plan["tokenizer"]),
         source=Source(
             files=len(job.files),
             bytes=sum(file.size for file in job.files),
             piece_bytes=job.piece_bytes,
-            **{key: facts[key] for key in ("listing", "column", "allow_unknown")},
+            **{key: plan[key] for key in ("listing", "column", "allow_unknown")},
             **counts,
         ),
-        val_fraction=facts["val_fraction"],
+        val_fraction=plan["val_fraction"],
         unigram_entropy_nats=unigram_entropy(Stream(parts, dtype).chunks()),
         train=tuple(shards["train"]),
         val=tuple(shards["val"]),
-        hash=manifests.token_hash(dtype, facts["vocab_size"], facts["separator"]["id"], shards),
+        hash=manifests.token_hash(dtype, plan["vocab_size"], plan["separator"]["id"], shards),
     )
     return manifests.sealed(manifest)

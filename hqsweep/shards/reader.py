@@ -4,7 +4,7 @@
     Megatron    NAME.bin with NAME.idx beside it, or a folder of such pairs
     llm.c       NAME.bin that begins with 256 int32 numbers (magic, version, tokens), or a folder of them
 
-In a folder of others' files those whose name has "val" are the val split; where there is none, and of a single file,
+In a folder of others' files those whose name has "val" are the val split; where there is none, and for a single file,
 the end is. Their vocabulary is read from meta.json ({"vocab_size": N}), or found by reading all tokens.
 """
 
@@ -30,7 +30,7 @@ LLM_C_HEADER = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """A .bin of others: where its tokens are, and how many documents it has, if that is known."""
+    """A .bin of another program: its tokens, and the number of its documents, if that is known."""
 
     part: Part
     dtype: np.dtype
@@ -43,6 +43,8 @@ class Shards:
     """Tokens of both splits, on disk.
 
     train, val: Stream. vocab_size: all tokens are below it. layout: "hqsweep", "megatron" or "llm.c". split: in words.
+    hash: SHA-256 that stands for every token of our shards, and for sizes and both ends of others' splits. documents:
+    those of both splits, where they are known. manifest: that of our shards.
     hash: SHA-256 that stands for every token of ours, and for sizes and both ends of others' splits. documents: of both
     splits, where it is known. manifest: of ours.
 
@@ -62,10 +64,10 @@ class Shards:
     manifest: Manifest | None = None
 
     def __init__(self, path: str | Path, *, val_fraction: float = 0.1) -> None:
-        """val_fraction: of others' shards without a val split."""
+        """val_fraction: the share of others' shards without a val split that becomes val."""
         path = Path(path)
-        found = _ours(path) if (path / manifests.NAME).is_file() else _others(path, val_fraction)
-        for name, value in ({"path": path, "documents": {}, "manifest": None} | found).items():
+        fields = _ours(path) if (path / manifests.NAME).is_file() else _others(path, val_fraction)
+        for name, value in ({"path": path, "documents": {}, "manifest": None} | fields).items():
             object.__setattr__(self, name, value)
 
     def window(self, seed: int, step: int, row: int, *, batch: int, context: int) -> np.ndarray:
@@ -77,11 +79,11 @@ class Shards:
         return self.train.windows(window_starts(seed, samples, len(self.train), context), context + 1)
 
     def unigram_entropy(self) -> float:
-        """What val costs under its own token frequencies, in nats a token."""
+        """The entropy of val under its own token frequencies, in nats a token."""
         return self.manifest.unigram_entropy_nats if self.manifest else unigram_entropy(self.val.chunks())
 
     def verify(self) -> None:
-        """Read every shard of ours, and compare it with the manifest.
+        """Read every shard of a folder with a manifest, and compare it with that.
 
         Raises:
             Damaged: a file that is not what was written.

@@ -1,9 +1,9 @@
-"""Which files are read, and how they are cut into pieces.
+"""The files that are read, and how they are cut into pieces.
 
-A piece is what one worker does at a time and what becomes one shard: stretches of files, so that pieces are a function
-of the source alone and not of how many workers there are. Files are taken by their names. Of plain files a piece has
-ranges of bytes or row groups, which its worker reads; compressed ones are unpacked here, which is much faster than
-tokenizing, and travel with the piece.
+A piece is what one worker does at a time and what becomes one shard. It consists of stretches of files, so that pieces
+are a function of the source alone and not of the number of workers. Files are taken by their names. From plain files a
+piece has ranges of bytes or row groups, which its worker reads; compressed ones are unpacked here, which is much faster
+than tokenizing, and travel with the piece.
 """
 
 import os
@@ -20,7 +20,7 @@ Format = Literal["text", "lines", "jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 UNPACKED = 4
-"""How much longer compressed text is taken to be once unpacked; its length is not known before."""
+"""The assumed ratio of the lengths of unpacked and compressed text, which is not known before."""
 SNIFF_BYTES = 8192
 WHOLE_BYTES = 1 << 20
 """A text file up to this size is one document."""
@@ -40,7 +40,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A stretch of a file: bytes [start, stop), of Parquet row groups; or `data`, whole lines that were unpacked.
+    """A stretch of a file: bytes [start, stop), or row groups of Parquet; or `data`, whole lines that were unpacked.
 
     whole: all of a text file, which is one document. weight: bytes on the disk.
     """
@@ -55,10 +55,11 @@ class Segment:
     data: bytes | None = None
 
 
-def find(source: Path, given: Format | None, without: Path) -> list[File]:
-    """Files of a source, sorted by name: a file alone, or what a folder holds that is not hidden and not empty.
+def find(source: Path, format: Format | None, without: Path) -> list[File]:
+    """The files of a source, sorted by name: the file itself, or those in a folder that are not hidden and not empty.
 
-    given: read all as this format; None: by suffix, and as text whatever has none of them and no NUL byte early.
+    format: that of all files; None: by suffix, and text where a name has no known suffix and the file no NUL byte
+    early. without: a folder that is no part of the source, where it stands in it.
     without: a folder that is no part of the source, where it stands in it.
 
     Raises:
@@ -67,33 +68,33 @@ def find(source: Path, given: Format | None, without: Path) -> list[File]:
     if not source.exists():
         raise UserError(f"{source} does not exist; give a file, or a folder of files")
     if source.is_file():
-        files = [_file(source, source.name, given)]
+        files = [_file(source, source.name, format)]
         if not files[0].size:
             raise UserError(f"{source} is empty; give a file with text in it")
         if files[0].format == "text" and not _is_text(files[0]):
             raise UserError(f"{source} is no text: a NUL byte is in its first {SNIFF_BYTES} bytes; --format says else")
         return files
-    found = [_file(path, name, given) for name, path in _walk(source, without.resolve())]
-    kinds = {file.name: _by_suffix(file.name)[0] for file in found}
-    if given in ("jsonl", "parquet"):
-        found = [file for file in found if kinds[file.name] == given] or [f for f in found if kinds[f.name] is None]
-    elif given is not None:
-        found = [file for file in found if kinds[file.name] is None]
-    found = [file for file in found if file.format not in ("text", "lines") or _is_text(file)]
-    if not found:
-        kind = "text, JSON lines or Parquet" if given is None else given
+    files = [_file(path, name, format) for name, path in _walk(source, without.resolve())]
+    kinds = {file.name: _by_suffix(file.name)[0] for file in files}
+    if format in ("jsonl", "parquet"):
+        files = [file for file in files if kinds[file.name] == format] or [f for f in files if kinds[f.name] is None]
+    elif format is not None:
+        files = [file for file in files if kinds[file.name] is None]
+    files = [file for file in files if file.format not in ("text", "lines") or _is_text(file)]
+    if not files:
+        kind = "text, JSON lines or Parquet" if format is None else format
         raise UserError(f"{source} holds no file of {kind}; give the folder that has them, or another --format")
-    return found
+    return files
 
 
 def piece_bytes(files: list[File]) -> int:
-    """Bytes of text that a piece has, about: a 32nd of the source, from 1 MiB to 64 MiB."""
+    """The approximate bytes of text of a piece: a 32nd of the source, from 1 MiB to 64 MiB."""
     total = sum(file.size * (UNPACKED if file.codec else 1) for file in files)
     return min(max(total // 32, 1 << 20), 64 << 20)
 
 
 def pieces(files: list[File], size: int, column: str, unpacked: Path) -> Iterator[list[Segment]]:
-    """All of the source, in pieces of about `size` bytes of text, always the same ones.
+    """The whole source, in pieces of about `size` bytes of text, always the same ones.
 
     unpacked: a folder for compressed Parquet files, which cannot be read as a stream.
 
@@ -102,7 +103,7 @@ def pieces(files: list[File], size: int, column: str, unpacked: Path) -> Iterato
     """
     piece: list[Segment] = []
     filled = 0
-    for segment, length in (each for file in files for each in _segments(file, files, size, column, unpacked)):
+    for segment, length in (pair for file in files for pair in _segments(file, files, size, column, unpacked)):
         piece.append(segment)
         filled += length
         if filled >= size:
@@ -129,7 +130,7 @@ def _segments(file: File, files: list[File], size: int, column: str, unpacked: P
 
 
 def _unpacked_segments(file: File, common: dict[str, Any], size: int, whole: int) -> Iterator[tuple[Segment, int]]:
-    """Whole lines, of about `size` bytes."""
+    """Segments of whole lines, of about `size` bytes."""
     start, read, rest, ended = 0, 0, b"", False
     with _unpacking(file) as (stream, packed):
         while not ended:
@@ -172,13 +173,13 @@ def _row_groups(file: File, size: int, column: str, unpacked: Path) -> Iterator[
 
 
 def _column_bytes(group: Any, column: str, index: int) -> int:
-    """Bytes of a column in a row group, unpacked. Nested columns before it move its place among the chunks."""
+    """The bytes of a column in a row group, unpacked. Nested columns before it change its index among the chunks."""
     chunks = (group.column(i) for i in range(index, group.num_columns))
     return next(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
 
 
 def _unpack(file: File, folder: Path) -> Path:
-    """A compressed Parquet file as a plain one; kept, as its pieces are read one by one."""
+    """A compressed Parquet file, unpacked; it is kept, as its pieces are read one by one."""
     path = folder / f"{file.name.replace('/', '_')}.parquet"
     if path.is_file():
         return path
@@ -193,7 +194,7 @@ def _unpack(file: File, folder: Path) -> Path:
 
 @contextmanager
 def _unpacking(file: File) -> Iterator[tuple[Any, Any]]:
-    """(a stream of the unpacked bytes, a function that says how many packed bytes it has read)."""
+    """(a stream of the unpacked bytes, a function that returns how many packed bytes it has read)."""
     import pyarrow
 
     raw = pyarrow.OSFile(str(file.path))
@@ -208,26 +209,26 @@ def _unpacking(file: File) -> Iterator[tuple[Any, Any]]:
         raw.close()
 
 
-def _file(path: Path, name: str, given: Format | None) -> File:
+def _file(path: Path, name: str, format: Format | None) -> File:
     kind, codec = _by_suffix(name)
-    return File(path=path, name=name, format=given or kind or "text", codec=codec, size=path.stat().st_size)
+    return File(path=path, name=name, format=format or kind or "text", codec=codec, size=path.stat().st_size)
 
 
 def _by_suffix(name: str) -> tuple[Format | None, str | None]:
-    """(format, codec) that a name says."""
+    """The (format, codec) of a name's suffixes."""
     stem, ending = os.path.splitext(name.lower())
     codec = CODECS.get(ending)
     return SUFFIXES.get(os.path.splitext(stem)[1] if codec else ending), codec
 
 
 def _walk(root: Path, without: Path) -> list[tuple[str, Path]]:
-    found = []
+    files = []
     for folder, subfolders, names in os.walk(root):
         below = Path(folder)
         subfolders[:] = [n for n in subfolders if not n.startswith(".") and (below / n).resolve() != without]
         paths = [below / name for name in names if not name.startswith(".")]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file() and path.stat().st_size]
-    return sorted(found)
+        files += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file() and path.stat().st_size]
+    return sorted(files)
 
 
 def _is_text(file: File) -> bool:

@@ -29,7 +29,7 @@ class Part:
 
 
 class Stream:
-    """Tokens of several files one after another; dtype is that of the files, little-endian.
+    """The tokens of several files one after another; dtype is that of the files, little-endian.
 
     Raises:
         Damaged: a file is missing, or shorter than its part.
@@ -54,7 +54,7 @@ class Stream:
         return len(self) * self.dtype.itemsize
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count), dtype of the files."""
+        """The tokens [start, start + count), in the dtype of the files."""
         read = np.empty(count, self.dtype)
         at, part = 0, int(np.searchsorted(self.ends, start, side="right"))
         while at < count:
@@ -66,7 +66,7 @@ class Stream:
         return read
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Tokens [start, start + length) for each start: int64 [starts, length]."""
+        """The tokens [start, start + length) for each start: int64 [starts, length]."""
         return np.stack([self.read(int(start), length) for start in starts]).astype(np.int64)
 
     def chunks(self) -> Iterator[np.ndarray]:
@@ -75,7 +75,7 @@ class Stream:
             yield self.read(start, min(CHUNK, len(self) - start))
 
     def cut(self, start: int, stop: int) -> "Stream":
-        """Tokens [start, stop) as a stream of their own."""
+        """The tokens [start, stop) as a stream of their own."""
         first, parts = 0, []
         for part in self.parts:
             low, high = max(start - first, 0), min(stop - first, part.tokens)
@@ -97,8 +97,8 @@ def unigram_entropy(chunks: Iterable[np.ndarray]) -> float:
     """-sum_t p[t] ln p[t] in nats a token, p being the frequencies in the chunks themselves (1-D, integers >= 0)."""
     counts = np.zeros(1, np.int64)
     for chunk in chunks:
-        found = np.bincount(chunk, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        merged = np.bincount(chunk, minlength=len(counts))
+        merged[: len(counts)] += counts
+        counts = merged
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())

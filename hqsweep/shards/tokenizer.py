@@ -9,13 +9,13 @@ import numpy as np
 from hqsweep.errors import UserError, nearest
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-"""What is taken where no file beside the tokenizer names its eos_token."""
+"""The usual separators, for a tokenizer whose eos_token no file beside it names."""
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def open_tokenizer(path: Path) -> Any:
     """The tokenizers.Tokenizer of a file, or of the tokenizer.json of a folder. It neither cuts nor pads, adds no
-    special tokens, and takes names of special tokens in a text for text, so that no document can forge a separator.
+    special tokens, and reads names of special tokens in a text as text, so that no document can forge a separator.
 
     Raises:
         UserError: there is none, or the library is not installed.
@@ -45,28 +45,28 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """All ids are below it; added tokens count."""
+    """The size of the vocabulary: all ids are below it; added tokens count."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def separator(tokenizer: Any, path: Path, given: str | None) -> str:
-    """The token that follows each document: the one given, the eos_token that a file beside the tokenizer names, or the
-    first that is usual and known to the tokenizer.
+def separator(tokenizer: Any, path: Path, wanted: str | None) -> str:
+    """The token that follows each document: the one that is wanted, else the eos_token that a file beside the tokenizer
+    names, else the first usual one that the tokenizer knows.
 
     Raises:
-        UserError: the tokenizer has not the one given, or none is found.
+        UserError: the tokenizer does not have the wanted one, or none is found.
     """
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    if given is not None:
-        if tokenizer.token_to_id(given) is None:
-            near = nearest(given, special)
-            raise UserError(f"--separator: the tokenizer has no token '{given}'{near}; {_of(special)}")
-        return given
+    if wanted is not None:
+        if tokenizer.token_to_id(wanted) is None:
+            near = nearest(wanted, special)
+            raise UserError(f"--separator: the tokenizer has no token '{wanted}'{near}; {_of(special)}")
+        return wanted
     stated = [_eos(tokenizer_file(path).with_name(name)) for name in BESIDE]
-    found = [token for token in (*stated, *SEPARATORS) if token and tokenizer.token_to_id(token) is not None]
-    if not found:
+    usual = [token for token in (*stated, *SEPARATORS) if token and tokenizer.token_to_id(token) is not None]
+    if not usual:
         raise UserError(f"the tokenizer names no end of a document; give --separator TOKEN; {_of(special)}")
-    return found[0]
+    return usual[0]
 
 
 def _eos(path: Path) -> str | None:
@@ -85,8 +85,8 @@ def _of(special: list[str]) -> str:
 class Coverage:
     """Finds text for which a tokenizer has no token: it gives its unknown token, or nothing at all.
 
-    Byte-level tokenizers that have all bytes cover everything, which is seen once. Others say it by their unknown
-    token; one without drops what it does not know, so each character is tried alone, once.
+    Byte-level tokenizers that have all bytes cover everything, which is checked once. Others have an unknown token; one
+    without it drops what it does not know, so each character is tried alone, once.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -97,7 +97,8 @@ class Coverage:
         self.tried: dict[str, bool] = {}
 
     def unknown(self, text: str, ids: np.ndarray) -> int:
-        """How many tokens of `ids` stand for text that is not covered, or characters of `text` are left out."""
+        """The number of tokens of `ids` that stand for text that is not covered, or of characters of `text` that are
+        left out."""
         if self.complete:
             return 0
         if self.unknown_id is not None:

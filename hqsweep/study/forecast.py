@@ -1,4 +1,5 @@
-"""What a study would cost: replicates and minutes that resolve a gap, from the noise that earlier studies measured."""
+"""The cost of a study before it runs: the replicates and minutes that resolve a gap, from the noise that earlier
+studies measured."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +24,11 @@ COUNTS = ("params", "tokens", "run_tokens", "arms_run", "seconds")
 ROW: dict[str, Any] = dict.fromkeys((*COUNTS, "trunk_tokens", "sd_pct"), float) | {
     "model": dict, "data": dict, "design": str, "device": str, "arms": dict,
 }  # fmt: skip
-"""What a forecast reads of a row of the registry."""
+"""The fields that a forecast reads of a row of the registry."""
 ARM: dict[str, Any] = {"null": bool, "sd_pct": float}
-"""What it reads of each of its arms."""
+"""The fields that it reads of each of a row's arms."""
 SAME = 1.05
-"""Numbers of tokens that are this close count as one."""
+"""The ratio up to which two numbers of tokens count as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Forecast:
 
 
 def registry(runs_dir: Path) -> list[dict[str, Any]]:
-    """Rows of study.noise: those measured here, then those that come with the package.
+    """The rows of study.noise: those measured here, then those that come with the package.
 
     UserError where there are none, Damaged for a row that no comparison has written.
     """
@@ -69,7 +70,8 @@ def registry(runs_dir: Path) -> list[dict[str, Any]]:
 
 
 def _written(path: Path) -> list[dict[str, Any]]:
-    """The rows of a registry. Raises Damaged for one that lacks what a forecast reads, or has another kind of it."""
+    """The rows of a registry. Raises Damaged for one that lacks a field that a forecast reads, or has it of another
+    kind."""
     rows = read_rows(path)
     for number, row in enumerate(rows, 1):
         at, remedy = f"{path}: line {number}", "delete that line; hqsweep compare measures it again"
@@ -82,7 +84,7 @@ def _written(path: Path) -> list[dict[str, Any]]:
 
 
 def forecasts(plan: Plan, resolve: float, rows: Sequence[Mapping[str, Any]]) -> list[Forecast]:
-    """One for each design of which there is a row, the cheapest first; `resolve` in % of the baseline's loss.
+    """A forecast for each design that has a row, the cheapest first; `resolve` in % of the baseline's loss.
 
     UserError for a plan that compares nothing.
     """
@@ -101,20 +103,21 @@ def forecasts(plan: Plan, resolve: float, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def pace(plan: Plan, rows: Sequence[Mapping[str, Any]]) -> tuple[float, str] | None:
-    """(seconds a token of the plan's model took, at as many runs at a time as that study had; which study that is, in
-    words); a study of the other design where there is none, None where none has been on this kind of device."""
+    """(the seconds that a token of the plan's model takes, at as many runs at a time as that study had; that study, in
+    words). It is a study of the other design where there is none of this one; None where none was on this kind of
+    device."""
     wanted = _wanted(plan)
     if wanted is None:
         return None
     own = sorted(DESIGNS, key=lambda design: (design == FORK) != bool(plan.study.fork))
-    found = [row for design in own if (row := _nearest(wanted, design, rows)) and _same_device(wanted, row)]
-    return (_a_token(found[0]) * wanted.params / found[0]["params"], _basis(wanted, found[0])) if found else None
+    near = [row for design in own if (row := _nearest(wanted, design, rows)) and _same_device(wanted, row)]
+    return (_a_token(near[0]) * wanted.params / near[0]["params"], _basis(wanted, near[0])) if near else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """The study that is planned; tokens and per-replicate tokens as in a row of study.noise, by design; whether it runs
-    on a GPU."""
+    """The planned study; tokens and per-replicate tokens as in a row of study.noise, by design; whether it runs on a
+    GPU."""
 
     model: Mapping[str, Any]
     data: Mapping[str, Any]
@@ -129,7 +132,7 @@ class _Wanted:
 
 
 def _wanted(plan: Plan) -> _Wanted | None:
-    """None for a model whose size is not known."""
+    """The study of a plan; None for a model whose size is not known."""
     if not hasattr(plan.first, "train"):
         raise UserError(f"conf={plan.conf}: a {plan.first.job} job compares no recipes; give a convergence sweep")
     pairs = [pair for pair in zip(plan.points, plan.configs, strict=True) if not is_trunk(pair[0])]
@@ -159,12 +162,12 @@ def _same(wanted: _Wanted, row: Mapping[str, Any]) -> bool:
 
 
 def _same_device(wanted: _Wanted, row: Mapping[str, Any]) -> bool:
-    """Whether both are of a CPU, or both of a GPU."""
+    """Whether both ran on a CPU, or both on a GPU."""
     return wanted.on_gpu == (row["device"] != "cpu")
 
 
 def _nearest(wanted: _Wanted, design: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row of a design that is of the same model and data, or else one of the same kind of device, the nearest in
+    """The row of a design with the same model and data, or else one from the same kind of device, the nearest in
     parameters and tokens."""
 
     def distance(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
@@ -188,28 +191,29 @@ def _forecast(wanted: _Wanted, design: str, row: Mapping[str, Any], resolve: flo
 
 
 def _sd(wanted: _Wanted, design: str, row: Mapping[str, Any]) -> float:
-    """Of one replicate's gap in %. Arms of whole runs differ little, and are taken together; the loudest of forks is
-    ten times the quietest, and decides. A gap of whole runs is to the mean of the controls, one or two."""
+    """The standard deviation of one replicate's gap in %. Arms of whole runs differ little, and are taken together; the
+    loudest arm of forks has ten times that of the quietest, and decides. A gap of whole runs is to the mean of the
+    controls, one or two."""
     if design == FORK:
-        tested = {arm: each["sd_pct"] for arm, each in row["arms"].items() if not each["null"]}
+        tested = {arm: noise["sd_pct"] for arm, noise in row["arms"].items() if not noise["null"]}
         return max([sd for arm, sd in tested.items() if arm in wanted.names] or tested.values())
-    before = 1 + any(each["null"] for each in row["arms"].values())
+    before = 1 + any(noise["null"] for noise in row["arms"].values())
     return row["sd_pct"] * math.sqrt((1 + 1 / (1 + wanted.null)) / (1 + 1 / before))
 
 
 def _seconds(wanted: _Wanted, design: str, row: Mapping[str, Any]) -> float:
-    """Of one replicate: those of the row for as many tokens, times the ratio of parameters."""
+    """The seconds of one replicate: those of the row for as many tokens, times the ratio of parameters."""
     tokens = wanted.replicate.get(design) or row["trunk_tokens"] + len(wanted.names) * row["run_tokens"]
     return _a_token(row) * tokens * wanted.params / row["params"]
 
 
 def _a_token(row: Mapping[str, Any]) -> float:
-    """Seconds a token took in the study of the row."""
+    """The seconds that a token took in the study of the row."""
     return row["seconds"] / (row["trunk_tokens"] + row["arms_run"] * row["run_tokens"])
 
 
 def _basis(wanted: _Wanted, row: Mapping[str, Any]) -> str:
-    """Where the noise comes from, in words."""
+    """The study that the noise comes from, in words."""
     study = f"{'+'.join(row['sweeps'])} ({row['replicates']} {'trunks' if row['design'] == FORK else 'seeds'} on "
     study += f"{row['device']}, {row['date']})"
     near = max(row["tokens"], wanted.tokens) <= SAME * min(row["tokens"], wanted.tokens)
@@ -222,7 +226,7 @@ def _basis(wanted: _Wanted, row: Mapping[str, Any]) -> str:
 
 
 def _short(count: float) -> str:
-    """Three digits, as in 10.6M."""
+    """The count with three digits, such as 10.6M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"

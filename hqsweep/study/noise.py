@@ -1,4 +1,4 @@
-"""The registry of noise: what earlier studies found one replicate's gap to vary by, for planning the next one.
+"""The registry of noise: how much one replicate's gap varied in earlier studies, for planning the next one.
 
 RUNS_DIR/noise.jsonl has one row for each (model, data, tokens, design), renewed by each comparison of a finished study.
 A verdict never reads it: a study whose noise is assumed instead of measured claims falsely as soon as it is louder
@@ -44,13 +44,13 @@ from hqsweep.sweep.run_dir import RunDir
 FILE = "noise.jsonl"
 KEY = ("model", "data_hash", "tokens", "design")
 LEAST = 2
-"""Replicates that make a standard deviation."""
+"""The least number of replicates for a standard deviation."""
 LOCK_WAIT_S = 10.0
 
 
 def record(comparison: Comparison, runs_dir: Path) -> Path | None:
-    """Put the noise of a comparison's families into runs_dir/noise.jsonl, in place of rows of the same key; returns the
-    file, None where no family has LEAST replicates in every arm, or where it cannot be written: a plan can do without,
+    """Put the noise of a comparison's families into runs_dir/noise.jsonl, in place of rows of the same key. Returns the
+    file; None where no family has LEAST replicates in every arm, or where it cannot be written: a plan can do without,
     and a comparison does not end for it."""
     rows, path = measured(comparison), runs_dir / FILE
     keys = set(map(_key, rows))
@@ -66,7 +66,7 @@ def record(comparison: Comparison, runs_dir: Path) -> Path | None:
 
 
 def measured(comparison: Comparison) -> list[dict[str, Any]]:
-    """The rows of a comparison, one a baseline; a key that several have is the last one's."""
+    """The rows of a comparison, one for each baseline; of rows with one key the last stays."""
     rows = {}
     for baseline in dict.fromkeys(comparison.baseline_of.values()):
         arms = [arm for arm, other in comparison.baseline_of.items() if other == baseline and arm != baseline]
@@ -82,7 +82,7 @@ def _key(row: Mapping[str, Any]) -> str:
 
 
 def _noise(comparison: Comparison, arms: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Arm -> what its replicates vary by; {} where they are fewer than LEAST."""
+    """Arm -> the noise of its replicates; {} where they are fewer than LEAST."""
     means = comparison.points.groupby(["arm", "trunk"], sort=False)[["gap", "gap_pct"]].mean()
     null = comparison.arms.set_index("arm")["null"]
     spreads = {}
@@ -100,7 +100,7 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
     runs = frames[(frames["arm"] == baseline) & (frames["state"] == "finished")]
     config = parse(RunDir(Path(runs["path"].iloc[0])).config())
     forks = points["draw"].nunique() if comparison.design == FORK else 1
-    tested = [each for each in noise.values() if not each["null"]] or list(noise.values())
+    tested = [arm for arm in noise.values() if not arm["null"]] or list(noise.values())
     trunks, step = comparison.trunks.runs, config.train.batch * config.train.context
     fork_steps = runs["config.train.steps"] - runs["point"]
     return {
@@ -113,8 +113,8 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
         "points": int(forks),
         "baseline": baseline,
         "arms": dict(noise),
-        "sd": _rms(each["sd"] for each in tested),
-        "sd_pct": _rms(each["sd_pct"] for each in tested),
+        "sd": _rms(arm["sd"] for arm in tested),
+        "sd_pct": _rms(arm["sd_pct"] for arm in tested),
         "replicates": int(points["trunk"].nunique()),
         "run_tokens": round(float(fork_steps.mean()) * step * forks),
         "trunk_tokens": round(float(trunks["config.train.steps"].mean()) * step) if len(trunks) else 0,
@@ -128,19 +128,19 @@ def _row(comparison: Comparison, baseline: str, noise: Mapping[str, dict[str, An
 
 
 def model_of(config: ConvergenceConfig) -> dict[str, Any]:
-    """The section `model` without its noise, and without where the files of a Hugging Face model lie."""
+    """The section `model` without its noise, and without the path of a Hugging Face model."""
     model = config.model.model_copy(update={"init_noise": 0.0}).model_dump(mode="json")
     return model | {"path": None} if "path" in model else model
 
 
 def _parameters(config: ConvergenceConfig, runs: pd.DataFrame) -> int:
-    """parameters() of the model that runs have had, which may be gone since."""
+    """The parameters() of the model that the runs had, which may be gone since."""
     return int(runs["manifest.params"].iloc[0]) if isinstance(config.model, UserModel) else parameters(config)
 
 
 def parameters(config: ConvergenceConfig) -> int | None:
-    """Parameters in the model's matrices, the embedding's apart; of a user's model all, None where it cannot be built
-    here."""
+    """The number of parameters in the model's matrices, without the embedding; of a user's model all, None where it
+    cannot be built here."""
     model = config.model
     if isinstance(model, UserModel):
         from hqsweep.models import build  # not for a GPT

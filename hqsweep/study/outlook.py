@@ -1,4 +1,4 @@
-"""What `hqsweep run` would do with a plan, before it does: the state of each run, and the minutes that are ahead."""
+"""What `hqsweep run` would do with a plan: the state of each run, and the minutes that are ahead."""
 
 import math
 from collections import defaultdict
@@ -17,14 +17,14 @@ from hqsweep.sweep.store import RunStore
 from hqsweep.train.record import checkpoints, record_path
 
 Kind = tuple[str, ...]
-"""Job or design of a run, and, for what is known more closely, its arm."""
+"""The job or design of a run, and, where it is known more closely, its arm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
     """rows: those of the plan, each with `state` (finished, running, or what is to be done) and the `minutes` that it
-    needs yet (None: not known). minutes: of all runs that are to be done, at as many at a time as the plan has workers;
-    None where nothing says how long they take. basis: where they come from, in words."""
+    still needs (None: not known). minutes: those of all runs that are to be done, at as many at a time as the plan has
+    workers; None where nothing says how long they take. basis: the source of the minutes, in words."""
 
     rows: tuple[Mapping[str, Any], ...]
     to_do: int
@@ -33,7 +33,7 @@ class Outlook:
 
 
 def outlook(plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = False) -> Outlook:
-    """The outlook of a plan whose runs are `rows`; force: finished ones are to be repeated."""
+    """The outlook of a plan whose runs are `rows`; force: whether finished ones are repeated."""
     first = plan.first
     folder = Path(first.runs_dir) / first.sweep
     seconds = _known_seconds(RunStore(Path(first.runs_dir)), first.sweep)
@@ -53,7 +53,7 @@ def outlook(plan: Plan, rows: Sequence[Mapping[str, Any]], *, force: bool = Fals
 
 
 def _state(run: RunDir, force: bool) -> tuple[str, int]:
-    """What is to be done with a run, and its own steps that are done already."""
+    """What is to be done with a run, and the number of its own steps that are done."""
     status = run.seen()
     state = status["state"]
     if state == "finished" and not force:
@@ -72,13 +72,13 @@ def _kind(config: Config) -> str:
 
 
 def _steps(config: Config) -> int:
-    """Steps of the run itself; 1 for a job that has none."""
+    """The steps of the run itself; 1 for a job that has none."""
     return config.own_steps if hasattr(config, "own_steps") else 1
 
 
 def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
-    """Kind -> seconds a step took in the finished runs of the sweep."""
-    found: defaultdict[Kind, list[float]] = defaultdict(list)
+    """Kind -> the seconds that a step took in the finished runs of the sweep."""
+    seconds: defaultdict[Kind, list[float]] = defaultdict(list)
     for run in _listed(store, sweep):
         try:
             status, manifest = run.status(), run.manifest()
@@ -89,9 +89,9 @@ def _known_seconds(store: RunStore, sweep: str) -> dict[Kind, float]:
         job, point, progress = manifest["job"], manifest.get("point"), status["progress"]
         kind = "fork" if point is not None else "trunk" if run.name.startswith("trunk-") else job
         steps = progress["steps"] - (point or 0) if job == "convergence" and progress else 1
-        for each in ((kind, manifest["arm"]), (kind,)):
-            found[each].append(status["seconds"] / max(steps, 1))
-    return {kind: sum(each) / len(each) for kind, each in found.items()}
+        for key in ((kind, manifest["arm"]), (kind,)):
+            seconds[key].append(status["seconds"] / max(steps, 1))
+    return {key: sum(values) / len(values) for key, values in seconds.items()}
 
 
 def _listed(store: RunStore, sweep: str) -> list[RunDir]:
@@ -104,17 +104,17 @@ def _listed(store: RunStore, sweep: str) -> list[RunDir]:
 def _all_minutes(
     plan: Plan, rows: Sequence[Mapping[str, Any]], left: Sequence[tuple[Config, int]]
 ) -> tuple[float | None, str]:
-    """Minutes of all that is to be done, and where they come from."""
+    """The minutes of all that is to be done, and their source."""
     engine, known = plan.first.engine, [row["minutes"] for row in rows if row["state"] != "finished"]
     if all(minutes is not None for minutes in known):
         count = len(slots(engine.workers, engine.runs_per_gpu)) if engine.kind == "local" else engine.workers or 1
         return math.fsum(known) / max(min(count, len(known)), 1), "by the finished runs of this sweep"
     try:
-        found = pace(plan, registry(Path(plan.first.runs_dir)))
+        measured = pace(plan, registry(Path(plan.first.runs_dir)))
     except UserError:  # of a job that trains no model
-        found = None
-    if found is None:
+        measured = None
+    if measured is None:
         return None, "no run of this sweep has finished, and no study on this kind of device has been compared"
-    a_token, basis = found
+    a_token, basis = measured
     tokens = sum(steps * config.train.batch * config.train.context for config, steps in left)
     return tokens * a_token / 60, f"by {basis}"

@@ -1,9 +1,10 @@
 """Studies that grow until they are decided: seeds.until=decided seeds.max=N.
 
-Every arm gets the same replicates (a seed; of a fork study a trunk with its forks). After each one all arms are judged
-by the levels of hqsweep.verdicts.levels, under which looking does not cost truth, and one more is added until every arm
-has a verdict or N are there. An arm ends early only when it diverges: early losses say little about late ones. The
-state of a study is its run folders, so that the same command goes on where an earlier one was stopped.
+Every arm gets the same replicates (a seed; in a fork study a trunk with its forks). After each one all arms are judged
+by the levels of hqsweep.verdicts.levels, under which looking does not raise the rate of false verdicts. Another
+replicate is added until every arm has a verdict or N are there. An arm ends early only when it diverges: early losses
+say little about late ones. The state of a study is its run folders, so that the same command resumes one that was
+stopped.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +24,11 @@ from hqsweep.sweep.store import RunStore
 from hqsweep.verdicts.estimate import VERDICTS
 
 FIRST_SEEDS, FIRST_TRUNKS = 2, 3
-"""Replicates of the first look: of whole runs, and of forks, which have no verdict about all trunks before."""
+"""The replicates of the first look: of whole runs, and of forks, which have no verdict about all trunks before."""
 
 
 class Plan(Protocol):
-    """sweep.launch.SweepPlan, as far as it is read here."""
+    """The part of sweep.launch.SweepPlan that is read here."""
 
     words: tuple[str, ...]
     points: tuple[GridPoint, ...]
@@ -43,8 +44,8 @@ P = TypeVar("P", bound=Plan)
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What was known after `replicates` of at most `maximum`: arm -> verdict (or why an arm has none), the baseline
-    left out; `added` is the seed that came next, None at the last look."""
+    """The verdicts after `replicates` of at most `maximum`: arm -> verdict (or why an arm has none), without the
+    baseline; `added` is the seed that came next, None at the last look."""
 
     replicates: int
     maximum: int
@@ -53,7 +54,7 @@ class Look:
 
     @property
     def line(self) -> str:
-        """As in: look 3 of at most 16: mxfp8 equivalent, nvfp4 undecided; adding seed 3."""
+        """A line such as: look 3 of at most 16: mxfp8 equivalent, nvfp4 undecided; adding seed 3."""
         known = ", ".join(f"{arm} {verdict}" for arm, verdict in self.verdicts.items())
         then = "every arm has a verdict" if self.decided else f"no more than {self.maximum} were stated"
         then = f"adding seed {self.added}" if self.added is not None else then
@@ -67,7 +68,7 @@ class Look:
 @dataclass(frozen=True, kw_only=True)
 class Growth:
     """A study that has ended, or that a run's failure stopped: its runs, the looks of this call, the last comparison
-    (None where a run failed before the first look), the failed runs."""
+    (None where a run failed before the first look), and the failed runs."""
 
     runs: tuple[RunDir, ...]
     looks: tuple[Look, ...]
@@ -97,11 +98,11 @@ def grow(
     force   repeat what is finished
 
     It starts with the seeds of the plan and those that the sweep has, at least FIRST_SEEDS or FIRST_TRUNKS. A run that
-    fails, other than by divergence, ends it, and the same call goes on from there.
+    fails, other than by divergence, ends it, and the same call resumes it.
 
-    Raises UserError, before anything starts, for more replicates than seeds.max, in the plan or there, for fewer than
-    a verdict on forks needs, for a trunk that is given, a grid of one arm, and an engine that does not wait for its
-    runs.
+    Raises UserError, before anything starts: for more replicates than seeds.max, in the plan or in the sweep, for fewer
+    than a verdict on forks needs, for a trunk that is given, a grid of one arm, and an engine that does not wait for
+    its runs.
     """
     maximum = _checked(plan)
     RunStore(Path(plan.first.runs_dir)).mend(plan.first.sweep, say)
@@ -138,7 +139,7 @@ def grow(
 
 
 def _checked(plan: Plan) -> int:
-    """The stated number of replicates at most."""
+    """The largest number of replicates that is stated; UserError for a plan that cannot grow."""
     maximum, engine = plan.study.seeds.max, plan.first.engine
     if plan.study.fork and maximum < FIRST_TRUNKS:
         raise UserError(f"seeds.max: {maximum}; a verdict on forks needs {FIRST_TRUNKS} trunks at least")
@@ -173,7 +174,7 @@ def _first_seeds(plan: P, replan: Callable[[Sequence[int]], P]) -> list[int]:
 
 
 def _seed(run: RunDir) -> int | None:
-    """None where the run's config is damaged, so that it says nothing."""
+    """The seed of a run; None where its config is damaged."""
     try:
         return run.config()["seed"]
     except Damaged:
@@ -181,14 +182,14 @@ def _seed(run: RunDir) -> int | None:
 
 
 def _without(batch: P, gone: set[str], plan: P) -> P:
-    """The batch without the arms that are gone, under the words that the study was asked for with."""
+    """The batch without the arms that are gone, under the words by which the study was asked for."""
     pairs = [(p, c) for p, c in zip(batch.points, batch.configs, strict=True) if p.arm not in gone]
     points, configs = zip(*pairs, strict=True)
     return replace(batch, points=points, configs=configs, words=plan.words)
 
 
 def _failed(run: RunDir) -> bool:
-    """Whether the run has no end, and not because its loss diverged, which is a result."""
+    """Whether the run has failed other than by a loss that diverged, which is a result."""
     status = run.seen()
     return status["state"] != "finished" and not str(status["reason"]).startswith("loss is ")
 

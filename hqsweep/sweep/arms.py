@@ -1,8 +1,9 @@
-"""What arms are called: a recipe's name and what differs from it, as in mxfp8_input-nvfp4_lr-0.002.
+"""The names of arms: a recipe's name and what differs from it, as in mxfp8_input-nvfp4_lr-0.002.
 
 A label is the same as arm, beginning of a run's folder, legend of a plot and word of --baseline, so it has neither
-spaces nor marks that a shell or a file system reads. Where one of a grid is long, all of its labels take a shorter form
-(grad, dq; then x, w and dy for the operands of a linear), and what is still too long is cut and gets a hash.
+spaces nor characters with a meaning to a shell or a file system. Where one label of a grid is long, all of its labels
+take a shorter form (grad, dq; then x, w and dy for the operands of a linear), and what is still too long is cut and
+gets a hash.
 """
 
 import hashlib
@@ -20,11 +21,11 @@ from hqsweep.errors import UserError
 
 K = TypeVar("K")
 Pair = tuple[str, str]
-"""Key and value of an override, as text."""
+"""The key and the value of an override, as text."""
 FACTORY_KEYS = ("recipe._target_", "recipe.qfactory")
-"""A Python factory stands for the whole recipe, and is its name where recipe.name gives no other."""
+"""The keys of a Python factory, which stands for the whole recipe, and is its name where recipe.name gives no other."""
 LEAST = 16
-"""Characters for changed fields after a recipe's name, however long that is."""
+"""The least number of characters for changed fields after a recipe's name, however long that is."""
 _FIELD = re.compile(r"^recipe\.(linear\.)?")
 _PLAIN = re.compile(r"[\w.+@|/-]+")
 _SHORT = {"grad_output": "grad", "grouped_linear": "grouped", "dequantized": "dq"}
@@ -33,8 +34,8 @@ _LETTERS = _SHORT | {"input": "x", "weight": "w", "grad_output": "dy"}
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What an arm is: the name of its recipe or its own, fields in which it differs from that recipe, and settings
-    that belong to no recipe, in which whole families of arms differ."""
+    """What an arm is: the name of its recipe or its own, the fields in which it differs from that recipe, and the
+    settings that belong to no recipe, in which whole families of arms differ."""
 
     name: str
     fields: tuple[Pair, ...] = ()
@@ -50,7 +51,7 @@ class Label:
 
 
 def labels(differences: Iterable[Difference]) -> dict[Difference, Label]:
-    """A label of its own for each, of LONGEST characters at most but for recipes of long names."""
+    """Difference -> a label of its own, of LONGEST characters at most, except for recipes of long names."""
     asked = list(dict.fromkeys(differences))
     last = Counter(_last(key) for key in {key for each in asked for key, _ in each.settings})
     bodies, ends = {}, {}
@@ -76,7 +77,7 @@ def _text(pairs: Sequence[Pair], form: Callable[[Sequence[Pair]], list[Pair]], l
 
 
 def _told_apart(texts: Mapping[K, str], room: Mapping[K, int]) -> dict[K, str]:
-    """The texts, those cut to their room that are longer, and a hash after what is cut or would be another's."""
+    """The texts, cut to their room where they are longer, with a hash after what is cut or would be another's."""
     counts = Counter(texts.values())
     return {
         key: text if len(text) <= room[key] and counts[text] == 1 else f"{text[: room[key] - 5]}_{_digest(key)}"
@@ -93,7 +94,8 @@ def _digest(content: object) -> str:
 
 
 def _key(key: str, last: Mapping[str, int]) -> str:
-    """A field without "recipe." and "recipe.linear.", another key by its last part where no other ends so."""
+    """The short form of a key: a field without "recipe." and "recipe.linear.", another key by its last part if no other
+    ends so."""
     if key.startswith("recipe."):
         return _FIELD.sub("", key)
     return _last(key) if last[_last(key)] == 1 else key
@@ -104,7 +106,8 @@ def _last(key: str) -> str:
 
 
 def _named(key: str, value: str) -> str:
-    """The folder's name alone of a model's path; another model of that name has another label (_told_apart)."""
+    """A value: of a model's path the folder's name alone. Another model of that name gets another label
+    (_told_apart)."""
     if key != "model.path":
         return value
     path = Path(value.strip("'\""))
@@ -112,7 +115,7 @@ def _named(key: str, value: str) -> str:
 
 
 def _plain(value: str) -> str:
-    """A value in the letters of a folder's name: nvfp4|mxfp8@rowwise_dequantized is nvfp4-mxfp8-dequantized."""
+    """A value in the characters of a folder's name: nvfp4|mxfp8@rowwise_dequantized is nvfp4-mxfp8-dequantized."""
     value = value.strip("'\"").replace("@rowwise_dequantized", "-dequantized")
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", value).rstrip("-") or "none"
 
@@ -126,7 +129,7 @@ def _abbreviated(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _lettered(pairs: Sequence[Pair]) -> list[Pair]:
-    """The operands of a linear as x, w and dy, those of one value together."""
+    """The pairs with the operands of a linear as x, w and dy, those of one value together."""
     short = [(_replaced(key, _LETTERS), _replaced(value, _SHORT)) for key, value in pairs]
     joined: dict[str, str] = {}
     for key, value in short:
@@ -151,8 +154,9 @@ def difference(
     swept: Sequence[str],
     compose: Callable[[Sequence[str]], Mapping[str, Any]],
 ) -> Difference:
-    """What a point of a grid is: `arm`, or else recipe.name, or the job where there is no recipe; and all that was
-    swept but the seed. choice: its overrides, of which `swept` took several values; compose makes a config of some.
+    """The Difference of a point of a grid: `arm`, or else recipe.name, or the job where there is no recipe; and all
+    that was swept except the seed. choice: its overrides, of which `swept` took several values; compose makes a config
+    of some.
 
     A field of the recipe is left out where the value is the recipe's own anyway, so that the point of a grid that
     changes nothing has the recipe's name alone.
@@ -183,29 +187,32 @@ def _leaf(config: Any, key: str) -> Any:
     return config
 
 
-def check_arm(arm: str, own: Mapping[str, Override], given: Mapping[str, Override], whole: Collection[str]) -> None:
+def check_arm(arm: str, own: Mapping[str, Override], common: Mapping[str, Override], whole: Collection[str]) -> None:
     """UserError for overrides of an arm that a sweep names, by key, which no arm can have: several values, a key that
-    was `given` for all arms, or one that begins with a part in `whole`, the keys of a sweep as a whole."""
+    is in `common`, the overrides of all arms, or one that begins with a part in `whole`, the keys of a sweep as a
+    whole."""
     for key, override in own.items():
         text = f"arms.{arm}: '{override.input_line}'"
         if override.is_sweep_override():
             raise UserError(f"{text} has several values; an arm has one of each key, so name another arm")
         if key.split(".")[0] in whole:
             raise UserError(f"{text}: {key} cannot differ between arms, it belongs to the whole sweep")
-        if key in given:
+        if key in common:
             raise UserError(
-                f"override '{given[key].input_line}': arm '{arm}' says {override.input_line}; leave one of them out, or"
-                " give arms=null to take the sweep without its arms"
+                f"override '{common[key].input_line}': arm '{arm}' says {override.input_line}; leave one of them out,"
+                " or give arms=null to take the sweep without its arms"
             )
 
 
-def override_texts(given: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """The overrides of an arm that a sweep's YAML names: as they stand, or of a mapping from keys to values."""
-    return [f"{key}={_written(value)}" for key, value in _leaves(given)] if isinstance(given, Mapping) else list(given)
+def override_texts(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """The overrides of an arm that a sweep's YAML names: as they stand, or from a mapping of keys to values."""
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_written(value)}" for key, value in _leaves(overrides)]
+    return list(overrides)
 
 
-def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in given.items():
+def _leaves(overrides: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in overrides.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
@@ -213,14 +220,14 @@ def _leaves(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _written(value: Any) -> str:
-    """A value of a YAML as Hydra's grammar has it."""
+    """A value of a YAML in Hydra's grammar."""
     return Override._get_value_element_as_str(_quoted(value))
 
 
 def _quoted(value: Any) -> Any:
     if isinstance(value, Mapping):  # in a list
-        return {key: _quoted(each) for key, each in value.items()}
+        return {key: _quoted(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_quoted(each) for each in value]
+        return [_quoted(entry) for entry in value]
     plain = not isinstance(value, str) or _PLAIN.fullmatch(value)
     return value if plain else QuotedString(text=value, quote=Quote.single)

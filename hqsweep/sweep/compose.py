@@ -1,9 +1,9 @@
-"""From `conf=NAME` and overrides to the runs of a grid, as plain dicts: Hydra's composition without its launcher.
+"""The composition of `conf=NAME` and overrides into the runs of a grid, as plain dicts: Hydra's, without its launcher.
 
 The override grammar is Hydra's (`a=1,2`, range(), choice(), glob(), config groups), and so is `hydra.sweeper.params` in
 a sweep's YAML. Two things differ. Keys are not checked here: an override may name any key, and the typed config, which
-knows all of them, refuses the unknown ones. And a grid is composed once per distinct choice of groups, values being set
-afterwards, because a full composition takes 40 ms.
+knows all of them, refuses the unknown ones. And a grid is composed once per distinct choice of groups, and values are
+set afterwards, because a full composition takes 40 ms.
 """
 
 import copy
@@ -67,18 +67,18 @@ def expand(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = N
 
 
 def known_confs(config_dir: Path | None = None) -> list[str]:
-    """Names that conf= takes."""
+    """The names that conf= takes."""
     return options(_loader([config_dir, Path("conf")]), "")
 
 
 def known_recipes(config_dir: Path | None = None) -> list[str]:
-    """Names that recipe= takes."""
+    """The names that recipe= takes."""
     return options(_loader([config_dir, Path("conf")]), "recipe")
 
 
 def load_recipe(name: str, config_dir: Path | None = None) -> Any:
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
-    that has one. It is whatever stands there; None without one.
+    that has one. It is returned unchecked; None where the YAML has none.
 
     Raises:
         UserError: there is no such recipe, or its YAML cannot be composed.
@@ -99,8 +99,8 @@ def load_recipe(name: str, config_dir: Path | None = None) -> Any:
 
 
 def factory_folders(conf: str, overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
-    """Where modules of Python factories are looked for, beside the installed packages: the folders of the user's own
-    configs, which are those of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
+    """The folders in which modules of Python factories are looked for, beside the installed packages: those of the
+    user's own configs, which are the folders of recipe=PATH.yaml and conf=PATH.yaml, then config_dir, then ./conf."""
     recipes = [value for text in overrides if text.startswith("recipe=") for value in text[7:].split(",")]
     files = [Path(name) for name in (*recipes, conf) if name.endswith(".yaml")]
     own = [file.parent.parent if file.resolve().parent.name == "recipe" else file.parent for file in files]
@@ -141,15 +141,15 @@ class Composer:
             )
 
     def grid(self, texts: Sequence[str]) -> Grid:
-        """All points; a point that repeats an earlier one is left out."""
-        given = self.overrides.parse(texts)
-        base = self._base(given)
-        arms = self._arms(base, given)
+        """The grid of all points; a point that repeats an earlier one is left out."""
+        common = self.overrides.parse(texts)
+        base = self._base(common)
+        arms = self._arms(base, common)
         inner = {key for _, overrides in arms for key in overrides}
-        params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in given and key not in inner]
-        outer = [*params, *given.values()]
+        params = [o for key, o in self.overrides.parse(_params(base)).items() if key not in common and key not in inner]
+        outer = [*params, *common.values()]
         points: dict[str, GridPoint] = {}
-        found: dict[str, Difference] = {}
+        differences: dict[str, Difference] = {}
         keys: dict[str, Any] = {}
         for arm, own in arms:
             overrides = [*own.values(), *outer]
@@ -161,35 +161,35 @@ class Composer:
                 swept = [text for text, o in zip(choice, overrides, strict=True) if o.is_sweep_override()]
                 content = json.dumps([arm, config])
                 if content not in points:
-                    found[content] = difference(arm, config, choice, swept, self.compose)
+                    differences[content] = difference(arm, config, choice, swept, self.compose)
                     points[content] = GridPoint(
                         config=config, arm="", changed=(*choice[: len(own)], *swept),
                         overrides=(f"{ARMS}=null", *choice) if arm else choice,
-                        whole=not found[content].fields and not any(key.startswith("recipe.") for key in own),
+                        whole=not differences[content].fields and not any(key.startswith("recipe.") for key in own),
                     )  # fmt: skip
-        named = labels(found.values())
+        named = labels(differences.values())
         labelled = [
-            replace(point, arm=named[each].arm, settings=named[each].settings)
-            for point, each in zip(points.values(), found.values(), strict=True)
+            replace(point, arm=named[own].arm, settings=named[own].settings)
+            for point, own in zip(points.values(), differences.values(), strict=True)
         ]
         return with_study(labelled, parse_study(keys))
 
-    def _arms(self, base: DictConfig, given: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
-        """The arms that the sweep names, with their overrides by key; one without name and overrides where it names
+    def _arms(self, base: DictConfig, common: dict[str, Override]) -> list[tuple[str, dict[str, Override]]]:
+        """The arms that the sweep names, with their overrides by key; one without a name and overrides where it names
         none."""
-        stated = given[ARMS].value() if ARMS in given else base.get(ARMS)
+        stated = common[ARMS].value() if ARMS in common else base.get(ARMS)
         if stated is None:
             return [("", {})]
         named = parse_study({ARMS: OmegaConf.to_container(stated) if OmegaConf.is_config(stated) else stated}).arms
-        return [(name, self._overrides_of(name, override_texts(keys), given)) for name, keys in named.items()]
+        return [(name, self._overrides_of(name, override_texts(keys), common)) for name, keys in named.items()]
 
-    def _overrides_of(self, arm: str, texts: Sequence[str], given: dict[str, Override]) -> dict[str, Override]:
+    def _overrides_of(self, arm: str, texts: Sequence[str], common: dict[str, Override]) -> dict[str, Override]:
         """Overrides by key of an arm that the sweep names."""
         try:
             overrides = self.overrides.parse(texts)
         except UserError as error:
             raise UserError(f"arms.{arm}: {error}") from None
-        check_arm(arm, overrides, given, (*NOT_IN_ID, *STUDY_KEYS, "seed"))
+        check_arm(arm, overrides, common, (*NOT_IN_ID, *STUDY_KEYS, "seed"))
         return overrides
 
     def compose(self, overrides: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Composer:
         return config
 
     def _compose(self, overrides: Sequence[str]) -> dict[str, Any] | None:
-        """The resolved config, or None where a value in it is another's or is not there yet."""
+        """The resolved config, or None where a value in it refers to another, or to one that is not there yet."""
         config = self._merge(overrides)
         return None if re.search(r"\$\{|\?\?\?", str(OmegaConf.to_container(config))) else resolved(config)
 
@@ -258,16 +258,17 @@ class Composer:
         return config
 
     def _other_model(self, groups: Sequence[str], config: DictConfig) -> DictConfig:
-        """The config, without the GPT's keys of its YAML where the groups of the command line chose another model."""
+        """The config, without the keys for the GPT in its YAML where the groups of the command line chose another
+        model."""
         if is_users(config):
             before = self._load([text for text in groups if not text.startswith("model=")], RunMode.RUN)
             if not is_users(before):
                 drop_gpt(config)
         return config
 
-    def _base(self, given: dict[str, Override]) -> DictConfig:
+    def _base(self, overrides: dict[str, Override]) -> DictConfig:
         """The composed config with Hydra's own part, under the groups that are chosen for all points."""
-        fixed = [o.input_line for o in given.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
+        fixed = [o.input_line for o in overrides.values() if self.overrides.is_group(o) and not o.is_sweep_override()]
         return self._load(fixed, RunMode.MULTIRUN)
 
 

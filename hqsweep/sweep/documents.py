@@ -1,7 +1,7 @@
-"""What may stand in the files of a run, type by type, so that what is read can be used without a second look.
+"""What may stand in the files of a run, type by type, so that what is read can be used without further checks.
 
-A file that anything else than hqsweep wrote to, or of which only a part came to the disk, is named with what is wrong
-in it. Keys that are not named here may hold anything that JSON has.
+A file that another program wrote to, or of which only a part reached the disk, is named with its fault. Keys that are
+not named here may hold anything that JSON has.
 """
 
 import math
@@ -14,12 +14,12 @@ from hqsweep.track.tables import NAMING, OPTIONAL
 
 STATES = ("pending", "running", "finished", "failed", "interrupted")
 LARGEST = 2**63
-"""Integers are below it, as in every table that they go to."""
+"""The bound of integers, as in every table that they go to."""
 REPAIRED = "the sweep's `hqsweep run` command writes it again, and repeats the run where it has to"
 
 Kind = Any
-"""A type (float takes integers and NaN too, no number is a bool); a mapping's keys with their kinds; a list's element;
-the words allowed; a tuple of kinds; None for null."""
+"""A type (float takes integers and NaN too, no number is a bool); a mapping of keys to their kinds; a list of the kind
+of its elements; the words allowed; a tuple of kinds; None for null."""
 
 TEXT, COUNT, NUMBER = (str, None), (int, None), (float, None)
 PROGRESS = {"step": int, "steps": int, "part": NUMBER, "loss": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER}
@@ -34,7 +34,7 @@ MANIFEST: dict[str, Kind] = {
     "params": COUNT, "tokens": COUNT, "epochs": NUMBER, "steps": dict,
 }  # fmt: skip
 PLANNED = ("run_id", "sweep", "arm", "seed", "job", "overrides")
-"""What the manifest of every run says from the beginning."""
+"""The keys that the manifest of every run has from the beginning."""
 TRACK = dict.fromkeys(("kind", "mode", "project", "entity"), TEXT) | {"init_timeout_s": NUMBER}
 SECTION = (dict.fromkeys(("input", "weight", "grad_output", "qkv", "s", "do", "dp"), TEXT), None)
 RECIPE = dict.fromkeys(("linear", "grouped_linear", "dpa", "head"), SECTION) | {
@@ -46,15 +46,15 @@ CONFIG: dict[str, Kind] = {
     "track": (TRACK, None), "engine": (dict, None),
 }  # fmt: skip
 TRAINED: dict[str, Kind] = dict.fromkeys(("steps", "batch", "context"), int)
-"""Of the section train: what losses are counted over."""
+"""The keys of the section train that losses are counted over."""
 JOB = {"id": str}
 
 
 def check_document(
     path: Path, document: Any, fields: Mapping[str, Kind], required: Iterable[str] = (), remedy: str = REPAIRED
 ) -> dict[str, Any]:
-    """The document, which was read from `path`. Raises Damaged where it is no mapping, lacks one of the keys that are
-    `required`, or has another kind of value than `fields` says, at any depth."""
+    """The document, which was read from `path`. Raises Damaged where it is no mapping, lacks one of the `required`
+    keys, or has a value of another kind than `fields` says, at any depth."""
     if not isinstance(document, dict):
         raise Damaged(path, f"holds {_shown(document)} where a mapping of keys belongs", remedy)
     odd = next((key for key in document if not (isinstance(key, str) and _writable(key))), None)
@@ -69,8 +69,9 @@ def check_document(
 
 
 def check_rows(path: Path, rows: list[Any], columns: Mapping[str, type]) -> None:
-    """Raises Damaged, with the line, for a row that is no mapping, lacks a column that is not OPTIONAL, or has another
-    kind of value in one of them than `columns` says; null stands for what a row has not, but in a column of NAMING."""
+    """Raise Damaged, with the line, for a row that is no mapping, lacks a column that is not OPTIONAL, or has a value
+    of another kind than `columns` says. null stands for a value that a row does not have, except in a column of
+    NAMING."""
     if any(type(row) is not dict for row in rows):
         number = next(n for n, row in enumerate(rows, 1) if type(row) is not dict)
         raise _row_fault(path, number, f"is {_shown(rows[number - 1])}, no row")
@@ -105,12 +106,12 @@ def _row_fault(path: Path, number: int, fault: str) -> Damaged:
 
 
 def _fault(where: str, value: Any, kind: Any) -> str | None:
-    """What is wrong with a value, as a sentence's part; None where nothing is. Kind ... is anything plain."""
+    """The fault of a value, as a sentence's part; None where it has none. Kind ... is anything plain."""
     if kind is ...:
         return _plain_fault(where, value)
-    for each in kind if isinstance(kind, tuple) else (kind,):
-        if _is(value, each):
-            inner = _inner(where, value, each)
+    for option in kind if isinstance(kind, tuple) else (kind,):
+        if _is(value, option):
+            inner = _inner(where, value, option)
             return next((fault for at, part, of in inner if (fault := _fault(at, part, of))), None) or (
                 None if inner else _plain_fault(where, value)
             )
@@ -118,7 +119,7 @@ def _fault(where: str, value: Any, kind: Any) -> str | None:
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind, what is in it left aside."""
+    """Whether a value is of a kind, whatever is in it."""
     if kind is None:
         return value is None
     if isinstance(kind, frozenset):
@@ -133,7 +134,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _may_lack(kind: Mapping[str, Any]) -> set[str]:
-    return {key for key, each in kind.items() if isinstance(each, tuple) and None in each}
+    return {key for key, of_key in kind.items() if isinstance(of_key, tuple) and None in of_key}
 
 
 def _inner(where: str, value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
@@ -146,7 +147,8 @@ def _inner(where: str, value: Any, kind: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _plain_fault(where: str, value: Any) -> str | None:
-    """What is wrong with a value that may be anything that JSON has: YAML's dates, sets and other keys than text."""
+    """The fault of a value that may be anything that JSON has: YAML's dates, sets and keys other than text are
+    faults."""
     if isinstance(value, dict):
         odd = next((key for key in value if not (isinstance(key, str) and _writable(key))), None)
         if odd is not None:
@@ -179,7 +181,7 @@ def _shown(value: Any) -> str:
 def _wanted(kind: Any) -> str:
     names = {int: "an integer", float: "a number", str: "text", dict: "a mapping", None: "null"}
     if isinstance(kind, tuple):
-        return " or ".join(_wanted(each) for each in kind)
+        return " or ".join(_wanted(option) for option in kind)
     if isinstance(kind, frozenset):
         return f"one of {', '.join(sorted(kind))}"
     if isinstance(kind, Mapping):

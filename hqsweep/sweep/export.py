@@ -25,14 +25,14 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-"""Files of a Hugging Face folder that go with the weights as they are."""
+"""The files of a Hugging Face folder that are copied beside the weights."""
 
 
 def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, int]:
-    """Write the weights of a run at a step, by default the last that it kept: the float32 masters where hqsweep's own
-    model holds quantized ones. Returns where they are, and the step. No code of a user's is imported.
+    """Write the weights of a run at a step, by default the last whose checkpoint is there: the float32 masters where
+    hqsweep's own model holds quantized ones. Returns the path, and the step. No code of a user's is imported.
 
-    Raises UserError for a run that trains no model, has no such checkpoint, whose config.json is gone or another, or
+    Raises UserError for a run that trains no model, has no such checkpoint, whose config.json is missing or another, or
     where something lies at `out`; Damaged for a checkpoint that is not what the run wrote.
     """
     config = parse(run.config())
@@ -50,7 +50,7 @@ def export_run(run: RunDir, out: Path, step: int | None = None) -> tuple[Path, i
 
 
 def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
-    """The weights in one of a run's states, as its kind of model is written."""
+    """Write the weights in one of a run's states, in the format of its kind of model."""
     if isinstance(config.model, HFModelConfig):
         check_same(config.model)
         known = read_hf_config(config.model.path)
@@ -63,7 +63,7 @@ def _write(config: ConvergenceConfig, state: dict, out: Path) -> Path:
 
 
 def _write_folder(config: ConvergenceConfig, path: Path, out: Path) -> Path:
-    """The weights in what ranks of a run have written, as the run's kind of model is written."""
+    """Write the weights in the folder that ranks of a run have written, in the format of its kind of model."""
     weights = read_folder(path)
     if isinstance(config.model, HFModelConfig | FactoryModelConfig):
         return _write(config, {"model": weights}, out)
@@ -74,7 +74,7 @@ def _write_folder(config: ConvergenceConfig, path: Path, out: Path) -> Path:
 
 def export_folder(folder: Path, out: Path) -> Path:
     """Write the weights in a folder of torch.distributed.checkpoint as safetensors with the names that they have there.
-    Returns where they are. UserError for half a checkpoint, and where something lies at `out`."""
+    Returns the path. UserError for an incomplete checkpoint, and where something lies at `out`."""
     return save_state(read_folder(folder), out)
 
 
@@ -86,14 +86,14 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _with_ties(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights also by the other names of parameters that are one and the same in the model."""
+    """The weights, also by the other names of parameters that are tied in the model."""
     named = dict(model.named_parameters(remove_duplicate=False))
     there = {id(p): weights[name] for name, p in named.items() if name in weights}
     return weights | {name: there[id(p)] for name, p in named.items() if name not in weights and id(p) in there}
 
 
 def _of_config(config: HFConfig, weights: dict[str, Tensor]) -> nn.Module:
-    """The model of a config.json with these weights, which are not copied. UserError where they are not its."""
+    """The model of a config.json with these weights, which are not copied. UserError where they are not its weights."""
     model = meta_model(config)
     weights = _with_ties(model, weights)
     wanted = {name: value.shape for name, value in model.state_dict().items()}
@@ -108,19 +108,19 @@ def _of_config(config: HFConfig, weights: dict[str, Tensor]) -> nn.Module:
 
 def _state_file(run: RunDir, config: ConvergenceConfig, step: int | None) -> Path:
     """The checkpoint of a step. UserError where there is none."""
-    found = checkpoints(run.checkpoint)
-    if not found:
+    there = checkpoints(run.checkpoint)
+    if not there:
         why = "it has kept no checkpoint"
         if config.start:
             why = f"a fork keeps no state of its end; its trunk {config.fork.trunk_name} has that of its beginning"
         raise UserError(f"{run.path}: {why}, so there is nothing to export")
     if step is None:
-        return found[max(found)]
-    if step not in found:
+        return there[max(there)]
+    if step not in there:
         raise UserError(
-            f"{run.path}: it has no checkpoint of step {step}; it has those of {', '.join(map(str, found))}"
+            f"{run.path}: it has no checkpoint of step {step}; it has those of {', '.join(map(str, there))}"
         )
-    return found[step]
+    return there[step]
 
 
 def _adapter(config: ConvergenceConfig, vocab_size: int) -> ModelAdapter:

@@ -18,7 +18,8 @@ RESTORE = "restore it, or run the sweep's `hqsweep run` command again"
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically. The process id keeps two writers off each other's temporary file."""
+    """Replace the file `path` by `data` atomically. The process id keeps two writers off each other's temporary
+    file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_bytes(data)
@@ -43,8 +44,8 @@ def encode_json(document: Any) -> bytes:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """All of a file, None where there is none. Raises Damaged for what is no file or cannot be read; nothing makes it
-    wait, not a pipe either."""
+    """The content of a file, None where there is none. Raises Damaged for what is no file or cannot be read; nothing
+    makes it wait, not even a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -63,7 +64,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """The document that `data`, read from `path`, is. Raises Damaged where it is none."""
+    """The document in `data`, which was read from `path`. Raises Damaged where it is none."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -90,7 +91,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_rows(path: Path, data: bytes) -> list[Any]:
-    """The rows that `data`, read from `path`, are; as read_rows says."""
+    """The rows in `data`, which was read from `path`; otherwise as read_rows."""
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     try:
         rows = json.loads(b"[" + b",".join(lines) + b"]")
@@ -117,7 +118,7 @@ def drop_torn_tail(path: Path) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Give what stands at `path` another name beside it, which is returned: nothing of a user's is deleted for being in
+    """Rename what stands at `path` to a name beside it, which is returned: no file of a user's is deleted for being in
     the way."""
-    aside = next(each for n in range(1, 1000) if not (each := path.with_name(f"{path.name}.aside{n}")).exists())
+    aside = next(free for n in range(1, 1000) if not (free := path.with_name(f"{path.name}.aside{n}")).exists())
     return path.rename(aside)

@@ -22,21 +22,21 @@ from hqsweep.sweep.store import MOVE, RunStore
 from hqsweep.sweep.task import end_without
 
 ASK_S = 3.0
-"""Seconds between two questions to the scheduler."""
+"""The seconds between two questions to the scheduler."""
 SILENCE_S = 30.0
-"""Seconds more after a question that it did not answer."""
+"""The additional seconds after a question that it did not answer."""
 LAG_S = 30.0
-"""How long after the end of a job a shared file system may still show its run's old status."""
+"""The seconds after the end of a job in which a shared file system may still show its run's old status."""
 LOOK_AGAIN_S = 0.1
-"""Seconds between two looks for the process that has a lock."""
+"""The seconds between two looks for the process that has a lock."""
 REPORTED = (0, EXIT_FAILED)
-"""Exit codes of jobs whose run has written how it ended."""
+"""The exit codes of jobs whose run has written how it ended."""
 ENDS = ("finished", "failed")
-"""States in which no job changes anything."""
+"""The states in which no job changes anything."""
 
 
 def job_ids(runs: Sequence[RunDir]) -> dict[RunDir, str]:
-    """The ids of the runs' Slurm jobs; runs that have none, or where what names it is damaged, are left out."""
+    """Run -> the id of its Slurm job; runs without one, or whose file of it is damaged, are left out."""
     return {run: job for run in runs if (job := _job(run)) is not None}
 
 
@@ -47,8 +47,8 @@ def _job(run: RunDir) -> str | None:
 
 
 def observe(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Statuses as of now, in the order of `runs`, dead jobs settled; of a run that is gone or damaged unusable().
-    Raises Unreachable, but not where every run has finished or failed."""
+    """The statuses as of now, in the order of `runs`, with dead jobs settled; unusable() for a run that is missing or
+    damaged. Raises Unreachable, but not where every run has finished or failed."""
     names = job_ids(runs)
     states = {run: run.seen()["state"] for run in names}
     try:
@@ -111,7 +111,8 @@ def _settle(run: RunDir, name: str, job: Job | None) -> dict[str, Any]:
 
 
 def _end_with_trunk(run: RunDir) -> tuple[str, str] | None:
-    """State and reason of a fork that was not started because its trunk failed or was stopped; None for others."""
+    """The state and the reason of a fork that was not started because its trunk failed or was stopped; None for
+    others."""
     trunk = run.trunk()
     if trunk is None or trunk.seen()["state"] not in ("failed", "interrupted"):
         return None
@@ -129,8 +130,8 @@ def _reason_of_end(name: str, job: Job | None) -> str:
 
 
 def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
-    """Per run: run, state, step ("30/200", what it is at before its first step, or None), loss (nats), tokens_per_s,
-    seconds, job (Slurm's id), reason."""
+    """A row for each run: run, state, step ("30/200", what it does before its first step, or None), loss (nats),
+    tokens_per_s, seconds, job (Slurm's id), reason."""
     rows, jobs = [], job_ids(runs)
     for run, status in zip(runs, observe(runs), strict=True):
         progress = status["progress"] or {}
@@ -144,7 +145,7 @@ def status_rows(runs: Sequence[RunDir]) -> list[dict[str, Any]]:
 
 
 def _step(status: Mapping[str, Any]) -> str | None:
-    """How far a run is, and while it makes no steps what it is at."""
+    """How far a run is, or, while it makes no steps, what it does."""
     progress = status["progress"]
     if status["state"] == "running" and status["phase"]:
         return how_far(status)
@@ -152,13 +153,13 @@ def _step(status: Mapping[str, Any]) -> str | None:
 
 
 def stranger_row(run: RunDir) -> dict[str, Any]:
-    """status_rows() of a folder that its sweep does not list, and so is no run of it."""
+    """The row of status_rows() for a folder that its sweep does not list, and so is no run of it."""
     empty = dict.fromkeys(("step", "loss", "tokens_per_s", "job"))
     return {"run": run.name, "state": "foreign", **empty, "seconds": 0.0, "reason": f"not in sweep.json; {MOVE}"}
 
 
 def follow(runs: Sequence[RunDir], display: Display) -> None:
-    """Show the runs until none of them runs or waits in a queue. SIGINT leaves them alone: SystemExit(130)."""
+    """Show the runs until none of them runs or waits in a queue. SIGINT does not stop them: SystemExit(130)."""
     with display:
         try:
             while _look(runs, display):
@@ -169,7 +170,7 @@ def follow(runs: Sequence[RunDir], display: Display) -> None:
 
 
 def _look(runs: Sequence[RunDir], display: Display) -> bool:
-    """Show the runs. Returns whether any of them goes on, as far as is known."""
+    """Show the runs. Returns whether any of them still runs or waits, as far as is known."""
     try:
         statuses = observe(runs)
     except Unreachable as error:
@@ -187,9 +188,9 @@ def _goes_on(run: RunDir, status: Mapping[str, Any]) -> bool:
 
 
 def cancel(runs: Sequence[RunDir]) -> list[RunDir]:
-    """Cancel those of the runs that wait or run, and return them, with the forks that share a Slurm job with one of
-    them. A worker on this machine gets SIGTERM, and Slurm's jobs end as Slurm ends them. Rows and checkpoints stay, and
-    the same command goes on from there.
+    """Cancel the runs that wait or run, and return them, with the forks that share a Slurm job with one of them. A
+    worker on this machine gets SIGTERM, and Slurm's jobs end as Slurm ends them. Rows and checkpoints stay, and the
+    same command resumes from them.
 
     Raises Unreachable.
     """
@@ -215,7 +216,7 @@ def _runs_of(sweep: Path) -> list[RunDir]:
 
 
 def _at_work(runs: Sequence[RunDir]) -> list[RunDir]:
-    """The runs that wait or run, one with a damaged status too, if somebody works on it."""
+    """The runs that wait or run; also one with a damaged status, if a process works on it."""
     states = [now["state"] for now in observe(runs)]
     return [run for run, state in zip(runs, states, strict=True) if _is_at_work(run, state)]
 
@@ -225,10 +226,10 @@ def _is_at_work(run: RunDir, state: str) -> bool:
 
 
 def _terminate(run: RunDir) -> bool:
-    """SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on to
-    other runs, and another process may take over the number of a dead one. SIGCONT comes first, since one that is
-    stopped hears nothing. Returns whether there was one: the kernel's list of locks, which changes while it is read,
-    may lack one that is there."""
+    """Send SIGTERM to the run's worker, if that is a process of this machine that has the run's lock: a worker goes on
+    to other runs, and another process may take over the number of a dead one. SIGCONT comes first, since a stopped
+    process receives nothing. Returns whether there was a worker: the kernel's list of locks, which changes while it is
+    read, may lack one that is there."""
     status, pid = run.seen(), holder_pid(run.lock_path)
     if pid is not None and (status["pid"] == pid or status["state"] in UNUSABLE):
         with suppress(OSError):

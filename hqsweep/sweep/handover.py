@@ -1,4 +1,5 @@
-"""A worker's end of the local engine: the runs that its parent hands over, one after another, and the parent's end.
+"""The worker's end of the local engine: it takes the runs that its parent hands over, one after another, and notices
+the parent's end.
 
 The parent writes a run's folder to the worker's stdin, a socket, as a line of JSON; the worker answers with a line when
 the run is finished, and takes the next. A run that ends otherwise ends its process, so that no run starts in what a
@@ -21,19 +22,19 @@ from hqsweep.sweep.run_dir import RunDir
 ANSWER = b"finished\n"
 PARENT_LOOK_S = 0.5
 PR_SET_PDEATHSIG = 1
-"""Of Linux's prctl."""
+"""The number of PR_SET_PDEATHSIG in Linux's prctl."""
 GRACE_S = 10.0
-"""Seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
+"""The seconds from SIGTERM to SIGKILL, in which a worker writes its status."""
 
 
 def line_of(run: RunDir) -> bytes:
-    """What the parent writes for a run."""
+    """The line that the parent writes for a run."""
     return json.dumps(str(run.path)).encode() + b"\n"
 
 
 def serve(work: Callable[[RunDir], int | None]) -> int:
-    """Do the runs that come on stdin, each with its stdout and stderr in its own log, until there are no more, or
-    `work` returns an exit code instead of None, which says that another run may follow. Returns the exit code.
+    """Do the runs that come on stdin, each with its stdout and stderr in its own log, until no more come, or `work`
+    returns an exit code instead of None (which means that another run may follow). Returns the exit code.
 
     Children of a run find /dev/null on stdin. Raises OSError where a log cannot be opened.
     """
@@ -62,13 +63,13 @@ def _replace(number: int, new: int) -> None:
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process as soon as its parent is gone, on Linux."""
+    """Have the kernel kill this process as soon as its parent is gone, from now on, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def stop_with_parent(parent: int) -> None:
-    """From now on, stop this process when process `parent` is no longer its parent: SIGTERM, then SIGKILL."""
+    """Stop this process when process `parent` is no longer its parent, from now on: SIGTERM, then SIGKILL."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""What `hqsweep run` does: words to a checked plan, the plan to run folders, the folders to results.
+"""The work of `hqsweep run`: words to a checked plan, the plan to run folders, the folders to results.
 
 A plan exists only when every point of the grid is valid, so nothing starts that would stop at its third recipe.
 """
@@ -45,18 +45,18 @@ class SweepPlan:
     study: StudyConfig
     baseline_why: str = ""
     begun: str = ""
-    """What the trunks of a fork study begin from, "" for random weights."""
+    """The source that the trunks of a fork study begin from, "" for random weights."""
     imports: tuple[str, ...] = ()
-    """What its workers have to be told of the Python factories that were imported for it."""
+    """The words that tell its workers which Python factories were imported for it."""
 
     @property
     def first(self) -> Config:
-        """It speaks for what cannot be swept."""
+        """The config of the first run, which is read for what cannot be swept."""
         return self.configs[0]
 
     @property
     def heading(self) -> str:
-        """How many runs there are."""
+        """The number of runs, in words."""
         if not self.study.fork:
             return counted(len(self.points), "run")
         trunks = sum(config.fork.is_trunk for config in self.configs)
@@ -65,17 +65,17 @@ class SweepPlan:
 
     @property
     def baseline_line(self) -> str | None:
-        """Which arm the others are measured against and why; None where there is only one."""
+        """The arm that the others are measured against, and why; None where there is only one."""
         return f"baseline: {self.study.baseline} ({self.baseline_why})" if self.baseline_why else None
 
     @property
     def lines(self) -> list[str]:
-        """What is said of the plan before anything starts."""
+        """The lines about the plan before anything starts."""
         return [line for line in (self.baseline_line, self.begun) if line]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Per run: run (its folder's name), arm, seed, changed, config; of a fork study also point and trunk, None for
-        the trunks themselves."""
+        """A row for each run: run (its folder's name), arm, seed, changed, config; in a fork study also point and
+        trunk, None for the trunks themselves."""
         rows, names = [], RunStore(Path(self.first.runs_dir)).names(self.first.sweep, self.points)
         for name, point, config in zip(names, self.points, self.configs, strict=True):
             row = {"run": name, "arm": point.arm, "seed": config.seed}
@@ -86,7 +86,7 @@ class SweepPlan:
 
 
 def counted(count: int, noun: str) -> str:
-    """As in: 1 run, 2 runs."""
+    """The count with its noun, such as 1 run, 2 runs."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -107,7 +107,7 @@ def plan(
 
 
 def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
-    """The plan of words that were read; as plan(). Raises UserError for what a recipe cannot mean."""
+    """The plan of words that were read; otherwise as plan(). Raises UserError for what a recipe cannot mean."""
     grid = words.grid
     if importer is not None:
         importer.folders = words.folders
@@ -131,8 +131,8 @@ def plan_of(words: Words, importer: Importer | None = None) -> SweepPlan:
 
 
 def check(plan: SweepPlan) -> None:
-    """UserError for all that start() would refuse, where it would be: a device or data that this machine has not, data
-    too short for train.context, and a study that began otherwise."""
+    """UserError for all that start() would refuse, before it would: a device or data that this machine does not have,
+    data too short for train.context, and a study that began otherwise."""
     if plan.first.engine.kind == "local":
         for config in plan.configs:
             _check_device(config)
@@ -149,7 +149,7 @@ def check(plan: SweepPlan) -> None:
 
 
 def folders(plan: SweepPlan, say: Callable[[str], None] = lambda line: None) -> list[RunDir]:
-    """The folders of the plan's runs, in grid order, made where they are not there; `say` is told what is mended."""
+    """The folders of the plan's runs, in grid order, made where they are missing; `say` is told what is repaired."""
     first, study = plan.first, plan.study.model_dump(mode="json")
     listed = {"sweep": first.sweep, "conf": plan.conf, "overrides": plan.words, "study": study}
     return RunStore(Path(first.runs_dir)).create(**listed, runs=plan.points, say=say)
@@ -188,9 +188,9 @@ def _check_device(config: Config) -> None:
 
 
 def result(run: RunDir) -> dict[str, Any]:
-    """One run in short: run, arm, seed, point (None but for a fork), state, val_loss (nats, last one or None),
-    tokens_per_s, seconds, reason, path, warnings (of what was damaged, too), and for a parity or calibrate run how many
-    rows PASS, FAIL and SKIP. Of a run that is damaged or gone nothing but that is known."""
+    """The summary of one run: run, arm, seed, point (None except for a fork), state, val_loss (nats, last one or None),
+    tokens_per_s, seconds, reason, path, warnings (also about damage), and for a parity or calibrate run the numbers of
+    rows with PASS, FAIL and SKIP. For a run that is damaged or missing only the fields that are known have values."""
     try:
         status, manifest = run.status(), run.manifest()
         rows = {table: run.rows(table) for table in ("metrics", *CHECKED_TABLES)}

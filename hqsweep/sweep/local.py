@@ -1,9 +1,9 @@
 """engine=local: worker processes, a fixed number at a time, each for one run after another as long as these finish.
 
 The parent knows a run only by its folder and its process: it hands the folder to a worker, watches, and reads
-status.json. So a run may crash in any way and the sweep goes on; a parent killed at any instant leaves folders from
-which the same command goes on; and two parents of the same sweep share the work, because a folder that a live worker
-has locked is left to it. A fork waits, without a slot, for the state of its trunk.
+status.json. So a run may crash in any way and the sweep goes on. A parent killed at any instant leaves folders from
+which the same command resumes. And two parents of the same sweep share the work, because each leaves a folder that a
+live worker has locked to the other. A fork waits, without a slot, for the state of its trunk.
 
 States:  pending -> running -> finished | failed (crash, exception, time-out) | interrupted (stopped from outside)
 """
@@ -27,35 +27,35 @@ from hqsweep.sweep.task import Task, end_without
 from hqsweep.train.record import is_point
 
 POLL_S = 0.05
-"""Seconds between two looks at the worker processes."""
+"""The seconds between two looks at the worker processes."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-"""Signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
+"""The signals that end a sweep early; by SIGUSR2 Slurm says that the time is nearly over."""
 GONE = "its folder was deleted before it was started; the same command makes it again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many runs at a time, on what, and how long and how often each may try."""
+    """The limits of a sweep: how many runs at a time, on what, and how long and how often each may try."""
 
     workers: int | None = None
-    """Runs at a time; with runs_per_gpu as slots() takes them."""
+    """The number of runs at a time; with runs_per_gpu as slots() takes them."""
     runs_per_gpu: int | None = None
     gpus_per_run: int = 1
-    """Of runs of several ranks; as slots() takes it."""
+    """The GPUs of a run of several ranks; as slots() takes it."""
     threads: int | None = None
-    """CPU threads per worker, which the ranks of a run share; None is cores // workers, at least 1."""
+    """The CPU threads per worker, which the ranks of a run share; None is cores // workers, at least 1."""
     timeout_s: float | None = None
-    """Seconds that one attempt may take."""
+    """The seconds that one attempt may take."""
     retries: int = 0
-    """Further attempts after a failed one, each from the run's last checkpoint."""
+    """The number of further attempts after a failed one, each from the run's last checkpoint."""
     backoff_s: float = 1.0
-    """Seconds before the first of them, twice as long before each further one."""
+    """The seconds before the first further attempt, twice as long before each following one."""
     imports: Sequence[str] = ()
-    """Words that tell a worker which Python factories it may import (Importer.arguments)."""
+    """The words that tell a worker which Python factories it may import (Importer.arguments)."""
     nodes: Sequence[str] = ()
-    """Words that tell a worker on which machines the ranks of its run are (ranks.nodes_arguments)."""
+    """The words that tell a worker on which machines the ranks of its run are (ranks.nodes_arguments)."""
     fail_fast: bool = False
-    """Start nothing more after the first run that failed, retries included."""
+    """Whether nothing more is started after the first run that failed, retries included."""
 
 
 def run_local(
@@ -63,10 +63,10 @@ def run_local(
 ) -> list[dict[str, Any]]:
     """Bring every run to an end; returns their statuses (contents of status.json) in the order of `runs`.
 
-    force: delete what runs have put out and repeat them; without it finished runs are skipped.
+    force: delete the output of runs and repeat them; without it finished runs are skipped.
 
     At one of STOP_SIGNALS the workers are stopped, their runs are interrupted, and SystemExit(128 + signal) is raised;
-    a second signal kills them at once. To be called from the main thread.
+    a second signal kills them at once. Call it from the main thread.
     """
     free = slots(limits.workers, limits.runs_per_gpu, limits.gpus_per_run)
     threads = thread_limits(limits.threads or max(1, cores() // len(free)))
@@ -106,7 +106,7 @@ def _caught_signals() -> Iterator[list[signal.Signals]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Active:
-    """A task with the attempt that is made at it."""
+    """A task with its current attempt."""
 
     task: Task
     attempt: Attempt
@@ -117,7 +117,7 @@ class _Pool:
     display: Display
     limits: Limits
     slots: list[Slot]
-    """The free ones."""
+    """The free slots."""
     queue: list[Task] = field(default_factory=list)
     active: list[_Active] = field(default_factory=list)
 
@@ -140,14 +140,14 @@ class _Pool:
             self.display.say(f"{len(waiting)} forks wait for {len(set(waiting))} trunks")
 
     def announce(self) -> None:
-        """Say what the seconds before the first step are for."""
+        """Say what takes the seconds before the first step."""
         if self.queue:
             todo, workers = len(self.queue), min(len(self.slots), len(self.queue))
             which = f"{workers} workers" if workers > 1 else "a worker"
             self.display.say(f"{todo} run{'s' * (todo > 1)} to do, {workers} at a time; starting {which}")
 
     def _enqueue(self, run: RunDir, *, reset: bool) -> None:
-        """The run's task, unless nothing says what the run is to do."""
+        """Enqueue the run's task, unless nothing says what the run is to do."""
         try:
             self.queue.append(Task.of(run, reset=reset))
         except Damaged as fault:
@@ -177,7 +177,7 @@ class _Pool:
             self._clear()
 
     def wait(self) -> None:
-        """POLL_S seconds, or until a worker speaks or dies."""
+        """Wait POLL_S seconds, or until a worker answers or dies."""
         workers = [active.attempt.worker for active in self.active]
         wait([worker.channel for worker in workers if worker.answers], POLL_S)
 
@@ -203,8 +203,8 @@ class _Pool:
         self.display.update(run.name, status)
 
     def _look_at(self, active: _Active) -> None:
-        """Show the run at work; of one whose files are garbage for the moment the display keeps what it has. A run
-        whose folder was deleted is stopped, and a worker that somebody stopped is named once."""
+        """Show the run at work; while its files are unreadable the display keeps what it has. A run whose folder was
+        deleted is stopped, and a worker that somebody stopped is named once."""
         status, attempt = active.task.run.seen(), active.attempt
         if status["state"] == "missing":
             attempt.stop("failed", DELETED)
@@ -217,7 +217,7 @@ class _Pool:
             )
 
     def _look_for_trunk(self, task: Task) -> None:
-        """Make a fork ready whose trunk has come to its point, and end one whose trunk nobody trains any further."""
+        """Make a fork ready whose trunk has reached its point, and end one whose trunk nobody trains any further."""
         before = [other for other in self.queue if other.run == task.trunk]
         trained = before or any(active.task.run == task.trunk for active in self.active)
         end = None if trained else end_without(task.trunk)
@@ -232,14 +232,14 @@ class _Pool:
             self._stop_after(task.run, status)
 
     def _wait(self, task: Task) -> None:
-        """Show once that the fork waits. It is pending, whatever became of it in an earlier sweep."""
+        """Show once that the fork waits. It is pending, whatever its state was in an earlier sweep."""
         if not task.announced:
             task.announced = True
             status = self._settle_unstarted(task, "pending", None)
             self._show(task.run, status | {"state": "pending", "reason": f"waits for {task.trunk.name}"})
 
     def _settle_unstarted(self, task: Task, state: str, reason: str | None) -> dict[str, Any]:
-        """Status of a run that is not started, written unless it was cancelled or is another process's."""
+        """The status of a run that is not started, written unless it was cancelled or is another process's."""
         status = task.run.seen()
         states = ("running", state) if task.reset else ("running", state, "finished")
         if status["state"] in states or status["reason"] == CANCELLED:
@@ -291,7 +291,7 @@ class _Pool:
             task.name_at = float("inf")
 
     def _end(self, active: _Active) -> None:
-        """Give the slot back; the run is at its end, or goes to the queue again."""
+        """Give the slot back; the run has ended, or goes to the queue again."""
         self.active.remove(active)
         self.slots.append(active.attempt.slot)
         task = active.task
@@ -306,7 +306,7 @@ class _Pool:
             self._stop_after(task.run, status)
 
     def _stop_after(self, run: RunDir, status: dict[str, Any]) -> None:
-        """With fail_fast, leave what is not started where a run has failed for good."""
+        """Empty the queue, with fail_fast, where a run has failed for good."""
         if self.limits.fail_fast and self.queue and status["state"] == "failed":
             left = f"{len(self.queue)} runs are not started (engine.fail_fast)"
             self.display.say(f"{run.name}: {status['reason']}; {left}")

@@ -1,6 +1,6 @@
 """The lock of a folder: an flock on a file in it, which the kernel releases however its holder dies.
 
-A holder that is stopped (SIGSTOP, Ctrl-Z) or hangs keeps it, so who waits is told which process that is.
+A holder that is stopped (SIGSTOP, Ctrl-Z) or hangs keeps it, so a process that waits is told which process that is.
 """
 
 import errno
@@ -14,7 +14,7 @@ from pathlib import Path
 from hqsweep.errors import Damaged
 
 NAMED_S = 5.0
-"""Seconds of waiting after which the holder is named."""
+"""The seconds of waiting after which the holder is named."""
 
 
 class RunBusy(Exception):
@@ -25,12 +25,11 @@ class RunBusy(Exception):
 def locked(
     path: Path, wait_s: float = 0.0, say: Callable[[str], None] = lambda line: None
 ) -> Iterator[Callable[[], bool]]:
-    """Hold the lock `path`, and get a function that says whether that is still so: who deletes the folder takes the
-    lock with it, and another process may hold the one that is there then. `say` is told after NAMED_S seconds who holds
-    the lock.
+    """Hold the lock `path`, and get a function that says whether that is still so: deleting the folder deletes the lock
+    with it, and another process may hold a new one there. `say` is told after NAMED_S seconds who holds the lock.
 
-    Raises RunBusy when another process still holds it after `wait_s` seconds, or after NAMED_S if that is stopped, and
-    Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
+    Raises RunBusy when another process still holds it after `wait_s` seconds, or after NAMED_S if that process is
+    stopped, and Damaged where something else than a lock is there, which is deleted if nothing is lost by it.
     """
     descriptor = _open(path)
     try:
@@ -65,7 +64,7 @@ STOPPED = "which is stopped"
 
 
 def holder(path: Path) -> str:
-    """Who holds the lock `path`, and what to do, as a sentence."""
+    """A sentence that says who holds the lock `path`, and what to do."""
     pid = holder_pid(path)
     if pid is None:
         return f"{path} is held by a process that cannot be seen from here, on another machine or in another container"
@@ -108,7 +107,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def stopped_among(pid: int) -> int | None:
-    """Of a process and its children, as the ranks of a run are, the first that was stopped by a signal."""
+    """The first process that was stopped by a signal among a process and its children, such as the ranks of a run."""
     family = [pid]
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -117,7 +116,7 @@ def stopped_among(pid: int) -> int | None:
 
 
 def _open(path: Path) -> int:
-    """The lock's file, made where it is missing."""
+    """The lock's file, created where it is missing."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o644)

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process for memory, and how much there was: by the counts of the process's control group
+"""Whether the kernel killed a process for memory, and how much there was, by the counts of the process's control group
 (cgroup v2 or v1) and of the machine, which a killed process cannot read itself.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 GIB = 2**30
 ADVICE = "give fewer engine.workers, more train.microbatches, or a smaller train.batch or model"
 UNLIMITED = 2**60
-"""What cgroup v1 calls no limit is above it."""
+"""The bound above which cgroup v1's limits mean no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +20,19 @@ class Memory:
     root: Path = Path("/")
 
     def kills(self) -> int:
-        """How many processes the kernel has killed for memory so far, on the machine and in our control groups."""
+        """The number of processes that the kernel has killed for memory so far, on the machine and in our control
+        groups."""
         counts = [_field(group / file, "oom_kill") for group, file in self._groups()]
         return sum(counts) + _field(self.root / "proc/vmstat", "oom_kill")
 
     def limit(self) -> tuple[str, int] | None:
-        """(whose, bytes) of the smallest limit on us; None where nothing is known."""
+        """(owner, bytes) of the smallest limit on us; None where nothing is known."""
         limits = [("the machine", _field(self.root / "proc/meminfo", "MemTotal:") * 1024)]
         for group, _ in self._groups():
             for name in ("memory.max", "memory.limit_in_bytes"):
                 limits.append(("its control group", _number(group / name)))
         known = [(whose, size) for whose, size in limits if 0 < size < UNLIMITED]
-        return min(known, key=lambda each: each[1], default=None)
+        return min(known, key=lambda entry: entry[1], default=None)
 
     def _groups(self) -> Iterator[tuple[Path, str]]:
         """(folder, name of the file with its counts) of our control groups for memory, each with those above it."""
@@ -56,7 +57,7 @@ def killed_for_memory(memory: Memory, killed_before: int, peak_bytes: int) -> st
 
 
 def _upwards(mount: Path, path: str, counts: str) -> Iterator[tuple[Path, str]]:
-    """A group and those above it, as far as they can be seen here: in a container its own group is the mount."""
+    """A group and those above it, as far as they are visible here: in a container its own group is the mount."""
     group = mount / path.strip("/")
     while group != mount:
         if group.is_dir():
@@ -67,7 +68,7 @@ def _upwards(mount: Path, path: str, counts: str) -> Iterator[tuple[Path, str]]:
 
 
 def _field(path: Path, name: str) -> int:
-    """The number after a name in a file of lines "name number"; 0 where it is not there."""
+    """The number after a name in a file of lines "name number"; 0 where it is missing."""
     with suppress(OSError, ValueError, IndexError):
         lines = (line.split() for line in path.read_text().splitlines())
         return next((int(words[1]) for words in lines if words and words[0] == name), 0)
@@ -75,7 +76,7 @@ def _field(path: Path, name: str) -> int:
 
 
 def _number(path: Path) -> int:
-    """The number that a file holds; 0 where it holds none, such as "max"."""
+    """The number in a file; 0 where it holds none, such as "max"."""
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return 0

@@ -1,9 +1,9 @@
 """Longer runs from finished ones: `hqsweep run ... --more-steps N` makes a sweep with N steps more, whose runs go on
-from checkpoints of the runs that are there, and end with the rows and weights that they would have from step 1 on.
+from checkpoints of the finished runs, and end with the rows and weights that they would have from step 1 on.
 
-That holds up to the last step at which the longer run has the learning rates and recipes of the shorter one: warm-up is
-kept in steps, so it is the beginning of the decay, or a change of recipe at a part of the steps. There is no such
-checkpoint where all that are left lie in the decay.
+That holds up to the last step at which the longer run has the learning rates and recipes of the shorter one. Warm-up is
+kept in steps, so that step comes before the decay, or before a change of recipe at a part of the steps. There is no
+such checkpoint if all that are left lie in the decay.
 """
 
 import math
@@ -47,13 +47,18 @@ def longer_words(words: Sequence[str], configs: Sequence[Any], more: int) -> lis
     if len({(config.train.steps, config.train.warmup) for config in configs}) > 1:
         raise UserError(f"{OPTION}: train.steps or train.warmup is swept; go on with one of its values at a time")
     before = first.train.steps
-    kept = [text for text in words if text.lstrip("+").partition("=")[0] not in CHANGED]
+    unchanged = [text for text in words if text.lstrip("+").partition("=")[0] not in CHANGED]
     warmup = _same_warmup(first.train.warmup * before, before + more)
-    return [*kept, f"train.steps={before + more}", f"train.warmup={warmup!r}", f"sweep={first.sweep}-{before + more}"]
+    return [
+        *unchanged,
+        f"train.steps={before + more}",
+        f"train.warmup={warmup!r}",
+        f"sweep={first.sweep}-{before + more}",
+    ]
 
 
 def _same_warmup(rise: float, steps: int) -> float:
-    """The fraction of `steps` that is `rise` steps, to the last bit where a float has it."""
+    """The fraction of `steps` that is `rise` steps, exact to the last bit where a float has it."""
     near = rise / steps
     for fraction in (near, math.nextafter(near, 0), math.nextafter(near, 1)):
         if fraction * steps == rise:
@@ -64,9 +69,9 @@ def _same_warmup(rise: float, steps: int) -> float:
 def starts(
     runs: Sequence[RunDir], configs: Sequence[ConvergenceConfig], longer: Sequence[ConvergenceConfig]
 ) -> list[Start]:
-    """What each run of the longer sweep goes on from. UserError where one of `runs`, those of the shorter sweep, has
-    not finished, or left nothing that a longer run would have come to."""
-    return [_start(*each) for each in zip(runs, configs, longer, strict=True)]
+    """The start of each run of the longer sweep. UserError where one of `runs`, those of the shorter sweep, has not
+    finished, or has no checkpoint that a longer run would have reached."""
+    return [_start(*of_run) for of_run in zip(runs, configs, longer, strict=True)]
 
 
 def _start(run: RunDir, config: ConvergenceConfig, longer: ConvergenceConfig) -> Start:
@@ -83,10 +88,10 @@ def _start(run: RunDir, config: ConvergenceConfig, longer: ConvergenceConfig) ->
         if step <= last and _whole(config, step) and _is_own(path, run_id(run.config())):
             return Start(run=run, path=path, step=step)
     steps = longer.train.steps
-    found = f"its checkpoints are of step {' and '.join(map(str, there))}" if there else "it has no checkpoint"
+    existing = f"its checkpoints are of step {' and '.join(map(str, there))}" if there else "it has no checkpoint"
     raise UserError(
         f"{OPTION}: a run of {steps} steps is like {run.name} of '{run.sweep}' up to step {last} of"
-        f" {config.train.steps}, where {_why(config, last)}, and {found}; train it from its start by"
+        f" {config.train.steps}, where {_why(config, last)}, and {existing}; train it from its start by"
         f" train.steps={steps} sweep={config.sweep}-{steps}. A sweep with train.decay=0 can be gone on with"
     )
 
@@ -97,21 +102,22 @@ def _last_alike(config: ConvergenceConfig, longer: ConvergenceConfig) -> int:
     odd = (s for s in range(1, steps + 1) if learning_rate(config.train, s) != learning_rate(longer.train, s))
     rates = next(odd, steps + 1) - 1
     changes = [
-        {(stage.first_step, i) for i, stage in enumerate(stages(each.recipe.build(), each.own_steps))}
-        for each in (config, longer)
+        {(stage.first_step, i) for i, stage in enumerate(stages(of_run.recipe.build(), of_run.own_steps))}
+        for of_run in (config, longer)
     ]
     moved = [first for first, _ in changes[0] ^ changes[1]]
     return min([rates, *(first - 1 for first in moved), *_captured(config)])
 
 
 def _captured(config: ConvergenceConfig) -> list[int]:
-    """Operands that were captured are not copied."""
+    """The last step before operands were captured, as a list; captured operands are not copied. [] where none were."""
     at = config.stats.capture_at
     return [] if at is None else [at - 1]
 
 
 def _whole(config: ConvergenceConfig, step: int) -> bool:
-    """Whether a longer run has the rows of the step that a run may have written because it was its last."""
+    """Whether a longer run, too, writes the rows of the step that a run may have written only because it was its
+    last."""
     train = config.train
     return step < train.steps or not (step % train.log_every or step % train.eval_every)
 

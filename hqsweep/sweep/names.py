@@ -16,13 +16,14 @@ NOT_IN_ID_AT = {
     "fork": {"source": None, "source_hash": None},
     "parity": {"ranks": []},
 }
-"""Section -> key -> the value with which it makes no other run: runs from before the key existed keep their ids."""
+"""Section -> key -> the value with which it does not count for the id: runs from before the key existed keep their
+ids."""
 
 NOT_IN_TRUNK_ID = {
     "train": ("steps", "log_every", "eval_every", "eval_batches", "checkpoint_every"),
     "fork": ("at", "steps", "decay", "source"),
 }  # fmt: skip
-"""Section -> keys that cannot change a number of a trunk's forks, so that other points, or another cadence, make no
+"""Section -> the keys that cannot change a number of a trunk's forks, so that other points, or another cadence, make no
 other trunk; nor does `stats`."""
 
 
@@ -37,26 +38,26 @@ def fork_of(config: Mapping[str, Any]) -> Any:
 
 
 def trunk_path(config: Mapping[str, Any], folder: Path) -> Path | None:
-    """The checkpoint that the fork in this run's folder starts from, whether it is there or not; None for all other
+    """The checkpoint that the fork in this run's folder starts from, whether it exists or not; None for all other
     runs."""
     fork = fork_of(config)
     return fork and fork.state_path(folder, ranks_of(config))
 
 
 def ranks_of(config: Mapping[str, Any]) -> int:
-    """In how many processes a run is done."""
+    """The number of processes of a run."""
     train = config.get("train") if config["job"] == "convergence" else None
-    given = (train or {}).get("parallel")
-    if not given:
+    dims = (train or {}).get("parallel")
+    if not dims:
         return 1
     from hqsweep.config.parallel import ParallelConfig  # with pydantic
 
-    return ParallelConfig.model_validate(given).world
+    return ParallelConfig.model_validate(dims).world
 
 
 def run_id(config: Mapping[str, Any]) -> str:
-    """Hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID and what
-    NOT_IN_ID_AT names; of a trunk also without NOT_IN_TRUNK_ID."""
+    """The hex sha256 of the canonical JSON (sorted keys, no spaces) of the resolved config without NOT_IN_ID and what
+    NOT_IN_ID_AT names; for a trunk also without NOT_IN_TRUNK_ID."""
     content = {key: value for key, value in config.items() if key not in NOT_IN_ID}
     for name, values in NOT_IN_ID_AT.items():
         if content.get(name):

@@ -1,4 +1,4 @@
-"""What people write beside their results: a note and tags, of a sweep and of its runs, in notes.json of the sweep.
+"""What people write beside their results: a note and tags of a sweep, and of its runs, in notes.json of the sweep.
 
     {"note", "tags", "runs": {name of a run: {"note", "tags"}}}
 
@@ -25,7 +25,7 @@ LONGEST_TAG, LONGEST_NOTE = 40, 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What is said of a sweep or a run; "" and () where nothing is."""
+    """The note and the tags of a sweep or a run; "" and () where it has none."""
 
     note: str = ""
     tags: tuple[str, ...] = ()
@@ -45,8 +45,7 @@ class Target:
 
 
 def read(folder: Path) -> dict[str, Note]:
-    """Name of a run ("" for the sweep in `folder`) -> what is said of it. Raises Damaged for a file that says no such
-    thing."""
+    """Name of a run ("" for the sweep in `folder`) -> its Note. Raises Damaged for a file of another form."""
     path = folder / FILE
     document = read_json(path, {})
     check_document(path, document, ENTRY | {"runs": dict}, remedy=REMEDY)
@@ -59,7 +58,7 @@ def read(folder: Path) -> dict[str, Note]:
 
 
 def targets(store: RunStore, word: str) -> list[Target]:
-    """What a word means: a sweep, by name or folder, or else runs as RunStore.resolve() finds them."""
+    """The targets that a word means: a sweep, by name or folder, or else runs as RunStore.resolve() finds them."""
     for folder in (Path(word), store.root / word):
         if word and (folder / "sweep.json").is_file():
             return [Target(folder=folder)]
@@ -67,15 +66,15 @@ def targets(store: RunStore, word: str) -> list[Target]:
 
 
 def note(asked: Sequence[Target], text: str) -> None:
-    """Write a note of each; "" takes it away. Raises UserError for a long one."""
+    """Write the note of each target; "" deletes it. Raises UserError for a long one."""
     if len(text) > LONGEST_NOTE:
         raise UserError(f"note: {len(text)} characters; at most {LONGEST_NOTE} are kept")
     _change(asked, lambda old: replace(old, note=text))
 
 
 def tag(asked: Sequence[Target], changes: Sequence[str]) -> None:
-    """Add and take away tags, "+good" and "-bad". Raises UserError for other words, and for a tag that no target has to
-    be taken away from."""
+    """Add and remove tags, "+good" and "-bad". Raises UserError for other words, and for removing a tag that no target
+    has."""
     for word in changes:
         if not re.fullmatch(rf"[+-]{TAG}", word) or len(word) > LONGEST_TAG:
             raise UserError(
@@ -83,29 +82,29 @@ def tag(asked: Sequence[Target], changes: Sequence[str]) -> None:
                 f" most {LONGEST_TAG - 1}"
             )
     added, gone = ([word[1:] for word in changes if word[0] == sign] for sign in "+-")
-    known = {each for target in asked for each in read(target.folder).get(target.run, Note()).tags}
-    unknown = next((each for each in gone if each not in known), None)
+    known = {word for target in asked for word in read(target.folder).get(target.run, Note()).tags}
+    unknown = next((word for word in gone if word not in known), None)
     if unknown is not None:
         said = f"it has {', '.join(sorted(known))}" if known else "it has none"
         raise UserError(f"tag: '{unknown}' is no tag of what was named{nearest(unknown, known)}; {said}")
 
     def changed(old: Note) -> Note:
-        kept = [each for each in (*old.tags, *added) if each not in gone]
-        return replace(old, tags=tuple(dict.fromkeys(kept)))
+        tags = [word for word in (*old.tags, *added) if word not in gone]
+        return replace(old, tags=tuple(dict.fromkeys(tags)))
 
     _change(asked, changed)
 
 
 def forget(folder: Path, runs: Iterable[str]) -> None:
-    """Drop what is said of runs that are deleted. The caller holds the sweep's lock."""
+    """Drop the notes of runs that are deleted. The caller holds the sweep's lock."""
     gone = set(runs)
     notes = read(folder)
     if gone & set(notes):
-        _write(folder, {name: each for name, each in notes.items() if name not in gone})
+        _write(folder, {name: own for name, own in notes.items() if name not in gone})
 
 
 def of_run(run: RunDir) -> Note:
-    """What is said of a run; nothing where the file is damaged, which `hqsweep ls` names."""
+    """The Note of a run; an empty one where the file is damaged, which `hqsweep ls` names."""
     try:
         return read(run.sweep_path).get(run.name, Note())
     except Damaged:
@@ -113,7 +112,7 @@ def of_run(run: RunDir) -> Note:
 
 
 def _change(asked: Sequence[Target], change: Callable[[Note], Note]) -> None:
-    """Replace what is said of each, a sweep at a time, under its lock."""
+    """Replace the Note of each target, a sweep at a time, under its lock."""
     for folder in dict.fromkeys(target.folder for target in asked):
         with RunStore(folder.parent).lock(folder.name):
             notes = read(folder)
@@ -124,11 +123,11 @@ def _change(asked: Sequence[Target], change: Callable[[Note], Note]) -> None:
 
 
 def _write(folder: Path, notes: Mapping[str, Note]) -> None:
-    entries = {name: {"note": each.note, "tags": list(each.tags)} for name, each in notes.items() if each != Note()}
+    entries = {name: {"note": own.note, "tags": list(own.tags)} for name, own in notes.items() if own != Note()}
     own = entries.pop("", {"note": "", "tags": []})
     write_json(folder / FILE, own | {"runs": entries})
 
 
 def line(said: Note) -> str:
-    """As in: [good, draft] lower rate from step 100; "" where nothing is said."""
+    """The line of a Note, such as: [good, draft] lower rate from step 100; "" where it is empty."""
     return " ".join(part for part in (f"[{', '.join(said.tags)}]" if said.tags else "", said.note) if part)

@@ -1,5 +1,5 @@
 """The parent's end of the local engine: a slot's worker process, and each attempt at a run in it, which is started,
-watched, stopped, and has its last status written here if the worker died first. The worker's end is handover.py.
+watched and stopped; its last status is written here if the worker died first. The worker's end is handover.py.
 """
 
 import os
@@ -19,7 +19,7 @@ from hqsweep.sweep.memory import Memory, killed_for_memory
 from hqsweep.sweep.run_dir import CANCELLED, RunDir
 
 ENDED = ("finished", "failed", "interrupted")
-"""States that a worker writes when it stops."""
+"""The states that a worker writes when it stops."""
 DELETED = "its folder was deleted while it ran; the same command starts it again"
 
 
@@ -30,8 +30,9 @@ def worker_command() -> list[str]:
 
 
 class WorkerProcess:
-    """`worker_command()` with `arguments` in a session of its own, so that a terminal's Ctrl-C reaches the parent
-    alone. `environment` is added to ours; what the process says before its first run is appended to `log`."""
+    """The process of `worker_command()` with `arguments`, in a session of its own, so that a terminal's Ctrl-C reaches
+    the parent alone. `environment` is added to ours; what the process prints before its first run is appended to
+    `log`."""
 
     def __init__(self, environment: Mapping[str, str], log: BinaryIO, arguments: Sequence[str] = ()) -> None:
         self.channel, theirs = socket.socketpair()
@@ -48,7 +49,8 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As a shell has it, 128 + the signal's number for a worker killed by one; None while it lives."""
+        """The exit code as a shell has it, 128 + the signal's number for a worker killed by one; None while it
+        lives."""
         code = self._reaped()
         return 128 - code if code is not None and code < 0 else code
 
@@ -59,8 +61,8 @@ class WorkerProcess:
         return signal.Signals(-code) if code is not None and code < 0 else None
 
     def _reaped(self, options: int = os.WNOHANG) -> int | None:
-        """The exit code, minus the signal's number for one killed; None while it lives. Popen's own poll() drops what
-        the kernel says of a child's memory."""
+        """The exit code, minus the signal's number for one killed by a signal; None while it lives. Popen's own poll()
+        drops what the kernel says of a child's memory."""
         if self._process.returncode is None:
             pid, status, usage = os.wait4(self.pid, options)
             if pid:
@@ -69,7 +71,7 @@ class WorkerProcess:
         return self._process.returncode
 
     def take(self, run: RunDir) -> bool:
-        """Hand a run over; False when the process is gone."""
+        """Hand a run over; returns False when the process is gone."""
         try:
             self.channel.sendall(line_of(run))
         except OSError:
@@ -77,7 +79,7 @@ class WorkerProcess:
         return self.exit_code is None
 
     def finished(self) -> bool:
-        """Whether it says, since the last call, that its run is finished."""
+        """Whether it has reported, since the last call, that its run is finished."""
         try:
             answer = self.channel.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -88,11 +90,12 @@ class WorkerProcess:
         return self.answers
 
     def terminate(self) -> None:
-        """SIGTERM to the worker."""
+        """Send SIGTERM to the worker."""
         self._process.terminate()
 
     def end(self) -> None:
-        """SIGKILL to the worker and all that it started, if it lives. One that waits for a run loses nothing by it."""
+        """Send SIGKILL to the worker and all that it started, if it lives. One that waits for a run loses nothing by
+        it."""
         if self._reaped() is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._reaped(options=0)
@@ -107,7 +110,7 @@ class Slot:
 
     environment: Mapping[str, str]
     arguments: Sequence[str] = ()
-    """Those of its workers."""
+    """The arguments of its workers."""
     idle: WorkerProcess | None = None
 
     def worker_for(self, run: RunDir, log: BinaryIO) -> WorkerProcess:
@@ -145,12 +148,12 @@ class Attempt:
 
     @property
     def seconds(self) -> float:
-        """Time since the start, s."""
+        """The time since the start, s."""
         return time.monotonic() - self._began
 
     @property
     def exit_code(self) -> int | None:
-        """0 for a run that finished in a worker which lives on, else the worker's; None while it goes on."""
+        """0 for a run that finished in a worker which lives on, else the worker's exit code; None while it goes on."""
         return 0 if self._finished else self.worker.exit_code
 
     def alive(self) -> bool:
@@ -167,7 +170,7 @@ class Attempt:
         return self.worker.exit_code is None
 
     def stalled(self) -> int | None:
-        """The worker's process or the rank that somebody has stopped by a signal for NAMED_S seconds now, said once a
+        """The worker's process or the rank that a signal has stopped for NAMED_S seconds by now, reported once each
         time."""
         pid = stopped_among(self.worker.pid)
         if pid is None:
@@ -187,12 +190,13 @@ class Attempt:
             self.worker.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to the worker and all that it started."""
+        """Send SIGKILL to the worker and all that it started."""
         self.worker.end()
 
     def settle(self) -> dict[str, Any]:
-        """Final status of an attempt that ended: the one that the worker wrote, else one written here. Where another
-        worker has taken the run since, that worker's; where nothing can be written, ours with a note of that."""
+        """The final status of an attempt that ended: the one that the worker wrote, else one written here. If another
+        worker has taken the run since, it is that worker's; if nothing can be written, it is ours with a note of
+        that."""
         state, why = self._stop or ("failed", self._cause_of_death())
         ours = {"state": state, "reason": why, "exit_code": self.exit_code}
         before = self.run.seen()
@@ -223,7 +227,7 @@ class Attempt:
         return f"worker ended with exit code {self.exit_code}" + (f": {said[-1]}" if said else " and said nothing")
 
     def _log_lines(self) -> list[str]:
-        """What the worker has written since the attempt began."""
+        """The lines that the worker has written since the attempt began."""
         try:
             with self.run.log.open("rb") as log:
                 log.seek(self._log_start)

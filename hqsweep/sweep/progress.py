@@ -19,9 +19,9 @@ from rich.text import Text
 STYLES = {"pending": "dim", "running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow"}
 STYLES |= {"damaged": "red", "missing": "red"}
 OTHERS = ("running", "failed", "interrupted", "damaged", "missing")
-"""States beside finished that are counted."""
+"""The states beside finished that are counted."""
 MANY = 25
-"""Runs of a sweep whose lines are to be few."""
+"""The number of runs from which on a sweep prints few lines."""
 
 Status = Mapping[str, Any]
 
@@ -32,10 +32,10 @@ class Display(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(self, *exception: object) -> None: ...
     def update(self, run: str, status: Status) -> None:
-        """The run's status as it is now; the first call for a run names it."""
+        """Show the run's status as it is now; the first call for a run names it."""
 
     def say(self, line: str) -> None:
-        """One line for the person."""
+        """Print one line for the person."""
 
 
 def open_display(console: Console) -> Display:
@@ -44,7 +44,7 @@ def open_display(console: Console) -> Display:
 
 
 def duration(seconds: float | None) -> str:
-    """Minutes and seconds as in 0:07, with hours as in 1:02:03; empty for None or not finite."""
+    """A time in minutes and seconds, such as 0:07, or with hours, such as 1:02:03; empty for None or not finite."""
     if seconds is None or not math.isfinite(seconds):
         return ""
     minutes, rest = divmod(round(seconds), 60)
@@ -61,13 +61,14 @@ def cells(status: Status) -> tuple[str, str, str]:
 
 
 def part_done(progress: Mapping[str, Any]) -> float:
-    """How much of the work is done, from 0 to 1."""
+    """The part of the work that is done, from 0 to 1."""
     part = progress.get("part")
     return progress["step"] / progress["steps"] if part is None else part
 
 
 def how_far(status: Status) -> str:
-    """As in "step 40/200"; of a job without steps what it is at and how much is done, as in "kernel, 37 %"."""
+    """A text such as "step 40/200"; for a job without steps its phase and the part that is done, such as "kernel, 37
+    %"."""
     phase, progress = status.get("phase"), status["progress"]
     if phase is None:
         return f"step {progress['step']}/{progress['steps']}"
@@ -75,21 +76,21 @@ def how_far(status: Status) -> str:
 
 
 def counts(statuses: Mapping[str, Status]) -> str:
-    """As in: 3 of 18 runs finished, 2 running, 1 failed."""
+    """A text such as: 3 of 18 runs finished, 2 running, 1 failed."""
     states = [status["state"] for status in statuses.values()]
     others = [f"{states.count(state)} {state}" for state in OTHERS if state in states]
     return ", ".join([f"{states.count('finished')} of {len(states)} runs finished", *others])
 
 
 def _all(reasons: Mapping[str, str]) -> str:
-    """As in: waits for trunk-s0 and 3 more."""
+    """A text such as: waits for trunk-s0 and 3 more."""
     first, *others = dict.fromkeys(reasons.values())
     return f"{first} and {len(others)} more" if others else first
 
 
 class PlainDisplay:
-    """One line when a run changes its state, and one per run every `every_s` seconds of progress, or of waiting for its
-    first step. Where there are many runs, their starts are left out."""
+    """Prints one line when a run changes its state, and one per run every `every_s` seconds of progress, or of waiting
+    for its first step. Where there are many runs, their starts are left out."""
 
     def __init__(self, console: Console, every_s: float = 10.0) -> None:
         self._console, self._every_s = console, every_s
@@ -138,7 +139,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table redrawn in place: the runs that matter now as far as the terminal's height allows, and the counts."""
+    """Draws a table in place: the runs that matter now as far as the terminal's height allows, and the counts."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._statuses = console, dict[str, Status]()
@@ -174,7 +175,7 @@ class LiveDisplay:
         return Group(table, Text(counts(self._statuses), style="bold"))
 
     def _waiting(self) -> dict[str, str]:
-        """Runs that wait for something, and for what; they have one line together, or none where it is only one run."""
+        """Run -> what it waits for. These runs have one line together, or none where it is only one run."""
         waiting = {run: s["reason"] for run, s in self._statuses.items() if s["state"] == "pending" and s["reason"]}
         return waiting if len(waiting) > 1 else {}
 

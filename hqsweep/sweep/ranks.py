@@ -1,8 +1,8 @@
 """The ranks of a run over several processes: torch's elastic launcher starts them from the run's worker, which holds
 the folder and watches them, and a rank that fails says why before it ends.
 
-The first failure ends all ranks. What follows from it (a connection that the dead rank has closed) is not it: a rank
-that has lost another gives way, so that the launcher sees the cause first.
+The first failure ends all ranks. Its consequences (such as a connection that the dead rank has closed) are not
+reported: a rank that has lost another gives way, so that the launcher sees the cause first.
 """
 
 import json
@@ -28,11 +28,11 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.slots import thread_limits
 
 GIVE_WAY_S = 3.0
-"""Seconds that a rank waits to be ended before it reports what another one should have."""
+"""The seconds that a rank waits to be ended before it reports what another one should have."""
 SHUTDOWN_S = 5
-"""Seconds from SIGTERM to SIGKILL for ranks, which have nothing to write."""
+"""The seconds from SIGTERM to SIGKILL for ranks, which have nothing to write."""
 HERE = "localhost:"
-"""How the endpoint of a run on one machine begins."""
+"""The beginning of the endpoint of a run on one machine."""
 LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -41,22 +41,22 @@ LOST = (
     "NCCL",
     "recvValue",
 )
-"""In the messages of errors by which a rank learns that it has lost another."""
+"""The words in messages of errors by which a rank learns that it has lost another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """Where the ranks of a run are: on how many machines, and so many on each."""
+    """The machines of a run's ranks: their number, and the number of ranks on each."""
 
     count: int = 1
     ranks: int
     endpoint: str = "localhost:0"
-    """HOST:PORT of the store at which machines meet (nodes.Meeting); of a single one a free port of its own."""
+    """HOST:PORT of the store at which machines meet (nodes.Meeting); a single machine takes a free port of its own."""
 
 
 def launch(nodes: Nodes, key: str, command: Sequence[str], meeting: Meeting | None = None) -> None:
-    """Run the command as every rank of this machine, to the end of all: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are in its environment. CPU threads are shared out. To be called from the main thread.
+    """Run the command as every rank of this machine, until all have ended: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT are in its environment. CPU threads are shared out. Call it from the main thread.
 
     key: equal on all machines, and another for every attempt. Raises RankFailed with the rank that ended first and why,
     and torch's SignalException at SIGTERM or SIGINT; in either case no rank is left.
@@ -134,8 +134,8 @@ class Signaled(Exception):
 
 @dataclass(frozen=True)
 class Machines:
-    """On how many machines the ranks of a worker's runs are, where these meet, and the words that tell a rank which
-    Python factories it may import."""
+    """The machines of a worker's runs: how many, where these meet, and the words that tell a rank which Python
+    factories it may import."""
 
     nodes: int
     endpoint: str
@@ -143,7 +143,7 @@ class Machines:
 
 
 def launch_run(run: RunDir, ranks: int, machines: Machines) -> None:
-    """Have a run done by its ranks. Raises RankFailed, or Signaled."""
+    """Do a run by its ranks. Raises RankFailed, or Signaled."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     nodes = Nodes(ranks=ranks // machines.nodes, count=machines.nodes, endpoint=machines.endpoint)
@@ -164,7 +164,7 @@ def rank_command(path: Path, imports: Sequence[str]) -> list[str]:
 
 
 def nodes_arguments(count: int, endpoint: str) -> list[str]:
-    """Words that tell a worker on how many machines the ranks of its runs are, and where these meet."""
+    """The words that tell a worker on how many machines the ranks of its runs are, and where these meet."""
     return [f"--nodes={count}", f"--endpoint={endpoint}"]
 
 

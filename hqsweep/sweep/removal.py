@@ -1,7 +1,7 @@
-"""Deleting runs and sweeps: what may go, and how it goes.
+"""Deleting runs and sweeps: what may be deleted, and how.
 
-Nothing goes that runs or waits in a queue, and no trunk without its forks. A run leaves the sweep's list first, so that
-a kill in between leaves a folder that is no run of the sweep, never a hole in a sweep that is whole.
+Nothing is deleted that runs or waits in a queue, and no trunk without its forks. A run leaves the sweep's list first,
+so that a kill in between leaves a folder that is no run of the sweep, never a hole in a sweep that is whole.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from hqsweep.sweep.run_dir import RunDir, remove
 from hqsweep.sweep.store import RunStore
 
 OURS = (sweep_file.FILE, notes.FILE, ".lock", "slurm")
-"""What is beside the runs of a sweep."""
+"""The files beside the runs of a sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Runs of one sweep that are to be deleted; whole: all that it has."""
+    """The runs of one sweep that are to be deleted; whole: whether they are all of its runs."""
 
     folder: Path
     runs: tuple[RunDir, ...]
@@ -29,10 +29,11 @@ class Removal:
 
 
 def removals(store: RunStore, words: Sequence[str]) -> list[Removal]:
-    """What the words mean, a sweep at a time. UserError for a run that is at work or waits for Slurm, for a trunk whose
-    forks stay, for a run whose checkpoint another sweep has as its fork.trunk, and for a folder of no sweep."""
+    """The removals that the words mean, a sweep at a time. UserError for a run that is at work or waits for Slurm, for
+    a trunk whose forks stay, for a run whose checkpoint another sweep has as its fork.trunk, and for a folder of no
+    sweep."""
     runs = store.resolve(words)
-    found = []
+    removed = []
     for folder in dict.fromkeys(run.sweep_path for run in runs):
         if not (folder / sweep_file.FILE).is_file():
             raise UserError(f"rm: {folder} is no sweep's folder, so what is in it is not deleted here")
@@ -42,9 +43,9 @@ def removals(store: RunStore, words: Sequence[str]) -> list[Removal]:
         for run in asked:
             _check_at_rest(run)
         _check_trunks(asked, [run for run in listed if run not in asked])
-        found.append(Removal(folder=folder, runs=asked, whole=whole))
-    _check_other_sweeps(store, found)
-    return found
+        removed.append(Removal(folder=folder, runs=asked, whole=whole))
+    _check_other_sweeps(store, removed)
+    return removed
 
 
 def _listed(folder: Path) -> list[RunDir]:
@@ -82,12 +83,12 @@ def _trunk(run: RunDir) -> RunDir | None:
         return None
 
 
-def _check_other_sweeps(store: RunStore, found: Sequence[Removal]) -> None:
-    gone = {run.path.resolve(): run for removal in found for run in removal.runs}
-    whole = {removal.folder.resolve() for removal in found if removal.whole}
+def _check_other_sweeps(store: RunStore, removed: Sequence[Removal]) -> None:
+    gone = {run.path.resolve(): run for removal in removed for run in removal.runs}
+    whole = {removal.folder.resolve() for removal in removed if removal.whole}
     for sweep in store.sweeps():
         run = None if (store.root / sweep).resolve() in whole else gone.get(_outside_trunk(store, sweep))
-        if run is not None and not all(each.has_finished() for each in store.runs(sweep)):
+        if run is not None and not all(fork.has_finished() for fork in store.runs(sweep)):
             raise UserError(f"rm: forks of '{sweep}' that are not done start from {run.name}; delete that sweep first")
 
 
@@ -102,7 +103,8 @@ def _outside_trunk(store: RunStore, sweep: str) -> Path | None:
 
 
 def delete(removal: Removal) -> None:
-    """Delete the runs, and of a whole sweep what is beside them. UserError where a run has begun to work meanwhile."""
+    """Delete the runs, and, of a whole sweep, the files beside them. UserError where a run has begun to work
+    meanwhile."""
     store, sweep = RunStore(removal.folder.parent), removal.folder.name
     with store.lock(sweep), ExitStack() as held:
         for run in removal.runs:
@@ -127,11 +129,11 @@ def delete(removal: Removal) -> None:
 
 
 def _take_off(store: RunStore, sweep: str, names: set[str]) -> None:
-    """Write the sweep's list without these runs, and its notes without what is said of them."""
-    folder, facts = store.root / sweep, store.facts(sweep)
-    left = [name for name in facts["runs"] if name not in names]
+    """Write the sweep's list without these runs, and its notes without theirs."""
+    folder, document = store.root / sweep, store.facts(sweep)
+    left = [name for name in document["runs"] if name not in names]
     arms = {_arm(RunDir(folder / name)) for name in left}
-    sweep_file.write(folder, facts | {"runs": left, "arms": [arm for arm in facts["arms"] if arm in arms]})
+    sweep_file.write(folder, document | {"runs": left, "arms": [arm for arm in document["arms"] if arm in arms]})
     with suppress(Damaged):
         notes.forget(folder, names)
 

@@ -26,15 +26,15 @@ PENDING: dict[str, Any] = {
     "started": None, "ended": None, "seconds": 0.0, "phase": None, "progress": None,
 }  # fmt: skip
 """status.json of a run that was never started. `started` and `ended` of the last attempt are in seconds since 1970,
-`seconds` is the time of all attempts together. `phase` is what the run is at where that is no step of training, as in
+`seconds` is the time of all attempts together. `phase` is what the run does where that is no step of training, such as
 "loading data", and `progress` is {"step", "steps", "part", "loss", "tokens_per_s", "eta_s"}, part being how much of the
 work is done, from 0 to 1."""
 
 MADE = "the sweep's `hqsweep run` command makes it again"
 UNUSABLE = ("damaged", "missing")
-"""States of runs of which nothing is believed."""
+"""The states of runs whose files cannot be trusted."""
 CANCELLED = "cancelled"
-"""Reason of a run that `hqsweep cancel` took back."""
+"""The reason of a run that `hqsweep cancel` cancelled."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ class RunDir:
 
     @property
     def job_path(self) -> Path:
-        """The scheduler's job that has the run, as {"id": "12_3"}; no file where there is none."""
+        """The file of the scheduler's job that has the run, {"id": "12_3"}; it does not exist where there is none."""
         return self.path / "job.json"
 
     def jsonl(self, table: str) -> Path:
-        """Where the rows of `table` ("metrics", "stats" or "parity") are appended."""
+        """The file to which the rows of `table` ("metrics", "stats" or "parity") are appended."""
         return self.path / f"{table}.jsonl"
 
     def parquet(self, table: str) -> Path:
-        """Where the rows of `table` are when the run is finished."""
+        """The file of the rows of `table` when the run is finished."""
         return self.path / f"{table}.parquet"
 
     def fork(self) -> Any:
@@ -103,7 +103,7 @@ class RunDir:
             raise Damaged(self.config_path, f"its section fork is none: {why}", REPAIRED) from None
 
     def trunk_state(self) -> Path | None:
-        """The checkpoint that a fork starts from, whether it is there yet or not; None for all other runs."""
+        """The checkpoint that a fork starts from, whether it exists yet or not; None for all other runs."""
         return self.fork() and trunk_path(self.config(), self.path)
 
     def trunk(self) -> "RunDir | None":
@@ -113,15 +113,15 @@ class RunDir:
         return None if outside else RunDir(self.sweep_path / fork.trunk)
 
     def read(self, path: Path) -> bytes | None:
-        """One of the run's files, None where it is not there. Raises Damaged, of a run that has ended for what is not
-        as it was then too."""
+        """The content of one of the run's files, None where it is missing. Raises Damaged; for a run that has ended,
+        also if the file has changed since."""
         data, name = read_bytes(path), path.relative_to(self.path).as_posix()
         if seal.covers(name) and path != self.status_path and (files := self.sealed()) is not None:
             seal.check(self.path, files, name, data)
         return data
 
     def config(self) -> dict[str, Any]:
-        """The resolved config. Raises Missing where there is none, Damaged where it is none of a run."""
+        """The resolved config. Raises Missing where there is none, Damaged where it is not the config of a run."""
         data = self.read(self.config_path)
         if data is None:
             raise Missing(self.path, "no config.yaml there, so this is not the folder of a run", MADE)
@@ -132,28 +132,28 @@ class RunDir:
         return check_document(self.config_path, config, CONFIG, ("job", "seed"))
 
     def manifest(self) -> dict[str, Any]:
-        """Facts about the run. Raises Damaged where they are gone, or not those of a run."""
+        """The manifest of the run. Raises Damaged where it is missing, or not that of a run."""
         manifest = self._json(self.manifest_path, MANIFEST, PLANNED)
         if manifest is None:
             raise Damaged(self.manifest_path, "is gone", REPAIRED)
         return manifest
 
-    def _known_facts(self) -> dict[str, Any]:
-        """What the manifest says, as far as it can be read."""
+    def _known_entries(self) -> dict[str, Any]:
+        """The entries of the manifest, as far as it can be read."""
         with suppress(Damaged):
             return self._json(self.manifest_path, MANIFEST) or {}
         return {}
 
-    def update_manifest(self, **facts: Any) -> None:
-        """Add facts to the manifest; of one that is gone or damaged nothing is kept."""
-        write_json(self.manifest_path, self._known_facts() | facts)
+    def update_manifest(self, **entries: Any) -> None:
+        """Add entries to the manifest; if it is missing or damaged, it has these alone."""
+        write_json(self.manifest_path, self._known_entries() | entries)
 
     def note_repair(self, sentence: str) -> None:
         """Add to the manifest what was damaged, and how the run went on without it."""
-        self.update_manifest(repairs=[*self._known_facts().get("repairs", []), sentence])
+        self.update_manifest(repairs=[*self._known_entries().get("repairs", []), sentence])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """Rows of `table` as written so far, a torn last line dropped. Raises Damaged for what is no row of it, and
+        """The rows of `table` as written so far, without a torn last line. Raises Damaged for what is no row of it, and
         where the rows of a run that nobody works on do not begin as they did at its newest checkpoint."""
         path = self.jsonl(table)
         data = self.read(path) or b""
@@ -176,7 +176,7 @@ class RunDir:
         return document and document["id"]
 
     def _json(self, path: Path, fields: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any] | None:
-        """The document in one of the run's files, None where there is no such file. Raises Damaged."""
+        """The document in one of the run's files, None where it is missing. Raises Damaged."""
         data = self.read(path)
         try:
             return None if data is None else check_document(path, parse_json(path, data), fields, required)
@@ -184,13 +184,14 @@ class RunDir:
             raise Damaged(path, "is nested too deep", REPAIRED) from None
 
     def written_status(self) -> dict[str, Any]:
-        """status.json as it stands, PENDING without one. Raises Damaged."""
+        """The content of status.json, PENDING without one. Raises Damaged."""
         return PENDING | (self._json(self.status_path, STATUS, ("state",)) or {})
 
     def status(self) -> dict[str, Any]:
-        """written_status, but a run whose worker died on this machine without a word is interrupted, not running.
+        """The written_status(), but a run whose worker died on this machine without a report is interrupted, not
+        running.
 
-        Raises Damaged where a run has ended and is not what it was then, as far as sizes and small files tell."""
+        Raises Damaged where a run has ended and has changed since, as far as sizes and small files tell."""
         status = self.written_status()
         if (files := self.sealed()) is not None:
             seal.survey(self.path, files)
@@ -203,7 +204,7 @@ class RunDir:
         return status
 
     def seen(self) -> dict[str, Any]:
-        """status() for who looks at many runs; where it raises, unusable()."""
+        """The status() for listings of many runs; where it raises, unusable()."""
         try:
             if not self.config_path.is_file():
                 raise Missing(self.path, "the folder of the run, or its config, is gone", MADE)
@@ -215,11 +216,11 @@ class RunDir:
         return self.seen()["state"] == "finished"
 
     def write_status(self, **changes: Any) -> dict[str, Any]:
-        """Change these fields of status.json and return all; of one that is damaged nothing is kept. The worker writes
-        it, and the engine once that is dead.
+        """Change these fields of status.json and return all; a damaged file is replaced. The worker writes it, and the
+        engine once the worker is dead.
 
-        A status with which a run ends (seal.SEALED) seals all that the run has put out; one with which it goes on, or
-        starts again, takes the seal away."""
+        A status with which a run ends (seal.SEALED) seals all of its output; one with which it goes on, or starts
+        again, deletes the seal."""
         try:
             status = self.written_status() | changes
         except Damaged:
@@ -241,8 +242,9 @@ class RunDir:
         return is_locked(self.lock_path)
 
     def sealed(self) -> seal.Files | None:
-        """What stood in the files of a run that has ended; None of one that goes on, and of one that failed and whose
-        seal is gone. Raises Damaged for a finished run without a seal, and for a status that is not the sealed one."""
+        """The seal of a run that has ended: its files as they were. None for one that goes on, and for one that failed
+        and whose seal is gone. Raises Damaged for a finished run without a seal, and for a status that is not the
+        sealed one."""
         status, data = self.written_status(), read_bytes(self.status_path)
         if data is not None and status["state"] not in seal.SEALED:
             return None
@@ -255,15 +257,15 @@ class RunDir:
         return files
 
     def check(self) -> None:
-        """Raises Damaged where a run that has ended is not what it was then; all is read but what it captured."""
+        """Raise Damaged where a run that has ended has changed since; all is read except what it captured."""
         files = self.sealed()
         for fault in seal.faults(self.path, files, deep=False) if files is not None else ():
             raise fault
 
     def reset(self) -> None:
-        """Delete what the run has put out, of links only themselves, so that it is pending again, which its status says
+        """Delete the run's output (links, not what they lead to), so that it is pending again, which its status says
         first. The caller holds the lock."""
-        manifest = self._known_facts()
+        manifest = self._known_entries()
         if self.path.is_symlink():
             config = self.config_path.read_bytes()
             self.path.unlink()

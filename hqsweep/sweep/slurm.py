@@ -1,8 +1,8 @@
 """engine=slurm: a task of a Slurm array for each run, submitted by submitit; the forks of an arm from one trunk share a
 task, which starts when the trunk's has finished.
 
-A run's folder keeps the id of its job, so the same command again finds the jobs that wait or run and follows them
-instead of submitting a second time. Nothing here has to stay alive: jobs go on without us.
+A run's folder has the id of its job, so the same command again finds the jobs that wait or run and follows them instead
+of submitting a second time. No process here has to stay alive: jobs go on without us.
 """
 
 import io
@@ -23,7 +23,7 @@ from hqsweep.sweep.slurm_job import work
 from hqsweep.sweep.store import RunStore
 
 ARRAY_SIZE = 1000
-"""Tasks of one array: what Slurm takes by default (MaxArraySize is 1001)."""
+"""The tasks of one array: what Slurm takes by default (MaxArraySize is 1001)."""
 
 
 def run_slurm(
@@ -68,7 +68,7 @@ def run_slurm(
 
 
 def _live(runs: Sequence[RunDir]) -> set[RunDir]:
-    """Those whose jobs wait or run."""
+    """The runs whose jobs wait or run."""
     names = job_ids(runs)
     live = {name for name, job in find_jobs(names.values()).items() if job.live}
     return {run for run, name in names.items() if name in live}
@@ -115,7 +115,7 @@ def _tasks(runs: Sequence[RunDir]) -> list[list[RunDir]]:
 def _submit(
     tasks: Sequence[Sequence[RunDir]], slurm: Mapping[str, Any], workers: int | None, options: dict[str, Any]
 ) -> None:
-    """Arrays of them, and each run's job.json."""
+    """Submit the tasks as arrays, and write each run's job.json."""
     for start in range(0, len(tasks), ARRAY_SIZE):
         part = tasks[start : start + ARRAY_SIZE]
         for task, name in zip(part, _submit_array(part, slurm, workers, options), strict=True):
@@ -126,7 +126,7 @@ def _submit(
 def _submit_array(
     tasks: Sequence[Sequence[RunDir]], slurm: Mapping[str, Any], workers: int | None, options: dict[str, Any]
 ) -> list[str]:
-    """Ids of the tasks of one array (of a plain job for a single task)."""
+    """The ids of the tasks of one array (of a plain job for a single task)."""
     from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
@@ -149,9 +149,9 @@ def _submit_array(
 
 
 def sbatch_parameters(sweep: str, slurm: Mapping[str, Any], workers: int | None, threads: int) -> dict[str, Any]:
-    """What submitit takes for the config's section engine.slurm, and under the key `after` the job that has to finish
-    before. A key that is None is not written into the script; without that, submitit's own defaults (5 minutes, a
-    wckey) would be."""
+    """The arguments of submitit for the config's section engine.slurm, where `after` is the job that has to finish
+    before. A key that is None is left out of the script; without the key, submitit would write its own default (5
+    minutes, a wckey)."""
     further: dict[str, Any] = {"requeue": True}
     for word in shlex.split(slurm["options"] or ""):
         name, equals, value = word.removeprefix("--").partition("=")

@@ -1,8 +1,8 @@
 """The work of a Slurm job: the local engine, for one run, or for the forks of an arm one after another.
 
-So time-outs, retries and the status of a worker that died are the local engine's, and the job's exit code says how
-the run ended: 0 finished, 3 failed. A job that Slurm stops while it wants it to go on (its time is nearly over, or it
-is preempted) goes back to the queue, and its next start resumes from the run's checkpoint.
+So time-outs, retries and the status of a worker that died are the local engine's, and the job's exit code says how the
+run ended: 0 finished, 3 failed. A job that Slurm stops although it is to go on (its time is nearly over, or it is
+preempted) goes back to the queue, and its next start resumes from the run's checkpoint.
 """
 
 import os
@@ -21,14 +21,14 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.scheduler import find_jobs, requeue_job
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""Of these ports on its first machine a job on several takes the one that its id gives."""
+"""The ports of the first machine of which a job on several machines takes one, by its id."""
 NEAR_LIMIT_S = 30.0
-"""How much earlier than announced Slurm may send the signal (it checks in steps of up to a minute)."""
+"""The seconds by which Slurm may send the signal earlier than announced (it checks in steps of up to a minute)."""
 
 
 def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) -> None:
-    """Be this machine's part of a job: the first one brings the runs in these folders to their ends, as bring_to_end
-    does; the others launch their ranks of these runs."""
+    """Do this machine's part of a job: the first machine brings the runs in these folders to their ends, as
+    bring_to_end does; the others launch their ranks of these runs."""
     count = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     if count == 1:
         bring_to_end(paths, limit_s, options)
@@ -48,8 +48,8 @@ def work(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) 
 
 
 def bring_to_end(paths: Sequence[Path], limit_s: float | None, options: dict[str, Any]) -> None:
-    """Bring the runs in these folders to their ends; `options` are fields of Limits. In a job that was put back, what
-    failed before is left alone while anything else is to be done.
+    """Bring the runs in these folders to their ends; `options` are fields of Limits. In a job that was put back, runs
+    that failed before are not repeated while others are to be done.
 
     limit_s: seconds after which Slurm tells the job that its time is nearly over; None without a limit. Raises
     SystemExit unless all runs finish.
@@ -75,7 +75,7 @@ def bring_to_end(paths: Sequence[Path], limit_s: float | None, options: dict[str
 
 
 def _achieved(runs: Sequence[RunDir]) -> list[tuple[bool, list[str]]]:
-    """Per run whether it is at its end, and its checkpoints."""
+    """For each run, whether it has ended, and its checkpoints."""
     ends = [run.seen()["state"] in ("finished", "failed") for run in runs]
     checkpoints = [sorted(path.name for path in run.checkpoint.glob("step_*.json")) for run in runs]
     return list(zip(ends, checkpoints, strict=True))

@@ -1,4 +1,5 @@
-"""What a growing study states before its first run, and keeps: the level of its verdicts holds for nothing else."""
+"""The keys that a growing study states before its first run, and keeps: the level of its verdicts holds for these
+alone."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -28,18 +28,18 @@ from hqsweep.sweep.run_dir import PENDING, RunDir
 from hqsweep.train.record import discard, fault_of, is_point
 
 MOVE = "move it away, or run the sweep's `hqsweep run` command, which takes in what is a run of it"
-"""What to do with a folder that is not in the list of its sweep."""
+"""The remedy for a folder that is not in the list of its sweep."""
 LOCK_WAIT_S = 60.0
-"""Seconds to wait for who changes the sweep's list of runs."""
+"""The seconds to wait for the process that changes the sweep's list of runs."""
 
 
 class PlannedRun(Protocol):
     """One run as the grid expansion gives it."""
 
     config: Mapping[str, Any]
-    """Resolved config as a plain dict."""
+    """The resolved config as a plain dict."""
     arm: str
-    """Label of the recipe in this sweep."""
+    """The label of the recipe in this sweep."""
     overrides: Sequence[str]
     """The overrides that lead from the sweep's config to this run."""
 
@@ -60,12 +60,12 @@ class RunStore:
         study: Mapping[str, Any] | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> list[RunDir]:
-        """Folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a call
-        with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None keeps
-        what is there. A run that ended and is damaged is pending again, one that was cut is mended (repair()), and a
-        list of runs that is damaged is made from the folders that are there; `say` is told all. Raises UserError for a
-        sweep name that is no plain folder name, for a folder in which nothing can be written, and for a sweep of an
-        earlier version, which had no checksum."""
+        """The folders of these runs, in grid order, made where they are missing. Repeating a call changes nothing; a
+        call with other runs adds them to the sweep. study: the keys of the sweep as a whole, StudyConfig as JSON; None
+        keeps those that it has. A run that ended and is damaged is pending again, one that was cut off is repaired
+        (repair()), and a damaged list of runs is made again from the folders; `say` is told all of this. Raises
+        UserError for a sweep name that is no plain folder name, for a folder in which nothing can be written, and for a
+        sweep of an earlier version, which had no checksum."""
         if not re.fullmatch(r"[A-Za-z0-9._+-]*[A-Za-z0-9_+-]", sweep):
             raise UserError(f"sweep: '{sweep}' is not a folder name; use letters, digits and any of . _ + -")
         try:
@@ -80,20 +80,20 @@ class RunStore:
             ) from None
 
     def mend(self, sweep: str, say: Callable[[str], None]) -> None:
-        """Make a sweep's list of runs that is damaged from the folders that are there, and tell `say`. Raises UserError
-        as create() does."""
+        """Make a sweep's damaged list of runs again from its folders, and tell `say`. Raises UserError as create()
+        does."""
         folder = self.root / sweep
         if not folder.is_dir():
             return
         with self.lock(sweep, say):
-            facts = _known(folder, say)
-            if facts["runs"] and "created" not in facts:
+            known_list = _known(folder, say)
+            if known_list["runs"] and "created" not in known_list:
                 now = datetime.now(UTC).isoformat()
                 blank = {"name": sweep, "conf": "", "overrides": [], "created": now, "study": {}}
-                sweep_file.write(folder, blank | facts)
+                sweep_file.write(folder, blank | known_list)
 
     def keep(self, sweep: str) -> bool:
-        """Put the list of a sweep of an earlier version under a checksum as it is; whether it had none."""
+        """Put the unchanged list of a sweep of an earlier version under a checksum; returns whether it had none."""
         with self.lock(sweep):
             try:
                 sweep_file.read(self.root / sweep)
@@ -104,8 +104,8 @@ class RunStore:
 
     @contextmanager
     def lock(self, sweep: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-        """Hold the sweep's list of runs, for a moment. `say` is told who else does, if it takes long. Raises UserError
-        where that process is stopped, or holds it for LOCK_WAIT_S."""
+        """Hold the lock of the sweep's list of runs, for a moment. `say` is told who else holds it, if that takes long.
+        Raises UserError where that process is stopped, or holds it for LOCK_WAIT_S."""
         path = self.root / sweep / ".lock"
         with ExitStack() as stack:
             try:
@@ -117,7 +117,7 @@ class RunStore:
     def _create(
         self, folder: Path, listed: dict[str, Any], points: Sequence[PlannedRun], say: Callable[[str], None]
     ) -> list[RunDir]:
-        """listed: what sweep.json is to say beside the runs."""
+        """Create the folders. listed: the entries of sweep.json beside the runs."""
         old = {"created": datetime.now(UTC).isoformat()} | _known(folder, say)
         names = self.names(folder.name, points)
         named = dict(zip(names, points, strict=True))
@@ -140,7 +140,7 @@ class RunStore:
         return run_dirs
 
     def sweeps(self) -> list[str]:
-        """Names of the sweeps, the last created one last."""
+        """The names of the sweeps, the last created one last."""
         if not self.root.is_dir():
             return []
         folders = [entry.name for entry in os.scandir(self.root) if (Path(entry) / sweep_file.FILE).is_file()]
@@ -153,16 +153,16 @@ class RunStore:
             return "unknown"  # after all years
 
     def facts(self, sweep: str) -> dict[str, Any]:
-        """sweep.json; study is {} where the sweep is older than that. Raises Damaged where it is not what create()
-        wrote, and where it is gone."""
-        facts = sweep_file.read(self.root / sweep)
-        if facts is None:
+        """The content of sweep.json; study is {} in an older one. Raises Damaged where it is missing, or is not what
+        create() wrote."""
+        document = sweep_file.read(self.root / sweep)
+        if document is None:
             raise Damaged(self.root / sweep / sweep_file.FILE, "is gone", sweep_file.REWRITE)
-        return facts
+        return document
 
     def names(self, sweep: str, points: Iterable[PlannedRun]) -> list[str]:
-        """Names of these runs: of those that the sweep has or had, by their ids, whatever their arms were called
-        then."""
+        """The names of these runs; a run that the sweep has or had keeps its name, by its id, whatever its arm was
+        called then."""
         folder = self.root / sweep
         entries = os.scandir(folder) if folder.is_dir() else ()
         there = {id_in(entry.name): entry.name for entry in entries if entry.is_dir()}
@@ -172,11 +172,11 @@ class RunStore:
         return [name if (folder / name).is_dir() else there.get(id_in(name), name) for name in new]
 
     def runs(self, sweep: str) -> list[RunDir]:
-        """The sweep's runs in grid order, those too of which nothing is there; [] for an unknown sweep."""
+        """The sweep's runs in grid order, also those without a folder; [] for an unknown sweep."""
         return runs_in(self.root / sweep)
 
     def _whole_runs(self, sweep: str) -> list[RunDir]:
-        """Runs, none of a sweep whose list is damaged."""
+        """The sweep's runs; [] for a sweep whose list is damaged."""
         with suppress(Damaged):
             return self.runs(sweep)
         return []
@@ -210,8 +210,8 @@ class RunStore:
 
 
 def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str]:
-    """Arm of the plan -> what it is called: as its finished runs are, where a sweep has labelled them otherwise before,
-    so that the seeds of an arm stay together."""
+    """Arm of the plan -> its name: that of its finished runs, where an earlier version of the sweep has labelled them
+    otherwise, so that the seeds of an arm stay together."""
     arms = {point.arm: point.arm for point in points}
     for run, point in zip(runs, points, strict=True):
         if arms[point.arm] == point.arm and run.path.name != run_name(point.config, point.arm):
@@ -221,19 +221,19 @@ def _arms(runs: Sequence[RunDir], points: Sequence[PlannedRun]) -> dict[str, str
 
 
 def _known(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """What sweep.json says, or sweep_file.rebuilt() where it says nothing that can be believed."""
+    """The content of sweep.json, or sweep_file.rebuilt() where it is damaged."""
     try:
-        facts = sweep_file.read(folder)
+        document = sweep_file.read(folder)
     except sweep_file.Unsealed:
         raise
     except Damaged as fault:
         say(f"{fault.file} {fault.fault}; it is made again from the folders that are there")
-        facts = None
-    return sweep_file.rebuilt(folder) if facts is None else facts
+        document = None
+    return sweep_file.rebuilt(folder) if document is None else document
 
 
 def _take_back_if_damaged(run: RunDir, say: Callable[[str], None]) -> None:
-    """Make a run pending that has ended and is not what it was then."""
+    """Make a run pending that has ended and has changed since."""
     if not run.path.is_dir():
         return
     with suppress(RunBusy), run.lock():
@@ -248,8 +248,8 @@ def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Pat
     """Write config, manifest and status of a run. One that is finished or at work keeps them; another takes the new
     config, which can differ only in what cannot change a number (track, engine).
 
-    needed: checkpoints that forks wait for. What is there instead of one is deleted, and a finished trunk that lacks
-    one is pending again, and keeps the points that it has.
+    needed: checkpoints that forks wait for. Anything else in the place of one is deleted, and a finished trunk that
+    lacks one is pending again, and keeps the points that it has.
     """
     run.path.mkdir(exist_ok=True)
     with suppress(RunBusy), run.lock():
@@ -277,7 +277,7 @@ def _create_run(run: RunDir, point: PlannedRun, arm: str, needed: Collection[Pat
 
 
 def _with_points_of(run: RunDir, config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a trunk with the points that it was made for before."""
+    """The config of a trunk, with the points that it was made for before."""
     before = None
     with suppress(Damaged):  # which is written anew
         before = run.fork()
@@ -288,20 +288,20 @@ def _with_points_of(run: RunDir, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def runs_in(sweep_path: Path) -> list[RunDir]:
-    """Runs of a sweep's folder by sweep.json, in its order; [] where there is none."""
-    facts = sweep_file.read(sweep_path)
-    return [] if facts is None else [RunDir(sweep_path / name) for name in facts["runs"]]
+    """The runs of a sweep's folder by sweep.json, in its order; [] without one."""
+    document = sweep_file.read(sweep_path)
+    return [] if document is None else [RunDir(sweep_path / name) for name in document["runs"]]
 
 
 def foreign(sweep_path: Path) -> list[RunDir]:
-    """Folders in a sweep's folder that look like runs and are not in its list, by name."""
+    """The folders in a sweep's folder that look like runs and are not in its list, by name."""
     listed = {run.name for run in runs_in(sweep_path)}
     return [RunDir(sweep_path / name) for name in sorted(sweep_file.present(sweep_path) - listed)] if listed else []
 
 
 def known(runs: Iterable[RunDir]) -> tuple[list[RunDir], list[RunDir]]:
-    """(runs, folders among them that their sweep does not list): where all runs of a sweep are given, all folders in it
-    that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a sweep.json."""
+    """(runs, folders among them that their sweep does not list); where all runs of a sweep are given, all folders in it
+    that it does not list. A folder beside no sweep.json is a run. Raises Damaged for a damaged sweep.json."""
     runs = list(runs)
     paths = {run.path for run in runs}
     strangers = []

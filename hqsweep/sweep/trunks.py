@@ -1,5 +1,5 @@
-"""Forks and what they start from: a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run,
-by the hash of its file and after a look at the config that it was trained with.
+"""Forks and their starts: a trunk of the same sweep, by the name of its run, or a checkpoint of an earlier run, by the
+hash of its file and after a check of the config that it was trained with.
 """
 
 import hashlib
@@ -20,21 +20,22 @@ from hqsweep.train import data
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
 SAME_TRAIN = ("lr", "batch", "context", "weight_decay", "beta1", "beta2", "clip", "dtype")
-"""Keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
+"""The keys of train that a fork shares with its trunk: arms differ from the baseline in the recipe alone."""
 
 PARTS: dict[str, Callable[[str], bool]] = {
     "model": lambda key: key not in ("init_noise", "path"),
     "data": lambda key: key != "path",
     "train": lambda key: key in SAME_TRAIN,
 }
-"""Section -> which of its keys a fork shares with its trunk; paths of models and data may have changed, hashes not."""
+"""Section -> whether a fork shares a key of it with its trunk; paths of models and data may have changed, hashes
+not."""
 
 Pair = tuple[GridPoint, Config]
 
 
 def linked(grid: Sequence[GridPoint], configs: Sequence[Config], study: ForkStudy) -> tuple[list[Pair], str]:
-    """The runs of a fork study with canonical configs in which every fork says what it starts from; a trunk that
-    several points of the grid share is there once. And a line on what trunks begin from, "" for random weights.
+    """The runs of a fork study with canonical configs in which every fork names its start; a trunk that several points
+    of the grid share comes once. And a line on the source that trunks begin from, "" for random weights.
 
     Raises:
         UserError: fork.trunk is no checkpoint, or one of another model, data, vocabulary or training.
@@ -67,22 +68,22 @@ def _started(config: ConvergenceConfig, **known: str) -> ConvergenceConfig:
 
 
 def _files(study: ForkStudy) -> dict[int, tuple[Path, str]]:
-    """Point -> the checkpoint of fork.trunk there, and its hash."""
+    """Point -> the checkpoint of fork.trunk at it, and its hash."""
     source = Path(study.trunk)
-    found = checkpoints(source / "checkpoint")
+    stored = checkpoints(source / "checkpoint")
     if study.file_step:
-        found = {study.file_step: source} if source.exists() else {}
-    if not found:
+        stored = {study.file_step: source} if source.exists() else {}
+    if not stored:
         raise UserError(
             f"fork.trunk: '{source}' has no checkpoint; give a file step_N.pt, a folder step_N, or the folder of a run"
             " that has some, or one of another program: a folder of Hugging Face's or of torch.distributed.checkpoint,"
             " or a file"
         )
-    missing = [at for at in study.at if at not in found]
+    missing = [at for at in study.at if at not in stored]
     if missing:
-        there = ", ".join(map(str, found))
+        there = ", ".join(map(str, stored))
         raise UserError(f"fork.at: '{source}' has no checkpoint of step {missing[0]}; it has those of {there}")
-    paths = {at: found[at].resolve() for at in study.at or found}
+    paths = {at: stored[at].resolve() for at in study.at or stored}
     return {at: (path, _sha256(path)) for at, path in paths.items()}
 
 
@@ -119,7 +120,7 @@ def _check_outside(path: Path, configs: Iterable[ConvergenceConfig]) -> None:
 
 
 def _different(trunk: ConvergenceConfig, fork: ConvergenceConfig) -> list[tuple[str, object, object]]:
-    """Keys with the values of both, where a fork does not go on with what the trunk was."""
+    """The keys, with the values of both, in which a fork does not go on with what the trunk was."""
     theirs, ours = (dict(_leaves(config.model_dump(include=set(PARTS)))) for config in (trunk, fork))
     shared = [key for key in ours if PARTS[key.partition(".")[0]](key.partition(".")[2])]
     return [(key, theirs.get(key, "none"), ours[key]) for key in shared if theirs.get(key, "none") != ours[key]]

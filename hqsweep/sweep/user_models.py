@@ -1,5 +1,5 @@
-"""What a plan checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, and
-the vocabulary of data that has to be read for it. Files are checked before torch is imported (checkpoints.user_model).
+"""The checks of users' own models before anything starts: the recipes of the grid by the shapes of modules, and the
+vocabulary of data that has to be read for it. Files are checked before torch is imported (checkpoints.user_model).
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from hqsweep.errors import UserError
 from hqsweep.sweep.point import GridPoint
 
 OTHERS = ("megatron", "llm.c")
-"""Layouts of shards that say no vocabulary."""
+"""The layouts of shards that state no vocabulary."""
 
 
 def hashed(config: Config) -> Config:

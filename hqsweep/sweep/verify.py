@@ -1,8 +1,8 @@
-"""`hqsweep verify`: everything that can be known to be wrong with the files of sweeps, all of them read.
+"""`hqsweep verify`: every fault that the files of sweeps can show; it reads all of them.
 
-Of each sweep its list of runs; of each run every sealed file, whether its id is that of its config and its name,
-whether rows are in order and said once, whether Parquet copies hold the same, its checkpoints against their records,
-and whether a fork started from the state that its trunk has.
+It checks the list of runs of each sweep. Of each run it checks every sealed file, whether its id is that of its config
+and its name, whether rows are in order and come once, whether Parquet copies hold the same, its checkpoints against
+their records, and whether a fork started from the state that its trunk has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,12 @@ from hqsweep.track.tables import TABLES
 from hqsweep.train.record import ID_DIGITS, NotAsWritten, checkpoints, fault_of, read_record, record_path
 
 ONCE = {"metrics": ["step", "metric"], "stats": ["step", "layer", "tensor", "direction"]}
-"""Table -> the columns that no two rows have alike."""
+"""Table -> the columns in which no two rows are alike."""
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """How many runs were read, what is wrong, and which files were sealed as they are."""
+    """The number of runs that were read, their faults, and the files that were sealed."""
 
     runs: int = 0
     faults: list[Damaged] = field(default_factory=list)
@@ -42,40 +42,40 @@ def verify(
 ) -> Findings:
     """Verify these sweeps with all their runs, and further runs.
 
-    keep: seal finished runs, and sweeps, of earlier versions, which have no seal, as they are. done: told how many of
-    how many runs are read.
+    keep: seal finished runs, and sweeps, of earlier versions, which have no seal, as they are. done: called with the
+    number of runs that are read, and of all.
     """
-    found, due = Findings(), list(runs)
+    findings, due = Findings(), list(runs)
     for folder in sweeps:
-        due += _runs_of(folder, found, keep)
+        due += _runs_of(folder, findings, keep)
     for number, run in enumerate(due, 1):
         if keep and _seal_as_it_is(run):
-            found.sealed.append(run.path)
-        found.faults += _faults(run)
-        found.runs += 1
+            findings.sealed.append(run.path)
+        findings.faults += _faults(run)
+        findings.runs += 1
         done(number, len(due))
-    return found
+    return findings
 
 
-def _runs_of(folder: Path, found: Findings, keep: bool) -> list[RunDir]:
-    """Runs of a sweep, with what is wrong with the list of them."""
+def _runs_of(folder: Path, findings: Findings, keep: bool) -> list[RunDir]:
+    """The runs of a sweep; the faults of their list go to the findings."""
     try:
         if keep and RunStore(folder.parent).keep(folder.name):
-            found.sealed.append(folder / sweep_file.FILE)
+            findings.sealed.append(folder / sweep_file.FILE)
         if not (runs := runs_in(folder)) and sweep_file.read(folder) is None:
             raise Damaged(folder / sweep_file.FILE, "is gone", sweep_file.REWRITE)
     except Damaged as fault:
-        found.faults.append(fault)
+        findings.faults.append(fault)
         return [RunDir(folder / name) for name in sorted(sweep_file.present(folder))]
     strangers = [
         Damaged(run.path, "is not in sweep.json, so it is no run of the sweep", MOVE) for run in foreign(folder)
     ]
-    found.faults += strangers
+    findings.faults += strangers
     return runs
 
 
 def _seal_as_it_is(run: RunDir) -> bool:
-    """Seal a finished run that has no seal and nothing that can be seen to be wrong; whether it did."""
+    """Seal a finished run that has no seal and no visible fault; returns whether it did."""
     if (run.path / seal.FILE).exists() or not run.config_path.is_file():
         return False
     with suppress(Damaged, RunBusy), run.lock():
@@ -89,7 +89,7 @@ def _seal_as_it_is(run: RunDir) -> bool:
 
 
 def _faults(run: RunDir) -> Iterator[Damaged]:
-    """Everything that is wrong with a run; what is no longer as it was is not looked at any closer."""
+    """Every fault of a run; a file that has changed is not checked any further."""
     try:
         status = run.status()
         files = run.sealed()
@@ -100,7 +100,7 @@ def _faults(run: RunDir) -> Iterator[Damaged]:
 
 
 def _contradictions(run: RunDir, finished: bool) -> Iterator[Damaged]:
-    """Where the files of a run do not fit each other. Raises Damaged where one cannot be read."""
+    """The contradictions between the files of a run. Raises Damaged where one cannot be read."""
     config, manifest, fork = run.config(), run.manifest(), run.fork()
     identity = run_id(config)
     if id_in(run.name) != identity[:ID_DIGITS]:
@@ -142,7 +142,8 @@ def _other_copy(path: Path, rows: list[dict[str, Any]]) -> Iterator[Damaged]:
 
 
 def _checkpoint_faults(run: RunDir, identity: str, finished: bool) -> Iterator[Damaged]:
-    """Checkpoints that are not what their records say. One without a record is used by nobody when the run is done."""
+    """The checkpoints that are not what their records say. One without a record does not matter when the run is
+    done."""
     for path in checkpoints(run.checkpoint).values():
         if finished and not record_path(path).exists():
             continue
@@ -151,7 +152,7 @@ def _checkpoint_faults(run: RunDir, identity: str, finished: bool) -> Iterator[D
 
 
 def _trunk_faults(run: RunDir, state: Path, started_from: str | None) -> Iterator[Damaged]:
-    """The state of a trunk that is another one than its fork has started from."""
+    """The fault of a trunk's state that is not the one that its fork started from."""
     with suppress(NotAsWritten):  # its own run's faults say so
         if started_from is not None and state.exists() and read_record(state).sha256 != started_from:
             yield Damaged(state, f"is not the state from which {run.name} started", "repeat the fork with --force")

@@ -1,9 +1,9 @@
 """Local rows, the source of truth: what a job puts out, appended to the run's folder as it comes.
 
 Rows are long and tidy; track/tables.py fixes the columns of each table, and a row with other columns is refused. A row
-is on its way to the disk when the call returns (one write per call), so a killed worker loses nothing but what it had
-not said. A checkpoint knows what stood before it (`mark`); a run that goes on from there finds that unchanged (`fits`),
-and takes back what came after it (`rewind`). Finished runs get a Parquet copy of each table.
+is on its way to the disk when the call returns (one write per call), so a killed worker loses only what it had not yet
+reported. A checkpoint has the marks of the rows before it (`mark`); a run that goes on from there checks that these are
+unchanged (`fits`), and drops what came after (`rewind`). Finished runs get a Parquet copy of each table.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ from hqsweep.train.record import Mark, mark_of, misfit
 ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 PROGRESS_EVERY_S = 0.5
-"""Seconds between two writes of the progress to status.json."""
+"""The seconds between two writes of the progress to status.json."""
 
 
 class RowFile:
-    """Rows of one table: JSONL at `path`, opened by the first row, and the hash of what was written there."""
+    """The rows of one table: JSONL at `path`, opened by the first row, and the hash of what was written there."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.path, self._schema = path, schema
@@ -64,7 +64,7 @@ class RowFile:
         self._sha256.update(data)
 
     def mark(self, step: int | None = None) -> Mark:
-        """What was written so far, or the rows up to `step`; on the disk when the call returns."""
+        """The Mark of what was written so far, or of the rows up to `step`; on the disk when the call returns."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         if step is None:
@@ -72,11 +72,12 @@ class RowFile:
         return mark_of(encode_rows(rows_until(read_rows(self.path), step)))
 
     def fits(self, mark: Mark) -> str | None:
-        """How the file does not begin as it did at its mark, as a part of a sentence; None where it does."""
+        """How the file's beginning differs from what it was at its mark, as a part of a sentence; None where it does
+        not."""
         return misfit(self.path.name, self._read(), mark)
 
     def rewind(self, mark: Mark) -> None:
-        """Drop the rows after the mark, which the file fits; without any before it, the file."""
+        """Drop the rows after the mark, which the file fits; if there are none before it, delete the file."""
         self.close()
         if not mark["bytes"]:
             self.path.unlink(missing_ok=True)
@@ -104,12 +105,12 @@ class RowFile:
         return self.path.read_bytes() if self.path.exists() else b""
 
     def _count(self, data: bytes) -> None:
-        """Take what is there for what was written."""
+        """Take these rows for what was written."""
         self._rows, self._bytes, self._sha256 = data.count(b"\n"), len(data), hashlib.sha256(data)
 
 
 class RowSink:
-    """Where a job puts what it finds out: the run's folder first, then the tracker's mirror of it."""
+    """The sink of a job's results: the run's folder first, then the tracker's mirror of it."""
 
     def __init__(self, run: RunDir, tracker: Tracker) -> None:
         self._run, self._tracker = run, tracker
@@ -125,13 +126,13 @@ class RowSink:
         return run_id(self._run.config())
 
     def metric(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of one step, one row each."""
+        """Write the metrics of one step, one row each."""
         floats = {name: float(value) for name, value in values.items()}
         self._tables["metrics"].append({"step": step, "metric": name, "value": value} for name, value in floats.items())
         self._tracker.log(step, floats)
 
     def rows(self, table: str, rows: Iterable[dict[str, Any]]) -> None:
-        """Rows of any other table, in the columns of TABLES."""
+        """Write rows of any other table, in the columns of TABLES."""
         rows = list(rows)
         self._tables[table].append(rows)
         if table == "stats":
@@ -139,18 +140,18 @@ class RowSink:
                 self._tracker.sampled(step, list(sampled))
 
     def manifest(self, **entries: Any) -> None:
-        """Add facts to the run's manifest."""
+        """Add entries to the run's manifest."""
         self._run.update_manifest(**entries)
 
     def phase(self, phase: str | None) -> None:
-        """What the job is at where that is no step of training: written at once."""
+        """Note what the job does where that is no step of training; written at once."""
         self._run.write_status(phase=phase)
 
     def progress(
         self, step: int, steps: int, loss: float | None, tokens_per_s: float | None, *, part: float | None = None
     ) -> None:
-        """How far the job is, for the display: written now and then, and at the last step. The time left is what the
-        work of this attempt took on average, times the work to go."""
+        """Note how far the job is, for the display: written now and then, and at the last step. The time left is the
+        average time of this attempt's work, times the work to go."""
         now, part = time.monotonic(), step / steps if part is None else part
         first_part, first_s = self._first = self._first or (part, now)
         if now - self._said_s < PROGRESS_EVERY_S and step < steps:
@@ -171,13 +172,14 @@ class RowSink:
         return {name: mark for name, mark in marks.items() if mark["rows"]}
 
     def fits(self, marks: Mapping[str, Mark]) -> str | None:
-        """Which table does not begin as it did at its mark, as a part of a sentence; None where all do."""
+        """The first table whose beginning differs from what it was at its mark, as a part of a sentence; None where
+        none does."""
         unknown = [f"a table '{name}' was written before it" for name in marks if name not in self._tables]
         faults = (self._tables[name].fits(mark) for name, mark in marks.items() if name in self._tables)
         return next(filter(None, (*unknown, *faults)), None)
 
     def rewind(self, marks: Mapping[str, Mark], step: int = -1) -> None:
-        """Take back the rows after the marks, those of the checkpoint of `step` from which the job goes on; tables
+        """Drop the rows after the marks, which are those of the checkpoint of `step` from which the job goes on; tables
         without a mark are emptied."""
         for name, table in self._tables.items():
             table.rewind(marks.get(name, mark_of(b"")))
@@ -189,12 +191,12 @@ class RowSink:
         self._run.note_repair(sentence)
 
     def close(self) -> None:
-        """No more rows."""
+        """Close the files: no more rows come."""
         for table in self._tables.values():
             table.close()
 
     def write_parquet(self) -> None:
-        """Parquet copies of all tables that have rows."""
+        """Write Parquet copies of all tables that have rows."""
         for name, table in self._tables.items():
             table.write_parquet(self._run.parquet(name))
 

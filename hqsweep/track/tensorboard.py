@@ -21,7 +21,7 @@ from hqsweep.track.tracker import Tracker, curves
 
 FLUSH_S = 1
 TEXT_ROWS = 500
-"""Rows of a table that are mirrored as text."""
+"""The number of rows of a table that are mirrored as text."""
 
 
 def open_tensorboard(run: RunDir, config: Mapping[str, Any]) -> Tracker:
@@ -30,7 +30,7 @@ def open_tensorboard(run: RunDir, config: Mapping[str, Any]) -> Tracker:
 
 
 def tensorboard_folder(run: RunDir) -> Path:
-    """Where the files of a run's mirror are."""
+    """The folder of a run's mirror."""
     return run.path / "tensorboard"
 
 
@@ -88,13 +88,13 @@ class TensorBoardTracker(HarmlessTracker):
             writer.close()
 
     def _hparams(self) -> tuple[Any, Any, Any]:
-        """Summaries of the plugin HParams: of its columns, of the start of a session and of its successful end."""
+        """The summaries of the plugin HParams: its columns, the start of a session and its successful end."""
         metrics = {"val_loss": 0.0} if self._config.get("job") == "convergence" else {}
         return hparams(dict(leaves(self._config)), metrics)
 
 
 def leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int | float | str]]:
-    """(key path, value) of every leaf of a config that has a value; what is no number and no text as JSON."""
+    """(key path, value) for every leaf of a config that has a value; values other than numbers and texts are JSON."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{path}{key}.")
@@ -103,7 +103,7 @@ def leaves(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Rows with equal columns as Markdown: the first TEXT_ROWS, and how many more there are."""
+    """Rows with equal columns as Markdown: the first TEXT_ROWS, and the number of others."""
     cells = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows[:TEXT_ROWS])]
     lines = ["| " + " | ".join(map(_cell, line)) + " |" for line in cells]
     if len(rows) > TEXT_ROWS:
@@ -112,6 +112,6 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: object) -> str:
-    """A value that ends no cell, no row, and begins no HTML."""
+    """The text of a value, escaped so that it ends no cell and no row, and begins no HTML."""
     text = visible(" ".join(str("" if value is None else value).split()))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

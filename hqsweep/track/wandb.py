@@ -29,7 +29,7 @@ FAST = {
 
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._+-]")
-"""What a run's id may not hold, for it stands in addresses; our own names have none of it."""
+"""The characters that a run's id may not have, because it stands in addresses; our own names have none of them."""
 
 
 def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:
@@ -46,7 +46,7 @@ def resolve_mode(mode: str, environment: Mapping[str, str]) -> str:
 
 
 def logged_in(environment: Mapping[str, str]) -> bool:
-    """Whether W&B has an API key: in WANDB_API_KEY, or in the netrc file for the server. Asks no network."""
+    """Whether W&B has an API key: in WANDB_API_KEY, or in the netrc file for the server. It asks no network."""
     if environment.get("WANDB_API_KEY"):
         return True
     host = urlsplit(environment.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
@@ -78,11 +78,12 @@ def open_run(run: RunDir, config: Mapping[str, Any]) -> Tracker:
 
 
 def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: Sequence[Mapping[str, Any]]) -> bool:
-    """A run of job type report beside the runs of the sweep: the verdicts of `arms` (of `hqsweep compare --json`) as a
-    table, and verdict and gap of each in its summary, the forest plot, and the folder `report` as an artifact.
+    """Mirror a report as a run of job type report beside the runs of the sweep: the verdicts of `arms` (of `hqsweep
+    compare --json`) as a table, the verdict and gap of each in its summary, the forest plot, and the folder `report` as
+    an artifact.
 
-    `track` is the section of that name of a run's config. Returns whether all is kept, on the server or, offline, in
-    the sweep's folder.
+    `track` is the section of that name of a run's config. Returns whether everything is stored, on the server or,
+    offline, in the sweep's folder.
     """
     group, name = visible(sweep_path.name), visible(f"report {report.name}")
     tracker = _open(sweep_path, track, group=group, job_type="report", name=name)
@@ -93,7 +94,7 @@ def log_report(sweep_path: Path, track: Mapping[str, Any], report: Path, arms: S
 
 
 def offline_folders(run: RunDir) -> list[Path]:
-    """Where W&B keeps what it has of an offline run, the earliest first; `wandb sync` uploads them."""
+    """The folders in which W&B stores an offline run, the earliest first; `wandb sync` uploads them."""
     return sorted((run.path / "wandb").glob("offline-run-*"))
 
 
@@ -124,7 +125,7 @@ class WandbTracker(HarmlessTracker):
         self._run, self._step = run, 0
 
     def rewind(self, step: int) -> None:
-        """W&B keeps the steps that it has, which are the same bit for bit."""
+        """Nothing: W&B keeps the steps that it has, which are the same bit for bit."""
 
     @harmless
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -146,7 +147,7 @@ class WandbTracker(HarmlessTracker):
 
     @harmless
     def verdicts(self, arms: Sequence[Mapping[str, Any]]) -> None:
-        """The table `verdicts`, and verdict/ARM and gap_pct/ARM in the summary."""
+        """Write the table `verdicts`, and verdict/ARM and gap_pct/ARM in the summary."""
         table = wandb.Table(columns=list(VERDICT_COLUMNS), allow_mixed_types=True)
         for arm in arms:
             table.add_data(*(arm[column] for column in VERDICT_COLUMNS))
@@ -157,7 +158,7 @@ class WandbTracker(HarmlessTracker):
 
     @harmless
     def picture(self, name: str, svg: Path) -> None:
-        """An SVG file as a panel, where there is one."""
+        """Show an SVG file as a panel, if it exists."""
         if svg.exists():
             self._run.log({name: wandb.Html(svg.read_text(encoding="utf-8"), data_is_not_path=True)})
 

@@ -9,24 +9,25 @@ import torch
 from torch import Tensor, nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""By the names of train.dtype."""
+"""The dtypes by the names of train.dtype."""
 Saving = Callable[[], AbstractContextManager]
 """The context that a model runs in, without its loss, whose tensors for backward are gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Balance:
-    """How the L layers with experts of a model shared out the tokens of a forward."""
+    """How the L layers with experts of a model distributed the tokens of a forward."""
 
     loss: Tensor
-    """float32 []: the mean over layers of Routing.balance, or what a user's model calls its auxiliary loss; 0 without
+    """float32 []: the mean over layers of Routing.balance, or the auxiliary loss of a user's model; 0 without
     experts."""
     tokens: list[Tensor]
-    """int64 [E] for each such layer; [] where a user's model does not tell."""
+    """int64 [E] for each such layer; [] where a user's model does not count them."""
 
     @classmethod
     def of(cls, parts: Sequence["Balance"], of_ranks: Callable[[Tensor], Tensor]) -> "Balance":
-        """Of the parts of a batch, without gradients. of_ranks: [...] -> [ranks, ...], what each rank has."""
+        """The balance of a batch from its parts, without gradients. of_ranks: [...] -> [ranks, ...], what each rank
+        has."""
         loss = of_ranks(torch.stack([part.loss.detach() for part in parts])).mean()
         if not parts[0].tokens:
             return cls(loss=loss, tokens=[])
@@ -34,13 +35,14 @@ class Balance:
         return cls(loss=loss, tokens=list(of_ranks(counts).sum(dim=0).split([len(c) for c in parts[0].tokens])))
 
     def greatest_load(self) -> float:
-        """The most tokens that an expert got over the mean of its layer; the largest of all layers."""
+        """The tokens of the busiest expert over the mean of its layer; the largest of all layers."""
         return max((counts.max() / counts.float().mean()).item() for counts in self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Losses:
-    """Of a batch: what is compared (the cross entropy) and what is minimized, both [], and how experts were used."""
+    """The losses of a batch: what is compared (the cross entropy) and what is minimized, both [], and how experts were
+    used."""
 
     cross_entropy: Tensor
     minimized: Tensor
@@ -48,45 +50,46 @@ class Losses:
 
 
 class ModelAdapter(Protocol):
-    """What the loop knows of a model."""
+    """A model as the training loop knows it."""
 
     model: nn.Module
     has_aux: bool
     """Whether there is an auxiliary loss, which is reported."""
     methods: Sequence[str]
-    """Of the model, that are called as its forward is."""
+    """The names of the model's methods that are called as its forward is."""
     why_eager: str | None
-    """Why its steps cannot be CUDA graphs, None where they may."""
+    """Why its steps cannot be CUDA graphs; None where they may."""
     facts: Mapping[str, Any]
-    """For the manifest."""
+    """Entries of the manifest."""
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """Of inputs and targets, int64 [B, T], under quantization()."""
+        """The losses of inputs and targets, int64 [B, T], under quantization()."""
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """Before a forward in training: (seed, step, microbatch), by which a model may draw random numbers."""
+        """Prepare for a forward in training: key is (seed, step, microbatch), by which a model may draw random
+        numbers."""
 
     def evaluating(self) -> AbstractContextManager:
-        """Around evaluations."""
+        """The context of evaluations."""
 
     def decayed(self) -> list[Tensor]:
-        """The parameters that weight decay is for."""
+        """The parameters that decay."""
 
     def saved_inputs(self, tokens: int) -> Iterable[tuple[str, float]]:
-        """(name, bytes an element that it keeps of its input) of linears, for a microbatch of so many tokens."""
+        """(name, bytes an element that it keeps of its input) of each linear, for a microbatch of so many tokens."""
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Name of a linear, or of an expert of a grouped one (NAME.EXPERT), -> the master of its weight, where that is
-        held quantized, for error statistics."""
+        """The name of a linear, or of an expert of a grouped one (NAME.EXPERT) -> the master of its weight, where that
+        is held quantized, for error statistics."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs and state_dict() of the model has not."""
+        """The state that a checkpoint needs beside the model's state_dict()."""
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """UserError for what was saved of a model of other code."""
+        """UserError for a state that was saved of a model with other code."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, after check()."""
+        """Load this state, after check()."""
 
     def unused(self) -> list[str]:
-        """Modules that were to compute by the recipe and have not since the start, in order."""
+        """The modules that should compute by the recipe and have not since the start, in order."""

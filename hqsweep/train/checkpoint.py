@@ -1,5 +1,5 @@
-"""Checkpoints of a run: step_N.pt, the whole state of a Trainer, or over many ranks the folder step_N of
-torch.distributed.checkpoint, and beside it its record (record.py)."""
+"""Checkpoints of a run: step_N.pt, the whole state of a Trainer, or, over many ranks, the folder step_N of
+torch.distributed.checkpoint; beside each its record (record.py)."""
 
 import hashlib
 import os
@@ -30,33 +30,34 @@ from hqsweep.train.record import (
 
 
 class Resumable(Protocol):
-    """What a Trainer is to a checkpoint."""
+    """A Trainer as a checkpoint knows it."""
 
     step: int
     device: torch.device
     kept: Any
-    """Steps whose checkpoints are kept."""
+    """The steps whose checkpoints are kept."""
     ranks: Any
-    """parallel.mesh.Ranks, of which the first one writes; None for one process."""
+    """parallel.mesh.Ranks, whose first rank writes; None for one process."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
     def state(self) -> dict:
-        """All that training goes on from."""
+        """Everything that training goes on from."""
 
     def load_state(self, state: dict) -> None:
-        """Go on from there."""
+        """Load this state."""
 
     def position(self) -> dict:
         """What state() has beside model and optimizer, equal on all ranks."""
 
     def load_position(self, position: dict) -> None:
-        """Go on from there, with a model and an optimizer that are there already."""
+        """Load this position; model and optimizer are loaded already."""
 
 
 Refusal = Callable[[Path, Record], str | None]
-"""What speaks against a checkpoint that is what was written, as a part of a sentence; None for one to go on from."""
+"""A function that gives the reason not to go on from a checkpoint that is as it was written, as a part of a sentence;
+None to go on from it."""
 
 
 class _Hashed:
@@ -75,7 +76,8 @@ class _Hashed:
 
 
 def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark] | None = None, run: str = "") -> None:
-    """Write step_<n>.pt and its record, read it back, and then drop older ones that no fork needs but for the one
+    """Write step_<n>.pt and its record, read it back, and then drop older ones that no fork needs, except the one
+    before: at every instant there is a whole checkpoint that was read back as it was written.
     before: at every instant a whole checkpoint is there that has proven to be what was written.
 
     rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. Raises Damaged when
@@ -83,14 +85,14 @@ def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark
     it, it is the folder step_<n>.
     """
     if trainer.ranks is not None:
-        facts = {"sha256": "", "bytes": 0, "point": trainer.step in trainer.kept}
-        _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", run=run, rows=dict(rows or {}), **facts))
+        fields = {"sha256": "", "bytes": 0, "point": trainer.step in trainer.kept}
+        _save_folder(trainer, folder, Record(file=f"step_{trainer.step}", run=run, rows=dict(rows or {}), **fields))
         return
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step_{trainer.step}.pt"
     written = _write_state(trainer.state(), target)
-    facts = {"sha256": written.sha256.hexdigest(), "bytes": written.bytes, "point": trainer.step in trainer.kept}
-    record = Record(file=target.name, run=run, rows=dict(rows or {}), **facts)
+    fields = {"sha256": written.sha256.hexdigest(), "bytes": written.bytes, "point": trainer.step in trainer.kept}
+    record = Record(file=target.name, run=run, rows=dict(rows or {}), **fields)
     try:
         write_record(target, record)
         _read_back(target)
@@ -104,7 +106,7 @@ def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark
 
 
 def _save_folder(trainer: Resumable, folder: Path, record: Record) -> None:
-    """Each rank writes its part, and tells the hash of what the disk gives back of it."""
+    """Write a rank's part, and tell the others the hash of what the disk gives back of it."""
     from hqsweep.checkpoints.sharded import save_sharded  # torch's part of it takes a while to import
 
     target = folder / record.file
@@ -147,20 +149,20 @@ def _write_state(state: dict, target: Path) -> _Hashed:
 
 
 def _read_back(path: Path) -> None:
-    """Compare a file with its record, from the disk where the system lets go of what it holds of it in memory."""
+    """Compare a file with its record; it is read from the disk, if the system drops what it holds of it in memory."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         read_recorded(path, file)
 
 
 def step_of(path: Path) -> int:
-    """N of step_N.pt, and of step_N."""
+    """The N of step_N.pt, and of step_N."""
     return int(path.stem.removeprefix("step_"))
 
 
 def newest(folder: Path, refusal: Refusal, before: int | None = None) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint, or the newest before a step, that is what was written and is not refused; and what is
-    wrong with each newer one, as a sentence without its end."""
+    """The newest checkpoint, or the newest before a step, that is as it was written and is not refused; and, as a
+    sentence without its end, the fault of each newer one."""
     faults: dict[Path, str] = {}
     for step, path in reversed(checkpoints(folder).items()):
         if before is not None and step >= before:
@@ -177,7 +179,7 @@ def newest(folder: Path, refusal: Refusal, before: int | None = None) -> tuple[P
 
 
 def load_checkpoint(trainer: Resumable, folder: Path, before: int | None = None) -> bool:
-    """Continue from the newest checkpoint, or the newest before a step, that is what was written; False when there is
+    """Continue from the newest checkpoint, or the newest before a step, that is as it was written; False if there is
     none."""
     path, _ = newest(folder, lambda path, record: None, before)
     if path is not None:
@@ -186,8 +188,8 @@ def load_checkpoint(trainer: Resumable, folder: Path, before: int | None = None)
 
 
 def go_on_from(trainer: Resumable, path: Path) -> None:
-    """Continue from a checkpoint; from a folder any number of ranks together. Raises NotAsWritten for a file that is
-    not what was written; of a folder that was to be seen by its record before."""
+    """Continue from a checkpoint; from a folder, any number of ranks together. Raises NotAsWritten for a file that is
+    not as it was written; a folder must have been compared with its record before."""
     if path.is_dir():
         from hqsweep.checkpoints.sharded_load import load_sharded
 
@@ -197,8 +199,8 @@ def go_on_from(trainer: Resumable, path: Path) -> None:
 
 
 def read_state(path: Path, device: torch.device, sha256: str | None = None) -> dict:
-    """What save_checkpoint wrote, on the device. sha256: the hash of the file, instead of its record. Raises
-    NotAsWritten for anything else."""
+    """The state that save_checkpoint wrote, on the device. sha256: the hash of the file, instead of its record's.
+    Raises NotAsWritten for anything else."""
     with path.open("rb") as file:
         if sha256 is None:
             read_recorded(path, file)

@@ -1,10 +1,10 @@
 """Bytes and tokens from disk, cut into train and val.
 
 Text is used as it is, one byte one token: no tokenizer, so that the same files give the same data on every machine.
-Files are taken in the order of a hash of their relative path, which mixes topics, so that any prefix (`max_bytes`)
-is a fair sample. A file goes to val whenever val has less than its share of what came before: no file is in both
-splits, the shares hold at every prefix, and a quick run's val files are among those of the full run. Files are read
-into the arrays that stay: memory holds each byte once.
+Files are taken in the order of a hash of their relative path, which mixes topics, so that any prefix (`max_bytes`) is a
+fair sample. A file goes to val whenever val has less than its share of the files before it: no file is in both splits,
+the shares hold at every prefix, and a quick run's val files are among those of the full run. Files are read into the
+arrays that stay: memory holds each byte once.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ def site(val_fraction: float, max_bytes: int | None) -> Corpus:
 
     A file counts if a package lists it among its own (RECORD), wherever on sys.path that package is installed. The
     standard library is another source, and hqsweep itself is left out, so that a change of it changes no data. Equal
-    versions of all packages give equal data; facts: `packages`, how many, and `packages_hash`, the SHA-256 of their
+    versions of all packages give equal data; facts: `packages`, their number, and `packages_hash`, the SHA-256 of their
     NAME==VERSION, one a line, sorted.
 
     Raises:
@@ -83,14 +83,14 @@ def site(val_fraction: float, max_bytes: int | None) -> Corpus:
     if not files:
         raise UserError("data.source: site found no package with *.py files; install some, or use data=stdlib")
     listing = "\n".join(sorted(f"{name}=={version}" for name, version in versions.items()))
-    facts = {"packages": len(versions), "packages_hash": hashlib.sha256(listing.encode()).hexdigest()}
-    return _split_by_file(files, val_fraction, max_bytes, facts)
+    fields = {"packages": len(versions), "packages_hash": hashlib.sha256(listing.encode()).hexdigest()}
+    return _split_by_file(files, val_fraction, max_bytes, fields)
 
 
 def text(path: str | None, val_fraction: float, max_bytes: int | None) -> Corpus:
     """A text file (val is its end) or a folder's text files (split by file), as bytes.
 
-    Of a folder, every regular file counts whose first 8 KiB hold no NUL byte; hidden files and folders do not.
+    In a folder, every regular file counts whose first 8 KiB hold no NUL byte; hidden files and folders do not.
 
     Raises:
         UserError: no path, a path that does not exist, or a folder without text.
@@ -142,7 +142,7 @@ def _existing(path: str | None, source: str, wanted: str) -> Path:
 
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[str]:
-    """Relative POSIX paths of the non-empty regular files below root, sorted."""
+    """The relative POSIX paths of the non-empty regular files below root, sorted."""
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if keep_folder(name)]
@@ -156,8 +156,8 @@ def _is_text(path: Path) -> bool:
         return b"\0" not in file.read(SNIFF_BYTES)
 
 
-def _split_by_file(files: Mapping[str, Path], val_fraction: float, max_bytes: int | None, facts: dict) -> Corpus:
-    """Cut files, by the name that orders them, into train and val, of as many bytes as they have now."""
+def _split_by_file(files: Mapping[str, Path], val_fraction: float, max_bytes: int | None, fields: dict) -> Corpus:
+    """Cut files, in the order of their names' hashes, into train and val, each with the bytes that it has now."""
     parts: dict[str, list[tuple[Path, int]]] = {"train": [], "val": []}
     size = {"train": 0, "val": 0}
     for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -168,9 +168,9 @@ def _split_by_file(files: Mapping[str, Path], val_fraction: float, max_bytes: in
         length = min(files[name].stat().st_size, sys.maxsize if max_bytes is None else max_bytes - total)
         parts[side].append((files[name], length))
         size[side] += length
-    facts = {"files": len(parts["train"]) + len(parts["val"])} | facts
+    fields = {"files": len(parts["train"]) + len(parts["val"])} | fields
     split = f"by file: {len(parts['train'])} train, {len(parts['val'])} val"
-    return Corpus(train=_read(parts["train"]), val=_read(parts["val"]), vocab_size=256, split=split, facts=facts)
+    return Corpus(train=_read(parts["train"]), val=_read(parts["val"]), vocab_size=256, split=split, facts=fields)
 
 
 def _read(parts: list[tuple[Path, int]]) -> np.ndarray:
@@ -186,10 +186,10 @@ def _read(parts: list[tuple[Path, int]]) -> np.ndarray:
     return data
 
 
-def _split_by_position(data: np.ndarray, vocab_size: int, val_fraction: float, facts: dict) -> Corpus:
+def _split_by_position(data: np.ndarray, vocab_size: int, val_fraction: float, fields: dict) -> Corpus:
     cut = len(data) - round(len(data) * val_fraction)
     split = f"by position: val starts at token {cut} of {len(data)}"
-    return Corpus(train=data[:cut], val=data[cut:], vocab_size=vocab_size, split=split, facts=facts)
+    return Corpus(train=data[:cut], val=data[cut:], vocab_size=vocab_size, split=split, facts=fields)
 
 
 def _map(path: Path, dtype: np.dtype | type, max_bytes: int | None) -> np.ndarray:

@@ -29,14 +29,14 @@ HASH_WHOLE_BYTES = 256 << 20  # arrays up to this size are hashed whole
 HASH_END_BYTES = 16 << 20  # of larger ones, this much at each end
 CHUNK = 1 << 20
 PLENTY = 64
-"""Windows that a split has by an estimate which is good enough."""
+"""The number of windows by an estimate above which a split is taken to be long enough."""
 BATCHES = 0x62617463  # second key word: keeps the batch stream apart from other users of the same seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Tokens of both splits. train, val: 1-D uint8 or uint16 (possibly memory-mapped), values in [0, vocab_size);
-    of shards a Stream.
+    """Tokens of both splits. train, val: 1-D uint8 or uint16 (possibly memory-mapped), values in [0, vocab_size); for
+    shards a Stream.
 
     hash: SHA-256 over source, split and content, in hex. facts: JSON values for the manifest; among them
     unigram_entropy_nats, what val costs under its own token frequencies (a trained model must beat it), and for a
@@ -76,11 +76,11 @@ class Dataset:
         return data[starts[:, None] + np.arange(length)].astype(np.int64)
 
     def epochs(self, tokens: int) -> float:
-        """How often a run that trains on `tokens` tokens reads the train split."""
+        """The number of times that a run of `tokens` tokens reads the train split."""
         return tokens / len(self.train)
 
     def warnings(self, tokens: int) -> list[str]:
-        """What a person must know of a run that trains on `tokens` tokens: that it repeats its data, if it does."""
+        """The warnings for a run that trains on `tokens` tokens: that it repeats its data, if it does."""
         if self.epochs(tokens) <= 1:
             return []
         return [
@@ -90,7 +90,7 @@ class Dataset:
         ]
 
     def untrained(self, val_loss: float | None) -> list[str]:
-        """What a person must know of a run that ends there: that it has hardly learnt, if it has not."""
+        """The warnings for a run that ends with this loss: that it has hardly learnt, if it has not."""
         entropy = self.facts["unigram_entropy_nats"]
         if val_loss is None or val_loss <= entropy - LEARNT_NATS:
             return []
@@ -138,12 +138,12 @@ def load(config: DataConfig) -> Dataset:
 
 
 def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], Dataset]:
-    """The Dataset of a source whose tokens are arrays."""
+    """A reader of arrays of tokens -> a function that gives their Dataset."""
 
     def dataset(config: DataConfig) -> Dataset:
         source = read(config)
         _check_split(config, source.train, source.val)
-        facts = {
+        fields = {
             "source": config.source,
             "split": source.split,
             "bytes": source.train.nbytes + source.val.nbytes,
@@ -151,15 +151,15 @@ def _in_memory(read: Callable[[DataConfig], Corpus]) -> Callable[[DataConfig], D
             **source.facts,
         }
         if max(source.train.nbytes, source.val.nbytes) > HASH_WHOLE_BYTES:
-            facts["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
+            fields["hashed"] = f"size, first and last {HASH_END_BYTES} bytes of a split above {HASH_WHOLE_BYTES} bytes"
         digest = _hash([config.source, source.split, source.vocab_size], [source.train, source.val])
-        return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=facts)
+        return Dataset(train=source.train, val=source.val, vocab_size=source.vocab_size, hash=digest, facts=fields)
 
     return dataset
 
 
 def _shards(config: DataConfig) -> Dataset:
-    """Shards of a folder; max_bytes leaves the beginnings of both splits."""
+    """The Dataset of a folder of shards; max_bytes leaves the beginnings of both splits."""
     if config.path is None or not Path(config.path).exists():
         raise UserError(f"data.path: '{config.path}' does not exist; data.source=shards reads a folder of shards")
     shards = Shards(config.path, val_fraction=config.val_fraction)
@@ -168,10 +168,10 @@ def _shards(config: DataConfig) -> Dataset:
     entropy = shards.unigram_entropy
     if config.max_bytes is not None and config.max_bytes < train.nbytes + val.nbytes:
         share = config.max_bytes / (train.nbytes + val.nbytes)
-        train, val = (each.cut(0, int(len(each) * share)) for each in (train, val))
+        train, val = (stream.cut(0, int(len(stream) * share)) for stream in (train, val))
         _check_split(config, train, val)
         entropy = partial(entropy_of, val.chunks())
-    facts = {
+    fields = {
         "source": config.source,
         "layout": shards.layout,
         "split": shards.split,
@@ -181,9 +181,9 @@ def _shards(config: DataConfig) -> Dataset:
         "unigram_entropy_nats": entropy(),
     }
     if shards.manifest:
-        facts |= {"tokenizer": shards.manifest.tokenizer.sha256, "separator": shards.manifest.separator.id}
+        fields |= {"tokenizer": shards.manifest.tokenizer.sha256, "separator": shards.manifest.separator.id}
     digest = _hash([config.source, shards.vocab_size, shards.hash, len(train), len(val)], [])
-    return ShardedDataset(train=train, val=val, vocab_size=shards.vocab_size, hash=digest, facts=facts)
+    return ShardedDataset(train=train, val=val, vocab_size=shards.vocab_size, hash=digest, facts=fields)
 
 
 def _check_split(config: DataConfig, train: Sized, val: Sized) -> None:
@@ -197,13 +197,13 @@ def _check_split(config: DataConfig, train: Sized, val: Sized) -> None:
 
 @lru_cache(maxsize=1)
 def loaded(config: DataConfig) -> Dataset:
-    """load(config), kept until another config comes: runs that one process does one after another read it once."""
+    """load(config), kept until another config comes: runs that follow each other in one process read it once."""
     return load(config)
 
 
 def check_length(config: DataConfig, context: int) -> None:
-    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read. Files that are
-    plenty by their sizes are not read for it."""
+    """UserError where a split is too short for a window of `context` tokens, or the data cannot be read. Files whose
+    sizes are plenty are not read for it."""
     if config.source == "markov":
         sizes = {"train": config.markov.length, "val": round(config.markov.length * config.val_fraction)}
     elif config.source != "shards" and _expected(config) > PLENTY * context:
@@ -224,13 +224,13 @@ def _check_window(split: str, tokens: int, context: int) -> None:
 
 
 def _expected(config: DataConfig) -> float:
-    """Tokens of the smaller split, by the sizes of files."""
+    """The tokens of the smaller split, by the sizes of files."""
     share = min(config.val_fraction, 1 - config.val_fraction)
     total = math.inf  # of packages and of the standard library there are megabytes on every machine
     if config.path is not None:
         path = Path(config.path)
-        files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
-        total = sum(each.stat().st_size for each in files)
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        total = sum(file.stat().st_size for file in files)
     tokens = min(total, config.max_bytes or math.inf) * share
     return tokens / np.dtype("<u2").itemsize if config.source == "tokens" else tokens
 
@@ -241,7 +241,8 @@ def unigram_entropy(tokens: np.ndarray) -> float:
 
 
 def _markov(config: DataConfig) -> Corpus:
-    """`length` tokens to train on, and val_fraction * length more, from a chain of their own, to validate."""
+    """A corpus of `length` tokens to train on, and val_fraction * length more, from a chain of their own, to
+    validate."""
     markov = config.markov
     source = MarkovSource.draw(
         vocab=markov.vocab, order=markov.order, concentration=markov.concentration, seed=markov.seed
@@ -285,7 +286,7 @@ def _random_starts(seed: int, step: int, count: int, choices: int) -> np.ndarray
 
 
 def _spread_starts(first: int, count: int, choices: int) -> np.ndarray:
-    """Places first..first+count-1 of a walk over [0, choices), int64, in golden-section strides.
+    """The places first..first+count-1 of a walk over [0, choices), int64, in golden-section strides.
 
     Every beginning of the walk is nearly evenly spaced, however long, and no place comes twice before all have come.
     """

@@ -1,7 +1,7 @@
 """The start of a fork: the whole state of a trunk in a model that is built in an arm's recipe.
 
 Weights and their masters, moments, the count of updates and keys of random bits go on. Where trunk and arm hold a
-weight in the same quantizer its bytes do, and else it is quantized from its master, as it would have been at that step.
+weight in the same quantizer its bytes go on; else it is quantized from its master, as it would have been at that step.
 The states of delayed scaling go on where the arm has the same slot, direction and length of history, and else begin
 anew.
 """
@@ -24,13 +24,13 @@ from hqsweep.recipe.sections import slots
 from hqsweep.train.keyed import keyed_seed
 
 Names = tuple[str, ...]
-"""By which one weight goes; several of a tie, which ranks may have under one of them each."""
+"""The names of one weight; a tied one has several, and a rank may have the weight under one of them alone."""
 
 
 @torch.no_grad()
 def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any]) -> None:
-    """Give model and optimizer the state of a Trainer of the same model in any recipe; where they are spread over
-    ranks, tensors of the state are so, too."""
+    """Give model and optimizer the state of a Trainer of the same model in any recipe; if they are spread over ranks,
+    so are the tensors of the state."""
     optimizer.load_state_dict(state["optimizer"])
     weights, keys = dict(state["model"]), _keys(model)
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -45,25 +45,25 @@ def start_from(model: nn.Module, optimizer: FusedAdam, state: Mapping[str, Any])
 
 @torch.no_grad()
 def start_from_folder(model: nn.Module, optimizer: FusedAdam, folder: Path) -> dict[str, Any]:
-    """start_from the folder that the ranks of a Trainer have written, on any number of ranks; all call it. Returns what
-    it has beside model and optimizer."""
+    """start_from for a folder that the ranks of a Trainer have written, on any number of ranks; all call it. Returns
+    what the folder has beside model and optimizer."""
     from hqsweep.checkpoints.sharded_load import encode_again, load_but_codes
 
     keys = _keys(model)
     position, held = load_but_codes(model, optimizer, folder)
     _keep_states(model)
-    for each in held:
-        p = each.parameter
-        if each.quantizer == str(local(p).quantizer):
-            encode_again(each)
+    for weight in held:
+        p = weight.parameter
+        if weight.quantizer == str(local(p).quantizer):
+            encode_again(weight)
         else:
-            write_held(p, each.value, _later(keys[p], position["step"]))
+            write_held(p, weight.value, _later(keys[p], position["step"]))
     return position
 
 
 @torch.no_grad()
 def take_parts(model: nn.Module, optimizer: FusedAdam, whole: nn.Module, whole_optimizer: FusedAdam) -> None:
-    """Give a model over ranks, and its optimizer, their parts of what the same model has that each rank has whole; all
+    """Give a model over ranks, and its optimizer, their parts of the same model's state, which each rank has whole; all
     call it."""
     from hqsweep.checkpoints.sharded_state import buffers_of, parameters_of
 
@@ -112,7 +112,7 @@ def perturb(
 ) -> None:
     """Multiply every weight (its master, where it has one) by 1 + noise * eps, eps ~ N(0, 1) keyed by (seed, step).
 
-    shapes: of all weights of the whole model, in order. eps is drawn for these, and a rank takes its part."""
+    shapes: those of all weights of the whole model, in order. eps is drawn for these, and a rank takes its part."""
     drawn, own_weights = torch.Generator().manual_seed(keyed_seed(*key)), dict(model.named_parameters())
     for names, shape in shapes.items():
         eps = torch.randn(shape, generator=drawn)

@@ -1,9 +1,9 @@
 """CUDA graphs, and the memory and the stream that they share with what runs beside them.
 
-A graph writes to the addresses that it was captured with. The memory of all graphs is one pool, from which what runs
-eagerly takes its own, too: the peak is that of the largest, not the sum. It follows that nothing may stay alive in the
-pool that was not there when a graph was captured, since a replay would write over it; `grown` says whether something
-did. Results of a graph are good until another one, or eager work, runs.
+A graph writes to the addresses that it was captured with. The memory of all graphs is one pool, from which eager work
+takes its memory, too: the peak is that of the largest, not the sum. So nothing may stay alive in the pool that was not
+there when a graph was captured, since a replay would write over it; `grown` says whether something did. Results of a
+graph are good until another one, or eager work, runs.
 """
 
 import gc
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
 _FAILED: list[torch.cuda.CUDAGraph] = []
-"""Captures that failed, to which torch's allocators still refer."""
+"""The captures that failed, to which torch's allocators still refer."""
 _INSIDE: list[object] = []
 """One entry for each pool that is in use now."""
 _LEFT: list[torch.cuda.MemPool] = []
-"""Pools whose owners are gone, which torch cannot free while another one is in use: it would end the process."""
+"""The pools whose owners are gone, which torch cannot free while another one is in use: it would end the process."""
 
 
 @cache
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """One for all pools of a device, because cuBLAS keeps memory for each stream that it has worked on: here it takes
-    that from no pool, none of which could be given up otherwise."""
+    """The stream of all pools of a device. There is one, because cuBLAS keeps memory for each stream that it has worked
+    on: it takes none from a pool then, which could never be given up."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         torch.cuda.current_blas_handle()
@@ -36,7 +36,7 @@ def _stream_of(device: int) -> torch.cuda.Stream:
 
 
 class CudaGraph:
-    """A function without arguments that was captured, and its results, which each replay fills."""
+    """A function without arguments that was captured, with its results, which each replay fills."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, results: list[Tensor]) -> None:
         self._graph, self.results = graph, results
@@ -47,8 +47,8 @@ class CudaGraph:
 
 
 class GraphPool:
-    """On the current device. Work of one stream alone shares memory, so all of it is enqueued on one; autograd's
-    threads would allocate elsewhere, so backward runs in the thread that calls it."""
+    """The pool of graphs on the current device. Only work of one stream shares memory, so all of it is enqueued on one;
+    autograd's threads would allocate elsewhere, so backward runs in the thread that calls it."""
 
     def __init__(self) -> None:
         self.stream = _stream_of(torch.cuda.current_device())
@@ -60,15 +60,16 @@ class GraphPool:
         self._live: frozenset[int] = frozenset()
 
     def renew(self) -> None:
-        """Before a capture that follows graphs which were given up. Collectives keep what they have pinned for a graph,
-        and torch takes no other graph into the pool of one that did; otherwise the pool goes on, with its memory."""
+        """Prepare for a capture that follows graphs which were given up. Collectives keep what they have pinned for a
+        graph, and torch takes no other graph into the pool of one that did; otherwise the pool goes on, with its
+        memory."""
         if dist.is_available() and dist.is_initialized():
             self._end()
             self._open()
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """What runs inside takes its memory from the pool."""
+        """Run work inside with memory from the pool."""
         with self._on_stream(), torch.cuda.use_mem_pool(self.pool), set_multithreading_enabled(False):
             yield
 
@@ -87,8 +88,8 @@ class GraphPool:
             outer.wait_stream(self.stream)
 
     def capture(self, function: Callable[[], list[Tensor]]) -> CudaGraph:
-        """The function as a graph; nothing has run yet. Raises what capturing it raises, which comes first of all
-        errors that follow from it; eager work goes on then."""
+        """The function as a graph; nothing has run yet. Raises what capturing it raises: the first of all errors, which
+        others follow from. Eager work goes on then."""
         graph = torch.cuda.CUDAGraph()
         options = {"pool": self.pool.id, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
@@ -111,7 +112,7 @@ class GraphPool:
         return CudaGraph(graph, results)
 
     def settle(self) -> None:
-        """What is alive in the pool now belongs to the graphs, or was there before them."""
+        """Note what is alive in the pool now: it belongs to the graphs, or was there before them."""
         self._live = self._alive()
 
     def grown(self) -> bool:
@@ -126,13 +127,13 @@ class GraphPool:
         return frozenset(b["address"] for segment in segments for b in segment["blocks"] if b["state"] != "inactive")
 
     def wait(self) -> None:
-        """Until all graphs have run, before one is given up."""
+        """Wait until all graphs have run, before one is given up."""
         torch.cuda.synchronize()
 
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Objects that only refer to each other stay inside: to free a graph during a capture ends the process."""
+    """Keep objects that only refer to each other alive inside: to free a graph during a capture ends the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """The training loop, to be read from top to bottom: steps, samples of error statistics, evaluation, checkpoints.
 
-Everything that a step depends on is the data, the config and the state in the checkpoint, so that a resumed run
-equals an uninterrupted one bit for bit on the same device, threads and instruction set.
+A step depends only on the data, the config and the state in the checkpoint, so that a resumed run equals an
+uninterrupted one bit for bit on the same device, threads and instruction set.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -37,20 +37,20 @@ from hqsweep.train.step import At, StepRunner
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one call of the loop's body produced; `step` counts finished updates, from 1."""
+    """The results of one update; `step` counts finished updates, from 1."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     stats: list[dict] = field(default_factory=list)
     """Error statistics of all microbatches and ranks, on the first rank."""
     captured: dict[str, Tensor] = field(default_factory=dict)
-    """Operands of linears by LAYER.TENSOR, at the step stats.capture_at."""
+    """The operands of linears by LAYER.TENSOR, at the step stats.capture_at."""
     loss: float | None = None
-    """Mean training loss since the last log, on steps that log."""
+    """The mean training loss since the last log, on steps that log."""
 
 
 class Trainer:
-    """Model, optimizer and position of one run.
+    """The model, the optimizer and the position of one run.
 
     The recipe of a step depends on the step alone, so that a resumed run changes recipes where an uninterrupted one
     does. UserError when the recipe's schedule does not fit the number of steps.
@@ -88,10 +88,10 @@ class Trainer:
         self.val_loss: float | None = None
         self._sampled: dict[str, Any] = {}
         self.trunk: dict[str, Any] = {}
-        """For the manifest of a fork: trunk_val_loss and trunk_sha256, of the state that it began with."""
+        """The entries of a fork's manifest about the state that it began with: trunk_val_loss and trunk_sha256."""
 
     def steps(self, last: int | None = None) -> Iterator[Step]:
-        """Train to the end, or to the step `last`; one Step an update."""
+        """Train to the end, or to the step `last`; yields one Step for each update."""
         while self.step < (last or self.config.train.steps):
             yield self._advance()
 
@@ -122,7 +122,7 @@ class Trainer:
         return [whole(norm), balance.loss, *balance.tokens]
 
     def _follow_schedule(self) -> None:
-        """Give the model the recipe of this step, if it is another one."""
+        """Give the model the recipe of this step, if that differs from the one before."""
         stage = stage_at(self.stages, self.step)
         if stage is not self.stage:
             set_recipe(self.model, stage.recipe)
@@ -150,7 +150,7 @@ class Trainer:
         return Step(step=self.step, metrics=metrics, loss=mean, **(self._sampled if probe else {}))
 
     def _probed(self, probe: Probe) -> dict[str, Any]:
-        """What a sampled step has found, of all ranks."""
+        """The rows, and the operands, of a sampled step, of all ranks."""
         if self.ranks is None:
             return {"stats": probe.rows, "captured": probe.captured}
         captured = captured_of_all(probe, self.ranks) if probe.capture else {}
@@ -174,9 +174,11 @@ class Trainer:
         call |= {"cache_weights": parts > 1, "kernels": self.kernels}
         if self.pipeline is not None:
             with quantization(microbatch=first, **call):
-                found = self.pipeline.step(inputs, targets)
-            balances = [Balance(loss=b, tokens=list(t)) for b, t in zip(found.balances, found.tokens, strict=True)]
-            return self._total(list(found.shares)), Balance.of(balances, self._of_ranks)
+                step_losses = self.pipeline.step(inputs, targets)
+            balances = [
+                Balance(loss=b, tokens=list(t)) for b, t in zip(step_losses.balances, step_losses.tokens, strict=True)
+            ]
+            return self._total(list(step_losses.shares)), Balance.of(balances, self._of_ranks)
         for index, part in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
             with quantization(microbatch=first + index, **call), synchronized(self.model, last=index == parts - 1):
                 self.adapter.begin((self.config.seed, at.step, first + index))
@@ -196,11 +198,11 @@ class Trainer:
         return total
 
     def _of_ranks(self, value: Tensor) -> Tensor:
-        """value [...] of this rank -> [ranks, ...] of all that have other sequences."""
+        """value [...] of this rank -> [ranks, ...] of all ranks that have other sequences."""
         return value[None] if self.ranks is None else in_order(value, self.ranks)
 
     def _batch(self, split: str, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets [B, T] on the CPU."""
+        """The inputs and targets [B, T] of a batch, on the CPU."""
         return self.dataset.batch(split, self.config.seed, index, self.config.train.batch, self.config.train.context)
 
     def _own_part(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -216,9 +218,10 @@ class Trainer:
         return self.adapter.losses(inputs, targets, self.saved.counting if count else self.saving)
 
     def evaluate(self) -> float:
-        """Mean cross entropy in nats a token over the validation batches, which are the same for every run and step.
+        """The mean cross entropy in nats a token over the validation batches, which are the same for every run and
+        step.
 
-        The model is what the next step's forward would see: after the update, under the scales that it leaves.
+        The model is as the next step's forward would see it: after the update, under the scales that it leaves.
         """
         batches = self.config.train.eval_batches
         copies, first = (self.ranks.data_size, self.ranks.data_rank) if self.ranks else (1, 0)
@@ -244,18 +247,18 @@ class Trainer:
 
     @property
     def kept(self) -> Collection[int]:
-        """Steps whose checkpoints are kept: the points of a trunk."""
+        """The steps whose checkpoints are kept: the points of a trunk."""
         return self.config.points
 
     def state(self) -> dict:
-        """All that training goes on from; over several ranks whole tensors, on each of them. A collective."""
+        """Everything that training goes on from; over several ranks whole tensors, on each of them. A collective."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         state |= self.adapter.state() | self.position()
         return state if self.ranks is None else whole(state)
 
     def load_weights(self, checkpoint: Checkpoint) -> Loaded:
-        """Take the weights, and the moments where there are some, of a checkpoint of another program. Each of several
-        ranks reads all of it, and gives the model its part."""
+        """Take the weights of another program's checkpoint, and the moments where it has some. Each of several ranks
+        reads all of it, and gives the model its part."""
         if self.ranks is None:
             model, optimizer = self.model, self.optimizer
         else:
@@ -290,7 +293,7 @@ class Trainer:
         self.runner.forget()
 
     def _shared_out(self, state: dict) -> dict:
-        """A state of whole tensors with this rank's parts of them."""
+        """This rank's parts of a state of whole tensors."""
         return state if self.ranks is None else state | shared_out(self.model, self.optimizer, state)
 
     def load_state(self, state: dict) -> None:
@@ -301,13 +304,13 @@ class Trainer:
         self.load_position(state)
 
     def position(self) -> dict[str, Any]:
-        """What state() has of the loop itself; of copies, as the next step changes them."""
+        """What state() has of the loop itself, copied, as the next step changes it."""
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
         sums = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count}
         return {"trunk": self.trunk, "step": self.step, **sums, **measured, **self.adapter.facts}
 
     def load_position(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with a model and an optimizer that are there already."""
+        """Load this position; model and optimizer are loaded already."""
         self.adapter.check(state)
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum = state["loss_sum"].to(self.device)

@@ -45,7 +45,7 @@ class Embedding(QuantizedWeight):
 
     module_type = "embedding"
     split: bool = False
-    """Whether a rank returns its part of each sequence alone, where ranks share the table."""
+    """Whether a rank that shares the table with others returns only its part of each sequence."""
 
     def __init__(self, vocab_size: int, dim: int, name: str, recipe: AnyRecipe) -> None:
         super().__init__()
@@ -92,7 +92,8 @@ class GPT(nn.Module):
         self._initialise(config)
 
     def _initialise(self, config: ModelConfig) -> None:
-        """Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first loss is ln V."""
+        """Draw the weights. Residual projections shrink with depth (GPT-2); an untied head starts at zero, so the first
+        loss is ln V."""
         nn.init.normal_(self.embedding.weight, std=EMBEDDING_STD)
         with torch.no_grad():
             for layer in self.layers:
@@ -107,7 +108,7 @@ class GPT(nn.Module):
         return self.balanced(tokens)[0]
 
     def balanced(self, tokens: Tensor) -> tuple[Tensor, Balance]:
-        """forward, and how the experts were used."""
+        """forward(tokens), and how the experts were used."""
         h, balance = self.hidden(tokens)
         logits, group = self.head(h), vocabulary_group(self.head)
         return (logits if group is None else whole_features(logits, group)).float(), balance
@@ -134,7 +135,7 @@ class GPT(nn.Module):
         return h, Balance(loss=loss, tokens=stream.tokens)
 
     def linears(self) -> Iterator[Linear]:
-        """All linears but grouped ones in order, the head last."""
+        """All linears except grouped ones in order, the head last."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def grouped_linears(self) -> Iterator[GroupedLinear]:
@@ -160,20 +161,20 @@ class GPTAdapter:
         self.has_aux = any(isinstance(module, LayerNormMoE) for module in model.modules())
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """Minimized is the cross entropy plus load_balance times the loss of the balance."""
+        """The losses; minimized is the cross entropy plus load_balance times the loss of the balance."""
         loss, balance = self.model.loss(inputs, targets, saving)
         minimized = loss + self.load_balance * balance.loss if balance.tokens else loss
         return Losses(cross_entropy=loss, minimized=minimized, balance=balance)
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """Nothing is drawn from torch's generator."""
+        """Nothing: the model draws nothing from torch's generator."""
 
     def evaluating(self) -> AbstractContextManager:
-        """It computes the same."""
+        """A context without an effect: the model computes the same."""
         return nullcontext()
 
     def decayed(self) -> list[Tensor]:
-        """Matrices; gains and embeddings do not decay."""
+        """The matrices; gains and embeddings do not decay."""
         table = getattr(self.model.embedding, "weight", None)  # which later stages of a pipeline have not
         return [weight for weight in self.model.matrices() if weight is not table]
 
@@ -190,17 +191,17 @@ class GPTAdapter:
         return masters
 
     def state(self) -> dict[str, Any]:
-        """All of it is in state_dict()."""
+        """{}: the whole state is in state_dict()."""
         return {}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Its code is hqsweep's."""
+        """Nothing: the model's code is hqsweep's."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         pass
 
     def unused(self) -> list[str]:
-        """Each of its modules takes part in every step."""
+        """[]: each module takes part in every step."""
         return []
 
 
@@ -220,11 +221,11 @@ def _layer(config: ModelConfig, index: int, recipe: AnyRecipe, dtype: torch.dtyp
 
 
 def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -> GPT:
-    """The model with weights that depend on the seed alone; the caller's random state is left as it was.
+    """The model with weights that depend on the seed alone; the caller's random state is restored.
 
-    With model.quantized_weights they start from the same values, and training gives the same bytes: what a weight is
-    quantized from at every use without it is the master that it is quantized from once a step with it. (But +sr on
-    weights draws other bits.)
+    With model.quantized_weights they start from the same values, and training gives the same bytes: the master that a
+    weight is then quantized from once a step is what it is otherwise quantized from at every use. (But +sr on weights
+    draws other bits.)
     """
     held = quantized_model_init(enabled=config.model.quantized_weights, preserve_high_precision_init_val=True)
     with torch.random.fork_rng(devices=[]), quantization(seed=config.seed), held:
@@ -237,7 +238,7 @@ def build_model(config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe) -
 
 @torch.no_grad()
 def perturb(model: GPT, noise: float) -> None:
-    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, whose next numbers the initial
-    weights do not hold. At noise = 0.01 it is a harmless change of the size of quantization noise."""
+    """Multiply every parameter by 1 + noise * eps, eps ~ N(0, 1) from torch's generator, after the numbers of the
+    initial weights. At noise = 0.01 it is a harmless change of the size of quantization noise."""
     for parameter in model.parameters():
         parameter.mul_(1 + noise * torch.randn(parameter.shape))

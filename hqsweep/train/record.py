@@ -1,4 +1,5 @@
-"""The record beside what a run goes on from, step_N.json beside step_N.pt, or beside the folder step_N that many ranks
+"""The record of a run's checkpoint, step_N.json beside step_N.pt, or beside the folder step_N that many ranks write:
+what its bytes are, and which rows stood before it.
 write: what its bytes are, and which rows stood before it.
 
 A file without its record, or with other bytes, is not what was written. The record is written after the file, and both
@@ -18,20 +19,20 @@ from typing import Any, BinaryIO
 from hqsweep.checkpoints.whole import sync_folder
 
 Mark = dict[str, Any]
-"""Where the rows of a table stood: {"rows": how many, "bytes": of how many bytes, "sha256": their hash, in hex}."""
+"""The end of a table's rows: {"rows": their number, "bytes": their bytes, "sha256": their hash, in hex}."""
 
 ANOTHER_RUN = "it is one of another run"
 ANOTHER_FILE = "it is another file than it was"
 ID_DIGITS = 10
-"""How many digits of a run's id the name of its folder ends in."""
+"""The number of digits of a run's id that the name of its folder ends in."""
 
 MARK = {"rows": int, "bytes": int, "sha256": str}
 """The types of a Mark."""
 
 
 class NotAsWritten(Exception):
-    """A file is not there, has no record, or is not what its record says. The message names the file by its place in
-    the folder of its run, which may lie elsewhere tomorrow; `fault` is the rest."""
+    """A file is missing, has no record, or is not what its record says. The message names the file by its place in the
+    folder of its run, which may lie elsewhere tomorrow; `fault` is the rest."""
 
     def __init__(self, path: Path, fault: str) -> None:
         super().__init__(f"{path.parent.name}/{path.name}: {fault}")
@@ -40,10 +41,10 @@ class NotAsWritten(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Name, sha256 (hex) and number of bytes of a file, or of the files of a folder together (digest_of_files), the id
-    of the run that wrote it, and the marks of its rows.
+    """The name, sha256 (hex) and number of bytes of a file, or of the files of a folder together (digest_of_files), the
+    id of the run that wrote it, and the marks of its rows.
 
-    point: whether it is the state of a trunk at a point, with what is measured there, so that forks can begin.
+    point: whether it is the state of a trunk at a point, with what is measured there, so that forks can begin from it.
     """
 
     file: str
@@ -55,7 +56,7 @@ class Record:
 
 
 def record_path(path: Path) -> Path:
-    """Where the record of a file is."""
+    """The path of a file's record."""
     return path.with_suffix(".json")
 
 
@@ -75,7 +76,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """The record of a file. Raises NotAsWritten where it is not there, or is no record."""
+    """The record of a file. Raises NotAsWritten where it is missing, or is no record."""
     target = record_path(path)
     try:
         record = Record(**json.loads(target.read_bytes()))
@@ -99,7 +100,7 @@ def _is_well_formed(record: Record) -> bool:
 
 
 def read_recorded(path: Path, file: BinaryIO) -> Record:
-    """The record of an open file, which is read once and stands at its begin then. Raises NotAsWritten."""
+    """The record of an open file, which is read once and then stands at its beginning. Raises NotAsWritten."""
     record = read_record(path)
     _compare_size(path, os.fstat(file.fileno()).st_size, record)
     digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -114,41 +115,41 @@ CHANGED = "its bytes are not those that were written"
 
 def _compare_size(path: Path, size: int, record: Record) -> None:
     if size != record.bytes:
-        found = "it is empty" if size == 0 else f"it has {size} bytes"
-        raise NotAsWritten(path, f"{found}, and {record.bytes} were written")
+        words = "it is empty" if size == 0 else f"it has {size} bytes"
+        raise NotAsWritten(path, f"{words}, and {record.bytes} were written")
 
 
 Digest = tuple[str, int]
-"""sha256 (hex) and number of bytes."""
+"""The sha256 (hex) and the number of bytes."""
 
 
 def digests_of(paths: Iterable[Path]) -> dict[str, Digest]:
-    """Name of each file -> its Digest, read from the disk where the system lets go of what it holds in memory."""
-    found = {}
+    """Name of each file -> its Digest; read from the disk, if the system drops what it holds in memory."""
+    digests = {}
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
-    return found
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+    return digests
 
 
 def digest_of_files(digests: Mapping[str, Digest]) -> Digest:
-    """Of several files together: the hash of their names and hashes, and how many bytes they all have."""
+    """The Digest of several files together: the hash of their names and hashes, and their bytes."""
     lines = "".join(f"{name} {sha256}\n" for name, (sha256, _) in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest(), sum(size for _, size in digests.values())
 
 
 def _check_folder(path: Path) -> Record:
-    """The record of a folder whose files are what was written. Raises NotAsWritten."""
+    """The record of a folder whose files are as they were written. Raises NotAsWritten."""
     record, files = read_record(path), sorted(path.iterdir())
-    _compare_size(path, sum(each.stat().st_size for each in files), record)
+    _compare_size(path, sum(file.stat().st_size for file in files), record)
     if digest_of_files(digests_of(files))[0] != record.sha256:
         raise NotAsWritten(path, CHANGED)
     return record
 
 
 def fault_of(path: Path, run: str) -> str | None:
-    """What is wrong with a file of a run, as a sentence without its end; None for what the run with this id wrote."""
+    """The fault of a file of a run, as a sentence without its end; None if the run with this id wrote it so."""
     try:
         if check_recorded(path).run != run:
             raise NotAsWritten(path, ANOTHER_RUN)
@@ -158,8 +159,8 @@ def fault_of(path: Path, run: str) -> str | None:
 
 
 def check_recorded(path: Path) -> Record:
-    """The record of a file or a folder that is what was written. Raises NotAsWritten where it is not, or is not
-    there."""
+    """The record of a file or a folder that is as it was written. Raises NotAsWritten where it is not, or is
+    missing."""
     try:
         if path.is_dir() and not path.suffix:
             return _check_folder(path)
@@ -172,7 +173,7 @@ def check_recorded(path: Path) -> Record:
 
 
 def is_point(path: Path) -> bool:
-    """Whether a fork can begin with a file or a folder, as its record says; what is in it is not read."""
+    """Whether a fork can begin with a file or a folder, by its record; its content is not read."""
     try:
         return path.exists() and read_record(path).point
     except NotAsWritten:
@@ -180,7 +181,7 @@ def is_point(path: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Delete a file and its record, or what is there instead; of a link, the link."""
+    """Delete a file and its record, or what stands in its place; if that is a link, the link."""
     for entry in (record_path(path), path):
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -190,8 +191,8 @@ def discard(path: Path) -> None:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint, a file or a folder, in order of steps."""
-    found = {path: re.fullmatch(r"step_([1-9][0-9]*)(\.pt)?", path.name) for path in folder.glob("step_*")}
-    return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
+    matches = {path: re.fullmatch(r"step_([1-9][0-9]*)(\.pt)?", path.name) for path in folder.glob("step_*")}
+    return dict(sorted((int(match[1]), path) for path, match in matches.items() if match))
 
 
 def mark_of(data: bytes) -> Mark:
@@ -200,7 +201,8 @@ def mark_of(data: bytes) -> Mark:
 
 
 def misfit(name: str, data: bytes, mark: Mark) -> str | None:
-    """How the rows of a file do not begin as they did at its mark, as a part of a sentence; None where they do."""
+    """How the beginning of a file's rows differs from what it was at the mark, as a part of a sentence; None where it
+    does not."""
     if mark_of(data[: mark["bytes"]]) == mark:
         return None
     rows = data.count(b"\n")

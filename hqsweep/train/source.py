@@ -1,4 +1,5 @@
-"""The start of a trunk that begins from a checkpoint of another program, and how far it is from that at its points."""
+"""The start of a trunk that begins from a checkpoint of another program, and the distance of its losses from the
+checkpoint's at its points."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,11 +12,11 @@ from hqsweep.config.fork import ForkConfig
 from hqsweep.errors import UserError
 
 ABOVE = "above_source"
-"""Key of a trunk's facts: a line for each point at which its loss is above that of its checkpoint."""
+"""The key, in a trunk's facts, of a line for each point at which its loss is above that of its checkpoint."""
 
 
 class Beginning(Protocol):
-    """What a Trainer is to the checkpoint that it begins from."""
+    """A Trainer as its first checkpoint, of another program, knows it."""
 
     step: int
     val_loss: float | None
@@ -31,9 +32,9 @@ class Beginning(Protocol):
 
 def begin_source(trainer: Beginning, fork: ForkConfig) -> None:
     """Give a trainer the weights of the checkpoint that its trunk begins from, and the moments where that has some; its
-    facts say which loss the checkpoint came with.
+    facts then have the checkpoint's loss.
 
-    UserError where it is another checkpoint than was planned, or one of another model.
+    UserError where it is another checkpoint than was planned, or that of another model.
     """
     checkpoint = inspect_checkpoint(Path(fork.source))
     if checkpoint.sha256 != fork.source_hash:
@@ -49,8 +50,8 @@ def begin_source(trainer: Beginning, fork: ForkConfig) -> None:
 
 
 def above_source(trainer: Beginning) -> str | None:
-    """A line at a point of a trunk at which the loss is above its checkpoint's; None elsewhere. Whether that is more
-    than noise a trunk alone cannot say: report.rewarm does."""
+    """A line, at a point of a trunk at which the loss is above its checkpoint's; None elsewhere. A trunk alone cannot
+    say whether that is more than noise: report.rewarm does."""
     before = trainer.trunk.get("source_val_loss")
     if before is None or trainer.step not in trainer.kept or trainer.val_loss is None or trainer.val_loss <= before:
         return None

@@ -1,9 +1,9 @@
 """StepRunner: runs the steps of a training, one after another or as replays of a CUDA graph, with the same bits.
 
-A graph runs kernels and no Python. What Python does in a step has to be the same in every step, or read from tensors:
-the batch, the learning rate, and the step, by which random bits are keyed, stand in tensors that are written before a
+A graph runs kernels and no Python. What Python does in a step must be the same in every step, or read from tensors: the
+batch, the learning rate, and the step, by which random bits are keyed, stand in tensors that are written before a
 replay. What modules remember in Python (the step of delayed scaling's states, the keys of weights that are held in
-operands) is brought up to date after it.
+operands) is updated after it.
 """
 
 import warnings
@@ -29,32 +29,34 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train.graph import GraphPool
 
 EAGER_STEPS = 2
-"""Before a graph is captured: states, moments and tables are made by the first step on a recipe."""
+"""The number of eager steps before a graph is captured: the first step on a recipe makes states, moments and tables."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class At:
-    """Where in the training an update stands."""
+    """The position of an update in the training."""
 
     step: int
-    """Counts from 1. In a graph that of its capture, which nothing that is computed may depend on."""
+    """The step, counted from 1. In a graph it is the step of the capture, which no result may depend on."""
     counter: Tensor | None = None
     """int64 [1]: the step as a graph reads it; None outside of one."""
     probe: Probe | None = None
 
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, int64 [B, T], or of an evaluation [batches, B, T]."""
+"""Inputs and targets, int64 [B, T]; those of an evaluation [batches, B, T]."""
 Update = Callable[[Tensor, Tensor, At], list[Tensor]]
-"""A whole update, or an evaluation, on inputs and targets on the device; it returns what is reported of it."""
+"""A function that does a whole update, or an evaluation, on inputs and targets on the device; it returns what is
+reported."""
 
 
 class NotCapturable(Exception):
-    """What a step does in Python differs from step to step."""
+    """A step cannot be captured, since what it does in Python differs from step to step."""
 
 
 class StepRunner:
-    """Runs updates as train.compile says. `reason` is why they are no graph, or None; why_eager: of the model."""
+    """Runs updates as train.compile says. `reason`: why they are no graph, or None; why_eager: the reason that lies in
+    the model."""
 
     def __init__(
         self, train: TrainConfig, model: nn.Module, device: torch.device, why_eager: str | None = None
@@ -69,11 +71,12 @@ class StepRunner:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the updates of now are a graph."""
+        """Whether updates are a graph now."""
         return self._update is not None
 
     def run(self, update: Update, batch: Batch, at: At) -> list[Tensor]:
-        """update(*batch, at), eagerly or as a graph; its results are good until the next call. `at` has no counter.
+        """The results of update(*batch, at), eagerly or as a graph; they are good until the next call. `at` has no
+        counter.
 
         UserError for train.compile=graph where the update cannot be captured; otherwise a warning says so, once.
         """
@@ -93,8 +96,8 @@ class StepRunner:
         return results
 
     def evaluate(self, measure: Update, batch: Batch, step: int) -> float:
-        """The one number that measure(*batch, At(step=step)) finds; from the second time on as a graph, where updates
-        are one."""
+        """The one number that measure(*batch, At(step=step)) returns; from the second time on it runs as a graph, where
+        updates are one."""
         if self._evaluation or self._capture_evaluation(measure, batch, step):
             self._evaluation.counter.fill_(step)
             return self._evaluation(batch)[0].item()
@@ -105,7 +108,7 @@ class StepRunner:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Around work beside graphs, which leaves no tensors."""
+        """The context of work beside graphs, which leaves no tensors."""
         if self.pool is None:
             yield
             return
@@ -117,7 +120,7 @@ class StepRunner:
             self.forget()
 
     def forget(self) -> None:
-        """Give up the graphs: the recipe, or tensors that they read or write, are other ones from now on."""
+        """Give up the graphs: the recipe, or tensors that they read or write, change."""
         if self.has_graph:
             self.pool.wait()
             self._update = self._evaluation = None
@@ -128,7 +131,7 @@ class StepRunner:
         return (_pinned(tokens, self.device).to(self.device, non_blocking=True) for tokens in batch)
 
     def _capture_update(self, update: Update, batch: Batch, step: int) -> bool:
-        """Whether the update is a graph now."""
+        """Capture the update; returns whether it is a graph now."""
         if self._eager_updates < EAGER_STEPS:
             return False
         counter = self._memory.begin(step)
@@ -145,7 +148,8 @@ class StepRunner:
         return True
 
     def _capture_evaluation(self, measure: Update, batch: Batch, step: int) -> bool:
-        """Whether the evaluation is a graph now; one that cannot be is eager without a word, as it is as good."""
+        """Capture the evaluation; returns whether it is a graph now. One that cannot be is run eagerly without a word,
+        as it is as good."""
         if not (self.has_graph and self._eager_evaluations):
             return False
         counter = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -169,7 +173,7 @@ class StepRunner:
 
 
 class _Program:
-    """A function of a batch as a graph, and what it reads: the batch's own tensors, the step's counter, keys."""
+    """A function of a batch as a graph, with what it reads: the batch's own tensors, the step's counter, keys."""
 
     def __init__(self, pool: GraphPool, function: Update, batch: Batch, at: At) -> None:
         self.inputs = [tokens.to(at.counter.device, copy=True) for tokens in batch]
@@ -184,12 +188,12 @@ class _Program:
 
 
 def _pinned(tokens: Tensor, device: torch.device) -> Tensor:
-    """In memory from which a GPU copies while the host goes on."""
+    """The tokens in memory from which a GPU copies while the host goes on."""
     return tokens.pin_memory() if device.type == "cuda" else tokens
 
 
 def _reason(train: TrainConfig, device: torch.device) -> str | None:
-    """Why steps cannot be a graph, as far as that is known before one has run."""
+    """Why steps cannot be a graph, as far as that is known before one has run; None if nothing is known."""
     if device.type != "cuda":
         return "there are no graphs on the CPU"
     if train.compile == "off":
@@ -198,8 +202,8 @@ def _reason(train: TrainConfig, device: torch.device) -> str | None:
 
 
 class _PythonMemory:
-    """What a step changes in Python objects of a model: of states and keys that is learned in the step of the capture,
-    and done for every replay."""
+    """What a step changes in Python objects of a model. For states and keys that is learned in the step of the capture,
+    and repeated at every replay."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -208,16 +212,17 @@ class _PythonMemory:
         self._keys: dict[HybridQuantizedTensor, RngKey] = {}
         self._ahead: dict[HybridQuantizedTensor, int] = {}
         self._counters: dict[int, Tensor] = {}
-        """By how far keys are ahead of the training: held weights count how often they were written."""
+        """Distance -> the counter of keys that are so far ahead of the training: a held weight's key counts how often
+        it was written."""
 
     def _modules(self) -> Iterator[nn.Module]:
-        """Those of the model, and of the parts of converted ones, which stand outside of it."""
+        """The modules of the model, and of the parts of converted ones, which stand outside of it."""
         yield from self.model.modules()
         for part in quantized_modules(self.model):
             yield from part.modules()
 
     def begin(self, step: int) -> Tensor:
-        """Before a capture: note everything, and have held weights draw their next bits by counters. Returns the
+        """Prepare for a capture: note everything, and have held weights draw their next bits by counters. Returns the
         counter of the training's step."""
         self.clear_workspaces()
         self._states = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
@@ -233,12 +238,12 @@ class _PythonMemory:
         return self._counters[0]
 
     def count(self, step: int) -> None:
-        """Before a replay of this step."""
+        """Set the counters for a replay of this step."""
         for ahead, counter in self._counters.items():
             counter.fill_(step + ahead)
 
     def learn(self, step: int) -> None:
-        """After the capture: what it did to states and keys. NotCapturable for what is no step like others."""
+        """Note what the capture did to states and keys. NotCapturable if it did what other steps do not."""
         after = {part: part.step for part in self._modules() if isinstance(part, DelayedState)}
         self._following = [state for state, now in after.items() if now == step]
         others = [state for state in after if after[state] not in (step, self._states.get(state))]
@@ -248,7 +253,7 @@ class _PythonMemory:
             raise NotCapturable("a held weight is not written once a step")
 
     def restore(self) -> None:
-        """As before the capture, which has computed nothing."""
+        """Restore what was before the capture, which has computed nothing."""
         self.clear_workspaces()
         for state, step in self._states.items():
             state.step = step
@@ -256,7 +261,7 @@ class _PythonMemory:
             p.set_key(key)
 
     def advance(self, step: int) -> None:
-        """After a replay of this step."""
+        """Do to states and keys what a replay of this step does."""
         for state in self._following:
             state.step = step
         for p, ahead in self._ahead.items():
@@ -265,7 +270,7 @@ class _PythonMemory:
         note_update()
 
     def clear_workspaces(self) -> None:
-        """Operands of weights that were kept would be in the memory of the graph."""
+        """Drop the cached operands of weights, which would be in the memory of the graph."""
         for module in self._modules():
             if isinstance(workspace := getattr(module, "workspace", None), WeightWorkspace):
                 workspace.clear()

@@ -1,7 +1,7 @@
 """UserAdapter: a model of a user's own, of Hugging Face or from a function, as the training loop's model.
 
-Its parameters are as they are (float32 of Hugging Face); under train.dtype=bf16 it runs in torch.autocast, in which the
-linears that compute by the recipe take bf16 as those of the GPT do.
+Its parameters stay in their own dtypes (float32 from Hugging Face); under train.dtype=bf16 it runs in torch.autocast,
+in which the linears that compute by the recipe take bf16 as those of the GPT do.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,24 +34,24 @@ from hqsweep.train.keyed import keyed_seed
 from hqsweep.train.step import NotCapturable
 
 CODE = "model_code"
-"""Key of a checkpoint, and of the manifest: Origin.code."""
+"""The key of Origin.code in a checkpoint and in the manifest."""
 CONVERSION = "conversion"
-"""Key of a checkpoint: the states of delayed scaling, which are not in the model's state_dict."""
+"""The key, in a checkpoint, of the states of delayed scaling, which are not in the model's state_dict."""
 
 EVALUATION = 2**32
-"""Key of the random numbers of evaluations, which is that of no seed, step and microbatch."""
+"""The key of the random numbers of evaluations; no seed, step and microbatch has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The function that has made a model, and its code (models.code)."""
+    """The function that built a model, and its code (models.code)."""
 
     target: str
     code: str
 
 
 class UserAdapter:
-    """adapter.ModelAdapter of a model that convert() has converted. dtype: of products by the recipe."""
+    """The adapter.ModelAdapter of a model that convert() has converted. dtype: that of products by the recipe."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class UserAdapter:
         conversion.reset()
 
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
-        """As models.losses.model_loss has them; `saving` is around the whole model, its loss included."""
+        """The losses as models.losses.model_loss gives them; `saving` is around the whole model, its loss included."""
         before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
         with saving(), self._autocast():
             cross_entropy, aux = model_loss(self.model, inputs, targets, self.around)
@@ -85,8 +85,8 @@ class UserAdapter:
         return Losses(cross_entropy=cross_entropy, minimized=minimized, balance=balance)
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """What the model draws of torch's generator is a function of the key: a resumed run drops what an uninterrupted
-        one does, and so do all arms."""
+        """Seed torch's generator by the key, if the model draws from it: a resumed run, and every arm, drops what an
+        uninterrupted one does."""
         if not is_captured(self.device):
             torch.manual_seed(keyed_seed(*key))
         elif self.draws:
@@ -94,7 +94,8 @@ class UserAdapter:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Without dropout; what the model draws even so, it draws in every evaluation."""
+        """The context of evaluations, without dropout; what the model draws even so, it draws in every evaluation
+        alike."""
         self.model.eval()
         if not is_captured(self.device):
             torch.manual_seed(keyed_seed(EVALUATION))
@@ -104,19 +105,19 @@ class UserAdapter:
             self.model.train()
 
     def decayed(self) -> list[Tensor]:
-        """Matrices, also stacked ones; embeddings, gains and biases do not decay."""
+        """The matrices, also stacked ones; embeddings, gains and biases do not decay."""
         tables = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
         stacked = {id(p) for p in self.model.parameters() if p.dim() > 1}
         biases = {id(p) for name, p in self.model.named_parameters() if name.endswith("bias")}
         return [p for p in self.model.parameters() if id(p) in stacked - tables - biases]
 
     def saved_inputs(self, tokens: int) -> Iterator[tuple[str, float]]:
-        """Of linears; how many tokens experts get is not known here."""
+        """The saved inputs of linears; the number of tokens of experts is not known here."""
         parts = (part for part in self.conversion.parts if part.module.module_type == "linear")
         return ((p.module.name, input_bytes(p.module, p.shape[-1], tokens)) for p in parts)
 
     def originals(self, master: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """None are needed: no weight is held quantized."""
+        """{}: no weight is held quantized."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """That of torch's own generator on the device."""
+    """The state of torch's own generator on the device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
@@ -167,8 +168,8 @@ def draws_numbers(model: nn.Module) -> bool:
 def user_adapter(
     config: ConvergenceConfig, vocab_size: int, recipe: AnyRecipe, device: torch.device, dtype: torch.dtype
 ) -> UserAdapter:
-    """The user's model of a config on the device, in a recipe. UserError where it is not there, is another than was
-    planned, does not fit the data, or is nothing that the recipe can take."""
+    """The user's model of a config on the device, in a recipe. UserError where it is missing, is not the one that was
+    planned, does not fit the data, or has nothing that the recipe can take."""
     section, train = config.model, config.train
     if isinstance(section, HFModelConfig):
         check_same(section)
@@ -192,7 +193,7 @@ def user_adapter(
 
 
 def loss_by_chunks(model: nn.Module) -> bool:
-    """Whether HeadLoss gives the loss of a model; a line says so, or why not."""
+    """Whether HeadLoss computes the loss of a model; a line says so, or why not."""
     if not is_hugging_face(model):
         return False
     why = why_whole(model)

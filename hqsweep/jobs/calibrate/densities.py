@@ -19,24 +19,25 @@ class Density:
 
     moments: Callable[[Array], tuple[Array, Array, Array]]
     quantile: Callable[[Array], Array]
-    """x with M_0(x) = 1 - p, for the tail p of |x|: largest magnitudes need tails that 1 - p cannot hold."""
+    """x with M_0(x) = 1 - p, for the tail p of |x|: the largest magnitudes need tails that 1 - p cannot hold."""
     power: float
 
 
 def _normal_moments(x: Array) -> tuple[Array, Array, Array]:
-    """2 Phi - 1, 2 (phi(0) - phi(x)), M_0 - 2 x phi(x)."""
+    """Moments of the normal: 2 Phi - 1, 2 (phi(0) - phi(x)), M_0 - 2 x phi(x)."""
     m0, f = 1 - 2 * stats.norm.sf(x), 2 * stats.norm.pdf(x)
     return m0, 2 * stats.norm.pdf(0) - f, m0 - x * f
 
 
 def _laplace_moments(x: Array) -> tuple[Array, Array, Array]:
-    """f = exp(-x): 1 - e, 1 - (1 + x) e, 2 - (x^2 + 2 x + 2) e, with e = exp(-x)."""
+    """Moments of f = exp(-x): 1 - e, 1 - (1 + x) e, 2 - (x^2 + 2 x + 2) e, with e = exp(-x)."""
     e = np.exp(-x)
     return -np.expm1(-x), 1 - (1 + x) * e, 2 - (x * x + 2 * x + 2) * e
 
 
 def _student_moments(nu: int) -> Callable[[Array], tuple[Array, Array, Array]]:
-    """With x^2 = nu (1 + x^2 / nu) - nu, M_2 is an integral over Student's density with nu - 2 degrees of freedom."""
+    """Moments of Student's t: since x^2 = nu (1 + x^2 / nu) - nu, M_2 is an integral over its density with nu - 2
+    degrees of freedom."""
 
     def moments(x: Array) -> tuple[Array, Array, Array]:
         m0, top = 1 - 2 * stats.t.sf(x, nu), 2 * stats.t.pdf(0, nu)

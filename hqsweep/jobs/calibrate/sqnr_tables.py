@@ -1,4 +1,4 @@
-"""SQNRs that others measured, in dB, to hold ours against.
+"""SQNRs that others measured, in dB, to compare ours with.
 
 PUBLISHED  mean squared errors on N(0, 1) of Quartet II, arXiv 2601.22813, table 1, in units of 1e-3
 EMULATED   an emulation of these formats that shares no code with this package, whose casts were compared with ml_dtypes
@@ -43,12 +43,12 @@ ROWS: dict[str, dict[str, float]] = {
         "nvfp4+2d": 0.0,
     },
 }  # fmt: skip
-"""Where a scale of the tensor underflows half of the rows, the median hangs on one draw of the largest, so it has no
-place here."""
+"""Format -> SQNR of the distribution. A format whose tensor scale underflows half of the rows is left out: its median
+depends on one draw of the largest magnitude."""
 
 
 def published_db(format: str, distribution: str) -> float | None:
-    """Quartet II's, on N(0, 1)."""
+    """The SQNR of Quartet II on N(0, 1), or None."""
     mse = PUBLISHED_MSE.get(format) if distribution == "normal" else None
     return None if mse is None else -10 * math.log10(mse * 1e-3)
 

@@ -41,7 +41,7 @@ from hqsweep.recipe.sections import LinearQuantizers
 K, N = 48, 32
 SPLITS = (48, 0, 16, 80)
 LONG_SPLITS = (288, 0, 32, 272)
-"""Two experts have two whole blocks of 128 tokens, and a part of one."""
+"""The rows of each expert: two experts have two whole blocks of 128 tokens, and a part of a third."""
 EXPERTS = len(SPLITS)
 RECIPES = {
     "nvfp4_row_scaled_fwd_mxfp8_bwd": {
@@ -54,25 +54,26 @@ RECIPES = {
     "nvfp4 recipe": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
     "fp8_delayed": {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"},
 }  # fmt: skip
-"""What no one format in all slots, and no pair, is."""
+"""Recipes that are neither one format in all slots nor a pair."""
 HIGH = LinearQuantizers.parse("bf16", "parity")
 ORDER_OF_SUMS = 1e-4
-"""Relative L2 of float32 sums of some hundred products in another order is below."""
+"""The bound of the relative L2 between float32 sums of some hundred products in different orders."""
 STORED = 2.0**-7
-"""Relative L2 of results that torch._grouped_mm has rounded to bfloat16, twice where factors follow."""
+"""The bound of the relative L2 of results that torch._grouped_mm has rounded to bfloat16, twice where factors
+follow."""
 Results = dict[str, Tensor]
 
 
 def everywhere(format: Format) -> LinearQuantizers:
-    """A format in both directions of all three tensors, less what it may not have there: row_scaled columnwise, the
-    Hadamard transform rowwise and on weights."""
+    """A format in both directions of all three tensors, without the options that a slot may not have: row_scaled
+    columnwise, and the Hadamard transform rowwise and on weights."""
     row, column = format.rowwise_form, format.columnwise_form
     quantizers = {t: f"{row}|{column}" for t in ("input", "grad_output")}
     return LinearQuantizers.parse(quantizers | {"weight": f"{row}|{column.rowwise_form}"}, "parity")
 
 
 def grouped_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Each format, every pair of base formats, and RECIPES."""
+    """Rows for each format, every pair of base formats, and RECIPES."""
     recipes = {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
     sections = {text: everywhere(parse(text)) for text in config.parity.formats}
     for a, b, source in product(bases(), bases(), SOURCES):
@@ -90,8 +91,8 @@ def grouped_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def kernel_rows(config: ParityConfig, device: torch.device, capability: Capability = None) -> Rows:
-    """torch._grouped_mm for each format that a device has it for. capability: whose plans are followed, if not those of
-    the device."""
+    """Rows of torch._grouped_mm for each format for which the device has it. capability: that of the device whose plans
+    are followed, if it is not this one."""
     capability = capability or capability_of(device)
     for text in config.parity.formats:
         quantizers = everywhere(parse(text))
@@ -108,8 +109,8 @@ class _Expert(Linear):
 
 
 class _Problem:
-    """Weights, biases, tokens and gradients of a grouped linear, of another size for each expert: their largest values,
-    and so their scales, differ."""
+    """The weights, biases, tokens and gradients of a grouped linear. They have another magnitude for each expert, so
+    that the largest values, and the scales, differ."""
 
     def __init__(self, quantizers: LinearQuantizers, splits: Sequence[int], device: torch.device, seed: int) -> None:
         self.quantizers, self.splits, self.device = quantizers, tuple(splits), device
@@ -124,7 +125,7 @@ class _Problem:
         self.b = drawn["b"].float().to(device)
 
     def run(self, splits: Splits | None = None) -> Results:
-        """By a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
+        """The results of a GroupedLinear: y, dx [tokens, ...], dw, db [E, ...]."""
         recipe = Recipe(linear=HIGH, grouped_linear=self.quantizers)
         single = {"single_grouped_weight": True, "single_grouped_bias": True, "plan_capability": self.plan_capability}
         options = GroupedLinearOptions(bias=True, **single)
@@ -134,7 +135,7 @@ class _Problem:
         return self._stepped(module, self.x, self.dy, list(self.splits) if splits is None else splits)
 
     def by_linears(self) -> Results:
-        """By a Linear for each expert."""
+        """The results of a Linear for each expert."""
         parts = zip(range(EXPERTS), self.parts(self.x), self.parts(self.dy), strict=True)
         experts = [self._by_linear(*part) for part in parts]
         tokens = {name: torch.cat([results[name] for results in experts]) for name in ("y", "dx")}
@@ -147,7 +148,7 @@ class _Problem:
         return self._stepped(linear, x, dy)
 
     def _stepped(self, module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int] | Splits) -> Results:
-        """Results of the first step, or of the second one where scales come from the step before."""
+        """The results of the first step, or of the second one where scales come from the step before."""
         for step in range(1, 2 + any(format.delayed for format in _formats(self.quantizers))):
             module.zero_grad()
             x = x.detach().clone().requires_grad_()
@@ -161,19 +162,19 @@ class _Problem:
         return tokens.split(self.splits)
 
     def in_dtype(self, dtype: torch.dtype) -> "_Problem":
-        """The same on a module of another dtype."""
+        """The problem on a module of another dtype."""
         self.dtype, self.x, self.dy = dtype, self.x.to(dtype), self.dy.to(dtype)
         return self
 
     def with_experts(self, numbers: Sequence[int]) -> "_Problem":
-        """The same with expert numbers[i] as number i."""
+        """The problem with expert numbers[i] as number i."""
         other = _Problem(self.quantizers, [self.splits[n] for n in numbers], self.device, 0)
         other.x, other.dy = (torch.cat([self.parts(t)[n] for n in numbers]) for t in (self.x, self.dy))
         other.w, other.b = self.w[list(numbers)], self.b[list(numbers)]
         return other
 
     def with_tokens(self, order: Tensor) -> "_Problem":
-        """The same with rows in another order."""
+        """The problem with rows in another order."""
         other = _Problem(self.quantizers, self.splits, self.device, 0)
         other.x, other.dy, other.w, other.b = self.x[order], self.dy[order], self.w, self.b
         return other
@@ -208,7 +209,7 @@ def _permutation_rows(subject: str, quantizers: LinearQuantizers, device: torch.
 
 
 def _token_rows(subject: str, case: str, problem: _Problem, expected: Results, block: int) -> Iterator[dict]:
-    """The order of runs of `block` tokens drawn anew: what must follow it."""
+    """Rows of a problem in which the order of runs of `block` tokens is drawn anew: the results that must follow it."""
     starts = (sum(problem.splits[:expert]) for expert in range(EXPERTS))
     order = torch.cat([start + _shuffled(size, block) for start, size in zip(starts, problem.splits, strict=True)])
     order = order.to(problem.device)
@@ -227,7 +228,7 @@ def _token_rows(subject: str, case: str, problem: _Problem, expected: Results, b
 
 
 def _shuffled(size: int, block: int) -> Tensor:
-    """int64 [size]: whole blocks in another order, then what is left."""
+    """int64 [size]: indices of whole blocks in another order, then the rest."""
     count = size // block
     blocks = torch.arange(count * block).view(count, block).flip(0)
     if block == 1:
@@ -236,7 +237,7 @@ def _shuffled(size: int, block: int) -> Tensor:
 
 
 def _near_row(subject: str, case: str, errors: dict[str, float], bound: float, total: int) -> dict[str, object]:
-    """PASS where every relative L2 error is below the bound."""
+    """A row with PASS where every relative L2 error is below the bound."""
     text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     status = "PASS" if all(error < bound for error in errors.values()) else "FAIL"
     note = f"relative L2: {text}; below {bound:.1e}"
@@ -244,7 +245,7 @@ def _near_row(subject: str, case: str, errors: dict[str, float], bound: float, t
 
 
 def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device, seed: int) -> dict[str, object]:
-    """weights, choices and balance of a mixture whose experts, and their neighbours, are quantized."""
+    """The row of weights, choices and balance of a mixture whose experts, and their neighbours, are quantized."""
     routings: list[Results] = []
 
     def keep(router: nn.Module, inputs: tuple[Tensor], routing: Routing) -> None:
@@ -260,14 +261,14 @@ def _router_row(subject: str, quantizers: LinearQuantizers, device: torch.device
 
 
 def _has_kernel(quantizers: LinearQuantizers, capability: Capability) -> bool:
-    """Whether wgrad is one kernel, as it is nowhere without the others."""
+    """Whether wgrad is one kernel; only where the other GEMMs are, too."""
     group = GroupGemm(gemm="wgrad", out_dtype=torch.float32, sizes=(K, N), host_splits=False)
     a, b = quantizers.grad_output.columnwise, quantizers.input.columnwise
     return gemm_plan(a, b, capability, group=group).one_kernel
 
 
 def _kernel_row(subject: str, problem: _Problem, capability: Capability) -> dict[str, object]:
-    """Results for splits of the device against the loop's, by their relative L2."""
+    """The row of the results for splits of the device against the loop's, by their relative L2."""
     problem, device = problem.in_dtype(torch.float32), problem.device
     expected, sizes = problem.run(), torch.tensor(SPLITS, device=device)
     unknown = Splits(rows=sum(SPLITS), count=EXPERTS, sizes=None, device_sizes=sizes)

@@ -59,8 +59,8 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
         sink.phase(name)
         sink.progress(i, len(names), None, None, part=done)
         rows = []
-        for each in {**CHECKS, RANKS: ranks_check}[name](config, device):
-            rows.append(each)
+        for result in {**CHECKS, RANKS: ranks_check}[name](config, device):
+            rows.append(result)
             if name in COUNTED:
                 sink.progress(i, len(names), None, None, part=done + share[name] * _cases(rows) / COUNTED[name](config))
         sink.rows("parity", rows)
@@ -69,35 +69,36 @@ def run(config: ParityConfig, sink: Sink, workspace: Path) -> None:
 
 
 def checks_of(config: ParityConfig) -> list[str]:
-    """The named checks, and that of ranks where their numbers are given."""
+    """The named checks, and the check of ranks where their numbers are given."""
     return [*config.parity.checks, *([RANKS] if config.parity.ranks else [])]
 
 
 def shares(config: ParityConfig) -> dict[str, float]:
-    """Check -> its part of the time of all: the checks of kernels and of ranks take the time of their cases, and any
-    other that of about two of the kernels' for each format."""
+    """Check -> its part of the whole time: the checks of kernels and of ranks take the time of their cases, and any
+    other check that of about two kernel cases for each format."""
     others = 2 * len(config.parity.formats)
     work = {name: COUNTED[name](config) if name in COUNTED else others for name in checks_of(config)}
-    return {name: each / sum(work.values()) for name, each in work.items()}
+    return {name: amount / sum(work.values()) for name, amount in work.items()}
 
 
 def kernel_cases(config: ParityConfig) -> int:
-    """How many matrices the kernel check quantizes in all formats together."""
+    """The number of matrices that the kernel check quantizes in all formats together."""
     section = config.parity
     return len(section.formats) * len(section.distributions) * len(section.shapes) * len(DTYPES)
 
 
 def _cases(rows: Sequence[dict]) -> int:
-    """How many of those that COUNTED counts these rows are of: on a GPU the kernels' have three each."""
-    return sum(each["check"] == "cpu" or each["check"] in RANK_CHECKS for each in rows)
+    """The number of cases, as COUNTED counts them, that these rows belong to: on a GPU the kernels' cases have three
+    rows each."""
+    return sum(result["check"] == "cpu" or result["check"] in RANK_CHECKS for result in rows)
 
 
 COUNTED = {"kernel": kernel_cases, RANKS: rank_cases}
-"""Check -> how many cases it has."""
+"""Check -> the number of its cases."""
 
 
 def kernel_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Each format, in both directions of one call, over every distribution, shape and input dtype."""
+    """Rows of each format, in both directions of one call, over every distribution, shape and input dtype."""
     for format in _formats(config):
         for distribution in config.parity.distributions:
             for rows, cols in config.parity.shapes:
@@ -121,7 +122,7 @@ def _kernel_rows(format: Format, case: str, x: Tensor, device: torch.device) -> 
 
 
 def statistics_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Each format over every distribution, on a matrix of six tiles of sums that ends in partial ones."""
+    """Rows of each format over every distribution, on a matrix of six tiles of sums that ends in partial ones."""
     for format in _formats(config):
         for distribution in config.parity.distributions:
             x = draw(distribution, *STATISTICS_SHAPE, config.seed).to(device)
@@ -133,7 +134,7 @@ def statistics_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def vanilla_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Linear against its composition from the format reference, for every format everywhere."""
+    """Rows of Linear against its composition from the format reference, for every format everywhere."""
     problem = _problem(config, device)
     for format in _formats(config):
         quantizers = everywhere(format)
@@ -142,8 +143,8 @@ def vanilla_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def routing_check(config: ParityConfig, device: torch.device) -> Rows:
-    """All ordered pairs and triples of formats that can stand in both directions: y is that of a alone, dx that of b,
-    dw that of c, where c is b for a pair."""
+    """Rows of all ordered pairs and triples of formats that can stand in both directions: y equals that of a alone, dx
+    that of b, dw that of c, where c is b for a pair."""
     problem = _problem(config, device)
     names = [str(f) for f in _formats(config) if not (f.rht or f.stochastic or f.row_scaled)]
     alone = {name: _linear(LinearQuantizers.parse(name, "parity"), *problem) for name in names}
@@ -160,7 +161,7 @@ def _families(names: Sequence[str]) -> list[str]:
 
 
 def pairs_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Every ordered pair of formats with both sources, in one call, against the reference in two steps."""
+    """Rows of every ordered pair of formats with both sources, in one call, against the reference in two steps."""
     x, _, _ = _problem(config, device)
     rowwise = [f for f in _formats(config) if not f.rht]
     columnwise = [f for f in _formats(config) if not f.row_scaled]

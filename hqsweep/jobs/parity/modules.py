@@ -54,7 +54,7 @@ RECIPES: dict[str, dict[str, object]] = {
 
 
 def modules_check(config: ParityConfig, device: torch.device) -> Rows:
-    """36 pairs of formats, with gradients in the columnwise one."""
+    """Rows of 36 pairs of formats, with gradients in the columnwise one."""
     for a, b in product(BASE_FORMATS, repeat=2):
         for source in ("original", "rowwise_dequantized"):
             pair = f"{a}|{b}@{source}"
@@ -67,7 +67,7 @@ def modules_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def switch_check(config: ParityConfig, device: torch.device) -> Rows:
-    """From each recipe to the next one, and back from the last to the first."""
+    """Rows of modules that change from each recipe to the next one, and from the last back to the first."""
     names = [*RECIPES, next(iter(RECIPES))]
     for old, new in pairwise(names):
         first, second = (Recipe.from_config(RECIPES[name]) for name in (old, new))
@@ -75,21 +75,21 @@ def switch_check(config: ParityConfig, device: torch.device) -> Rows:
         _gradients(module, module, config.seed)
         set_recipe(module, second)
         fresh = _initialised(MODULES["TransformerLayer"](second), config.seed).to(device)
-        pairs = named_pairs(*(_gradients(each, each, config.seed) for each in (fresh, module)))
+        pairs = named_pairs(*(_gradients(m, m, config.seed) for m in (fresh, module)))
         yield row("switch", f"{old} -> {new}", "TransformerLayer", pairs)
 
 
 def export_check(config: ParityConfig, device: torch.device) -> Rows:
-    """The exported text is executed with hqsweep.compat in the place of TransformerEngine."""
+    """Rows of recipes whose exported text is executed with hqsweep.compat in the place of TransformerEngine."""
     for name, sections in RECIPES.items():
         recipe = parse_recipe({"name": name, **sections})
         recipes = recipe, imported(to_transformer_engine(recipe, name))
-        modules = (_initialised(MODULES["TransformerLayer"](each), config.seed).to(device) for each in recipes)
+        modules = (_initialised(MODULES["TransformerLayer"](variant), config.seed).to(device) for variant in recipes)
         yield row("export", name, "TransformerLayer", named_pairs(*(_gradients(m, m, config.seed) for m in modules)))
 
 
 def imported(exported: str) -> CustomRecipe:
-    """The recipe of an exported module, whose imports of TransformerEngine, and nothing else, are replaced."""
+    """The recipe of an exported module. Its imports of TransformerEngine are replaced, and nothing else."""
     names: dict[str, object] = {}
     text = re.sub(r"^from transformer_engine[\w.]* import", "from hqsweep.compat import", exported, flags=re.M)
     exec(compile(text, "exported.py", "exec"), names)

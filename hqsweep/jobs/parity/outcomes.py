@@ -10,14 +10,14 @@ from hqsweep.ops.request import Target
 from hqsweep.ops.stats import Statistics
 
 SUMS_RTOL = 1e-5
-"""Between the kernels' float32 sums of 128 x 128 elements and the reference's float64 sums."""
+"""The relative tolerance between the kernels' float32 sums of 128 x 128 elements and the reference's float64 sums."""
 SUMS_ATOL = 1e-33
-"""Squares below it are subnormal in float32, or gone."""
+"""The absolute tolerance: smaller squares are subnormal in float32, or zero."""
 
 
 def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
-    """Codes, scales, amaxes and exact matrices of both directions in one call each, with found and with given amaxes,
-    and what decoding the codes gives."""
+    """The codes, scales, amaxes and exact matrices of both directions in one call each, with amaxes that are found and
+    that are given, and the values that decoding the codes gives."""
     codes, exact = (Target(format, output, key) for output in ("codes", "exact"))
     encoded, exact = (quantize(x, target, target, backend=backend) for target in (codes, exact))
     grids, name = (None, None), format.amax_name
@@ -38,7 +38,7 @@ def outcomes(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
 
 
 def gathered(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, Tensor]:
-    """Sums and counts of every tile and sums of every row, of both directions, as float32."""
+    """The sums and counts of every tile, and the sums of every row, in both directions, as float32."""
     quantized = quantize(x, Target(format, key=key), Target(format, key=key), statistics=True, backend=backend)
     rowwise, columnwise = _tensors(quantized.rowwise_statistics), _tensors(quantized.columnwise_statistics)
     named = {f"rowwise {name}": t for name, t in rowwise.items()}
@@ -46,7 +46,7 @@ def gathered(format: Format, x: Tensor, key: RngKey, backend: str) -> dict[str, 
 
 
 def same_up_to_rounding(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """(expected, actual) pairs for a comparison of bytes, with the sums that are close enough made equal."""
+    """(expected, actual) pairs for a comparison of bytes, in which sums that are close enough are made equal."""
     pairs = {}
     for name, e in expected.items():
         a = actual[name].to(e.device)
@@ -62,7 +62,8 @@ def one_nan(x: Tensor) -> Tensor:
 
 
 def _exact_matrix(operand: ExactOperand, format: Format) -> Tensor:
-    """float32, as the CPU has it, or rounded to the bfloat16 of the others where the format fits it."""
+    """The exact matrix in float32, as the CPU has it, or rounded to bfloat16, as others have it, where the format fits
+    that."""
     return one_nan(operand.matrix.bfloat16().float() if format.fits_bf16 else operand.matrix)
 
 

@@ -1,7 +1,7 @@
 """What ranks and one process compute for the check of ranks: two steps of a linear, each rank on its slice of the rows.
 
-Both sides of a column give the same names: what a rank has, and what one process has for it that computes the slices
-one after the other, and adds what ranks add in their order.
+Both sides of a column give results of the same names: what a rank has, and what one process has for it that computes
+the slices one after the other, and adds in the ranks' order what ranks add.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.recipe.sections import LinearQuantizers
 
 ROWS, K, N = 64, 128, 96
-"""Rows of a rank; a weight whose halves and quarters cut blocks of 32 and 128 rows."""
+"""The rows of a rank, and the sizes of a weight whose halves and quarters cut blocks of 32 and 128 rows."""
 STEPS = (1, 2)
 Results = dict[str, Tensor]
 
@@ -49,9 +49,9 @@ class Problem:
         return module
 
     def slice(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
-        """x and dy of a rank."""
+        """The x and dy of a rank."""
         both = (draw("heavy", ROWS * self.ranks, width, self.seed + 2 * step + i) for i, width in enumerate((K, N)))
-        return tuple(each.clamp(-1e3, 1e3).chunk(self.ranks)[rank] for each in both)
+        return tuple(matrix.clamp(-1e3, 1e3).chunk(self.ranks)[rank] for matrix in both)
 
     def pass_(self, module: Any, step: int, rank: int) -> Results:
         """Forward and backward of a rank's slice."""
@@ -69,7 +69,7 @@ def optimizer_of(module: torch.nn.Module) -> FusedAdam:
 
 @lru_cache(maxsize=2)
 def one_process(problem: Problem) -> list[Results]:
-    """Of each rank: slice after slice, gradients added in the order of ranks."""
+    """The results of each rank, computed in one process: slice after slice, gradients added in the order of ranks."""
     module, results = problem.linear(), [dict[str, Tensor]() for _ in range(problem.ranks)]
     optimizer = optimizer_of(module)
     for step in STEPS:
@@ -86,12 +86,12 @@ def one_process(problem: Problem) -> list[Results]:
 
 
 def products(problem: Problem) -> list[Results]:
-    """y and dx of the first step, of each rank."""
+    """The y and dx of the first step of each rank."""
     return [{name: result[f"{name} of step {STEPS[0]}"] for name in ("y", "dx")} for result in one_process(problem)]
 
 
 def in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in float32 of one after the other."""
+    """The sum in float32, one part after the other."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -99,7 +99,7 @@ def in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def ddp(problem: Problem, rank: int) -> Results:
-    """A rank under DistributedDataParallel."""
+    """The results of a rank under DistributedDataParallel."""
     module = problem.linear()
     parallel = DistributedDataParallel(module)
     parallel.register_comm_hook(None, _in_rank_order)
@@ -107,7 +107,7 @@ def ddp(problem: Problem, rank: int) -> Results:
 
 
 def fsdp2(problem: Problem, rank: int) -> Results:
-    """A rank under fully_shard."""
+    """The results of a rank under fully_shard."""
     module = problem.linear()
     mesh = init_device_mesh("cpu", (problem.ranks,))
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
@@ -116,7 +116,7 @@ def fsdp2(problem: Problem, rank: int) -> Results:
 
 
 def fsdp2_bf16(problem: Problem, rank: int) -> Results:
-    """A rank whose weights are gathered in bfloat16: operands and products alone."""
+    """The results of a rank whose weights are gathered in bfloat16: operands and products alone."""
     module = problem.linear()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(module, mesh=init_device_mesh("cpu", (problem.ranks,)), mp_policy=policy)
@@ -134,7 +134,7 @@ def _trained(problem: Problem, model: torch.nn.Module, module: Linear, rank: int
 
 
 def _state(module: Linear, optimizer: FusedAdam, step: int) -> Results:
-    """Gradients; after an update with them masters, and the operands of a weight that is held."""
+    """The gradients; after an update also masters, and the operands of a weight that is held."""
     results = {f"{name}.grad of step {step}": _whole(p.grad) for name, p in module.named_parameters()}
     optimizer.step()
     optimizer.zero_grad()
@@ -164,7 +164,7 @@ def _in_rank_order(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tens
 
 
 class _InRankOrder:
-    """The same as FSDP's reduction."""
+    """_in_rank_order as FSDP's reduction."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

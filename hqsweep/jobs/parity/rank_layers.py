@@ -1,4 +1,4 @@
-"""Cases of the check of ranks that share out a layer itself: linears by column and by row, and experts.
+"""Cases of the check of ranks that share a layer itself: linears by column and by row, and experts.
 
 Expected results come from one process that has the whole layer and all tokens; sums over ranks are put together from
 its own operands, part by part, each rounded to the linear's dtype as it travels.
@@ -23,10 +23,10 @@ from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 
 TOKENS, PART = 128, 128
-"""Rows of all ranks; features of a rank's part, which cuts no block."""
+"""The rows of all ranks together, and the features of a rank's part, which cuts no block."""
 EXPERTS, DIM, FFN = 8, 64, 96
 OF_RANK = (40, 0, 24, 56)
-"""Tokens of each rank for a mixture of experts."""
+"""The tokens of each rank for a mixture of experts."""
 
 
 def _linear(problem: Problem) -> Linear:
@@ -39,7 +39,7 @@ def _linear(problem: Problem) -> Linear:
 
 
 def _tensors(problem: Problem, step: int) -> tuple[Tensor, Tensor]:
-    """x and dy of all tokens and features."""
+    """The x and dy of all tokens and features."""
     size = problem.ranks * PART
     return tuple(draw("heavy", TOKENS, size, problem.seed + 2 * step + i).clamp(-1e3, 1e3) for i in range(2))
 
@@ -56,13 +56,14 @@ def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: 
 
 @dataclass(frozen=True)
 class SharedLinear:
-    """A linear of which each rank has columns of y, or of x; with sequence, and its part of the tokens of the other."""
+    """A linear of which each rank has columns of y, or of x; with sequence, it also has a part of the tokens of the
+    other."""
 
     mode: Literal["column", "row"]
     sequence: bool
 
     def ranked(self, problem: Problem, rank: int) -> Results:
-        """Of a rank under the style."""
+        """The results of a rank under the style."""
         mesh, results = init_device_mesh("cpu", (problem.ranks,), mesh_dim_names=("tp",)), {}
         style = ColwiseLinear if self.mode == "column" else RowwiseLinear
         module = parallelize_module(_linear(problem), mesh, style(sequence=0 if self.sequence else None))
@@ -74,7 +75,8 @@ class SharedLinear:
         return results
 
     def expected(self, problem: Problem) -> list[Results]:
-        """Of each rank, from one process; what is summed over ranks is put together of their parts."""
+        """The results of each rank, computed in one process; what is summed over ranks is put together from their
+        parts."""
         module, results = _linear(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
         for step in STEPS:
             passed = _linear_pass(problem, module, *_tensors(problem, step), step)
@@ -87,7 +89,7 @@ class SharedLinear:
 
     @property
     def summed(self) -> str:
-        """Which tensor is a sum over ranks."""
+        """The name of the tensor that is a sum over ranks."""
         return "dx" if self.mode == "column" else "y"
 
     @property
@@ -127,7 +129,7 @@ def _mixture(problem: Problem) -> LayerNormMoE:
 
 
 def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: int) -> Results:
-    """y and dx of the tokens of these ranks, and the gradients of the experts' weights."""
+    """The y and dx of the tokens of these ranks, and the gradients of the experts' weights."""
     seeds = [problem.seed + 100 * rank + 10 * step for rank in ranks]
     x, dy = (
         torch.cat(
@@ -145,7 +147,7 @@ def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: in
 
 
 def experts(problem: Problem, rank: int) -> Results:
-    """A rank with its part of the experts, and tokens for all of them."""
+    """The results of a rank with its part of the experts, and tokens for all of them."""
     mesh, results = init_device_mesh("cpu", (problem.ranks,)), {}
     module = expert_parallel(_mixture(problem), mesh)
     for step in STEPS:
@@ -154,7 +156,7 @@ def experts(problem: Problem, rank: int) -> Results:
 
 
 def of_experts(problem: Problem) -> list[Results]:
-    """experts() of each rank, whose gradients of weights are divided by the number of ranks."""
+    """The results of experts() for each rank; gradients of weights are divided by the number of ranks."""
     module, results = _mixture(problem), [dict[str, Tensor]() for _ in range(problem.ranks)]
     for step in STEPS:
         for name, tensor in _mixture_pass(problem, module, range(problem.ranks), step).items():
@@ -180,7 +182,7 @@ LAYER_COLUMNS = (
 
 
 def shared_sums(problem: Problem) -> Iterator[tuple[str, SplitSum, Tensor]]:
-    """Case, sum over ranks of the first step, and the same product as one process has it."""
+    """(case, sum over ranks of the first step, the same product as one process has it)."""
     for case, shared in SHARED.items():
         if not shared.sequence:
             module, step = _linear(problem), STEPS[0]

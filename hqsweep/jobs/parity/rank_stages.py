@@ -1,5 +1,5 @@
-"""Cases of the check of ranks that have layers each: a GPT in stages, and one process with microbatch after
-microbatch."""
+"""Cases of the check of ranks that have some layers each: a GPT in stages, and one process that computes microbatch
+after microbatch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ Step = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stages:
-    """A layer for each stage, and a sequence for each of as many microbatches as there are ranks."""
+    """A GPT with a layer for each stage, and a sequence for each of as many microbatches as there are ranks."""
 
     per_rank: int
 
     def ranked(self, problem: Problem, rank: int) -> Results:
-        """Of a rank with its stages."""
+        """The results of a rank with its stages."""
         model, mesh = self._gpt(problem), init_device_mesh("cpu", (problem.ranks,))
         pipeline = Pipeline(model, mesh, problem.ranks, stages_per_rank=self.per_rank)
 
@@ -38,7 +38,7 @@ class Stages:
         return _trained(problem, model, step)
 
     def expected(self, problem: Problem) -> list[Results]:
-        """Of each rank, from one process: the losses, and what belongs to its layers."""
+        """The results of each rank, computed in one process: the losses, and what belongs to its layers."""
         model = self._gpt(problem)
 
         def step(index: int, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Stages:
         return model
 
     def _rank_of(self, name: str, ranks: int) -> int | None:
-        """Which rank has the parameter that a result is named after; None: all have the result."""
+        """The rank that has the parameter which a result is named after; None: all have the result."""
         if name.startswith("loss"):
             return None
         part = name.removeprefix("d ").split(".")
@@ -76,7 +76,7 @@ class Stages:
 
 
 def _trained(problem: Problem, model: GPT, step: Step) -> Results:
-    """Losses, gradients and weights of two steps."""
+    """The losses, gradients and weights of two steps."""
     results: Results = {}
     for index in STEPS:
         generator = torch.Generator().manual_seed(problem.seed + index)

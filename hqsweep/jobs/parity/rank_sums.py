@@ -1,4 +1,5 @@
-"""How far sums that ranks split may be from those of one process: the bounds that follow from the order of the sums.
+"""The bounds on how far sums that ranks split may be from those of one process, as they follow from the order of the
+sums.
 
 A float32 sum of n products is off by at most n * 2^-24 * |a_i| |b_j|, in any order (Higham, Accuracy and Stability of
 Numerical Algorithms, section 3.1), and two such sums differ by at most twice that. What travels over ranks in bfloat16
@@ -20,9 +21,9 @@ from hqsweep.quant.hybrid import HybridQuantizer
 
 NAME = "order of sums"
 ROUNDING = 2.0**-24
-"""Of a float32 sum."""
+"""The relative error bound of a float32 addition."""
 TRAVEL = 2.0**-8 * (1 + 2.0**-6)
-"""Of a value to bfloat16, as a part of what it was rounded to."""
+"""The error bound of rounding a value to bfloat16, relative to the rounded value."""
 
 
 class SplitSum:
@@ -40,8 +41,9 @@ class SplitSum:
 def order_of_sums(
     subject: str, problem: Problem, shared: Iterable[tuple[str, SplitSum, Tensor]]
 ) -> Iterator[dict[str, object]]:
-    """Rows of the sums that ranks split: gradients of a weight by slices of the rows, none where the slices' operands
-    are others, as scales of a whole tensor are; and those of linears that ranks share: case, sum and whole product."""
+    """Rows of the sums that ranks split. Those are the gradients of a weight by slices of the rows, unless the slices'
+    operands differ from the whole's, as with scales of a whole tensor; and the sums of linears that ranks share, given
+    as case, sum and whole product."""
     slices = _by_slices(problem)
     if slices is not None:
         yield _row(subject, f"{problem.ranks} ranks, wgrad of slices", *slices)
@@ -59,7 +61,8 @@ def _row(subject: str, case: str, error: Tensor, allowed: Tensor) -> dict[str, o
 
 
 def _allowed(split: SplitSum, whole: Tensor) -> Tensor:
-    """float64, as whole: of each part, of both sums, and of both again where a bias is added."""
+    """float64, of whole's shape: the allowed error of the sums, and of the roundings of each part, of both sums, and of
+    both again where a bias is added."""
     a, b = (_magnitudes(operand) for operand in split.operands)
     sums = 2 * split.operands[0].matrix.shape[1] * ROUNDING * a[:, None] * b[None, :]
     rounded = sum(part.double().abs() for part in split.parts) + 2 * (split.total.double().abs() + whole.double().abs())
@@ -67,17 +70,18 @@ def _allowed(split: SplitSum, whole: Tensor) -> Tensor:
 
 
 def _magnitudes(operand: ExactOperand) -> Tensor:
-    """float64 [rows]: the 2-norms of what a product reads."""
+    """float64 [rows]: the 2-norms of the rows that a product reads."""
     norms = operand.matrix.double().norm(dim=1) / operand.divisor
     return norms if operand.factor is None else norms * operand.factor.double().view(-1)
 
 
 def _by_slices(problem: Problem) -> tuple[Tensor, Tensor] | None:
-    """What the gradient of the weight differs by, and what it may."""
+    """The errors of the weight's gradient, and the errors allowed; None where the slices' operands differ from the
+    whole's."""
     step = STEPS[0]
     split = one_process(problem)[0][f"weight.grad of step {step}"] * problem.ranks
     parts = [problem.slice(step, rank) for rank in range(problem.ranks)]
-    x, dy = (torch.cat(each) for each in zip(*parts, strict=True))
+    x, dy = (torch.cat(column) for column in zip(*parts, strict=True))
     quantizers = problem.quantizers
     tensors = ((quantizers.input, x, 0), (quantizers.grad_output, dy, 1))
     if any(q.stochastic or q.delayed or not _same_by_slices(q, t, [p[i] for p in parts]) for q, t, i in tensors):
@@ -90,12 +94,13 @@ def _by_slices(problem: Problem) -> tuple[Tensor, Tensor] | None:
 
 
 def _same_by_slices(quantizer: HybridQuantizer, x: Tensor, slices: list[Tensor]) -> bool:
-    """Whether the columnwise operand of x is that of its slices; not where a scale of all rows is a factor of it."""
+    """Whether the columnwise operand of x is that of its slices, which it is not where a scale of all rows is a factor
+    of it."""
     if quantizer.quantize(x, rowwise=None, columnwise="exact").columnwise.factor is not None:
         return False
     return torch.equal(_values(quantizer, x), torch.cat([_values(quantizer, part) for part in slices], dim=1))
 
 
 def _values(quantizer: HybridQuantizer, x: Tensor) -> Tensor:
-    """float32 [cols, rows]: what a product reads as the columnwise operand."""
+    """float32 [cols, rows]: the values of the columnwise operand that a product reads."""
     return quantizer.quantize(x, rowwise=None, columnwise="exact").columnwise.matrix.float()

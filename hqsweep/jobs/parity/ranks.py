@@ -30,8 +30,8 @@ from hqsweep.recipe.sections import LinearQuantizers
 
 COLUMNS: tuple[Column, ...] = (*DATA_COLUMNS, *LAYER_COLUMNS, *STAGE_COLUMNS)
 NAMES = frozenset(column.name for column in COLUMNS)
-Found = list[Results | str]
-"""Of one subject, on one rank: the results of each column, or the sentence by which it was refused."""
+RankResults = list[Results | str]
+"""What one rank has for one subject: the results of each column, or the sentence by which it was refused."""
 
 
 def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
@@ -49,12 +49,12 @@ def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def cases(config: ParityConfig) -> int:
-    """How many rows of columns the check has."""
+    """The number of rows of columns that the check has."""
     return len(config.parity.ranks) * len(subjects(config)) * len(COLUMNS) if config.parity.ranks else 0
 
 
 def subjects(config: ParityConfig) -> dict[str, LinearQuantizers]:
-    """Each format, every pair of base formats, and recipes that are neither."""
+    """The subjects: each format, every pair of base formats, and recipes that are neither."""
     sections = {text: everywhere(parse(text)) for text in config.parity.formats}
     for a, b, source in product(bases(), bases(), SOURCES):
         pair = f"{a}|{b}@{source}"
@@ -63,28 +63,28 @@ def subjects(config: ParityConfig) -> dict[str, LinearQuantizers]:
     return sections | {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
 
 
-def run_ranks(ranks: int, sections: Mapping[str, LinearQuantizers], seed: int) -> Iterator[list[Found]]:
-    """What each rank has found, subject after subject."""
-    return stream_ranks(ranks, _found, ranks, list(sections.values()), seed)
+def run_ranks(ranks: int, sections: Mapping[str, LinearQuantizers], seed: int) -> Iterator[list[RankResults]]:
+    """The results of each rank, subject after subject."""
+    return stream_ranks(ranks, _results, ranks, list(sections.values()), seed)
 
 
-def _found(rank: int, ranks: int, sections: list[LinearQuantizers], seed: int) -> Iterator[Found]:
+def _results(rank: int, ranks: int, sections: list[LinearQuantizers], seed: int) -> Iterator[RankResults]:
     for quantizers in sections:
-        found: Found = []
+        results: RankResults = []
         for column in COLUMNS:
             try:
-                found.append(column.ranked(Problem(quantizers, seed, ranks, column.held), rank))
+                results.append(column.ranked(Problem(quantizers, seed, ranks, column.held), rank))
             except UserError as error:
-                found.append(str(error))
-        yield found
+                results.append(str(error))
+        yield results
 
 
-def _rows(subject: str, problem: Problem, every: list[Found]) -> Rows:
-    """Those of one subject."""
+def _rows(subject: str, problem: Problem, every: list[RankResults]) -> Rows:
+    """The rows of one subject."""
     for index, column in enumerate(COLUMNS):
         case = f"{problem.ranks} ranks, {column.case}" if column.case else f"{problem.ranks} ranks"
-        actual = [found[index] for found in every]
-        refused = [each for each in actual if isinstance(each, str)]
+        actual = [own[index] for own in every]
+        refused = [sentence for sentence in actual if isinstance(sentence, str)]
         if refused:
             yield row(column.name, subject, case, {}) | {"status": "FAIL", "note": refused[0]}
         else:
@@ -94,7 +94,7 @@ def _rows(subject: str, problem: Problem, every: list[Found]) -> Rows:
 
 
 def compared(names: tuple[str, str, str], expected: list[Results], actual: list[Results]) -> dict[str, object]:
-    """The row, of these check, subject and case, of what all ranks have."""
+    """The row, under these names (check, subject, case), that compares what all ranks have."""
     pairs = {}
     for rank, both in enumerate(zip(expected, actual, strict=True)):
         pairs |= {f"{name} on rank {rank} ": pair for name, pair in named_pairs(*both).items()}

@@ -42,11 +42,11 @@ RECIPES = {
 GRAPH_STEPS = 12
 LOSS_STEPS = 100
 LOSS_RTOL = 2e-3
-"""Of sums in another order, over that many steps of a training."""
+"""The relative tolerance of losses whose sums have another order, over LOSS_STEPS steps of a training."""
 
 
 def repeat_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Two trainings from the same config, and on a GPU the other ways to run one."""
+    """Rows of two trainings from the same config, and on a GPU of the other ways to run one."""
     for name in RECIPES:
         first, second = (_trained(config, name, device) for _ in range(2))
         yield row("repeat", name, "small GPT", named_pairs(first, second))
@@ -56,13 +56,13 @@ def repeat_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def graph_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
-    """A training as it is by default against the same in which every step is sampled."""
+    """The row of a training as it is by default against the same in which every step is sampled."""
     graph, eager = (_trained(config, recipe, device, sampled=sampled, steps=GRAPH_STEPS) for sampled in (False, True))
     return row("graph", recipe, "small GPT", named_pairs(eager, graph))
 
 
 def operators_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
-    """PASS where the loss of no step differs by more than LOSS_RTOL from that by torch's operators."""
+    """A row with PASS where the loss of no step differs by more than LOSS_RTOL from the loss by torch's operators."""
     options = {"steps": LOSS_STEPS, "log_every": 1}
     ours, torchs = (_losses(_trainer(config, recipe, device, compile=mode, **options)) for mode in ("auto", "off"))
     errors = (ours / torchs - 1).abs()
@@ -73,19 +73,20 @@ def operators_row(config: ParityConfig, recipe: str, device: torch.device) -> di
 
 
 def _losses(trainer: Trainer) -> Tensor:
-    """Of every step, float64."""
+    """The loss of every step, float64."""
     return torch.tensor([done.loss for done in trainer.steps()], dtype=torch.float64)
 
 
 def resume_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Half the steps, a checkpoint on disk, a new process state, the other half; against all steps at once."""
+    """Rows of half the steps, a checkpoint on disk, a new process state and the other half, against all steps at
+    once."""
     for name in RECIPES:
         whole, resumed = _trained(config, name, device), _resumed(config, name, device)
         yield row("resume", name, "small GPT", named_pairs({step: whole[step] for step in resumed}, resumed))
 
 
 def weights_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Both kinds of weights from the same config; then held ones with and without an interruption."""
+    """Rows of both kinds of weights from the same config; then of held ones with and without an interruption."""
     for name in RECIPES:
         trained = _trained(config, name, device)
         plain = {k: v for k, v in trained.items() if ".states.weight_" not in k}  # where held ones are a write ahead
@@ -95,7 +96,7 @@ def weights_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def recompute_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Both parts that can be computed again."""
+    """Rows of both parts that can be computed again."""
     for name in RECIPES:
         plain = _trained(config, name, device)
         for part in ("layer", "attention"):
@@ -104,7 +105,7 @@ def recompute_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def offload_check(config: ParityConfig, device: torch.device) -> Rows:
-    """Alone, and with layers that are computed again, of which the inputs wait."""
+    """Rows of offload alone, and with layers that are computed again and whose inputs wait."""
     for name in RECIPES:
         plain = _trained(config, name, device)
         for case, options in (("small GPT", {}), ("small GPT, layers recomputed", {"recompute": "layer"})):
@@ -113,7 +114,7 @@ def offload_check(config: ParityConfig, device: torch.device) -> Rows:
 
 
 def _trained(config: ParityConfig, recipe: str, device: torch.device, **options: object) -> dict[str, Tensor]:
-    """options: those of config.training."""
+    """The state after a training. options: those of config.training."""
     return _finish(_trainer(config, recipe, device, **options))
 
 
@@ -135,7 +136,8 @@ def _trainer(config: ParityConfig, recipe: str, device: torch.device, **options:
 
 
 def _finish(trainer: Trainer) -> dict[str, Tensor]:
-    """Every step that is left: the state of the model and the optimizer after it, and the losses that it logs."""
+    """Run every step that is left; returns the state of the model and the optimizer after them, and the losses that are
+    logged."""
     tensors: dict[str, Tensor] = {}
     for done in trainer.steps():
         losses = {name: torch.tensor(value, dtype=torch.float64) for name, value in done.metrics.items()}

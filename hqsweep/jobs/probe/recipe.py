@@ -1,4 +1,4 @@
-"""The recipe of a suggestion, and for which models its names are."""
+"""The recipe of a suggestion, and the models that have its names."""
 
 import glob
 import re
@@ -19,7 +19,7 @@ def recipe_of(suggestion: Suggestion, name: str) -> dict[str, Any]:
     """A `recipe` config: the quantizers of most elements for all linears, overrides for modules that take others.
 
     A slot that was not measured takes the quantizer of its module's weight, or (strict pairs) one that makes all three
-    GEMMs strict; the recipe then says gemm: strict, which refuses whatever else is put into it.
+    GEMMs strict. For strict pairs the recipe says gemm: strict, which refuses anything else that is put into it.
     """
     elements: Counter[str] = Counter()
     own: dict[str, dict[str, str]] = defaultdict(dict)
@@ -61,14 +61,14 @@ def _base(suggestion: Suggestion) -> dict[str, str]:
 
 
 def _shortest(linear: Mapping[str, str]) -> str | dict[str, str]:
-    """One text where all slots have the same quantizer."""
+    """One text where all slots have the same quantizer; else slot -> quantizer."""
     texts = set(linear.values())
     return texts.pop() if len(texts) == 1 else dict(linear)
 
 
 def foreign_modules(suggestion: Suggestion) -> list[str]:
-    """Modules of the suggestion that the GPT of `hqsweep run` does not have, whose states and captured/ have the names
-    of its modules."""
+    """The modules of the suggestion that the GPT of `hqsweep run`, whose states and captured/ name its modules, does
+    not have."""
     tensors = (*(choice.tensor for choice in suggestion.choices), *suggestion.left_out)
     modules = list(dict.fromkeys(slot_of(tensor)[0] for tensor in tensors))
     known = _gpt_modules(modules)
@@ -77,8 +77,8 @@ def foreign_modules(suggestion: Suggestion) -> list[str]:
 
 def _gpt_modules(names: Iterable[str]) -> set[str]:
     """The linears of a GPT, with experts or without, that has the layers of these names."""
-    found = [re.match(r"layers\.(\d{1,4})\.", name) for name in names]
-    layers = 1 + max((int(match[1]) for match in found if match), default=0)
+    matches = [re.match(r"layers\.(\d{1,4})\.", name) for name in names]
+    layers = 1 + max((int(match[1]) for match in matches if match), default=0)
     dense = ModelConfig(layers=layers)
     mixed = ModelConfig(layers=layers, experts=2, top_k=1, shared_expert=True)
     shapes = [*linear_shapes(dense, 1), *linear_shapes(mixed, 1), *grouped_shapes(mixed)]

@@ -14,11 +14,11 @@ from hqsweep.errors import UserError, nearest
 from hqsweep.ops.stream import CHUNK_ROWS
 
 DTYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""What is read, and the dtype in which it is quantized."""
+"""dtype in a file -> the dtype in which its values are quantized; others are not read."""
 CHUNK_ELEMENTS = 2**24
-"""Elements in memory at a time, or 128 rows where these are more."""
+"""The elements in memory at a time, or 128 rows where these are more."""
 LEAST = 16
-"""Rows and columns of what is taken for an operand of a GEMM."""
+"""The least number of rows and columns of a tensor that is taken for an operand of a GEMM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Matrix:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors has it, such as BF16."""
+    """The dtype as safetensors names it, such as BF16."""
 
     @property
     def rows(self) -> int:
@@ -79,7 +79,7 @@ def find_matrices(path: Path) -> tuple[list[Matrix], list[tuple[str, str]]]:
 
 
 def _natural(matrix: Matrix) -> list[str | int]:
-    """layers.2 before layers.10."""
+    """A key that sorts layers.2 before layers.10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", matrix.name)]
 
 
@@ -96,7 +96,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _fault(shape: tuple[int, ...], dtype: str) -> str | None:
-    """Why a tensor is no operand, or None."""
+    """Why a tensor is no operand; None: it is one."""
     if dtype not in DTYPES:
         return f"dtype {dtype}"
     if len(shape) < 2:

@@ -2,7 +2,7 @@
 
 fprop multiplies the rowwise operands of input and weight, dgrad the rowwise one of grad_output and the columnwise one
 of weight, wgrad the columnwise ones of grad_output and input (recipe/pairs.py). A checkpoint has weights alone; the
-quantizers of the other slots are then such that all three GEMMs are strict: that of the weight where it serves.
+other slots then get quantizers that make all three GEMMs strict: the weight's where it does so.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """One choice for each measured tensor of a linear; bits and error are for one element of them all."""
+    """One choice for each measured tensor of a linear; bits and error are for one element of all of them."""
 
     parts: tuple[Choice, ...]
     linear: Mapping[str, str]
-    """Slot -> quantizer, for all three."""
+    """Slot -> quantizer, for all three slots."""
     elements: int
     bits: float
     error: float
@@ -58,12 +58,12 @@ def together(options: Mapping[str, Sequence[Choice]], tensors: Iterable[str]) ->
     for tensor in tensors:
         modules.setdefault(slot_of(tensor)[0], []).append(tensor)
     complete = _completion(tuple(quantizers))
-    found = {
+    by_module = {
         module: list(_of_linear([options[tensor] for tensor in own], complete))
         for module, own in modules.items()
         if all(tensor in options for tensor in own)
     }
-    return {module: choices for module, choices in found.items() if choices}
+    return {module: choices for module, choices in by_module.items() if choices}
 
 
 def _of_linear(choices: Sequence[Sequence[Choice]], complete: Completion) -> Iterator[Together]:
@@ -82,9 +82,10 @@ def _of_linear(choices: Sequence[Sequence[Choice]], complete: Completion) -> Ite
 
 
 def _completion(texts: tuple[str, ...]) -> Completion:
-    """None where no quantizer with formats of `texts` makes the products strict in the slots that were not measured."""
-    given = [HybridQuantizer.parse(text) for text in texts]
-    formats = dict.fromkeys(getattr(quantizer, direction) for quantizer in given for direction in DIRECTIONS)
+    """The Completion by quantizers with formats of `texts`. It gives None where no such quantizer makes the products
+    strict in the slots that were not measured."""
+    parsed = [HybridQuantizer.parse(text) for text in texts]
+    formats = dict.fromkeys(getattr(quantizer, direction) for quantizer in parsed for direction in DIRECTIONS)
     rows, columns = [f for f in formats if not f.rht], [f for f in formats if not f.row_scaled]
     pairs = [HybridQuantizer(row, column) for row in rows for column in columns]
 
@@ -92,7 +93,7 @@ def _completion(texts: tuple[str, ...]) -> Completion:
     def complete(measured: tuple[tuple[str, str], ...]) -> Mapping[str, str] | None:
         known = {slot: HybridQuantizer.parse(text) for slot, text in measured}
         first = [known["weight"]] if "weight" in known else []
-        candidates = [[known[slot]] if slot in known else [*first, *given, *pairs] for slot in SLOTS]
+        candidates = [[known[slot]] if slot in known else [*first, *parsed, *pairs] for slot in SLOTS]
         for quantizers in product(*candidates):
             linear = dict(zip(SLOTS, quantizers, strict=True))
             if is_strict(linear):
@@ -103,7 +104,7 @@ def _completion(texts: tuple[str, ...]) -> Completion:
 
 
 def is_strict(linear: Mapping[str, HybridQuantizer]) -> bool:
-    """Whether hardware multiplies the operands of all three GEMMs; slot -> quantizer."""
+    """Whether hardware multiplies the operands of all three GEMMs; linear: slot -> quantizer."""
     return not any(
         _fault(*(getattr(linear[tensor], direction) for tensor, direction in operands)) for operands in GEMMS.values()
     )
