@@ -140,6 +140,11 @@ BY_STEP = (PLAIN, RANDOM, DELAYED)
 """One format for each thing that a step gives a quantizer: nothing, random bits, amaxes."""
 HYBRID = FEW[len(BASES)]
 """One quantizer with two formats, of which the columnwise one is made of the rowwise operand."""
+ELEMENTS_OF_MX = tuple(
+    next(text for text in EVERY_OPTION if parse(text).scaling == "mx" and parse(text).element_name == element)
+    for element in dict.fromkeys(parse(text).element_name for text in EVERY_OPTION if parse(text).scaling == "mx")
+)
+"""One microscaling format for each element that there is."""
 WHOLE_BLOCKS = tuple(name for name in NAMES if parse(name).column_multiple > 1)
 """Names whose last block of a row must be full."""
 

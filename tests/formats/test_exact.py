@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cases import EVERY_OPTION, HIGH
+from cases import ALL, EVERY_OPTION, HIGH
 
 from hqsweep.formats import parse
 from hqsweep.formats.elements import ELEMENTS
@@ -87,7 +87,7 @@ def test_the_exact_range_cannot_be_wider(name):
     assert not exact(low / 2) and not exact(high * 2)
 
 
-@pytest.mark.parametrize("text", ["fp8_current", "fp8_current+e5m2", "fp8_current+pow2"])
+@pytest.mark.parametrize("text", [text for text in EVERY_OPTION if parse(text).name == "fp8_current"])
 def test_fp8_current_over_all_codes(text):
     format = parse(text)
     codes = torch.arange(256, dtype=torch.uint8)[None]
@@ -98,7 +98,7 @@ def test_fp8_current_over_all_codes(text):
     assert torch.equal(operand.factor, scale)
 
 
-@pytest.mark.parametrize("text", [text for text in EVERY_OPTION if text.startswith("nvfp4+tensor")])
+@pytest.mark.parametrize("text", [text for text in EVERY_OPTION if parse(text).name == "nvfp4+tensor"])
 def test_nvfp4_tensor_over_all_codes(text):
     format = parse(text)
     codes, scale = torch.arange(16, dtype=torch.uint8)[None], torch.tensor([[0.37]])
@@ -108,7 +108,7 @@ def test_nvfp4_tensor_over_all_codes(text):
     assert torch.equal(operand.factor, scale)
 
 
-@pytest.mark.parametrize("text", ["fp8_block+fp32_scale", "fp8_block+fp32_scale+2d", "fp8_block+fp32_scale+e5m2"])
+@pytest.mark.parametrize("text", [text for text in ALL if "fp32_scale" in text])
 def test_fp8_block_with_fp32_scales_is_one_rounding_in_float32(text):
     format = parse(text)
     scales = torch.from_numpy(np.random.default_rng(0).lognormal(0, 10, 64).astype(np.float32))

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import ELEMENTS_OF_MX
 
 from hqsweep.formats import parse
 from hqsweep.formats.elements import ELEMENTS, e8m0_floor
@@ -127,7 +128,7 @@ def test_ends_of_the_range(name, even):
     assert e8m0_floor(amax, element, even=even).tolist() == expected
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "mxfp8+e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"])
+@pytest.mark.parametrize("text", ELEMENTS_OF_MX)
 def test_floor_is_one_below_up_where_the_top_saturates_and_even_between(text):
     amax = torch.from_numpy(np.random.default_rng(0).integers(20 << 23, 240 << 23, 20_000, np.int32)).view(
         torch.float32

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import ELEMENTS_OF_MX, EVERY_OPTION, HIGH, REPRESENTATIVE
 
 from hqsweep.formats import FORMATS, RngKey, options, parse
 from hqsweep.formats.elements import E2M1
@@ -13,7 +14,7 @@ from hqsweep.formats.stochastic import stochastic_e2m1
 KEY = RngKey(seed=0, slot="test", step=0)
 
 
-@pytest.mark.parametrize("text", ["fp8_block+2d", "mxfp8+2d", "nvfp4+2d", "nvfp4+2d+4over6"])
+@pytest.mark.parametrize("text", [text for text in EVERY_OPTION if parse(text).two_d and not parse(text).rht])
 def test_2d_codes_of_the_transpose_are_the_transposed_codes(text):
     format, x = parse(text), draw("heavy", 160, 96)
     row, column = format.encode(x), format.encode(x.t())
@@ -22,7 +23,7 @@ def test_2d_codes_of_the_transpose_are_the_transposed_codes(text):
 
 
 @pytest.mark.parametrize("distribution", sorted(set(DISTRIBUTIONS) - {"nonfinite"}))
-@pytest.mark.parametrize("text", ["mxfp8", "mxfp8+e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"])
+@pytest.mark.parametrize("text", ELEMENTS_OF_MX)
 def test_mx_never_saturates(text, distribution):
     format, x = parse(text), draw(distribution, 64, 96)
     buffers = format.encode(x)
@@ -30,19 +31,25 @@ def test_mx_never_saturates(text, distribution):
     assert (x.float().abs() <= limit * (1 + 2**-23)).all()
 
 
-@pytest.mark.parametrize("text", ["mxfp8", "mxfp4", "fp8_current+pow2", "fp8_block", "bf16"])
+def scales_are_powers_of_two(text):
+    format = parse(text)
+    exact = format.high_precision or format.scaling == "mx" or getattr(format, "pow2", False)
+    return exact and not (format.rht or format.stochastic)
+
+
+@pytest.mark.parametrize("text", [text for text in EVERY_OPTION if scales_are_powers_of_two(text)])
 def test_quantizing_what_was_dequantized_changes_nothing(text):
     format, x = parse(text), draw("normal", 64, 128)
     once = format.decode(format.encode(x), (64, 128))
     assert torch.equal(once, format.decode(format.encode(once), (64, 128)))
 
 
-@pytest.mark.parametrize("text", ["fp8_current", "mxfp8+2d", "nvfp4", "nvfp4+row_scaled", "fp8_block+2d"])
+@pytest.mark.parametrize("text", [text for text in REPRESENTATIVE if text not in HIGH and not parse(text).delayed])
 def test_a_given_grid_replaces_the_own_amax(text):
     format, x = parse(text), draw("normal", 64, 128)
-    whole, half = format.encode(x), x[:32]
+    whole, half = format.encode(x, key=KEY), x[:32]
     grid = {k: g[: (g.shape[0] + 1) // 2] if g.shape[0] > 1 else g for k, g in format.grid(x).items()}
-    part = format.encode(half, grid)
+    part = format.encode(half, grid, KEY)
     assert torch.equal(format.codes(part), format.codes(whole)[:32])
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import quantize
+from cases import ALL
 from fuzz_cases import differences
 
 from hqsweep.formats import RngKey, parse
@@ -63,7 +64,7 @@ def matrix(device: str = "cpu") -> torch.Tensor:
 
 
 @backends
-@pytest.mark.parametrize("text", ["nvfp4+sr", "nvfp4+2d+sr", "nvfp4+rht+sr"])
+@pytest.mark.parametrize("text", [text for text in ALL if parse(text).stochastic])
 def test_bits_depend_on_key_and_element_and_not_on_the_layout(text, backend, device):
     format, x = parse(text), matrix(device)
     call = {"columnwise_key": key(3), "backend": backend}
@@ -97,7 +98,7 @@ def test_another_key_or_position_gives_other_bits(backend, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("text", ["nvfp4+sr", "nvfp4+2d+sr", "nvfp4+rht+sr"])
+@pytest.mark.parametrize("text", [text for text in ALL if parse(text).stochastic])
 @pytest.mark.parametrize("shape", [(16, 16), (48, 112), (144, 272), (16, 4096)])
 def test_kernels_draw_the_bits_of_the_reference(shape, text, device):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import REPRESENTATIVE
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -87,9 +88,7 @@ def test_a_step_that_sees_only_zeros_is_no_step():
     assert slot.states["rowwise"].history.tolist() == [0, 0, 0, 2]
 
 
-@pytest.mark.parametrize(
-    "row", ["fp8_delayed", "fp8_current", "mxfp8", "nvfp4", "nvfp4+row_scaled", "nvfp4+sr", "bf16"]
-)
+@pytest.mark.parametrize("row", [text for text in REPRESENTATIVE if not parse(text).rht])
 def test_the_columnwise_amax_is_that_of_what_is_encoded(row):
     """From the dequantized row: with saturation under fp8_delayed, with rounding elsewhere."""
     quantizer = HybridQuantizer.parse(f"{row}|fp8_delayed+e5m2@rowwise_dequantized")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import QUANTIZERS, SOME
+from cases import DELAYED, NAMES, QUANTIZERS, SOME, WHOLE_BLOCKS
 from golden_cases import QUANTIZER_CASES, Arrays, as_matrix, check_encoded, directions, format_of, golden_buffers
 from shape_groups import KEY, SHAPES, alone, assert_members, group, slot_states, tensors
 
@@ -160,7 +160,7 @@ def test_a_quantizer_with_a_quantize_of_its_own_is_called_for_each_member(direct
         assert_members(getattr(w, direction), alone([x * 2 for x in tensors(SHAPES["wide"])], plain), direction)
 
 
-@pytest.mark.parametrize("text", ["fp8_current", "fp8_block", "mxfp8", "mxfp6_e2m3", "bf16"])
+@pytest.mark.parametrize("text", [name for name in NAMES if name not in (*WHOLE_BLOCKS, DELAYED)])
 def test_blocks_may_be_partly_filled(text):
     """Shapes that no block divides."""
     shapes, quantizer = [(33, 50), (1, 7), (40, 129)], HybridQuantizer.parse(text)
