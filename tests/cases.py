@@ -48,7 +48,7 @@ EVERY_OPTION = tuple(
 def _treatment(text: str) -> tuple:
     """The answers of a format by which code treats it differently from others of its scaling."""
     f = parse(text)
-    answers = (f.two_d, f.rht, f.row_scaled, f.four_over_six, f.stochastic, f.delayed, f.fits_bf16)
+    answers = (f.two_d, f.rht, f.row_scaled, bool(f.four_over_six), f.stochastic, f.delayed, f.fits_bf16)
     return (f.scaling, *answers)
 
 
@@ -65,6 +65,8 @@ REPRESENTATIVE = _representative()
 """Every name, and one text for each other treatment: for tests of whole tensors and modules."""
 
 
+COMBINED = tuple(text for text in EVERY_OPTION if sum(answer is True for answer in _treatment(text)[1:6]) > 1)
+"""Texts in which two treatments meet, and all other options with them."""
 PRODUCTS = tuple(text for text in REPRESENTATIVE if text in NAMES or not parse(text).fits_bf16)
 """Every name, and one text for each other dtype that its operands have in products: for tests of whole layers."""
 

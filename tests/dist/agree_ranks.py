@@ -5,10 +5,11 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from cases import COMBINED, REPRESENTATIVE
 
 from hqsweep.dist.collectives import gather_bytes, maximum_, ordered_reduce_scatter
 from hqsweep.errors import UserError
-from hqsweep.formats import RngKey
+from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
 from hqsweep.quant import (
     GroupedTensor,
@@ -22,12 +23,10 @@ from hqsweep.quant.agree import operand_of_area, own_area
 from hqsweep.quant.delayed import DelayedState, SlotStates
 
 ROWS, COLS = 208, 160
-BOTH = (
-    "bf16", "fp32", "fp8_current", "fp8_block", "fp8_block+2d", "mxfp8", "mxfp8+2d", "mxfp4", "mxfp6_e2m3+floor",
-    "nvfp4", "nvfp4+2d", "nvfp4+sr", "nvfp4+4over6", "nvfp4+2d+4over6+mse", "nvfp4+tensor", "nvfp4+tensor+sr",
-)  # fmt: skip
-ROWWISE = (*BOTH, "nvfp4+row_scaled", "nvfp4+row_scaled+4over6")
-COLUMNWISE = (*BOTH, "nvfp4+rht", "nvfp4+rht+sr", "nvfp4+2d+rht", "nvfp4+tensor+rht+sr")
+FORMATS = {text: parse(text) for text in (*REPRESENTATIVE, *COMBINED) if not parse(text).delayed}
+ROWWISE = [text for text, format in FORMATS.items() if not format.rht]
+COLUMNWISE = [text for text, format in FORMATS.items() if not format.row_scaled]
+BOTH = [text for text in ROWWISE if text in COLUMNWISE]
 SOURCES = ("", "@rowwise_dequantized")
 EVERY_PAIR = [f"{row}|{column}{source}" for row in ROWWISE for column in COLUMNWISE for source in SOURCES]
 SOME = [*(f"{row}|{row}{source}" for row in BOTH for source in SOURCES), *EVERY_PAIR[5::37]]
