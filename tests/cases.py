@@ -95,6 +95,8 @@ PAIRS = _pairs(REPRESENTATIVE, 13) + tuple(f"{row}|{column}@rowwise_dequantized"
 """Quantizers with two formats."""
 QUANTIZERS = SAME + PAIRS
 BASES = bases()
+LOW_BASES = tuple(name for name in BASES if name in LOW)
+"""One format of each scaling of codes."""
 FEW = (*BASES, f"{BASES[-1]}|{BASES[-2]}@rowwise_dequantized", f"{BASES[-2]}|{BASES[-1]}")
 """One format of each scaling, and two hybrid quantizers: for tests of seconds."""
 SOME = (*FEW, next(text for text in REPRESENTATIVE if parse(text).stochastic))
@@ -169,3 +171,12 @@ DELAYED_IN_PARTS = {
     tensor: f"{PLAIN}|{text}" if tensor == "weight" else f"{text}|{PLAIN}" for tensor, text in LINEARS[DELAYED].items()
 }
 """Delayed scaling in one direction of each tensor, and a plain format in the other."""
+
+
+def fitting(texts: tuple[str, ...], positions: int) -> list[str]:
+    """The quantizers whose blocks divide a context of so many positions, as attention wants it."""
+
+    def fits(quantizer: HybridQuantizer) -> bool:
+        return all(positions % (format.tile[1] or 1) == 0 for format in (quantizer.rowwise, quantizer.columnwise))
+
+    return [text for text in texts if fits(HybridQuantizer.parse(text))]

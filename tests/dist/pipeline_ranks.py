@@ -3,6 +3,7 @@
 from collections import Counter
 
 import torch
+from cases import LINEARS
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -16,7 +17,7 @@ from hqsweep.train.model import GPT
 
 WORLD, VOCAB, LAYERS, MICROBATCHES, STEPS, FIRST = 2, 32, 4, 4, 2, 8
 RECIPES = {
-    "stochastic": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    "stochastic": LINEARS["nvfp4"],
     "delayed": {"input": "fp8_delayed|mxfp8", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"},
     "stochastic weights": {"input": "mxfp8", "weight": "nvfp4+sr|mxfp8", "grad_output": "mxfp8"},
 }

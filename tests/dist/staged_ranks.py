@@ -4,6 +4,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+from cases import DELAYED_IN_PARTS, LINEARS
 from checkpointed import content
 from training_ranks import config, trainer
 
@@ -13,8 +14,8 @@ from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
 STEPS, BREAK = 3, 1
 BASE = {"steps": STEPS, "batch": 4, "microbatches": 4, "eval_batches": 3}
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+NVFP4 = LINEARS["nvfp4"]
+DELAYED = DELAYED_IN_PARTS
 RECIPE = {
     "linear": "mxfp8",
     "overrides": [{"layers": "last(1)", "linear": "bf16"}],

@@ -21,14 +21,12 @@ from typing import Any
 import extension_file
 import torch
 from binding_cases import BindingCall
+from cases import COMBINED, HIGH, REPRESENTATIVE
 from torch import Tensor
 
 BY_HAND = ("quantize", "find_amax_", "dequantize", "split_offsets")
 """Operators that have a kernel for the CPU."""
-FORMATS = (
-    "fp8_current", "fp8_current+e5m2", "fp8_delayed", "fp8_block", "fp8_block+2d", "mxfp8", "mxfp8+2d", "mxfp6_e2m3",
-    "mxfp4", "nvfp4", "nvfp4+2d", "nvfp4+sr", "nvfp4+rht+sr", "nvfp4+row_scaled", "nvfp4+4over6", "nvfp4+tensor",
-)  # fmt: skip
+FORMATS = tuple(text for text in (*REPRESENTATIVE, *COMBINED) if text not in HIGH)
 NO_FORMATS = ("", "bf16", "fp32", "nvpf4", "mxfp8|nvfp4", "\0", "mxfp8+")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OTHER_DTYPES = (torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.int8)

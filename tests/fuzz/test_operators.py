@@ -32,9 +32,10 @@ def test_every_call_returns_or_is_refused_in_a_sentence(tmp_path: Path) -> None:
     at = tmp_path / "at"
     at.touch()
     program = [sys.executable, "-X", "faulthandler", HERE / "operator_cases.py"]
+    environment = {**os.environ, "HQSWEEP_FUZZ_AT": str(at), "PYTHONPATH": str(HERE.parent)}  # where cases.py is
     ended = subprocess.run(
         [*program, str(FIRST), str(CALLS), library.extension().__file__],
-        env={**os.environ, "HQSWEEP_FUZZ_AT": str(at)}, capture_output=True, text=True, check=False,
+        env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     last = int(at.read_text() or -1)
     assert ended.returncode == 0, f"ended with {ended.returncode} at {last}: {case(last)!r}\n{ended.stderr[-3000:]}"

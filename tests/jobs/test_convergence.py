@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import LINEARS
 
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.errors import UserError
@@ -20,7 +21,7 @@ from hqsweep.train import data
 from hqsweep.train.loop import Trainer
 
 CPU = torch.device("cpu")
-FP8_E5M2 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
+FP8_E5M2 = LINEARS["fp8_current"]
 
 
 def config(

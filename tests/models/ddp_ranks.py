@@ -4,6 +4,7 @@ and sharded by FSDP2."""
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import DELAYED, RANDOM
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,7 @@ from hqsweep.models.names import clean_name
 from hqsweep.nn import quantization
 
 RANKS, ROWS, WIDTH = 2, 64, 32
-RECIPES = ("nvfp4+sr", "fp8_delayed")
+RECIPES = (RANDOM, DELAYED)
 DTYPES = (None, torch.bfloat16)
 """Of what FSDP gathers."""
 

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from cases import DELAYED, LOW_BASES, fitting
 
 import hqsweep
 from hqsweep.errors import UserError
@@ -54,7 +55,7 @@ def test_model(kind):
     assert model.config._attn_implementation == implementation and equal(step(model), plain["whole"])
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed", {**ROUNDED_ONCE, "do": "nvfp4+sr|bf16"}], ids=str)
+@pytest.mark.parametrize("recipe", [*fitting(LOW_BASES, 32), DELAYED, {**ROUNDED_ONCE, "do": "nvfp4+sr|bf16"}], ids=str)
 def test_bytes_are_those_of_our_attention(recipe):
     """Of keys and values that a group of heads shares, and of no mask."""
     q, k, v, do = (draw("normal", 2 * heads * 32, 16).float().view(2, heads, 32, 16) for heads in (4, 2, 2, 4))

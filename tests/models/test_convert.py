@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from cases import PRODUCTS
 from torch import nn
 
 import hqsweep
@@ -16,11 +17,11 @@ from hqsweep.nn.module import quantized_modules
 from hqsweep.recipe import Recipe
 
 RECIPES = (
-    "bf16", "fp32", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp6_e2m3", "mxfp4", "nvfp4", "mxfp8|bf16",
+    *PRODUCTS, "mxfp8|bf16",
     {"input": "nvfp4|nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+sr|nvfp4+rht+sr"},
     {"input": "nvfp4|mxfp8@rowwise_dequantized", "weight": "mxfp8", "grad_output": "fp8_current+e5m2"},
 )  # fmt: skip
-"""One of each scaling, and hybrid ones, with a transform and random bits."""
+"""One of each name, and hybrid ones, with a transform and random bits."""
 
 
 class Net(nn.Module):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from cases import FEW
 from tiny import equal, step, tiny
 from torch import nn
 
@@ -50,7 +51,7 @@ def test_a_converted_model_trains_and_is_saved_as_a_plain_one(tmp_path):
     assert equal(step(loaded), after)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block", "bf16", "nvfp4|mxfp8@rowwise_dequantized"])
+@pytest.mark.parametrize("recipe", FEW)
 def test_conv1d_gives_the_bytes_of_our_linear_on_the_transposed_weight(recipe):
     from transformers.pytorch_utils import Conv1D
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import LOW_BASES, RANDOM
 from llamas import differences, llama, loss_of, results
 from torch import nn
 
@@ -18,7 +19,7 @@ def both_ways(linear, x):
     return found if linear.bias is None else found | {"db": linear.bias.grad}
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4+sr", "fp8_current"])
+@pytest.mark.parametrize("recipe", [*LOW_BASES, RANDOM])
 @pytest.mark.parametrize("bias", [False, True])
 def test_autocast_changes_the_dtype_and_no_bit_beyond(recipe, bias):
     """Those of hqsweep.nn.Linear in the dtype of the autocast, which itself is outside of any."""
@@ -53,7 +54,7 @@ def trained(recipe, scaler=None, *, steps=2):
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", LOW_BASES)
 def test_a_scale_of_the_loss_that_is_a_power_of_two_changes_no_bit(recipe):
     """Scales of blocks and amaxes take it up."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100)

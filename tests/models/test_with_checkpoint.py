@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import DELAYED, RANDOM
 from llamas import differences, llama, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ def stepped(model, steps=(1, 2)):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4+sr", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", [RANDOM, DELAYED])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):
     """None: as Hugging Face chooses. Histories of delayed scaling take each step once."""
@@ -29,7 +30,7 @@ def test_gradient_checkpointing_changes_no_bit(recipe, reentrant):
     again.gradient_checkpointing_enable(*([] if reentrant is None else [{"use_reentrant": reentrant}]))
     assert not differences(stepped(plain.train()), stepped(again.train()))
     states = [conversion.state_dict() for conversion in conversions]
-    assert (recipe == "fp8_delayed") == bool(states[0])
+    assert (recipe == DELAYED) == bool(states[0])
     if states[0]:
         assert not differences(*states)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import DELAYED
 from ddp_ranks import DTYPES, RANKS, RECIPES, gradients, model, run
 from ranks import run_ranks
 
@@ -36,12 +37,12 @@ def test_gradients_are_the_means_of_those_of_each_rank(ranks, how):
 
 
 def test_ranks_share_the_amaxes_of_delayed_scaling(ranks):
-    first, second = (seen["fp8_delayed"]["states"] for seen in ranks)
+    first, second = (seen[DELAYED]["states"] for seen in ranks)
     assert not differences(first, second)
     apart = []
     for rank in range(RANKS):
         alone = model()
-        conversion = hqsweep.convert(alone, "fp8_delayed")
+        conversion = hqsweep.convert(alone, DELAYED)
         gradients(alone, rank)
         apart.append(conversion.state_dict())
     largest = {name: torch.maximum(*(states[name] for states in apart)) for name in first}

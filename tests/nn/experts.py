@@ -1,7 +1,7 @@
 """Grouped linears beside the single ones that their experts are: an oracle for their tests."""
 
 import torch
-from cases import PRODUCTS
+from cases import LINEARS, PRODUCTS
 
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import GroupedLinear, GroupedLinearOptions, Linear, LinearOptions, quantization, quantized_model_init
@@ -14,7 +14,7 @@ GPU = (9, 0)
 EXPERTS, ROWS, K, N = len(SPLITS), sum(SPLITS), 48, 32
 FORMATS = list(PRODUCTS)
 SECTIONS = [
-    {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
+    LINEARS["nvfp4"],
     {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
      "grad_output": "mxfp8"},
     {"input": "fp8_delayed|mxfp8", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"},

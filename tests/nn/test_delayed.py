@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS, LINEARS
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -27,8 +28,8 @@ from hqsweep.nn.attention import DotProductAttention
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import DpaQuantizers, QuantizerRole, Recipe
 
-DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
-HYBRID = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DELAYED = LINEARS["fp8_delayed"]
+HYBRID = DELAYED_IN_PARTS
 NAMES = [f"{t}_{d}" for t in ("input", "weight", "grad_output") for d in ("rowwise", "columnwise")]
 
 

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import BASES, BY_STEP, LOW, WHOLE_BLOCKS
+from cases import BY_STEP, LINEARS, LOW_BASES, WHOLE_BLOCKS
 from experts import (
     EXPERTS,
     GPU,
@@ -190,7 +190,7 @@ def bounded(reader, quantizers="mxfp8", slots=tuple(READERS), **options):
 
 
 @pytest.mark.parametrize("splits", [SPLITS, (ROWS // EXPERTS,) * EXPERTS, (7, 0, 33, ROWS - 40)], ids=str)
-@pytest.mark.parametrize("reader", [*(text for text in BASES if text in LOW), *BY_STEP[1:], "bf16|mxfp8"])
+@pytest.mark.parametrize("reader", [*LOW_BASES, *BY_STEP[1:], "bf16|mxfp8"])
 @pytest.mark.parametrize("quantizers", ["bf16", "nvfp4"])  # nvfp4 is filled up
 def test_boundaries_are_rounded_as_those_of_each_experts_linear(quantizers, reader, splits):
     module = bounded(reader, quantizers, bias=True)
@@ -282,7 +282,7 @@ def test_native_gives_codes_to_the_tensor_cores_for_all_three_gemms(monkeypatch)
         return mm_t(a, b, out_dtype=out_dtype)
 
     monkeypatch.setattr("hqsweep.gemm.native.mm_t_native", product)
-    fp8 = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}
+    fp8 = LINEARS["fp8_current"]
     module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe_of(fp8, gemm="native"))
     assert module.quantization_alignment == 16
     assert_same_gradients(*train(module, singles(module), steps=1))

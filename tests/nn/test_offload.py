@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cases import BASE_LINEARS, REPRESENTATIVE, SOME
+from cases import BASE_LINEARS, REPRESENTATIVE, SOME, fitting
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,7 +155,7 @@ def test_gradients_are_the_same_bytes(name, held, window_bytes, device):
 
 
 @devices
-@pytest.mark.parametrize("text", [text for text in SOME if "fp8_block" not in text])  # 64 positions are no block of it
+@pytest.mark.parametrize("text", fitting(SOME, 64))
 def test_attention_is_the_same_bytes(text, device):
     module = DotProductAttention(name="dpa", recipe=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS}))
     model = nn.Linear(1, 1, device=device)

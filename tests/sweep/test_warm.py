@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from cases import LINEARS
 from rich.console import Console
 
 from hqsweep.config.job import parse
@@ -13,8 +14,8 @@ from hqsweep.sweep.store import RunStore
 
 pytestmark = pytest.mark.slow
 
-NVFP4_SR = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
-DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
+NVFP4_SR = LINEARS["nvfp4"]
+DELAYED = LINEARS["fp8_delayed"]
 EXPERTS = {"input": "nvfp4+row_scaled|mxfp8@rowwise_dequantized", "weight": "nvfp4|mxfp8@rowwise_dequantized",
            "grad_output": "mxfp8"}  # fmt: skip
 ARMS = {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.config.job import ConvergenceConfig, parse
 from hqsweep.jobs import convergence
@@ -13,9 +14,9 @@ from hqsweep.train.checkpoint import read_state
 from hqsweep.train.loop import Trainer
 from hqsweep.train.record import checkpoints
 
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+NVFP4 = LINEARS["nvfp4"]
 SR_WEIGHTS = {"input": "bf16", "weight": "nvfp4|nvfp4+sr@rowwise_dequantized", "grad_output": "bf16"}
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DELAYED = DELAYED_IN_PARTS
 HELD_DELAYED = {"input": "bf16", "weight": "fp8_delayed|fp8_delayed+e5m2", "grad_output": "bf16"}
 MOE = {"experts": 2, "top_k": 1}
 AT, STEPS, DECAY = 3, 4, 2

@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS, LINEARS
 from fork_ranks import AT, config, ranked, rows, run, study
 from ranks import run_ranks
 from safetensors.torch import save_file
@@ -15,9 +16,9 @@ from hqsweep.train.record import check_recorded, checkpoints, is_point
 
 pytestmark = pytest.mark.slow
 
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+NVFP4 = LINEARS["nvfp4"]
 SR_WEIGHTS = {"input": "bf16", "weight": "nvfp4|nvfp4+sr@rowwise_dequantized", "grad_output": "bf16"}
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DELAYED = DELAYED_IN_PARTS
 HELD_DELAYED = {"input": "bf16", "weight": "fp8_delayed|fp8_delayed+e5m2", "grad_output": "bf16"}
 EXPERTS = {"experts": 2, "top_k": 1}
 TWO, COPIES = {"dp_shard": 2}, {"dp_replicate": 2}

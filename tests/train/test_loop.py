@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
@@ -20,11 +21,11 @@ from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
 from hqsweep.train.pace import Throughput, learning_rate
 
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DELAYED = DELAYED_IN_PARTS
 CURRENT_BACKWARD = {
     "input": "fp8_delayed|fp8_current", "weight": "fp8_delayed|fp8_current", "grad_output": "fp8_current+e5m2"
 }  # fmt: skip
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
+NVFP4 = LINEARS["nvfp4"]
 
 
 def config(linear="bf16", *, stats=None, seed=0, tied=False, schedule=(), **train):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS
 from meshed_ranks import EXPERTS, outcome, run, sampled
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 HELD = EXPERTS | {"quantized_weights": True}
 FIRST = {"steps": 1, "clip": 1e9}
 """One step, whose gradients are those of one process, and are not scaled by their norm, whose last digit is not."""
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DELAYED = DELAYED_IN_PARTS
 NVFP4 = {"input": "nvfp4", "weight": "nvfp4+2d", "grad_output": "nvfp4+sr"}
 TWO = {"dp_shard": 2, "ep": 2}
 OF_TWO = [("mxfp8", {"model": model, "parallel": TWO} | FIRST) for model in (EXPERTS, HELD)]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cases import BASE_LINEARS
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from hqsweep.config.job import parse
@@ -14,13 +15,7 @@ from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 
-RECIPES = {
-    "bf16": "bf16",
-    "fp8_current": {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"},
-    "mxfp8": "mxfp8",
-    "fp8_block": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"},
-    "nvfp4": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"},
-    "hybrid": "nvfp4|mxfp8@rowwise_dequantized",
+RECIPES = BASE_LINEARS | {
     "fp8_delayed": {"input": "bf16", "weight": "fp8_delayed|fp8_delayed+e5m2+history2", "grad_output": "fp8_delayed"},
 }
 

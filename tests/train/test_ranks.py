@@ -4,13 +4,14 @@ from itertools import chain
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.quant import HybridQuantizedTensor
 from tests.dist import training_ranks as ranks
 from tests.ranks import run_ranks
 
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+NVFP4 = LINEARS["nvfp4"]
+DELAYED = DELAYED_IN_PARTS
 TWO = {"parallel": {"dp_shard": 2}}
 LAYER = {"recompute": "layer", "microbatches": 2}
 HELD = TWO | {"model": {"quantized_weights": True}}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import BASE_LINEARS, PLAIN, RANDOM
 
 from hqsweep.config.job import parse
 from hqsweep.jobs import convergence
@@ -13,14 +14,9 @@ from hqsweep.train.loop import Trainer
 
 pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.slow]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-RECIPES = {
-    "bf16": {"linear": "bf16"},
-    "fp8_current": {"linear": {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current+e5m2"}},
-    "mxfp8": {"linear": "mxfp8", "dpa": "mxfp8"},
-    "fp8_block": {"linear": {"input": "fp8_block", "weight": "fp8_block+2d", "grad_output": "fp8_block"}},
-    "nvfp4": {"linear": {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}},
-    "hybrid": {"linear": "nvfp4|mxfp8@rowwise_dequantized", "dpa": "nvfp4+sr|mxfp8"},
-}
+ATTENTION = {PLAIN: {"dpa": PLAIN}, "hybrid": {"dpa": f"{RANDOM}|{PLAIN}"}}
+"""Recipes that quantize attention, too."""
+RECIPES = {name: {"linear": section} | ATTENTION.get(name, {}) for name, section in BASE_LINEARS.items()}
 WAYS = {
     "layer": {"recompute": "layer"},
     "attention": {"recompute": "attention"},

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from cases import DELAYED_IN_PARTS
 from checkpointed import content, resumed
 from ranks import run_ranks
 from sharded_training import assert_same
@@ -13,7 +14,7 @@ from training_ranks import config, trainer
 from hqsweep.train.checkpoint import go_on_from, newest, save_checkpoint
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
-DELAYED = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8|fp8_delayed", "grad_output": "fp8_delayed+e5m2|mxfp8"}
+DELAYED = DELAYED_IN_PARTS
 CASES = [(DELAYED, {"parallel": {"dp_shard": 2}, "log_every": 3}), ("mxfp8", {"parallel": {"dp_replicate": 2}})]
 
 

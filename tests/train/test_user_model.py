@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from cases import LINEARS
 from torch import nn
 
 from hqsweep.checkpoints.user_model import check_model_files
@@ -27,8 +28,8 @@ from hqsweep.train.user_model import draws_numbers, loss_by_chunks
 from tests.checkpoints.titan import write
 from tests.models.tiny import tiny
 
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
-DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
+NVFP4 = LINEARS["nvfp4"]
+DELAYED = LINEARS["fp8_delayed"]
 HERE = "tests.train.test_user_model"
 
 

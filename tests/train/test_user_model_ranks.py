@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import LINEARS
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import tiny
@@ -15,8 +16,8 @@ from hqsweep.models.build import check_ranks
 
 pytestmark = pytest.mark.slow
 
-NVFP4 = {"input": "nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+rht+sr"}
-DELAYED = {"input": "fp8_delayed", "weight": "fp8_delayed", "grad_output": "fp8_delayed+e5m2"}
+NVFP4 = LINEARS["nvfp4"]
+DELAYED = LINEARS["fp8_delayed"]
 SHARDED, COPIES = {"dp_shard": 2}, {"dp_replicate": 2}
 MODELS = {
     "llama": ("llama", {"tie_word_embeddings": True}),
