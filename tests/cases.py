@@ -108,17 +108,16 @@ KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and n
 
 
 def _covering(pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """So few of the pairs that they have each scaling in each direction, random bits, and amaxes of rows."""
-
-    def kinds(pair: tuple[str, str]) -> set[object]:
-        formats = [parse(text) for text in pair]
-        return {*((i, f.scaling) for i, f in enumerate(formats)), *((f.stochastic, f.row_scaled) for f in formats)}
-
-    missing, chosen = set().union(*map(kinds, pairs)), []
+    """So few of the pairs that they have each scaling, random bits, and amaxes of rows."""
+    missing, chosen = set().union(*map(_kinds, pairs)), []
     while missing:
-        chosen.append(max(pairs, key=lambda pair: len(kinds(pair) & missing)))
-        missing -= kinds(chosen[-1])
+        chosen.append(max(pairs, key=lambda pair: len(_kinds(pair) & missing)))
+        missing -= _kinds(chosen[-1])
     return tuple(chosen)
+
+
+def _kinds(pair: tuple[str, str]) -> set[object]:
+    return {answer for f in map(parse, pair) for answer in (f.scaling, (f.stochastic, f.row_scaled))}
 
 
 KERNEL_PAIRS = tuple(
@@ -128,6 +127,12 @@ KERNEL_PAIRS = tuple(
 """Two formats, rowwise and columnwise, both of KERNELS."""
 FEW_KERNEL_PAIRS = _covering(KERNEL_PAIRS)
 """A few of them: for tests of seconds."""
+STOCHASTIC_PAIRS = tuple(
+    (str(format.rowwise_form), str(format.columnwise_form))
+    for format in map(parse, (*REPRESENTATIVE, *COMBINED))
+    if format.stochastic
+) + tuple(pair for pair in KERNEL_PAIRS if any(parse(text).stochastic for text in pair))
+"""Two formats, of which one or both draw random bits."""
 
 
 def first(**answers: object) -> str:

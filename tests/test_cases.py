@@ -23,9 +23,9 @@ def test_every_format_meets_another_in_both_directions() -> None:
     assert {pair.columnwise_source for pair in pairs} == {"original", "rowwise_dequantized"}
 
 
-def test_few_pairs_of_kernels_have_each_scaling_in_each_direction() -> None:
+def test_few_pairs_of_kernels_have_each_scaling_and_random_bits() -> None:
     wanted, had = (
-        {(direction, parse(text).scaling) for pair in pairs for direction, text in enumerate(pair)}
+        {answer for pair in pairs for f in map(parse, pair) for answer in (f.scaling, f.stochastic)}
         for pairs in (KERNEL_PAIRS, FEW_KERNEL_PAIRS)
     )
     assert had == wanted and len(FEW_KERNEL_PAIRS) < len(KERNEL_PAIRS) / 2

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import BASES, PRODUCTS
 
 from hqsweep.formats import ExactOperand, parse
 from hqsweep.formats.inputs import draw
@@ -27,7 +28,7 @@ SPLITS = (40, 0, 24, 64)
 E, M, N, K = len(SPLITS), sum(SPLITS), 48, 64
 LOOP = gemm_plan(parse("mxfp8"), parse("mxfp8"), None, group=GroupGemm())
 PAIRS = [
-    ("bf16", "bf16"), ("fp32", "fp32"), ("mxfp8", "mxfp8"), ("fp8_current", "fp8_current"), ("nvfp4", "nvfp4"),
+    *((text, text) for text in PRODUCTS if not parse(text).delayed),
     ("nvfp4+row_scaled|mxfp8", "nvfp4|mxfp8"), ("nvfp4+row_scaled|mxfp8", "nvfp4+row_scaled|mxfp8"),
     ("mxfp8", "nvfp4+row_scaled|mxfp8"), ("fp8_block", "fp8_current"), ("fp8_block+fp32_scale", "mxfp8"),
 ]  # fmt: skip
@@ -96,7 +97,7 @@ def _float(group):
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", "bf16"])
+@pytest.mark.parametrize("text", BASES)
 @both_kernels
 def test_bfloat16_matrices_lose_one_rounding_at_most(gemm, text, sizes):
     """As on a GPU: the product is stored in bfloat16, then factors follow, and another rounding."""

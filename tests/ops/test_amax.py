@@ -1,8 +1,11 @@
 """Amaxes of all experts found by one call are those that a call for each expert finds."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from calls import find_amax, quantize
+from cases import BASES, DELAYED, REPRESENTATIVE
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, RngKeys, parse
@@ -12,19 +15,17 @@ from hqsweep.ops.splits import Splits
 
 SIXTEENS, ANY = (0, 128, 48, 0, 16, 160, 256, 0), (37, 0, 1, 128, 131, 300)
 KEYS = RngKeys(seed=7, slots=tuple(map(str, range(8))), step=2**33 + 5)
-CASES = [
-    ("fp8_current", None, "original"), (None, "fp8_delayed", "original"), ("fp8_delayed", "fp8_current", "original"),
-    ("nvfp4+rht", "nvfp4+rht", "original"), ("nvfp4+row_scaled", "nvfp4+row_scaled", "original"),
-    ("fp8_delayed", "fp8_delayed+e5m2", "rowwise_dequantized"), ("nvfp4", "fp8_delayed", "rowwise_dequantized"),
-    ("nvfp4+row_scaled", "fp8_current", "rowwise_dequantized"), ("nvfp4+sr", "nvfp4", "rowwise_dequantized"),
-    ("mxfp8", "fp8_delayed", "rowwise_dequantized"), ("fp8_block", "fp8_delayed", "rowwise_dequantized"),
-    ("bf16", "fp8_delayed", "rowwise_dequantized"),
-]  # fmt: skip
+AMAXES = [text for text in REPRESENTATIVE if parse(text).amax_name]
+CASES = [(text, text, "original") for text in AMAXES] + [(AMAXES[0], None, "original"), (None, AMAXES[-1], "original")]
+CASES += [(row, DELAYED, "rowwise_dequantized") for row in BASES] + [
+    (row, column, ("original", "rowwise_dequantized")[index % 2])
+    for index, (row, column) in enumerate(pairwise(AMAXES))
+]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def sizes_of(case):
-    return SIXTEENS if "nvfp4" in str(case[1]) else ANY
+    return SIXTEENS if case[1] and parse(case[1]).column_multiple > 1 else ANY
 
 
 def arguments(case, sizes, width, device):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import find_amax, quantize
+from cases import STOCHASTIC_PAIRS
 
 from hqsweep.formats import RngKey, RngKeys, parse
 from hqsweep.formats.inputs import draw
@@ -35,7 +36,7 @@ def both(x, pair, key, backend, **options):
 
 @devices
 @backends
-@pytest.mark.parametrize("pair", [PAIR, ("fp8_current", "nvfp4+sr"), ("mxfp4", "nvfp4+2d+sr")], ids="|".join)
+@pytest.mark.parametrize("pair", STOCHASTIC_PAIRS, ids="|".join)
 def test_one_matrix(device, backend, pair):
     x, key = draw("heavy", 48, 160).to(device), RngKey(seed=7, slot="test", step=0)
     counter, seen = counter_at(0, device), []
@@ -117,7 +118,7 @@ def test_the_operator_with_a_counter_keeps_the_rules_of_torch_library():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("members", [False, True])
-@pytest.mark.parametrize("pair", [PAIR, ("nvfp4+4over6", "nvfp4+sr"), ("nvfp4+tensor+sr", "mxfp8")], ids="|".join)
+@pytest.mark.parametrize("pair", STOCHASTIC_PAIRS, ids="|".join)
 def test_a_cuda_graph_draws_the_bits_of_each_step(pair, members):
     x, counter = draw("heavy", 256, 384).bfloat16().cuda(), counter_at(0, "cuda")
     splits = Splits.of([128, 0, 128], 256) if members else None

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from cases import REPRESENTATIVE
 
 from hqsweep.formats import parse
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.splits import Splits
 
 
-@pytest.mark.parametrize("text", ["bf16", "fp8_current", "fp8_block+2d", "mxfp8", "mxfp4", "nvfp4", "nvfp4+row_scaled"])
+@pytest.mark.parametrize("text", REPRESENTATIVE)
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_starts_are_where_the_members_buffers_begin(text, columnwise, kernel, monkeypatch):

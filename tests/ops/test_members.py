@@ -3,7 +3,7 @@
 import pytest
 import torch
 from calls import quantize
-from cases import KERNELS
+from cases import KERNEL_PAIRS, KERNELS, PLAIN, REPRESENTATIVE
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -12,13 +12,8 @@ from hqsweep.ops.splits import Splits
 
 SIXTEENS = (0, 128, 48, 0, 16, 160, 256, 0)
 ANY = (37, 0, 1, 128, 131, 300)
-PAIRS = [
-    ("nvfp4+row_scaled", "mxfp8", "rowwise_dequantized"), ("nvfp4+sr", "nvfp4+rht+sr", "original"),
-    ("mxfp8", "nvfp4+row_scaled", "original"), ("fp8_current", "nvfp4", "rowwise_dequantized"),
-    ("nvfp4", "fp8_current", "rowwise_dequantized"), ("mxfp8+2d", "fp8_block", "rowwise_dequantized"),
-    ("fp8_current", "nvfp4", "original"), (None, "mxfp8", "original"), ("mxfp8", None, "original"),
-]  # fmt: skip
-CASES = [(text, text, "original") for text in KERNELS] + PAIRS
+CASES = [(text, text, "original") for text in KERNELS] + [(None, PLAIN, "original"), (PLAIN, None, "original")]
+CASES += [(*pair, ("original", "rowwise_dequantized")[index % 2]) for index, pair in enumerate(KERNEL_PAIRS)]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 cases = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}|{c[1]}{'@' * (c[2] != 'original')}")
 
@@ -78,7 +73,7 @@ def assert_same(actual, expected, what=""):
 
 def sizes_of(case) -> tuple[int, ...]:
     """As ragged as the columnwise format can be."""
-    return ANY if not case[1] or case[1].startswith(("mxfp8", "mxfp6", "fp8")) else SIXTEENS
+    return ANY if not case[1] or parse(case[1]).column_multiple == 1 else SIXTEENS
 
 
 def layouts(rows, cols, device, dtype):
@@ -170,12 +165,12 @@ def test_many_experts(count, device, monkeypatch):
 
 
 @devices
-@pytest.mark.parametrize("text", ["fp8_current", "fp8_delayed", "nvfp4", "nvfp4+row_scaled"])
+@pytest.mark.parametrize("text", [text for text in REPRESENTATIVE if parse(text).amax_name])
 def test_given_amaxes_are_the_experts_own(text, device, monkeypatch):
     x, grids = draw("heavy", sum(SIXTEENS), 128, dtype=torch.bfloat16).to(device), {}
-    name = "g" if text.startswith("nvfp4") else "s"
+    name, row_scaled = parse(text).amax_name, parse(text).row_scaled
     for direction in ("rowwise", "columnwise"):
-        tall = [(size if direction == "rowwise" else 128) if "row" in text else 1 for size in SIXTEENS]
+        tall = [(size if direction == "rowwise" else 128) if row_scaled else 1 for size in SIXTEENS]
         amaxes = [1.0 + e + torch.arange(float(rows)).view(-1, 1) for e, rows in enumerate(tall)]
         grids[f"{direction}_grid"] = [{name: amax.to(device)} for amax in amaxes]
     case = (text, text, "original")

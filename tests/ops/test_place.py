@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import RANDOM, STOCHASTIC_PAIRS
 
 from hqsweep.dist.exchange import Area
 from hqsweep.formats import RngKey, parse
@@ -18,12 +19,10 @@ backends = pytest.mark.parametrize("backend", ["reference", "auto"])
 KEY = RngKey(seed=7, slot="test", step=2**40 + 3)
 WHOLE = Area(0, 192, 0, 320)
 PARTS = [Area(16, 176, 0, 320), Area(32, 192, 64, 256), Area(48, 64, 16, 32), Area(64, 64, 0, 320)]
-PAIRS = [
-    ("nvfp4+sr", "nvfp4+rht+sr"),
-    ("nvfp4+2d+sr", "nvfp4+2d+sr"),
-    ("nvfp4+tensor+sr", "nvfp4+tensor+rht+sr"),
-    ("fp8_current", "nvfp4+sr"),
+PAIRS = [pair for pair in STOCHASTIC_PAIRS if all(parse(text).tile[1] <= 16 for text in pair)] + [
+    ("fp8_current", RANDOM)
 ]
+"""Formats whose blocks no part cuts."""
 
 
 def both(x, area, pair, backend, grids, **options):

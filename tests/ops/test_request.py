@@ -3,6 +3,7 @@
 import pytest
 import torch
 from calls import find_amax, quantize
+from cases import KERNEL_PAIRS, STOCHASTIC_PAIRS
 
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey, parse
@@ -12,6 +13,9 @@ from hqsweep.ops.dequantize import dequantize, exact_operand_of
 KEY = RngKey(seed=7, slot="test", step=5)
 X = draw("heavy", 48, 80)
 BACKENDS = ("kernel", "reference")
+WITH_AMAX = [
+    pair for pair in KERNEL_PAIRS if any(parse(text).amax_name for text in pair) and pair not in STOCHASTIC_PAIRS
+]
 
 
 def refused(message, call, *arguments, **options):
@@ -77,13 +81,13 @@ def test_a_given_amax_that_the_kernel_cannot_read(text, amax, message):
 
 
 @pytest.mark.parametrize("output", ["codes", "exact"])
-@pytest.mark.parametrize("texts", [("nvfp4+row_scaled", "nvfp4+rht"), ("fp8_current", "nvfp4"), ("nvfp4", "mxfp8")])
+@pytest.mark.parametrize("texts", WITH_AMAX)
 def test_given_amaxes_of_any_two_dimensions_make_the_same_operands(texts, output):
     row, column = map(parse, texts)
     options = {"rowwise_output": output, "columnwise_output": output, "statistics": True}
     grids = {}
     for direction, format, matrix in (("rowwise_grid", row, X), ("columnwise_grid", column, X.t())):
-        name = {"nvfp4": "g", "fp8_current": "s"}.get(format.name)
+        name = format.amax_name
         if name:
             grids[direction] = {name: format.grid(matrix)[name] * 3}
     reference = quantize(X, row, column, backend="reference", **options, **grids)
