@@ -4,29 +4,26 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cases import COMBINED, KERNELS, REPRESENTATIVE
 
 from hqsweep import _C
+from hqsweep.formats import parse
 
 MX = {"family": "mx", "element": "e4m3", "tile_rows": 1, "tile_cols": 32}
 NVFP4 = {"family": "nvfp4", "element": "e2m1", "tile_rows": 1, "tile_cols": 16}
 CURRENT = {"family": "current", "element": "e4m3", "tile_rows": 0, "tile_cols": 0}
 BLOCK = {"family": "block", "element": "e4m3", "tile_rows": 1, "tile_cols": 128, "pow2": True}
-SPECS = {
-    "current": CURRENT,
-    "block": BLOCK,
-    "block_2d": BLOCK | {"tile_rows": 128, "pow2": False, "element": "e5m2"},
-    "mxfp8": MX,
-    "mxfp8_2d": MX | {"tile_rows": 32},
-    "mxfp6_e2m3": MX | {"element": "e2m3"},
-    "mxfp6_e3m2": MX | {"element": "e3m2"},
-    "mxfp4": MX | {"element": "e2m1"},
-    "nvfp4": NVFP4,
-    "nvfp4_2d": NVFP4 | {"tile_rows": 16},
-    "nvfp4_rht_sr": NVFP4 | {"rht": True, "sr": True, "key0": 7, "key1": 9, "step": 2**40 + 3},
-    "nvfp4_row_scaled": NVFP4 | {"row_scaled": True},
-    "nvfp4_4over6": NVFP4 | {"four_over_six": "mae", "e4m3_max": 256.0},
-    "nvfp4_4over6_2d": NVFP4 | {"four_over_six": "mse", "tile_rows": 16},
-}
+WORDS = {"key0": 7, "key1": 9, "step": 2**40 + 3}
+
+
+def spec_of(text: str) -> dict[str, object]:
+    """What the extension is told of a format, and for one that draws random bits of its key."""
+    format = parse(text)
+    tile = dict(zip(("tile_rows", "tile_cols"), format.tile, strict=True))
+    return format.kernel_fields | tile | (WORDS if format.stochastic else {})
+
+
+SPECS = {text: spec_of(text) for text in (*REPRESENTATIVE, *COMBINED) if text in KERNELS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ def outputs(shape: tuple[int, int], spec: dict, exact_dtype: type = np.float32) 
 
 
 DTYPES = {"float32": 0, "uint16": 1, "float16": 2}  # uint16 means bfloat16 bits
-KEY = ("key0", "key1", "step")
+KEY = tuple(WORDS)
 ISAS = _C.build_info()["isas"].split()
 ISAS = ISAS[: ISAS.index(_C.build_info()["isa"]) + 1]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import COMBINED
 from kernel_calls import (
     BLOCK,
     CURRENT,
@@ -25,6 +26,7 @@ from kernel_calls import (
 )
 
 from hqsweep import _C
+from hqsweep.formats import parse
 
 GOLDEN = Path(os.environ.get("HQSWEEP_GOLDEN", Path(__file__).parents[1] / "golden"))
 
@@ -142,6 +144,8 @@ def tile_scales(result: Result, spec: dict) -> np.ndarray:
 
 
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+WITH_AMAX = [text for text in SPECS if parse(text).amax_name and not parse(text).rht]
+"""Formats whose amax is that of the matrix as it is."""
 
 
 @specs
@@ -169,18 +173,18 @@ def test_any_strides_threads_and_instruction_set_give_the_same_bytes(spec, dtype
         assert quantize(x, isa=isa, **spec).same_bytes(expected), isa
 
 
-@pytest.mark.parametrize("name", ["current", "nvfp4", "nvfp4_row_scaled"])
+@pytest.mark.parametrize("name", WITH_AMAX)
 def test_given_amax_replaces_the_scan(name):
     x = sample(32, 64)
     scanned = quantize(x, **SPECS[name])
     magnitudes = np.abs((x.astype(np.uint32) << 16).view(np.float32))
-    amax = magnitudes.max(axis=1 if name == "nvfp4_row_scaled" else None, keepdims=True).reshape(-1)
+    amax = magnitudes.max(axis=1 if parse(name).row_scaled else None, keepdims=True).reshape(-1)
     assert quantize(x, amax=amax, **SPECS[name]).same_bytes(scanned)
     assert not quantize(x, amax=amax * 4, **SPECS[name]).same_bytes(scanned)
 
 
 def test_stochastic_rounding_follows_key_step_and_position():
-    spec = SPECS["nvfp4_rht_sr"]
+    spec = SPECS[COMBINED[0]]
     x = sample(32, 256)
     assert quantize(x, **spec).same_bytes(quantize(x, **spec))
     for other in ({"key0": 8}, {"key1": 10}, {"step": 5}, {"step": 3}):
@@ -284,7 +288,7 @@ def layouts(rows: int, cols: int, dtype: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", [(64, 256), (33, 80), (1, 32), (300, 1040), (131, 16), (130, 6)])
 def test_cuda_equals_cpu(spec, dtype, shape):
-    if spec["family"] == "nvfp4" and shape[1] % 16:
+    if "rht" in spec and shape[1] % 16:
         pytest.skip("nvfp4 has no partial block")
     for name, x in layouts(*shape, dtype).items():
         assert quantize_on_gpu(x, **spec).same_bytes(without_untouched(quantize(x, **spec), spec)), name
@@ -307,7 +311,7 @@ def test_cuda_exact_in_bf16_is_the_fp32_one_rounded(spec):
 
 
 @gpu
-@pytest.mark.parametrize("name", ["current", "nvfp4", "nvfp4_row_scaled", "nvfp4_4over6_2d"])
+@pytest.mark.parametrize("name", WITH_AMAX)
 def test_cuda_given_amax_replaces_the_scan(name):
     x, spec = sample(33, 64), SPECS[name]
     amax = np.exp2(np.arange(33 if spec.get("row_scaled") else 1, dtype=np.float32))
