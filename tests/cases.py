@@ -15,7 +15,7 @@ from hqsweep.quant import HybridQuantizer
 NAMES = tuple(FORMATS)
 """Every format without options."""
 LOW = tuple(name for name in NAMES if not parse(name).high_precision)
-"""Those with codes and scales."""
+"""Formats with codes and scales."""
 ALL = tuple(text for name in NAMES for text in spellings(name))
 """Every combination of options."""
 
@@ -102,7 +102,7 @@ FEW = (*BASES, f"{BASES[-1]}|{BASES[-2]}@rowwise_dequantized", f"{BASES[-2]}|{BA
 SOME = (*FEW, next(text for text in REPRESENTATIVE if parse(text).stochastic))
 """These, and one that draws random bits."""
 STATELESS = tuple(text for text in QUANTIZERS if not HybridQuantizer.parse(text).delayed)
-"""Those that need no history of amaxes."""
+"""Quantizers that need no history of amaxes."""
 KERNELS = tuple(text for text in EVERY_OPTION if parse(text).kernel_fields and not parse(text).delayed)
 """Formats that the compiled extension quantizes without a history."""
 

@@ -140,7 +140,7 @@ def test_native_products_are_faster_and_decode_nothing():
 
 
 def test_products_of_a_size_are_all_timed():
-    """Of each shape once, as often as it occurs."""
+    """Each shape is timed once, and counted as often as it occurs."""
     shapes = []
 
     def medians(calls):

@@ -62,7 +62,7 @@ def test_q_k_and_v_in_one_weight(tmp_path: Path) -> None:
 
 
 def test_names_of_hugging_face_under_model(tmp_path: Path) -> None:
-    """As torch's own tutorial saves: {"model": ..., "optimizer": ...}, nested."""
+    """Checkpoints are nested as in torch's own tutorial: {"model": ..., "optimizer": ...}."""
     saved, model = tiny("llama"), tiny("llama", seed=1)
     optimizer, other = adam(saved), adam(model)
     trained(saved, optimizer)

@@ -14,6 +14,7 @@ NVFP4 = {"family": "nvfp4", "element": "e2m1", "tile_rows": 1, "tile_cols": 16}
 CURRENT = {"family": "current", "element": "e4m3", "tile_rows": 0, "tile_cols": 0}
 BLOCK = {"family": "block", "element": "e4m3", "tile_rows": 1, "tile_cols": 128, "pow2": True}
 WORDS = {"key0": 7, "key1": 9, "step": 2**40 + 3}
+"""The words of a key."""
 
 
 def spec_of(text: str) -> dict[str, object]:

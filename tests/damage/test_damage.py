@@ -70,7 +70,7 @@ class Quiet(PlainDisplay):
 
 
 def words(name: str) -> list[str]:
-    """Of the command of a sweep, which is repeated in the folder where its damaged copy is."""
+    """The words of a sweep's command, which is repeated in the folder where its damaged copy is."""
     return [*SWEEPS["whole" if name == "cut_short" else name], f"sweep={name}", *TINY]
 
 

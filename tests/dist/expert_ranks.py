@@ -15,7 +15,7 @@ from hqsweep.parallel.expert import expert_parallel
 
 WORLD, EXPERTS, DIM, FFN, STEPS = 4, 8, 32, 48, 2
 TOKENS = (40, 0, 24, 56)
-"""Of each rank."""
+"""Tokens of each rank."""
 RECIPES = {
     "high": "bf16",
     "stochastic": SECTIONS[0],
@@ -97,7 +97,7 @@ def sent_by_one_step(recipe: dict | str, rank: int, mesh) -> list[int]:
 
 
 def run(rank: int) -> dict[str, dict[str, Tensor]]:
-    """Of every recipe over all ranks, and of delayed scaling over two groups of two."""
+    """Results of every recipe over all ranks, and of delayed scaling over two groups of two."""
     everyone, pairs = init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     made = {name: train(expert_parallel(mixture(r), everyone), [rank], rank) for name, r in RECIPES.items()}
     made["bytes"] = {name: sent_by_one_step(RECIPES[name], rank, everyone) for name in ("high", "codes", "per tensor")}

@@ -27,7 +27,7 @@ CASES = {
 
 
 class Watch:
-    """Of the calls inside: `made`, how often each weight was quantized, and `read`, what products read of weights."""
+    """Notes of the calls inside: `made`: how often each weight was quantized; `read`: what products read of weights."""
 
     def __init__(self):
         self.made, self.read = Counter(), []

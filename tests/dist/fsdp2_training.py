@@ -104,7 +104,7 @@ def shard(model, raf=True, **options):
 
 
 def accumulate(model, last):
-    """As torchtitan accumulates: nothing is reduced, or sharded again, before the last microbatch."""
+    """Accumulate as torchtitan does: nothing is reduced, or sharded again, before the last microbatch."""
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
     model.set_is_last_backward(last)

@@ -18,7 +18,7 @@ from hqsweep.train.loop import Trainer
 
 
 class SharedPool(EagerPool):
-    """As EagerPool, of parameters that are shared out."""
+    """An EagerPool of parameters that are shared out."""
 
     def tensors(self):
         return [local(tensor) for tensor in super().tensors()]

@@ -118,7 +118,7 @@ def biased(dtype: torch.dtype) -> nn.Sequential:
 
 
 def main_grads(rank: int) -> dict[str, object]:
-    """Of two steps of two microbatches; then grads, and what is said of a model that got them before it was wrapped."""
+    """Main gradients of two steps of two microbatches; then grads, and the refusal of one that had them too early."""
     seen: dict[str, object] = {}
     for case in MAIN_GRADS:
         model = with_main_grads(case)

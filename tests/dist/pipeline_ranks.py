@@ -125,7 +125,7 @@ def run(rank: int) -> dict[str, dict[str, Tensor]]:
 
 
 def raised_in_a_layer() -> None:
-    """Of a rank whose pipeline it is alone, so that no other waits."""
+    """The error of a rank that is a pipeline by itself, so that no other waits."""
     model = gpt("stochastic")
     pipeline = Pipeline(model, init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "pp")), 1)
 

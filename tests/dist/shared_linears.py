@@ -78,7 +78,7 @@ def split_sum(a: ExactOperand, b: ExactOperand, world: int) -> Tensor:
 
 
 def whole_operands(module: Linear, x: Tensor, dy: Tensor, step: int) -> dict[str, ExactOperand]:
-    """Those of the split sums, as one process has them in this step, whose states are as a step leaves them."""
+    """Operands of the split sums, as one process has them in this step; states are as a step leaves them."""
     with quantization(step=step), torch.no_grad():
         call = LinearCall(**module.linear_facts())
         weight = module.weight.bfloat16()

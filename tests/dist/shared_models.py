@@ -155,7 +155,7 @@ def differences(
 
 
 def probe(model: GPT, step: int) -> Probe:
-    """Of a step of two microbatches."""
+    """A probe that has seen a step of two microbatches."""
     seen = Probe(step, capture=True)
     for microbatch in range(2):
         with quantization(seed=1, step=step, probe=seen, microbatch=microbatch):

@@ -55,7 +55,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(case, ranks):
 
 @pytest.mark.parametrize("case", MAIN_GRADS)
 def test_main_grads_are_fp32_sums_of_all_ranks(case, ranks):
-    """Of unrounded results of wgrad, for parameters that are gathered or kept in bfloat16, too; to the byte."""
+    """They add up unrounded results of wgrad to the byte, for parameters that are gathered or kept in bfloat16, too."""
     expected = main_grads_of_one_process(case)
     for seen in (seen["main_grads"] for seen in ranks):
         for part in (1, 2, "weights"):

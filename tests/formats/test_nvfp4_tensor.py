@@ -56,7 +56,7 @@ def test_codes_and_values_are_ml_dtypes_under_one_scale(distribution, option, ba
 @pytest.mark.parametrize("backend", ["reference", "kernel"])
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_transform_is_that_of_nvfp4(signed, backend):
-    """Of a matrix that fills one block of 16, NVFP4's basis is what is quantized, under the amax of the whole."""
+    """NVFP4's basis of a matrix that fills one block of 16 is what is quantized, under the amax of the whole."""
     text = "+rht" if signed else "+rht+nosign"
     x = draw("heavy", *SHAPE)
     basis = parse(f"nvfp4{text}").basis(x)

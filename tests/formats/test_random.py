@@ -22,7 +22,7 @@ def test_keys_of_a_group_are_those_of_its_members():
 
 
 def test_the_table_of_a_kernel_is_the_same_however_keys_are_given():
-    """Of other seeds, slots and parts another one."""
+    """Other seeds, slots and parts have another table."""
     cpu, tables = torch.device("cpu"), []
     for keys in (RngKeys(seed=SEED, slots=SLOTS, step=0), RngKeys(seed=3, slots=SLOTS, step=0).under("columnwise")):
         table = key_table(keys, cpu)

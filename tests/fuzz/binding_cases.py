@@ -86,7 +86,7 @@ class BindingCall:
         return f"{self.name}({self.arguments})"
 
     def address(self, *shape: int, dtype: torch.dtype = torch.float32) -> int:
-        """That of an array, which stays."""
+        """The address of an array, which stays."""
         self.alive.append(torch.ones(*shape, dtype=dtype))
         return self.alive[-1].data_ptr()
 

@@ -50,7 +50,7 @@ def registered() -> tuple[str, ...]:
 
 @cache
 def only_cuda() -> tuple[str, ...]:
-    """Those without a kernel for the CPU, which all calls of them are refused for."""
+    """Operators without a kernel for the CPU, for which every call of them is refused."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return tuple(name for name in registered() if not has_kernel(f"hqsweep::{name}", "CPU"))
 
@@ -145,7 +145,7 @@ class Call:
         return changed
 
     def amaxes(self, text: str, rows: int, cols: int, column: bool, offsets: Tensor | None) -> Tensor | None:
-        """As many as a format has; None where it has none."""
+        """As many amaxes as a format has; None where it has none."""
         if not text.startswith(("fp8_current", "fp8_delayed", "nvfp4")):
             return self.maybe(None, lambda _: torch.ones(1))
         members = count_of(offsets)

@@ -156,7 +156,7 @@ def test_gpu_products_compile_in_one_graph(shapes):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_several_products_are_those_of_each_pair(out_dtype, device):
-    """Of whole numbers, whose sums no order changes; matrices lie by rows or turned."""
+    """Matrices of whole numbers, whose sums no order changes, lie by rows or turned."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-9, 10, (3, rows, 80), generator=generator).bfloat16().to(device) for rows in (24, 40))
     expected = torch.stack([matrix_product(x, y, out_dtype) for x, y in zip(a, b, strict=True)])

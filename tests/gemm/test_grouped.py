@@ -45,7 +45,7 @@ def inputs():
 
 
 def operands(a, b, gemm, device="cpu", sizes=MULTIPLE_OF_16, given=None):
-    """Of x [M, K] and w [E, N, K], dy [M, N] and w, dy and x; columns of equal splits as the kernels take them."""
+    """Operands of x [M, K] and w [E, N, K], dy [M, N] and w, or dy and x; of equal splits as kernels take them."""
     splits, experts, (x, w, dy) = Splits.of(sizes, M), Splits.uniform(E, N), given or inputs()
 
     def made(tensor, splits, text):
@@ -100,7 +100,7 @@ def _float(group):
 @pytest.mark.parametrize("text", BASES)
 @both_kernels
 def test_bfloat16_matrices_lose_one_rounding_at_most(gemm, text, sizes):
-    """As on a GPU: the product is stored in bfloat16, then factors follow, and another rounding."""
+    """On a GPU the product is stored in bfloat16, then factors follow, and another rounding; so it is here."""
     a, b = operands(text, text, gemm, sizes=sizes)
     rounded = [replace(group, matrix=group.matrix.bfloat16()) for group in (a, b)]
     product = weights_by_kernel if gemm == "wgrad" else tokens_by_kernel
@@ -250,7 +250,7 @@ def test_products_of_a_gpu(pair, gemm, sizes):
 
 @pytest.mark.gpu
 def test_splits_of_a_device_are_multiplied_without_a_wait():
-    """Of exact operands that are packed by rows nothing is asked of the host."""
+    """Exact operands that are packed by rows ask nothing of the host."""
     sizes = torch.tensor(MULTIPLE_OF_16, device="cuda")
     x, w = draw("normal", M, K).cuda(), draw("normal", E * N, K, 2).cuda()
     host = quantize_group(x, Splits.of(MULTIPLE_OF_16, M), HybridQuantizer.parse("bf16"), rowwise="exact").rowwise

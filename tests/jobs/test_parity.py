@@ -206,7 +206,7 @@ def test_a_held_weight_that_misses_an_update_is_found(tmp_path, monkeypatch):
 
 
 def test_formats_that_share_a_scale_among_tokens_leak_and_others_do_not(tmp_path):
-    """As published for NVFP4 (arXiv 2603.24477, section 6.1): the scale of the tensor leaks, scales of rows do not."""
+    """NVFP4's scale of the tensor leaks and scales of rows do not, as published (arXiv 2603.24477, section 6.1)."""
     rows = run("causality", tmp_path=tmp_path)
     leaking = {r["subject"] for r in rows if r["note"].startswith("expected: leak")}
     assert leaking == {"fp8_current", "nvfp4", "nvfp4+rht+sr"} and len(rows) == 2 * len(FORMATS)

@@ -41,7 +41,7 @@ def make_run(root: Path, **changes) -> RunDir:
 
 
 def interrupt(run: RunDir) -> None:
-    """As kill -9 would, after the rows of the step before STOP."""
+    """Interrupt a run as kill -9 would, after the rows of the step before STOP."""
     with pytest.MonkeyPatch.context() as patch:
         real = Trainer._advance
 

@@ -18,11 +18,11 @@ from hqsweep.nn import quantization
 RANKS, ROWS, WIDTH = 2, 64, 32
 RECIPES = (RANDOM, DELAYED)
 DTYPES = (None, torch.bfloat16)
-"""Of what FSDP gathers."""
+"""Dtypes of what FSDP gathers."""
 
 
 def model() -> nn.Module:
-    """Of plain torch."""
+    """A model of plain torch."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(48, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 

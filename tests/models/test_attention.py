@@ -57,7 +57,7 @@ def test_model(kind):
 
 @pytest.mark.parametrize("recipe", [*fitting(LOW_BASES, 32), DELAYED, {**ROUNDED_ONCE, "do": "nvfp4+sr|bf16"}], ids=str)
 def test_bytes_are_those_of_our_attention(recipe):
-    """Of keys and values that a group of heads shares, and of no mask."""
+    """Heads share keys and values in groups, and nothing is masked but what lies ahead."""
     q, k, v, do = (draw("normal", 2 * heads * 32, 16).float().view(2, heads, 32, 16) for heads in (4, 2, 2, 4))
     modules = [kind(name="attn", recipe=recipe, dtype=torch.float32) for kind in (DotProductAttention, AttentionPart)]
     results = []

@@ -170,7 +170,7 @@ def test_a_sharded_model_is_refused(tmp_path):
 
 
 class Params4bit(nn.Parameter):
-    """As bitsandbytes has it: codes in a subclass of Parameter."""
+    """Codes in a subclass of Parameter, as bitsandbytes has them."""
 
 
 def test_weights_of_other_libraries_are_no_plain_tensors():

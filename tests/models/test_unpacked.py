@@ -15,7 +15,7 @@ from hqsweep.models.unpacked import EXPORTS, FIND
 
 @pytest.fixture
 def masks(monkeypatch):
-    """Those that attention gets."""
+    """The masks that attention gets."""
     seen, product = [], F.scaled_dot_product_attention
 
     def spied(*args, attn_mask=None, **options):
@@ -28,7 +28,7 @@ def masks(monkeypatch):
 
 @pytest.fixture
 def captured(monkeypatch):
-    """As transformers sees the capture of a CUDA graph, where it cannot look into tensors."""
+    """What transformers sees while a CUDA graph is captured, where it cannot look into tensors."""
     monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: True)
 
 

@@ -22,7 +22,7 @@ def both_ways(linear, x):
 @pytest.mark.parametrize("recipe", [*LOW_BASES, RANDOM])
 @pytest.mark.parametrize("bias", [False, True])
 def test_autocast_changes_the_dtype_and_no_bit_beyond(recipe, bias):
-    """Those of hqsweep.nn.Linear in the dtype of the autocast, which itself is outside of any."""
+    """The bits are those of hqsweep.nn.Linear in the dtype of the autocast, which itself is outside of any."""
     torch.manual_seed(0)
     x, plain = torch.randn(32, 64), nn.Linear(64, 48, bias=bias)
     model = nn.Sequential(plain)

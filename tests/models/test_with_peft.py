@@ -58,7 +58,7 @@ def test_adapters_that_are_skipped_are_told():
 
 
 def losses_of(model, cached):
-    """Of steps before, between and after merging and unmerging; PEFT writes past the count of versions."""
+    """Losses of steps before, between and after merging and unmerging; PEFT writes past the count of versions."""
     losses = []
     for step, change in enumerate((lambda: None, model.merge_adapter, model.unmerge_adapter), 1):
         change()

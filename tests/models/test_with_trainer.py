@@ -12,7 +12,7 @@ ROWS = [{"input_ids": row, "labels": row} for row in torch.randint(VOCABULARY, (
 
 
 class Quantized(Trainer):
-    """As docs/own_model.md shows it: the random bits of a step are those of its number."""
+    """The trainer of docs/own_model.md: the random bits of a step are those of its number."""
 
     def training_step(self, *args, **options):
         with quantization(seed=self.args.seed, step=self.state.global_step + 1):

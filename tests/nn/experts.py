@@ -90,7 +90,7 @@ def train(module, linears, splits=SPLITS, steps=2, context=lambda step: quantiza
 
 
 def gradients(module):
-    """Of the parameters, by name; a main_grad where there is one."""
+    """Gradients of the parameters, by name; a main_grad where there is one."""
     return {name: getattr(p, "main_grad", p.grad) for name, p in module.named_parameters()}
 
 

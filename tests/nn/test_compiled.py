@@ -181,7 +181,7 @@ def test_the_default_backend_leaves_out_no_rounding_of_operands(device):
 @pytest.mark.parametrize("kind", ["grouped", "layer", "model"])
 @pytest.mark.parametrize("text", [PLAIN, RANDOM])
 def test_the_default_backend_takes_what_a_gpu_runs(kind, text):
-    """Of norms and the like that it fuses itself it adds up in another order, which moves a code here and there."""
+    """It adds up norms and the like, which it fuses itself, in another order, which moves a code here and there."""
     check_one_graph("cuda", kind, text, backend="inductor", tolerance=0.0 if kind == "grouped" else 0.05)
 
 
@@ -204,7 +204,7 @@ def test_a_graph_takes_the_step_from_a_counter(device, kind):
 
 @pytest.mark.slow
 def test_a_trace_keeps_no_operands_of_weights():
-    """Of a graph nobody could say whether they are still those of the weight."""
+    """Nobody could say of a graph's operands whether they are still those of the weight."""
     torch.compiler.reset()
     module = MODULES["linear"](Recipe.from_config({"linear": "mxfp8"}))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)

@@ -56,7 +56,7 @@ def test_high_precision_is_torch(single):
 
 @pytest.mark.parametrize("single", SINGLE)
 def test_main_grad_adds_up_in_float32(single):
-    """Of bfloat16 weights, over microbatches: no product is rounded to bfloat16 on its way."""
+    """No product of bfloat16 weights is rounded to bfloat16 on its way, over microbatches."""
     module = grouped("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=True).to(torch.bfloat16)
     expected = torch.zeros(EXPERTS, N, K, dtype=torch.float64)
     for weight in module.weights:

@@ -48,7 +48,7 @@ def test_alignment_is_that_of_the_formats_of_this_module(quantizers, alignment):
 
 @pytest.mark.parametrize("quantizers", [*WHOLE_BLOCKS, SECTIONS[0]], ids=ids)
 def test_experts_are_filled_up_with_zeros_where_blocks_need_it(quantizers):
-    """As if zeros had been there from the start; the rows that were added leave nothing behind."""
+    """The bytes are as if zeros had been there from the start; the rows that were added leave nothing behind."""
     module, splits, padded = grouped(quantizers, bias=True), (7, 0, 16, 33), (16, 0, 16, 48)
     x, dy = draw("heavy", 56, K).clamp(-50, 50), draw("normal", 56, N, 1)
 

@@ -28,12 +28,12 @@ def plan(request, monkeypatch):
 
 
 def options_of(plan, **options):
-    """Of a grouped linear on the plans of a GPU, or of a CPU."""
+    """Options of a grouped linear on the plans of a GPU, or of a CPU."""
     return options | {"plan_capability": GPU if plan == "kernels" else None}
 
 
 def run(module, splits):
-    """Of two steps."""
+    """Outputs and gradients of two steps."""
     results = {}
     for step in (1, 2):
         module.zero_grad()

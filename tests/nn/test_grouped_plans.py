@@ -124,7 +124,7 @@ def test_experts_of_equal_size_are_one_batch(used, quantizers, single, held):
 
 @pytest.mark.parametrize("single", [False, True])
 def test_a_batch_keeps_float32_gradients_unrounded(used, single):
-    """Of whole numbers: to the byte those of the loop, with weights in float32 and with a main_grad in it."""
+    """Gradients of whole numbers are those of the loop to the byte, with weights or a main_grad in float32."""
     runs = []
     for build in (grouped, looped):
         made = [build("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
@@ -225,7 +225,7 @@ class Operators(TorchDispatchMode):
 
 
 def operators_of_a_step(experts, quantizers, equal):
-    """Those of a forward and backward that is not the first."""
+    """Operators of a forward and backward that is not the first."""
     options = GroupedLinearOptions(single_grouped_weight=True, plan_capability=GPU)
     module = GroupedLinear(experts, K, N, name="e", recipe=recipe_of(quantizers), options=options).to(torch.bfloat16)
     x, dy = draw("normal", 32 * experts, K).requires_grad_(), draw("normal", 32 * experts, N)

@@ -15,7 +15,7 @@ def test_rows_come_back_and_the_rest_is_zero():
 
 
 def test_gradients_are_those_of_torch():
-    """Of both, once and twice: the gradients of a product with what comes back."""
+    """Both have torch's gradients, and so do their gradients, of the cube of what comes back."""
     x, y = (torch.randn(rows, 2, requires_grad=True) for rows in (3, 6))
     for given, ours, theirs in (
         (x, lambda t: place_rows(t, PLACES, 6), lambda t: torch.zeros(6, 2).index_put((PLACES,), t)),

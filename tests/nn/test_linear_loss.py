@@ -71,7 +71,7 @@ def test_chunks_are_the_loss_of_the_whole(quantizers, chunk, device):
 @devices
 @pytest.mark.parametrize("quantizers", WHOLE, ids=str)
 def test_formats_that_tie_rows_are_one_chunk(quantizers, device):
-    """Of whole logits: random bits are those of the linear, and amaxes those that its search finds."""
+    """Whole logits are formed: random bits are those of the linear, and amaxes those that its search finds."""
     head, h, targets = build(quantizers, device)
     with quantization(step=1):
         expected = losses_and_gradients(F.cross_entropy(head(h).float(), targets), head, h)
@@ -111,7 +111,7 @@ def test_in_high_precision_gradients_are_those_of_float64(device):
 
 @pytest.mark.parametrize("text", REPRESENTATIVE)
 def test_which_formats_quantize_rows_by_themselves(text):
-    """Those say so whose codes of 128 rows are those in the whole, and no other."""
+    """Formats whose codes of 128 rows are those in the whole say so, and no other."""
     quantizers = HybridQuantizer.parse(f"{text}|mxfp8" if "row_scaled" in text else text)
     by_rows = is_by_rows(LinearQuantizers(input=quantizers, weight=quantizers, grad_output=quantizers))
     needs_more = quantizers.delayed or quantizers.stochastic

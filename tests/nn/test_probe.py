@@ -15,9 +15,9 @@ from hqsweep.quant import HybridQuantizer
 
 SEED, STEP, IN, OUT = 3, 7, 64, 96
 TOKENS = (32, 160, 64)
-"""Of each microbatch."""
+"""Tokens of each microbatch."""
 KINDS = ("normal", "heavy", "row_scaled")
-"""Of their values, so that microbatches have other amaxes and errors."""
+"""Kinds of their values, so that microbatches have other amaxes and errors."""
 
 
 def statistics(x, q):
@@ -132,7 +132,7 @@ def test_operands_of_microbatch_0_are_captured():
 
 
 def test_saturation_counts_each_part_under_its_own_scales():
-    """Of 32 values that end at 448, above 200 one fifth saturates, and above 448 none."""
+    """Of 32 values that end at 448, 18 saturate under an amax of 200, and none does under one of 448."""
     format, x = parse("fp8_current"), torch.linspace(14, 448, 32).view(1, 32)
     parts = [gather(x, format, format.encode(x, {"s": torch.tensor([[amax]])})).read() for amax in (200.0, 448.0)]
     above = int((x > 200 * (1 + 2**-8)).sum())

@@ -129,7 +129,7 @@ def test_columns_are_made_anew_where_a_product_takes_another_form():
 
 
 def test_nothing_is_made_ahead_that_backward_will_not_ask_for(made):
-    """Of a first layer, without autograd, and where the scale depends on the steps before."""
+    """Backward asks for no columns in a first layer, without autograd, and where the scale depends on earlier steps."""
     with quantization(cache_weights=True):
         linear()(draw("normal", 32, 64)).sum().backward()
         with torch.no_grad():

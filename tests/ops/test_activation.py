@@ -88,7 +88,7 @@ def test_amax_is_that_of_the_output(kind, shape):
 @pytest.mark.parametrize("shape", [(16, 8), (48, 24), (128, 384), (1024, 2048)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_amax_of_transformed_columns(kind, shape, signs):
-    """Of a matrix with a NaN, which counts as 0 with all that it is transformed with."""
+    """The matrix has a NaN, which counts as 0 with all that it is transformed with."""
     z, dh = matrices(kind, *shape)
     z[0, 0] = float("nan")
     for plain, (out, own, columns) in (

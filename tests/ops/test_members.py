@@ -72,7 +72,7 @@ def assert_same(actual, expected, what=""):
 
 
 def sizes_of(case) -> tuple[int, ...]:
-    """As ragged as the columnwise format can be."""
+    """Sizes as ragged as the columnwise format takes them."""
     return ANY if not case[1] or parse(case[1]).column_multiple == 1 else SIXTEENS
 
 

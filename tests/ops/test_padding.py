@@ -59,7 +59,7 @@ def test_what_splits_say_is_made_once_and_copied():
 
 @devices
 def test_each_row_has_what_its_expert_has(device):
-    """Of splits that the host knows, whether equal or not, and of others."""
+    """The host knows the splits, whether equal or not, or it does not."""
     values = torch.arange(6.0, device=device).view(3, 2)
     for sizes in ((2, 2, 2), (1, 0, 4), (0, 0, 0)):
         hidden = Splits(rows=sum(sizes), count=3, sizes=None, device_sizes=torch.tensor(sizes, device=device))

@@ -7,7 +7,7 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch without gloo")
 LINEARS = 4
-"""Of a layer."""
+"""Linears of a layer."""
 
 
 @pytest.fixture(scope="module")

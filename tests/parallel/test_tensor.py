@@ -39,7 +39,7 @@ def test_main_grad_of_a_part_is_that_part_of_the_whole(of_two_ranks):
 
 
 def test_tokens_travel_as_codes_where_that_takes_fewer_bytes(of_two_ranks):
-    """Those of x rowwise in forward and columnwise in backward, those of dy both at once."""
+    """Codes of x travel rowwise in forward and columnwise in backward, those of dy both at once."""
     first, second = of_two_ranks[3]
     assert first == second
     assert {name: tuple(round(x, 2) for x in each) for name, each in first.items()} == {

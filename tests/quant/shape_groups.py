@@ -21,12 +21,12 @@ KEY = RngKey(seed=3, slot="experts/weight", step=5)
 
 
 def tensors(shapes, seed=0, dtype=torch.bfloat16):
-    """Of different sizes, so that a shared scale would be seen."""
+    """Tensors of different sizes, so that a shared scale would be seen."""
     return [draw("heavy", *s, seed + e).to(dtype) * 10.0 ** (2 * e - 2) for e, s in enumerate(shapes)]
 
 
 def slot_states(quantizer, count, device="cpu"):
-    """Of each member: an amax of its own, of earlier steps."""
+    """States of each member, with an amax of its own, of earlier steps."""
     made = []
     for expert in range(count):
         own = {}

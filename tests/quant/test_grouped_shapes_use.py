@@ -29,7 +29,7 @@ some = pytest.mark.parametrize("text", SOME)
 @some
 @cases
 def test_it_is_written_in_place(name, text):
-    """As a whole, from tensors and member by member; addresses stay."""
+    """It is written as a whole, from tensors and member by member, and addresses stay."""
     w = group(text, name)
     before = {buffer: flat.data_ptr() for buffer, flat in w.buffers.items()}
     for given in (tensors(SHAPES[name], 1), torch.cat([x.flatten() for x in tensors(SHAPES[name], 1)]).view(w.shape)):

@@ -84,7 +84,7 @@ def test_init_functions_write_what_they_write_to_a_plain_tensor(init, arguments)
 
 @pytest.mark.parametrize("text", FEW)
 def test_what_is_assigned_to_data_is_written(text):
-    """As torch.nn.utils.vector_to_parameters does; torch's own setter would leave the operands as they were."""
+    """torch.nn.utils.vector_to_parameters assigns so; torch's own setter would leave the operands as they were."""
     w, version = nn.Parameter(grouped(text)), 0
     places = [buffer.data_ptr() for buffer in w.buffers.values()]
     for value, expected in (

@@ -55,7 +55,7 @@ def test_a_name_has_no_quantizers():
 
 
 def test_a_call_in_python_imports_what_it_is_told_to_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """As `hqsweep run` alone does; a config is data to parse_recipe and to the recipe of a module."""
+    """`hqsweep run` alone imports by itself; a config is data to parse_recipe and to the recipe of a module."""
     monkeypatch.syspath_prepend(folder)
     refused = r"planted_factory.make is a Python factory, which is not imported.* parse_recipe\(config, find=find"
     with pytest.raises(UserError, match=refused):

@@ -278,7 +278,7 @@ def test_whole_runs_and_forks_are_not_judged_together(make_sweep, fake, forks):
 
 
 def test_runs_of_one_arm_with_two_recipes_in_one_sweep_are_refused(make_sweep, fake, forks):
-    """As they lie in the folder of a sweep that was run again after its recipe had changed."""
+    """They lie so in the folder of a sweep that was run again after its recipe had changed."""
     runs = fake.fork_study(GAPS)
     changed = [fake.Run(**vars(run) | {"fmt": "mxfp4"}) for run in runs if run.arm == "mxfp8"]
     with pytest.raises(UserError, match=r"sweep 'sweep' has runs of 'mxfp8', seed 0 at step 40, with several configs"):

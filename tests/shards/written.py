@@ -54,7 +54,7 @@ def write_llm_c(path: Path, tokens: list, *, wide: bool = False) -> Path:
 
 
 def write_megatron(path: Path, documents: list[list], *, wide: bool = False) -> Path:
-    """As megatron/core/datasets/indexed_dataset.py does it, one sequence a document."""
+    """Write documents as megatron/core/datasets/indexed_dataset.py does, one sequence each."""
     code, dtype = (4, "<i4") if wide else (8, "<u2")
     path.write_bytes(b"".join(np.asarray(each, dtype).tobytes() for each in documents))
     lengths = [len(each) for each in documents]

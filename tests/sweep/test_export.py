@@ -150,7 +150,7 @@ def build(width):
 
 @pytest.mark.parametrize("model", [KINDS["tied"], KINDS["experts"]], ids=["tied", "experts"])
 def test_the_weights_that_ranks_have_written(model: dict, tmp_path: Path) -> None:
-    """Of a folder as ranks write it, from a run and by itself."""
+    """The folder is as ranks write it, and read from a run and by itself."""
     cfg = config(**model)
     run = trained(cfg, tmp_path / "t/run")
     trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cpu"))

@@ -29,7 +29,7 @@ def create(made: SweepPlan) -> dict[str, RunDir]:
 
 
 def finish(run: RunDir) -> None:
-    """As if it had run: a trunk with all of its checkpoints."""
+    """Leave a trunk as if it had run, with all of its checkpoints."""
     if run.fork().is_trunk:
         for at in run.fork().at:
             keep_state(run, at)

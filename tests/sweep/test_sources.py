@@ -25,7 +25,7 @@ def planned(trunk: object, *words: str) -> SweepPlan:
 
 
 def weights(**model: object) -> dict[str, torch.Tensor]:
-    """Of the model of WORDS, or of a changed one."""
+    """Weights of the model of WORDS, or of a changed one."""
     config = parse(planned(None, *(f"model.{key}={value}" for key, value in model.items())).points[0].config)
     gpt = GPT(config.model, 16, config.recipe.build(), torch.float32)
     return {name: torch.full_like(weight, 0.01) for name, weight in gpt.state_dict().items()}

@@ -43,7 +43,7 @@ def copy(llama, tmp_path) -> Path:
 
 
 def words(path: object, *more: str) -> list[str]:
-    """Those of a Hugging Face model; a key of `more` replaces that of BASE."""
+    """The words of a study of a Hugging Face model; a key of `more` replaces that of BASE."""
     return given("model=hf", f"model.path={path}", *more)
 
 

@@ -10,8 +10,8 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 
 
 class EagerPool:
-    """As CUDA graphs: capturing computes nothing, a replay finds Python as it was at the capture and leaves it as it is
-    now, and results stand where the capture left them. `replays` has a number for each capture."""
+    """A stand-in for CUDA graphs: capturing computes nothing, a replay finds Python as it was at the capture and leaves
+    it as it is now, and results stand where the capture left them. `replays` has a number for each capture."""
 
     def __init__(self, trainer):
         self.trainer, self.replays, self.grows = trainer, [], []

@@ -113,7 +113,7 @@ def test_resume_equals_uninterrupted(linear, tmp_path):
 
 
 SCHEDULE = [{"at": 0.25, "fprop": "bf16"}, {"at": 5, "linear": "mxfp8"}]
-"""Of 8 steps: NVFP4 for 1 and 2, its forward in bf16 for 3 to 5, MXFP8 from 6 on."""
+"""Eight steps: NVFP4 for 1 and 2, its forward in bf16 for 3 to 5, MXFP8 from 6 on."""
 STAGES = [(1, 0.0), (3, 1.0), (6, 2.0)]
 
 

@@ -65,7 +65,7 @@ def alone(linear, changes, parts):
 
 
 def is_of_experts(name):
-    """Of the last layer, which has no other MLP."""
+    """Whether a name is of the last layer, which has no MLP but that of experts."""
     return name.startswith("layers.1.mlp.fc")
 
 
@@ -85,7 +85,7 @@ def test_a_first_step_with_experts_over_two_ranks(of_two, case):
 @pytest.mark.parametrize("case", range(2))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_statistics_and_operands_of_a_first_step(of_two, of_four, ranks, case):
-    """Of all experts, as in a process with a microbatch for each group of ep; of all else, with one for each rank."""
+    """One process has the same, with a microbatch for each group of ep in experts, and for each rank in all else."""
     found, (linear, changes) = (of_two, OF_TWO[case]) if ranks == 2 else (of_four, OF_FOUR[case])
     one = {key: value for key, value in changes.items() if key != "parallel"}
     parts = {False: ranks, True: ranks // 2}

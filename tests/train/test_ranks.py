@@ -44,7 +44,7 @@ def alone(linear, changes):
 
 
 def values(weight):
-    """Of a weight that is held as operands what these mean."""
+    """The values of a weight, also of one that is held as operands."""
     return weight.dequantize() if isinstance(weight, HybridQuantizedTensor) else weight
 
 
