@@ -47,11 +47,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RAISE_AGAIN_S = 0.5
 NOT_IMPORTED = "which the command that started the run did not import; run the sweep's command again"
 LOCK_WAIT_S = 2.0
-"""Longer than anyone who only asks for the lock holds it."""
+"""The seconds to wait for the lock: longer than a process holds it that only asks for it."""
 
 
 Do = Callable[[RunDir, Tracker], None]
-"""Does a run."""
+"""The function that does a run."""
 
 
 class Stopped(BaseException):

@@ -31,28 +31,31 @@ def show(
     """
     from hqsweep.checkpoints.inspect import inspect_checkpoint
 
-    found = inspect_checkpoint(path)
-    facts = {"path": str(found.path), "kind": found.kind, "step": found.step, "optimizer": found.optimizer}
-    facts |= {"parameters": found.parameters, "problems": list(found.problems), "notes": list(found.notes)}
-    tensors = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in found.tensors.items()}
-    print_result(as_json, facts | {"tensors": tensors}, *_page(facts, _folded(tensors)))
-    found.check()
+    checkpoint = inspect_checkpoint(path)
+    document = {"path": str(checkpoint.path), "kind": checkpoint.kind, "step": checkpoint.step}
+    document |= {"optimizer": checkpoint.optimizer, "parameters": checkpoint.parameters}
+    document |= {"problems": list(checkpoint.problems), "notes": list(checkpoint.notes)}
+    tensors = {name: {"shape": list(shape), "dtype": dtype} for name, (shape, dtype) in checkpoint.tensors.items()}
+    print_result(as_json, document | {"tensors": tensors}, *_page(document, _folded(tensors)))
+    checkpoint.check()
 
 
-def _page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> list[Shown]:
-    step = "" if facts["step"] is None else f", step {facts['step']}"
-    moments = {"none": "no moments", "named": "moments by name", "indexed": "moments by index"}[facts["optimizer"]]
-    table = rows_table(f"{facts['parameters']:,} parameters", rows, COLUMNS)
-    lines = [f"note: {note}" for note in facts["notes"]] + [f"problem: {problem}" for problem in facts["problems"]]
-    return [*([table] if rows else []), f"{facts['kind']}{step}, {moments}: {facts['path']}", *lines]
+def _page(document: dict[str, Any], rows: list[dict[str, Any]]) -> list[Shown]:
+    step = "" if document["step"] is None else f", step {document['step']}"
+    moments = {"none": "no moments", "named": "moments by name", "indexed": "moments by index"}[document["optimizer"]]
+    table = rows_table(f"{document['parameters']:,} parameters", rows, COLUMNS)
+    lines = [f"note: {note}" for note in document["notes"]]
+    lines += [f"problem: {problem}" for problem in document["problems"]]
+    return [*([table] if rows else []), f"{document['kind']}{step}, {moments}: {document['path']}", *lines]
 
 
 def _folded(tensors: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for tensors whose names differ in numbers alone, and which have the same shape and dtype."""
+    """The rows of a table, one for all tensors whose names differ in numbers alone, and which have the same shape and
+    dtype."""
     rows: dict[tuple[str, str, str], int] = {}
-    for name, facts in tensors.items():
-        shape = " x ".join(map(str, facts["shape"])) or "-"
-        key = (re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), shape, facts["dtype"])
+    for name, tensor in tensors.items():
+        shape = " x ".join(map(str, tensor["shape"])) or "-"
+        key = (re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), shape, tensor["dtype"])
         rows[key] = rows.get(key, 0) + 1
     return [
         {"tensor": name, "count": count, "shape": shape, "dtype": dtype} for (name, shape, dtype), count in rows.items()
@@ -69,7 +72,7 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Argument(help="A new folder, or NAME.safetensors.")],
-    step: Annotated[int | None, typer.Option(min=1, help="Of this step; the last that is there by default.")] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="The step; by default the last that is there.")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write the trained weights of a run for other programs.
@@ -88,6 +91,6 @@ def export(
         return
     selected = RunStore(runs_dir).resolve([run])
     if len(selected) > 1:
-        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(each.name for each in selected)}")
+        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(one.name for one in selected)}")
     written, at = export_run(selected[0], out, step)
     say(f"wrote the weights of {selected[0].name} at step {at} to {written}")

@@ -27,7 +27,7 @@ def prepare(
         str | None, typer.Option(metavar="TOKEN", help="The token after each document; default: the tokenizer's own.")
     ] = None,
     allow_unknown: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of tokens that stand for text without a token.")
+        float, typer.Option(metavar="SHARE", help="Share of tokens that may stand for text without a token.")
     ] = 0.0,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one for each processor.")] = None,
     as_json: AsJson = False,
@@ -89,11 +89,11 @@ def _print(folder: Path, as_json: bool, *, verify: bool) -> None:
     table = TextTable(header=header, rows=tuple(rows), numeric=frozenset(range(1, 5)))
     lines = [f"{document['vocab_size']:,} tokens in the vocabulary, {document['dtype']}; split {document['split']}"]
     if "source" in document:
-        made, mark, by = document["source"], document["separator"], document["tokenizer"]
+        source, mark, by = document["source"], document["separator"], document["tokenizer"]
         lines += [
             f"{mark['token']} ({mark['id']}) after each document; {document['bytes_per_token']:.2f} bytes a token;"
             f" unigram entropy of val {document['unigram_entropy_nats']:.3f} nats",
-            f"made of {made['files']:,} files ({made['text_bytes'] / 1e6:,.1f} MB of text) by {by['library']},"
+            f"made of {source['files']:,} files ({source['text_bytes'] / 1e6:,.1f} MB of text) by {by['library']},"
             f" tokenizer {by['sha256'][:12]}",
         ]
     lines.append(f"hash {document['hash']}" + (", and every shard is as written" if verify else ""))
@@ -102,7 +102,7 @@ def _print(folder: Path, as_json: bool, *, verify: bool) -> None:
 
 
 def _warnings(source: Any) -> list[str]:
-    """What a person must know of the text that was read."""
+    """The warnings about the text that was read."""
     said = (
         (source.replaced, "documents have bytes that are no UTF-8, which became U+FFFD"),
         (source.unknown, "tokens stand for text that the tokenizer does not cover"),

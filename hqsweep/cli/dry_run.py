@@ -1,4 +1,4 @@
-"""`hqsweep run --dry-run`: what would be done, how long it would take, and all that would be refused."""
+"""`hqsweep run --dry-run`: what the command would do, how long that would take, and everything that it would refuse."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def show(plan: Any, *, force: bool, as_json: bool) -> None:
 
 
 def _time(ahead: Any) -> str:
-    """As in: 8 to do, about 5 minutes (by the finished runs of this sweep)."""
+    """A text such as: 8 to do, about 5 minutes (by the finished runs of this sweep)."""
     if not ahead.to_do:
         return "all finished; --force repeats them"
     if ahead.minutes is None:

@@ -52,7 +52,7 @@ def gate(
 
 @app.callback()
 def group() -> None:
-    """Without this, a lone command would stand for the group."""
+    """Make the app a group: a lone command would stand for it otherwise."""
 
 
 @app.command()

@@ -57,12 +57,12 @@ def tag(
 
 
 def _print(as_json: bool, asked: list[Any]) -> None:
-    """What is said of each now."""
+    """Print the note and the tags of each target."""
     from hqsweep.sweep import notes
 
-    said = {each.name: notes.read(each.folder).get(each.run, notes.Note()) for each in asked}
-    document = {name: {"note": each.note, "tags": list(each.tags)} for name, each in said.items()}
-    lines = [f"{name}: {notes.line(each) or 'no note, no tag'}" for name, each in said.items()]
+    said = {target.name: notes.read(target.folder).get(target.run, notes.Note()) for target in asked}
+    document = {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items()}
+    lines = [f"{name}: {notes.line(own) or 'no note, no tag'}" for name, own in said.items()]
     print_result(as_json, document, *lines)
 
 
@@ -77,19 +77,19 @@ def rm(
     from hqsweep.sweep.removal import delete, removals
     from hqsweep.sweep.store import RunStore
 
-    found = removals(RunStore(runs_dir), runs)
-    names = {str(each.folder): [run.name for run in each.runs] for each in found}
-    for each in found:
-        of = f"the sweep {each.folder.name}" if each.whole else f"{each.folder.name}, which has more"
-        count = f"{len(each.runs)} run{'s' * (len(each.runs) != 1)}"
-        say(f"{count} of {of}: {_some(names[str(each.folder)])}", err=True)
+    doomed = removals(RunStore(runs_dir), runs)
+    names = {str(removal.folder): [run.name for run in removal.runs] for removal in doomed}
+    for removal in doomed:
+        of = f"the sweep {removal.folder.name}" if removal.whole else f"{removal.folder.name}, which has more"
+        count = f"{len(removal.runs)} run{'s' * (len(removal.runs) != 1)}"
+        say(f"{count} of {of}: {_some(names[str(removal.folder)])}", err=True)
     if not yes:
         if not sys.stdin.isatty():
             raise UserError("rm: nothing was deleted; --yes deletes these without asking")
         typer.confirm("delete for good?", abort=True, err=True)
-    for each in found:
-        delete(each)
-    left = [str(each.folder) for each in found if each.whole and each.folder.is_dir()]
+    for removal in doomed:
+        delete(removal)
+    left = [str(removal.folder) for removal in doomed if removal.whole and removal.folder.is_dir()]
     print_result(as_json, names, "deleted", *(f"{folder} stays, with files that are not of hqsweep" for folder in left))
 
 

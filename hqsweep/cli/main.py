@@ -113,13 +113,13 @@ def run(
     from hqsweep.sweep.words import read
 
     with waiting("checking every run of the sweep"):
-        given = read(words, config_dir=config_dir, workers=workers)
+        request = read(words, config_dir=config_dir, workers=workers)
         from hqsweep.recipe.factories import Importer  # only now: a mistyped key is found before torch is imported
         from hqsweep.sweep import launch
 
         importer = Importer(partial(say, err=True), allowed=() if no_import else None, refusal=NO_IMPORT)
         importer = None if dry_run else importer
-        plan = launch.plan_of(given, importer)
+        plan = launch.plan_of(request, importer)
     planned = partial(launch.plan, config_dir=config_dir, workers=workers, importer=importer)
     if more_steps is not None:
         plan = cli_longer.longer(plan, words, planned, more_steps, dry_run=dry_run)
@@ -192,7 +192,7 @@ def show(
 
     selected = RunStore(runs_dir).resolve([run])
     if len(selected) > 1:
-        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(each.name for each in selected)}")
+        raise UserError(f"'{run}' means {len(selected)} runs; name one of {', '.join(one.name for one in selected)}")
     page, document = show_run(selected[0], every=every)
     print_result(as_json, document, page)
 

@@ -14,7 +14,7 @@ from hqsweep.cli import completion as cli_completion
 from hqsweep.errors import EXIT_FAILED, EXIT_USAGE, Damaged, UserError, visible
 
 Shown = Any
-"""What rich prints: text or a RenderableType, which would have to be imported for its name."""
+"""The type of what rich prints: text or a RenderableType, which would have to be imported for its name."""
 FILE_WIDTH = 200
 
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder of the sweeps.")]
@@ -31,7 +31,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 class OneSentence(TyperGroup):
-    """Wrong input ends in one line on stderr and exit code 2, a damaged file of a run in one with exit code 3."""
+    """A group of commands in which wrong input ends in one line on stderr and exit code 2, a damaged file of a run in
+    one with exit code 3."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         try:
@@ -50,7 +51,7 @@ class OneSentence(TyperGroup):
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Print a line to a person. Its text may come from a file of somebody else."""
+    """Print a line to a person, safely: its text may come from a file of somebody else."""
     typer.echo(visible(line, keep="\n"), err=err)
 
 
@@ -86,8 +87,8 @@ def print_result(as_json: bool, document: Any, *shown: Shown) -> None:
     console = SafeConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:  # a file or a pipe has no edge to break lines at
         console = SafeConsole(width=FILE_WIDTH)
-    for each in shown:
-        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str))
+    for part in shown:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
 
 
 GRID_COLUMNS = {

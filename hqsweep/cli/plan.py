@@ -40,49 +40,49 @@ def plan(
 
         planned = launch.plan(words, config_dir=config_dir)
         designs = forecasts(planned, gap, registry(Path(planned.first.runs_dir)))
-    missing = sorted(set(DESIGNS.values()) - {each.design for each in designs})
-    document = {"resolve_pct": gap, "designs": [asdict(each) for each in designs], "cheaper": designs[0].design}
-    lines = [f"{each.design}: {each.basis}" for each in designs]
-    lines += [f"{each.design}: more than seeds.max={each.maximum}" for each in designs if _beyond(each)]
+    missing = sorted(set(DESIGNS.values()) - {design.design for design in designs})
+    document = {"resolve_pct": gap, "designs": [asdict(design) for design in designs], "cheaper": designs[0].design}
+    lines = [f"{design.design}: {design.basis}" for design in designs]
+    lines += [f"{design.design}: more than seeds.max={design.maximum}" for design in designs if _beyond(design)]
     lines += [f"{name}: no study of this design has measured its noise yet" for name in missing]
     print_result(as_json, document, _table(designs, gap), *lines, *_cheaper(designs))
 
 
-def _table(found: list[Any], gap: float) -> Any:
+def _table(designs: list[Any], gap: float) -> Any:
     from hqsweep.report.text import TextTable, number, to_rich
 
     rows = tuple(
         (
-            each.design,
-            number(each.replicates, ".0f") if each.replicates < float("inf") else "over 1000",
-            _minutes(each.minutes),
-            number(each.half_width, ".2g"),
-            number(each.sd_pct, ".2g"),
+            design.design,
+            number(design.replicates, ".0f") if design.replicates < float("inf") else "over 1000",
+            _minutes(design.minutes),
+            number(design.half_width, ".2g"),
+            number(design.sd_pct, ".2g"),
         )
-        for each in found
+        for design in designs
     )
     header = ("design", "replicates", "minutes", "± % at the end", "sd % of one")
-    arms = found[0].arms
+    arms = designs[0].arms
     heading = f"a gap of {gap:g} % found in 4 of 5 studies of {arms} arm{'s' * (arms > 1)}"
     return to_rich(TextTable(header=header, rows=rows, numeric=frozenset(range(1, 5))), heading)
 
 
-def _beyond(each: Any) -> bool:
+def _beyond(design: Any) -> bool:
     """Whether a study that grows would end undecided."""
-    return each.maximum is not None and each.maximum < each.replicates < float("inf")
+    return design.maximum is not None and design.maximum < design.replicates < float("inf")
 
 
-def _cheaper(found: list[Any]) -> list[str]:
-    if found[0].minutes == float("inf"):
+def _cheaper(designs: list[Any]) -> list[str]:
+    if designs[0].minutes == float("inf"):
         return ["no design finds this gap with 1000 replicates; ask for a larger one, or lower the noise"]
-    if len(found) < 2:
+    if len(designs) < 2:
         return []
-    first, second = found[:2]
+    first, second = designs[:2]
     return [f"cheaper: {first.design} ({_minutes(first.minutes)} minutes against {_minutes(second.minutes)})"]
 
 
 def _minutes(minutes: float) -> str:
-    """Two digits below ten."""
+    """The minutes as text, with two digits below ten."""
     if minutes == float("inf"):
         return "-"
     return f"{minutes:.2g}" if minutes < 10 else f"{minutes:,.0f}"

@@ -37,21 +37,21 @@ def verify(
 
     store = RunStore(runs_dir)
     sweeps, runs = _meant(store, words or store.sweeps())
-    found = _with_a_bar(lambda done: verify(sweeps, runs, keep=keep, done=done))
-    faults = [{"file": fault.file, "fault": fault.fault, "remedy": fault.remedy} for fault in found.faults]
+    findings = _with_a_bar(lambda done: verify(sweeps, runs, keep=keep, done=done))
+    faults = [{"file": fault.file, "fault": fault.fault, "remedy": fault.remedy} for fault in findings.faults]
     if baseline is not None:
         faults += _baseline_faults(baseline)
-    document = {"runs": found.runs, "faults": faults, "sealed": list(map(str, found.sealed))}
-    lines = [f"sealed as it is, which proves nothing of the time before: {path}" for path in found.sealed]
-    lines += [f"{each['file']}: {each['fault']}; {each['remedy']}".removesuffix("; ") for each in faults]
-    number = f"{found.runs} run{'s' * (found.runs != 1)}"
+    document = {"runs": findings.runs, "faults": faults, "sealed": list(map(str, findings.sealed))}
+    lines = [f"sealed as it is, which proves nothing of the time before: {path}" for path in findings.sealed]
+    lines += [f"{fault['file']}: {fault['fault']}; {fault['remedy']}".removesuffix("; ") for fault in faults]
+    number = f"{findings.runs} run{'s' * (findings.runs != 1)}"
     lines += [f"{number}: {len(faults)} fault{'s' * (len(faults) != 1)}" if faults else f"{number}: all as written"]
     print_result(as_json, document, *lines)
     raise typer.Exit(EXIT_FAILED if faults else 0)
 
 
 def _meant(store: Any, words: list[str]) -> tuple[list[Path], list[Any]]:
-    """(folders of sweeps, runs apart) that are meant by words of RunStore.resolve."""
+    """(folders of sweeps, runs apart), as words of RunStore.resolve name them."""
     sweeps, runs = [], []
     for word in words:
         folders = [folder for folder in (Path(word), store.root / word) if (folder / "sweep.json").is_file()]

@@ -6,7 +6,7 @@ from typing import Any
 from hqsweep.errors import UserError
 
 SAYS_NOTHING = ("device", "get_rng_state_tracker", "rng_tracker_name")
-"""Arguments that change no number: parts of weights are those of one whole, which every rank draws alike."""
+"""Arguments without an effect on numbers: parts of weights are cut from one whole, which every rank draws alike."""
 
 
 def refuse(kind: str, arguments: Mapping[str, Any], says_nothing: Collection[str] = SAYS_NOTHING) -> None:

@@ -26,13 +26,15 @@ def sum_in_fp32(module: nn.Module) -> None:
 
 def parameters_of(module: nn.Module) -> list[Any]:
     """torch's FSDPParam of each parameter of every unit of fully_shard in the module."""
-    return [each for part in module.modules() for group in groups_of(part) for each in group.fsdp_params]
+    return [parameter for part in module.modules() for group in groups_of(part) for parameter in group.fsdp_params]
 
 
 def gathered_storages(parameters: Iterable[Any]) -> frozenset[int]:
     """The storages into which torch gathers FSDPParams, by the addresses of these objects, which stay when torch frees
     the memory and fills it anew. A parameter has none before its first gather."""
-    tensors = (t for each in parameters for t in (*each.all_gather_outputs, *each._unsharded_inner_tensors))
+    tensors = (
+        t for parameter in parameters for t in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors)
+    )
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 

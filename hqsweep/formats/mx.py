@@ -47,7 +47,7 @@ class MX(Format):
     element_name: str = "e4m3"
     """The element of the codes."""
     two_d: bool = False
-    """Scales over 32x32 tiles."""
+    """Whether scales cover 32x32 tiles."""
     scale_rounding: str = "up"
     """How amax / max becomes a power of two: up, floor or even."""
 

@@ -28,9 +28,9 @@ class FourOverSix:
 
     tile: tuple[int, int]
     error_mode: str
-    """mae or mse"""
+    """The error that is compared: mae or mse."""
     fast_error: bool
-    """Compare float16 products of code and scale with x * S_enc, without the division."""
+    """Whether float16 products of code and scale are compared with x * S_enc, without the division."""
     divisor: float
 
     def choose(self, x: Tensor, blocks: Tensor, amax: Tensor, encode_scale: Tensor) -> tuple[Tensor, Tensor]:

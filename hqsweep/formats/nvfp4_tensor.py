@@ -38,13 +38,14 @@ class NVFP4Tensor(Format):
     OPTIONS = OPTIONS["nvfp4_tensor"]
 
     rht: bool = False
-    """Random Hadamard transform along the contracted axis first; only meaningful columnwise, on both wgrad operands."""
+    """Whether a random Hadamard transform along the contracted axis comes first; only meaningful columnwise, on both
+    wgrad operands."""
     rht_signed: bool = True
     """Whether the transform has the signs of TransformerEngine's, or none."""
     sr: bool = False
-    """Stochastic rounding of elements, keyed."""
+    """Whether elements are rounded stochastically, by a key."""
     pow2: bool = False
-    """The scale is truncated to a power of two."""
+    """Whether the scale is truncated to a power of two."""
 
     def __post_init__(self) -> None:
         if not self.rht and not self.rht_signed:

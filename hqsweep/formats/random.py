@@ -18,7 +18,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 SEGMENT = 16
-"""Elements whose bytes one draw gives."""
+"""The number of elements whose bytes one draw gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class RngKey:
     seed: int
     """The run's seed; its low 32 bits are used."""
     slot: str
-    """Which tensor, for example "layers.3.attn.qkv/grad_output/columnwise"."""
+    """The tensor, for example "layers.3.attn.qkv/grad_output/columnwise"."""
     step: int
-    """Counts quantizations of that slot: training step times microbatches; 64 bits."""
+    """The number of the slot's quantization: training step times microbatches; 64 bits."""
     counter: Tensor | None = field(default=None, compare=False, repr=False)
     """int64 [1] on the device of what is rounded: where the step is read when bits are drawn, in place of `step`. A
     captured CUDA graph draws the bits of every step by it."""

@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 def trainer_fields(trainer: Trainer) -> dict[str, object]:
-    """Device, the hash of its kernels' numbers, data, sizes, and the plan of every GEMM.
+    """The fields that are known before the first step: device, the hash of its kernels' numbers, data, sizes, and the
+    plan of every GEMM.
 
-    tokens and epochs count from step 1, for a run that goes on from another one's state too.
+    tokens and epochs count from step 1, also for a run that goes on from another run's state.
     """
     device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
     tokens = train.steps * train.batch * train.context
@@ -44,11 +45,11 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def saved_fields(trainer: Trainer) -> dict[str, object]:
-    """What a microbatch's forward keeps for backward.
+    """The field saved_for_backward: what a microbatch's forward keeps for backward.
 
-    bytes and bytes_per_token are what autograd saved beside the model, and there only where it saves all of it (without
-    recomputation and offload). input_bytes_per_element: of the input of each linear, layers taken together where they
-    have the same number.
+    bytes and bytes_per_token are what autograd saved beside the model. They are given only where it saves all of it
+    (without recomputation and offload). input_bytes_per_element: that of the input of each linear; layers with the same
+    number are one entry.
     """
     train = trainer.config.train
     tokens = train.batch // train.microbatches * train.context
@@ -63,7 +64,8 @@ def saved_fields(trainer: Trainer) -> dict[str, object]:
 
 
 def unused_warnings(trainer: Trainer) -> list[str]:
-    """What a person must know of a model of which modules that were to compute by the recipe did not in a step."""
+    """The warnings about a model some of whose modules did not compute by the recipe in a step, although they
+    should."""
     unused = trainer.adapter.unused()
     if not unused:
         return []
@@ -75,13 +77,14 @@ def unused_warnings(trainer: Trainer) -> list[str]:
 
 
 def steps_fields(trainer: Trainer) -> dict[str, str | None]:
-    """How steps run, "graph" or "eager", and why eagerly."""
+    """The field on how steps run: "graph" or "eager", and the reason for "eager"."""
     reason = trainer.runner.reason
     return {"run": "graph" if reason is None else "eager", "reason": reason}
 
 
 def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
-    """Of every change of recipe the first step on the new one, and the GEMM plans that differ from those before."""
+    """For every change of the recipe: the first step on the new one, and the GEMM plans that differ from those
+    before."""
     plans = [stage_plans(trainer, stage) for stage in trainer.stages]
     return [
         {
@@ -93,7 +96,8 @@ def schedule_fields(trainer: Trainer) -> list[dict[str, object]]:
 
 
 def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
-    """Module -> GEMM -> "a x b: plan", on the recipe of a stage; without attention in high precision (torch's own)."""
+    """Module -> GEMM -> "a x b: plan", on the recipe of a stage. Attention in high precision, which torch computes, is
+    left out."""
     modules = [module for module in quantized_modules(trainer.model) if module.module_type in MODULE_GEMMS]
     resolved = stage.recipe.resolve(roles_of(trainer.model))
     place = {"gemm_mode": stage.recipe.gemm, "device": trainer.device}
@@ -113,10 +117,11 @@ def stage_plans(trainer: Trainer, stage: Stage) -> dict[str, dict[str, str]]:
 
 
 def of_stages(trainer: Trainer, by_module: dict[str, T]) -> dict[str, T]:
-    """What ranks know of modules by name, of all stages of a pipeline in the model's order. A collective."""
+    """Name of a module -> value, for the modules of all stages of a pipeline in the model's order; by_module: those of
+    this rank. A collective."""
     if trainer.pipeline is None:
         return by_module
-    every = {name: fact for own in trainer.ranks.gather(by_module) for name, fact in own.items()}
+    every = {name: value for own in trainer.ranks.gather(by_module) for name, value in own.items()}
     names = dict.fromkeys(role.name for role in roles_of(trainer.model))
     return {name: every[name] for name in names if name in every}
 

@@ -6,7 +6,7 @@ from hqsweep.memo import constant_result
 from hqsweep.nn.module import QuantizedModule
 
 CALLED = "called"
-"""Attribute of a part: whether our code computed its product since it was made, or since forget_call()."""
+"""The attribute of a part that says whether our code computed its product since it was made, or since forget_call()."""
 
 
 def note_call(part: QuantizedModule) -> None:

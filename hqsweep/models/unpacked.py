@@ -16,15 +16,15 @@ from torch import Tensor
 from hqsweep.errors import UserError
 
 FIND, EXPORTS = "find_packed_sequence_indices", "is_torchdynamo_exporting"
-"""Of transformers.masking_utils: what looks for packed sequences, and what torch before 2.14 answers wrongly within
-torch.compile, where masks were never left out for it."""
+"""Functions of transformers.masking_utils: the one that looks for packed sequences, and one that torch before 2.14
+answers wrongly within torch.compile, where masks were then never left out."""
 
 
 @contextmanager
 def unpacked() -> Iterator[None]:
-    """For forwards, within or as a CUDA graph or of a model under torch.compile, on rows that hold one sequence each:
-    no attention_mask, and no position_ids that begin anew within a row. Attention that needs a mask for other reasons,
-    such as a sliding window, has it as ever. Models of other libraries do not notice.
+    """A context for forwards on rows that hold one sequence each, within or as a CUDA graph, or of a model under
+    torch.compile: no attention_mask, and no position_ids that begin anew within a row. Attention that needs a mask for
+    other reasons, such as a sliding window, still has it. Models of other libraries are not affected.
 
     Raises UserError for packed rows in an eager forward; a graph cannot look.
     """
@@ -44,7 +44,8 @@ def unpacked() -> Iterator[None]:
 
 @cache
 def _replacements() -> dict[str, Callable[..., Any]]:
-    """The same functions each time, as what torch.compile has traced is for these."""
+    """The functions that replace transformers' own; the same objects each time, because torch.compile has traced for
+    these."""
     from transformers import masking_utils
 
     find = getattr(masking_utils, FIND)

@@ -142,8 +142,7 @@ class MoELayer(nn.Module):
     def residual(
         self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """The same of the stream x + branch, its last sum left to whoever reads it: (x, branch) again, then what mlp
-        says of its routing."""
+        """forward(x + branch) with its last sum left to the reader: (x, branch) again, then balance and tokens."""
         if is_observed(self):
             x, *routed = self(add_branch(x, branch), checkpoint_core_attention)
             return x, None, *routed

@@ -168,7 +168,7 @@ class ActivationOffload:
 
     def _note_gathered(self, parameters: Sequence[Any]) -> None:
         self._gathered |= gathered_storages(parameters)
-        self._ungathered = [each for each in parameters if not each.all_gather_outputs]
+        self._ungathered = [parameter for parameter in parameters if not parameter.all_gather_outputs]
 
     def _is_gathered(self, tensor: Tensor) -> bool:
         """Whether the memory is what fully_shard gathers into."""

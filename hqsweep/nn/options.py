@@ -7,7 +7,7 @@ before it; `options=` takes the rest.
 from dataclasses import dataclass
 
 EPSILON = 1e-5
-"""Added to the mean square, or the variance, of a norm."""
+"""The number that is added to the mean square, or the variance, of a norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class AttentionOptions:
     normalization: str = "RMSNorm"
     """"RMSNorm" or "LayerNorm"."""
     rope_base: float | None = None
-    """Queries and keys are turned by their positions with this base; None: no positions."""
+    """The base of the rotary positions of queries and keys; None: no positions."""
     is_causal: bool = True
     quantize_boundaries: bool = False
     """Round what dpa and proj, and in backward dpa and qkv, quantize to their format where it is made, as
@@ -81,7 +81,7 @@ class MoEOptions:
 
     experts: int
     top_k: int
-    """How many of the experts a token goes to."""
+    """The number of experts that a token goes to."""
     shared_expert: bool = False
     """Whether a SwiGLU of all tokens is added."""
 

@@ -75,7 +75,7 @@ class Sample:
         return replace(self, sums=self.sums.joined(other.sums, below=is_below(axis, direction)))
 
     def to(self, device: torch.device | str) -> "Sample":
-        """The same on another device."""
+        """The sample on another device."""
         return replace(self, sums=self.sums.to(device))
 
 

@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
     def residual(
         self, x: Tensor, branch: Tensor | None, checkpoint_core_attention: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The same of the stream x + branch, its last sum left to whoever reads it: (x, branch) again."""
+        """forward(x + branch) with its last sum left to the reader: (x, branch) again."""
         if is_observed(self):
             return self(add_branch(x, branch), checkpoint_core_attention), None
         return self._residual(x, branch, checkpoint_core_attention)

@@ -12,7 +12,7 @@ from hqsweep.ops.addresses import described, empty
 from hqsweep.ops.library import extension, operator, where
 
 INPUTS = {"swiglu": 2, "gelu": 1}
-"""Activation -> how many times its output's width its input has."""
+"""Activation -> the width of its input over that of its output."""
 
 
 def takes(z: Tensor, kind: str) -> bool:

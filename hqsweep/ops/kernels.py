@@ -51,9 +51,9 @@ class KernelSpec:
     divisor: float
     """The divisor of the exact operand."""
     cpu_exact_dtype: torch.dtype
-    """dtype of the matrix that gemm=exact multiplies on the CPU."""
+    """The dtype of the matrix that gemm=exact multiplies on the CPU."""
     gpu_exact_dtype: torch.dtype
-    """The same on a GPU."""
+    """The dtype of that matrix on a GPU."""
 
 
 @memo

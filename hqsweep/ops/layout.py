@@ -18,7 +18,7 @@ class Layout:
     """Base of GroupLayout and ShapesLayout: where the members of a group lie in memory."""
 
     columnwise: bool
-    """Members encode the transpose [k_e, m_e] of [m_e, k_e]."""
+    """Whether members encode the transpose [k_e, m_e] of [m_e, k_e]."""
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ class GroupLayout(Layout):
     splits: Splits
     width: int
     columnwise: bool
-    """Members encode the transpose [width, m_e] of their rows [m_e, width]."""
+    """Whether members encode the transpose [width, m_e] of their rows [m_e, width]."""
 
     @classmethod
     def of(cls, splits: Splits, width: int, *, columnwise: bool) -> "GroupLayout":
@@ -103,7 +103,7 @@ class ShapesLayout(Layout):
     """Members of unlike widths, which no matrix [rows, width] holds."""
 
     members: tuple[tuple[int, int], ...]
-    """[m_e, k_e] of each."""
+    """The shape [m_e, k_e] of each member."""
     columnwise: bool
 
     @property

@@ -12,9 +12,9 @@ from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.library import extension, has_kernels, operator, where
 
 MULTIPLE = 8
-"""Logits of a load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
+"""The logits of one load of the kernel, 16 bytes: the vocabulary is a multiple of it."""
 SCALED = (torch.float32, torch.bfloat16)
-"""dtypes of scale_values_."""
+"""The dtypes that scale_values_ takes."""
 
 
 @operator(

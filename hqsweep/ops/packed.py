@@ -27,7 +27,7 @@ class PackedExact(ExactOperand):
 
     layout: Layout
     by_rows: bool
-    """Columnwise members lie there as [m_e, width], and are read transposed."""
+    """Whether columnwise members lie as [m_e, width], to be read transposed."""
     per_row: bool
 
     @cached_property

@@ -96,7 +96,7 @@ class Sums:
         )  # fmt: skip
 
     def to(self, device: torch.device | str) -> "Sums":
-        """The same on another device."""
+        """The sums on another device."""
         tensors = {name: getattr(self, name) for name in ("totals", "row_power", "row_error")}
         return replace(self, **{name: None if t is None else t.to(device) for name, t in tensors.items()})
 

@@ -121,8 +121,8 @@ class FusedAdam(torch.optim.AdamW):
         return total
 
     def _gradients(self) -> list[dict[Tensor, Tensor]]:
-        """Of each group, parameter -> this rank's part of its gradient, in the dtype of its update, for those that have
-        a gradient."""
+        """Parameter -> this rank's part of its gradient, in the dtype of its update, for each group and those that have
+        one."""
         groups = (group["params"] for group in self.param_groups)
         return [
             {p: part_as(p, g).to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups

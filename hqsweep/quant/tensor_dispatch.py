@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 HANDLERS: dict[Any, Callable] = {}
-"""Operator -> what is done instead, with the operator's own arguments."""
+"""Operator -> the function that runs in its place, with the operator's own arguments."""
 
 
 def implements(*operators: Any) -> Callable[[Callable], Callable]:

@@ -33,7 +33,7 @@ def _alias(x: HybridQuantizedTensor) -> HybridQuantizedTensor:
 
 @implements(aten.view.default, aten._unsafe_view.default)
 def _view(x: HybridQuantizedTensor, size: list[int]) -> HybridQuantizedTensor:
-    """The same operands under any logical shape of as many elements."""
+    """The operands under any logical shape of as many elements."""
     shape = torch.empty(x.shape, device="meta").view(size).shape
     x.metadata.content.check_view(shape)
     buffers = x.buffers

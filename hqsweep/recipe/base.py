@@ -37,5 +37,5 @@ class Change:
     """Another recipe from some point of the training on."""
 
     at: int | float
-    """How many updates are done before it: a number, or, below 1, a fraction of all."""
+    """The number of updates that are done before it, or, below 1, a fraction of all."""
     recipe: AnyRecipe

@@ -29,7 +29,7 @@ DPA_GEMMS = {
     "dq": (("dp", "rowwise"), ("qkv", "columnwise")),
     "dk": (("dp", "columnwise"), ("qkv", "columnwise")),
 }
-"""The same for dot-product attention."""
+"""GEMM of dot-product attention -> the (tensor, direction) of its operands."""
 
 MODULE_GEMMS = {"linear": GEMMS, "grouped_linear": GEMMS, "dpa": DPA_GEMMS}
 

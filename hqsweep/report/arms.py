@@ -1,9 +1,9 @@
-"""The arms of a comparison: who is paired with whom, and one row per arm with its gap, its verdict and what it cost.
+"""The arms of a comparison: which runs are paired, and one row per arm with its gap, its verdict and its cost.
 
 Runs of one seed (or forks of one trunk at one point) see the same weights and batches in every arm, so that the level
-of the seed, often ten times larger than the effect of a format, cancels in the difference. What is made of the
-differences is in hqsweep.verdicts; which runs enter is in families. Losses are natural-log cross entropies in nats,
-gaps of verdicts are in % of the baseline's loss.
+of the seed, often ten times larger than the effect of a format, cancels in the difference. hqsweep.verdicts judges the
+differences; families chooses the runs. Losses are natural-log cross entropies in nats, gaps of verdicts are in % of the
+baseline's loss.
 """
 
 import math
@@ -23,7 +23,7 @@ from hqsweep.report.verdict import FEWEST_TRUNKS, sentence, state_text
 from hqsweep.verdicts.estimate import Estimate
 
 NOISE = ("config.model.init_noise", "config.fork.noise")
-"""Keys of the null arm: a perturbation of the weights at the start of a run, and at a fork."""
+"""The keys of the null arm: a perturbation of the weights at the start of a run, and at a fork."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Comparison:
 def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
     """arm -> the arm it is compared with. The name of a recipe, or the beginning of labels, stands for its arm at the
     same other swept values: with baseline bf16, nvfp4_lr-0.002 is paired with bf16_lr-0.002. Raises UserError when no
-    arm answers to `baseline`."""
+    arm has such a name."""
     recipe_of = dict(zip(runs["arm"], runs["recipe"], strict=True))
     if baseline in recipe_of:
         return dict.fromkeys(recipe_of, baseline)
@@ -100,8 +100,8 @@ def baselines(runs: pd.DataFrame, baseline: str) -> dict[str, str]:
 
 
 def _partner(arm: str, named: str, ours: Sequence[str], settings: dict[str, tuple[str, ...]]) -> str | None:
-    """The arm of the baseline with the settings of this one: the one of the same label (`named`), else the one of the
-    shortest, in which no field of the recipe is changed. None without one."""
+    """The arm of the baseline with the settings of this one: the one of the same label (`named`), else the one with the
+    shortest label, in which no field of the recipe is changed. None without one."""
     same = [other for other in ours if settings[other] == settings[arm]]
     if named in same and named != arm:
         return named
@@ -109,7 +109,7 @@ def _partner(arm: str, named: str, ours: Sequence[str], settings: dict[str, tupl
 
 
 def _settings(runs: pd.DataFrame) -> dict[str, tuple[str, ...]]:
-    """Arm -> what its config has outside its recipe, noise apart."""
+    """Arm -> the values of its config outside its recipe, without noise."""
     leaves = [name for name in config_leaves(runs) if name not in NOISE and not name.startswith("config.recipe.")]
     first = runs.drop_duplicates("arm").set_index("arm")[leaves]
     return {
@@ -128,7 +128,7 @@ def paired(rows: pd.DataFrame, value: str, baseline_of: dict[str, str], by: Sequ
 
 
 def partners(finals: pd.DataFrame, baseline_of: dict[str, str]) -> list[str | None]:
-    """For each row of `finals` the run of its baseline arm of the same replicate, None where there is none."""
+    """The run, for each row of `finals`, of its baseline arm with the same replicate; None where there is none."""
     runs = {(final.arm, *(getattr(final, key) for key in REPLICATE)): final.run for final in finals.itertuples()}
     return [
         runs.get((baseline_of[final.arm], *(getattr(final, key) for key in REPLICATE))) for final in finals.itertuples()
@@ -156,7 +156,7 @@ def gap_curve(comparison: Comparison, metric: str, smooth: int = 1) -> pd.DataFr
 
 
 def null_arms(runs: pd.DataFrame, baseline_of: dict[str, str]) -> dict[str, str]:
-    """baseline -> its null arm: the arm with noise in its weights whose config has no other difference but the recipe's
+    """baseline -> its null arm: the arm with noise in its weights whose config differs in nothing else but the recipe's
     name; of several the one with the least noise."""
     noise = [name for name in NOISE if name in runs]
     leaves = [name for name in config_leaves(runs) if name not in (*NOISE, "config.recipe.name")]
@@ -208,7 +208,7 @@ def arm_row(
 
 
 def _overhead(nats: float, slope: float) -> float:
-    """Tokens in % that a gap in nats is worth, where a doubling takes `slope` nats off the loss."""
+    """The tokens in % that a gap in nats is worth, where a doubling takes `slope` nats off the loss."""
     return 100 * (2 ** (nats / slope) - 1) if slope > 0 else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Axes of the pictures: from values to pixels, and where the ticks stand."""
+"""Axes of the pictures: from values to pixels, and the places of the ticks."""
 
 import math
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 FEW = 6
-"""Ticks of an axis of numbers, about."""
+"""The approximate number of ticks of an axis of numbers."""
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """From `low` at pixel `start` to `high` at pixel `end`; of a logarithmic axis they are powers of ten. `names`: of
-    categories, whose values are 0, 1, ... in their order."""
+    """An axis from `low` at pixel `start` to `high` at pixel `end`; on a logarithmic axis they are powers of ten.
+    `names`: those of categories, whose values are 0, 1, ... in their order."""
 
     start: float
     end: float
@@ -26,7 +26,7 @@ class Axis:
     signed: bool = False
 
     def at(self, values: Iterable[Any]) -> np.ndarray:
-        """Pixels of values, float64; NaN and inf stay what they are, and so does 0 on a logarithmic axis."""
+        """The pixels of values, float64; NaN and inf are unchanged, and so is 0 on a logarithmic axis."""
         values = list(values)
         if self.names and values and isinstance(values[0], str):
             values = [self.names.index(name) for name in values]
@@ -37,7 +37,7 @@ class Axis:
         return self.start + (places - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """(pixel, label)."""
+        """The ticks as (pixel, label)."""
         if self.names:
             return list(zip(self.at(range(len(self.names))).tolist(), self.names, strict=True))
         if self.log:
@@ -46,7 +46,8 @@ class Axis:
         return [(place, self._label(value)) for place, value in zip(self.at(values).tolist(), values, strict=True)]
 
     def _log_ticks(self) -> list[tuple[float, str]]:
-        """Powers of ten; where fewer than two are there, 2 and 5 times one as well; without any, both ends."""
+        """The ticks at powers of ten; where fewer than two are there, at 2 and 5 times one as well; without any, at
+        both ends."""
         powers = range(math.ceil(self.low), math.floor(self.high) + 1)
         if len(powers) > 1:
             return [(10.0**power, "10" + str(power).translate(SUPERSCRIPTS)) for power in powers]
@@ -62,8 +63,8 @@ class Axis:
 def axis_of(settings: dict[str, Any], values: list[Any], start: float, end: float, columns: bool = False) -> Axis:
     """The axis that plotly's `settings` ask for, for `values` of its traces. `columns`: the values are the names of
     columns, each a place of its own, whichever names are equal."""
-    given = [list(each) for each in values if each is not None]
-    flat = [value for each in given for value in each]
+    lists = [list(of_trace) for of_trace in values if of_trace is not None]
+    flat = [value for of_trace in lists for value in of_trace]
     if columns or any(isinstance(value, str) for value in flat):
         names = tuple(settings.get("categoryarray") or (flat if columns else dict.fromkeys(flat)))
         low, high = -0.5, len(names) - 0.5

@@ -80,7 +80,7 @@ def compare(
         frames=frames, baseline=baseline, baseline_why=why, baseline_of=baseline_of, window=window, finals=finals,
         design=design, margin_pct=study.margin, maximum=study.maximum, trunks=trunks,
         arms=_arms(frames, trunks, finals, families, study),
-        estimates={arm: each for family in families.values() for arm, each in family.estimates.items()},
+        estimates={arm: own for family in families.values() for arm, own in family.estimates.items()},
         points=pd.concat([family.points for family in families.values()], ignore_index=True),
         notes=(*note(left_out), *study_notes(list(families.values()), frames, finals, study), *rewarm),
         left_out=left_out,
@@ -88,7 +88,7 @@ def compare(
 
 
 def _usual_baseline(runs: pd.DataFrame) -> tuple[str, str]:
-    """Where no sweep states one: the name of an arm or recipe, and why it is that."""
+    """The baseline where no sweep states one: the name of an arm or recipe, and the reason for it."""
     if "bf16" in {*runs["arm"], *runs["recipe"]}:
         return "bf16", "it is not quantized"
     return runs["recipe"].iloc[0], "the first recipe; --baseline ARM takes another"
@@ -119,8 +119,8 @@ def _of(family: Family) -> Sequence[str]:
 
 
 def _slope(frames: Frames, trunks: Frames, baseline: str) -> float:
-    """Mean over runs (and points) of the nats that a doubling of tokens takes off train_loss: of the baseline's runs at
-    their end, of trunks at the points where they are forked."""
+    """The mean over runs (and points) of the nats that a doubling of tokens takes off train_loss: for the baseline's
+    runs at their end, for trunks at the points where they are forked."""
     forked = frames.runs["design"].iloc[0] == FORK
     runs = trunks.runs if forked else frames.runs[frames.runs["arm"] == baseline]
     metrics = trunks.metrics if forked else frames.metrics
@@ -137,7 +137,7 @@ def _slope(frames: Frames, trunks: Frames, baseline: str) -> float:
 
 def document(comparison: Comparison) -> dict[str, Any]:
     """The comparison for programs: `arms` without the baseline, each with a verdict of VERDICTS, gaps in `unit`. An arm
-    that is no part of its family is undecided, and `apart` says why."""
+    that is not in its family is undecided, and `apart` says why."""
     rows = json.loads(comparison.arms.to_json(orient="records", double_precision=15))
     names = {"gap": "gap_pct", "ci_low": "ci_low_pct", "ci_high": "ci_high_pct", "eq_low": "eq_low_pct",
              "eq_high": "eq_high_pct", "margin": "margin_pct", "gap_nats": "gap"}  # fmt: skip
@@ -171,8 +171,8 @@ def write(comparison: Comparison, out_dir: Path) -> Path:
     rows = {panel.name: panel.rows for panel in drawn.every()}
     rows |= {"forest": drawn.forest.rows} if drawn.forest else {}
     rows |= {"throughput": drawn.speed.rows} if drawn.speed else {}
-    for name, each in rows.items():
-        write_csv(each, out_dir / "figures" / f"{name}.csv")
+    for name, own in rows.items():
+        write_csv(own, out_dir / "figures" / f"{name}.csv")
     pictures = drawn.pictures()
     page = out_dir / "report.html"
     texts = {f"figures/{name}.svg": picture for name, picture in pictures.items()} | {

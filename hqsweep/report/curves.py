@@ -47,22 +47,22 @@ def measures(frames: Frames, window: float) -> pd.DataFrame:
 
 
 def trailing(rows: pd.DataFrame, window: float) -> pd.DataFrame:
-    """Rows of the last `window` steps of each run (window >= 1), or of the last fraction of its steps (window < 1); at
-    least its last row."""
+    """The rows of the last `window` steps of each run (window >= 1), or of the last fraction of its steps (window < 1);
+    at least its last row."""
     last = rows.groupby("run")["step"].transform("max")
     width = window if window >= 1 else (last * window).clip(lower=1)
     return rows[rows["step"] > last - width]
 
 
 def _means(rows: pd.DataFrame) -> pd.Series:
-    """Mean value of each run, NaN where a value is."""
+    """The mean value of each run, NaN where a value is NaN."""
     return rows.groupby("run")["value"].agg(lambda values: values.mean(skipna=False)).astype(float)
 
 
 def decay_means(runs: pd.DataFrame, train: pd.DataFrame) -> pd.Series:
-    """run -> mean train_loss over the decay of each fork among `runs`: the rows of `train` (ordered by run and step)
-    after the fork's constant stretch, each with the weight of the steps that it is a mean of, from the row before it
-    on."""
+    """run -> the mean train_loss over the decay of each fork among `runs`: the rows of `train` (ordered by run and
+    step) after the fork's constant stretch, each with the number of steps that it is a mean of as its weight, counted
+    from the row before it."""
     forks = runs[runs["design"] == FORK].set_index("run")
     rows = train[train["run"].isin(forks.index)]
     if rows.empty:
@@ -76,8 +76,8 @@ def decay_means(runs: pd.DataFrame, train: pd.DataFrame) -> pd.Series:
 
 
 def intervals(groups: SeriesGroupBy) -> pd.DataFrame:
-    """Of every group mean, low, high and n, the number of values: the mean's own 95 % interval, mean -+
-    t(0.975, n - 1) sd / sqrt(n), for one group by itself. low and high are NaN for one value."""
+    """The mean, low, high and n (the number of values) of every group: the mean's own 95 % interval, mean -+ t(0.975, n
+    - 1) sd / sqrt(n), for one group by itself. low and high are NaN for one value."""
     moments = groups.agg(["mean", "std", "count"])
     half = stats.t.ppf(1 - LEVEL / 2, moments["count"] - 1) * moments["std"] / np.sqrt(moments["count"])
     return pd.DataFrame(
@@ -100,8 +100,8 @@ def interval(values: pd.Series) -> tuple[float, float, float]:
 
 
 def loss_slope(steps: np.ndarray, losses: np.ndarray, until: float) -> float:
-    """Nats that a doubling of tokens takes off the loss: least squares of the losses on log2(step) between until / 2
-    and `until`, the sign turned; NaN for fewer than three points there."""
+    """The nats that a doubling of tokens takes off the loss: least squares of the losses on log2(step) between until /
+    2 and `until`, with the sign turned; NaN for fewer than three points there."""
     part = (steps >= until / 2) & (steps <= until) & np.isfinite(losses)
     if part.sum() < 3:
         return math.nan
@@ -109,8 +109,9 @@ def loss_slope(steps: np.ndarray, losses: np.ndarray, until: float) -> float:
 
 
 def spike_score(values: pd.Series) -> float:
-    """Percentage of values at least 7 standard deviations from the mean of the (up to 1000) values before them, as in
-    OLMo 2 (arXiv:2501.00656). Values with fewer than 20 before them cannot be spikes; NaN where all are such."""
+    """The percentage of values at least 7 standard deviations from the mean of the (up to 1000) values before them, as
+    in OLMo 2 (arXiv:2501.00656). Values with fewer than 20 before them cannot be spikes; NaN where no value has
+    more."""
     before = values.rolling(SPIKE_WINDOW, min_periods=SPIKE_LEAST)
     mean, sd = before.mean().shift(1), before.std().shift(1)
     if not mean.notna().any():
@@ -145,15 +146,15 @@ def steps_to(steps: np.ndarray, losses: np.ndarray, target: float) -> float:
 
 
 def tokens_per_step(runs: pd.DataFrame) -> pd.Series:
-    """Tokens in a step of each run, indexed by run."""
+    """The tokens in a step of each run, indexed by run."""
     tokens = runs["config.train.batch"] * runs["config.train.context"]
     return tokens.set_axis(runs["run"])
 
 
 def overheads(frames: Frames, finals: pd.DataFrame, partner: pd.Series) -> pd.Series:
-    """Tokens-to-loss overhead in % of each row of `finals`: how many more tokens the run took than the run `partner`
-    names (None for none) to the higher of their two final val_losses, the lowest that both reached. NaN where a run has
-    one validation, which says nothing of when it came there."""
+    """The tokens-to-loss overhead in % of each row of `finals`: how many more tokens the run took than the run named in
+    `partner` (None for none) to the higher of their two final val_losses, the lowest that both reached. NaN where a run
+    has one validation, which does not say when it came there."""
     curves = {
         run: (part["step"].to_numpy(), part["value"].to_numpy())
         for run, part in frames.metrics[frames.metrics["metric"] == "val_loss"].sort_values("step").groupby("run")
@@ -174,8 +175,8 @@ def overheads(frames: Frames, finals: pd.DataFrame, partner: pd.Series) -> pd.Se
 
 
 def _divergences(frames: Frames, train: pd.DataFrame) -> list[float]:
-    """Tokens at divergence of each run of frames.runs, NaN for none. A run that its worker says has diverged, but whose
-    rows do not show where, did at its last step."""
+    """The tokens at divergence of each run of frames.runs, NaN for none. A run that its worker reports as diverged, but
+    whose rows do not show where, diverged at its last step."""
     curves = {run: (part["step"].to_numpy(), part["value"].to_numpy()) for run, part in train.groupby("run")}
     tokens, ends = tokens_per_step(frames.runs), []
     for run in frames.runs.to_dict("records"):

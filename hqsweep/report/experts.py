@@ -26,8 +26,8 @@ TENSORS = ("input", "weight", "grad_output")
 
 
 def load_heatmaps(comparison: Comparison) -> Iterator[Panel]:
-    """For each arm with experts: the median load over steps and seeds, layer by expert, one colour scale. A load is the
-    tokens of an expert over the mean of its layer: 1 where all are equal."""
+    """Figures, for each arm with experts, of the median load over steps and seeds, layer by expert, with one colour
+    scale. A load is the tokens of an expert over the mean of its layer: 1 where all are equal."""
     rows = load_rows(comparison)
     for arm in comparison.arms["arm"]:
         own = rows[rows["arm"] == arm]
@@ -71,8 +71,8 @@ def load_rows(comparison: Comparison) -> pd.DataFrame:
 
 
 def load_table(comparison: Comparison) -> TextTable:
-    """A row for each arm with experts: the busiest and the idlest expert of any run at any sampled step. (The number of
-    an expert means another one in the next seed, so medians over seeds hide an idle one.)"""
+    """A row for each arm with experts: the busiest and the idlest expert of any run at any sampled step. (A number
+    means another expert in the next seed, so medians over seeds hide an idle one.)"""
     routed, rows = by_module(comparison.frames.stats), []
     routed = routed[routed["tensor"].eq("routed")].dropna(subset="load").sort_values("load", kind="stable")
     for arm in comparison.arms["arm"]:
@@ -104,8 +104,8 @@ def _load_cells(row: pd.Series) -> tuple[str, str, str, str]:
 
 
 def error_heatmaps(comparison: Comparison) -> tuple[list[Panel], list[Panel]]:
-    """For each arm that quantizes its experts, SQNR in dB and underflow in % (of arms where some do), median over steps
-    and seeds: grouped linear, tensor and direction by expert, one colour scale each."""
+    """Figures, for each arm that quantizes its experts, of SQNR in dB and of underflow in % (for arms where some values
+    do), median over steps and seeds: grouped linear, tensor and direction by expert, with one colour scale each."""
     rows = error_rows(comparison)
     highest = rows.groupby("arm")["underflow_pct"].transform("max")
     return (
@@ -155,8 +155,8 @@ def _panels(
 
 
 def worst_experts(comparison: Comparison) -> TextTable:
-    """For each arm that quantizes its experts, and each tensor: the expert with the lowest SQNR, the median of all
-    experts in the same direction beside it, its tokens and load; and the expert with the highest underflow."""
+    """Rows, for each arm that quantizes its experts, and each tensor: the expert with the lowest SQNR, the median of
+    all experts in the same direction, its tokens and load; and the expert with the highest underflow."""
     rows, cells = error_rows(comparison), []
     typical = rows.groupby(["arm", "tensor", "direction"])["sqnr_db"].transform("median")
     names = [f"{module}.{expert}" for module, expert in zip(rows["module"], rows["expert"], strict=True)]

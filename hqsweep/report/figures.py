@@ -23,7 +23,7 @@ from hqsweep.report.look import (
 
 TRUNK_LINE = {"color": "#999999", "width": 4, "dash": "solid"}
 SETTLED = 0.1
-"""Gaps of the first tenth of the steps do not set the range of the axis."""
+"""The share of the steps, the first ones, whose gaps do not set the range of the axis."""
 
 
 def smoothing(comparison: Comparison) -> int:

@@ -21,17 +21,19 @@ from hqsweep.report.text import number
 from hqsweep.report.verdict import FEWEST_TRUNKS, digits
 
 BENT_FROM = 20
-"""An axis that reaches this many margins is bent."""
+"""The number of margins from which on an axis is bent."""
 TICKS = 7
 SPACE = 7
-"""Labels of a bent axis stand at least this far apart, in % of the width."""
+"""The least distance of labels on a bent axis, in % of the width."""
 ALL_ARMS = "of all arms together"
 WIDE = 1.0
-"""Intervals may make the axis longer by this share of what gaps, replicates and margin cover, on either side."""
+"""The share by which intervals may lengthen the axis on either side, relative to what gaps, replicates and margin
+cover."""
 
 
 VERDICT_COLOURS = {"worse": "#a3320b", "better": "#00568a", "equivalent": "#00664b", "undecided": "#6b5300"}
-"""As on the page; legible on white, and told apart by who sees no red or green. The word stands there as well."""
+"""The colours of verdicts, as on the page: legible on white, and distinct also for readers who do not see red or green.
+The word stands there as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Scale:
     bent: bool = False
 
     def at(self, value: float) -> float:
-        """The place of a gap in % of the width, 0 to 100: what lies beyond an end stands at that end."""
+        """The place of a gap in % of the width, 0 to 100; a gap beyond an end is placed at that end."""
         low, high, place = (math.asinh(x / self.margin) if self.bent else x for x in (self.low, self.high, value))
         return round(100 * min(max((place - low) / (high - low), 0.0), 1.0), 3)
 
@@ -58,7 +60,8 @@ class Scale:
         return [(self.at(value), f"{value:+.4g}" if value else "0") for value in values]
 
     def _bent_ticks(self) -> list[float]:
-        """0, the margin, and 1 and 3 of every power of ten beyond it, the large ones first, where there is room."""
+        """The ticks of a bent axis: 0, the margin, and 1 and 3 of every power of ten beyond it, the large ones first,
+        where there is room."""
         decades = range(math.floor(math.log10(self.margin)), math.ceil(math.log10(max(-self.low, self.high))) + 1)
         sizes = [lead * 10.0**decade for decade in reversed(decades) for lead in (3, 1)]
         ticks = [0.0]
@@ -71,7 +74,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What is drawn and said of one arm. Places are in % of the width; None: nothing to draw."""
+    """The drawing and the words of one arm. Places are in % of the width; None: nothing to draw."""
 
     arm: str
     colour: str
@@ -89,7 +92,7 @@ class Line:
 
     @property
     def words(self) -> str:
-        """The verdict, and what holds beside it."""
+        """The verdict, and what else holds."""
         return self.verdict + (", inside the margin" if self.within else "")
 
     @property
@@ -99,7 +102,8 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Forest:
-    """A forest plot: its lines from the lowest gap to the highest, the null arm last; `rows` are what it draws."""
+    """A forest plot: its lines from the lowest gap to the highest, the null arm last; `rows` are the data that it
+    draws."""
 
     heading: str
     lines: tuple[Line, ...]
@@ -115,7 +119,7 @@ class Forest:
 
     @property
     def name_width(self) -> int:
-        """Characters that the longest name may take in a line of its own."""
+        """The characters that the longest name may take in a line of its own."""
         return min(MOST_LETTERS, max(len(line.arm) for line in self.lines))
 
     @property
@@ -155,8 +159,8 @@ def forest(
 def forest_of(comparison: Comparison) -> Forest | None:
     """The forest plot of a comparison: whole runs by seed, forks by trunk (each the mean of its fork points).
 
-    With fewer trunks than a verdict needs: single forks, and the intervals that cover these forks alone, beside which
-    those of all trunks would be as wide as the page.
+    With fewer trunks than a verdict needs it shows single forks, and the intervals that cover these forks alone: those
+    of all trunks would be as wide as the page.
     """
     arms, points = comparison.arms[comparison.arms["arm"] != comparison.arms["baseline"]], comparison.points
     colours = {arm: style["color"] for arm, style in styles(comparison).items()}

@@ -31,11 +31,11 @@ from hqsweep.track.tables import TABLES
 
 WHOLE, TRUNK, FORK = "whole run", "trunk", "fork"
 REPLICATE = ("trunk", "seed", "point")
-"""Columns that are equal in the runs of two arms that saw the same weights and batches."""
+"""The columns that are equal in the runs of two arms that saw the same weights and batches."""
 PLACE = ("config.fork.at", "config.fork.trunk", "config.fork.trunk_hash")
-"""Keys that say where a fork leaves which trunk; they make no other arm, as the seed does not."""
+"""The keys that say where a fork leaves which trunk; they make no other arm, as the seed does not."""
 FORK_STEPS = "config.train.steps"
-"""Of a fork, these follow from where it leaves its trunk."""
+"""The key of a fork's steps, which follow from where it leaves its trunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class Frames:
     stats: pd.DataFrame
     parity: tuple[Mapping[str, Any], ...] = ()
     left_out: tuple[LeftOut, ...] = ()
-    """Runs that were to be read and are missing, damaged or no runs of their sweep, so that nothing of them is here."""
+    """The runs that should have been read and are missing, damaged or no runs of their sweep, so that no rows of them
+    are here."""
 
     def of_job(self, job: str) -> "Frames":
         """Only the runs of this job, and the parity rows of every run; raises UserError when there is none."""
@@ -93,8 +94,8 @@ def flatten(tree: dict, prefix: str) -> dict[str, object]:
 
 
 def load(run_dirs: Iterable[RunDir]) -> Frames:
-    """Read runs (in this order) into frames; of runs with one id, which differ in nothing, a finished one is kept. What
-    cannot be believed is left out.
+    """Read runs (in this order) into frames. Of runs with one id, which differ in nothing, a finished one is taken.
+    Runs whose files cannot be trusted are left out.
 
     Raises UserError when there is none, Damaged when none is left.
     """
@@ -129,7 +130,7 @@ def load(run_dirs: Iterable[RunDir]) -> Frames:
     # An insertion into a frame of over a hundred columns of text, as a config has, warns.
     runs = pd.concat([runs, diverged.rename("diverged")], axis=1)
     parity = tuple(row for _, _, _, rows in read.values() for row in rows)
-    left_out = (*(damaged(*each) for each in faults), *map(stranger, foreign))
+    left_out = (*(damaged(*fault) for fault in faults), *map(stranger, foreign))
     return Frames(runs=runs, metrics=metrics, stats=stats, parity=parity, left_out=left_out)
 
 
@@ -174,7 +175,7 @@ def _row(run: RunDir, config: dict, manifest: dict, status: dict) -> dict[str, A
 
 
 def _place(config: dict, manifest: dict, name: str) -> dict[str, Any]:
-    """design, trunk, point; draw is filled in when all runs are known."""
+    """The cells design, trunk and point; draw is filled in when all runs are known."""
     fork = config.get("fork")
     if not fork:
         return {"design": WHOLE, "trunk": f"seed {config['seed']}", "point": 0, "draw": ""}
@@ -195,8 +196,8 @@ def _long(runs: pd.DataFrame, rows: list[list[dict]], table: str) -> pd.DataFram
 
 
 def by_module(stats: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `module`, their layer without the number of an expert, and `expert`, that number (float64, NaN of
-    what is no expert): layers.0.mlp.fc1.3 is expert 3 of layers.0.mlp.fc1."""
+    """The rows with `module`, their layer without the number of an expert, and `expert`, that number (float64, NaN
+    where there is none): layers.0.mlp.fc1.3 is expert 3 of layers.0.mlp.fc1."""
     names = pd.Series(stats["layer"].unique(), dtype=object)  # few, where rows are many
     parts = names.str.extract(r"^(.*?)(?:\.(\d+))?$").set_index(names)
     module, expert = (stats["layer"].map(parts[part]) for part in parts)
@@ -204,9 +205,9 @@ def by_module(stats: pd.DataFrame) -> pd.DataFrame:
 
 
 def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
-    """Make (arm, seed, point) unique. Where runs of one meet (a sweep repeated with another config, or two sweeps), the
-    labels get " key=value" for every config leaf in which they differ: of the recipe only those arms, of
-    anything else all arms."""
+    """Make (arm, seed, point) unique. Where runs of one share it (a sweep repeated with another config, or two sweeps),
+    labels get " key=value" for every config leaf in which the runs differ: for leaves of the recipe only these arms,
+    for others all arms."""
     meets = runs.duplicated(["arm", "seed", "point"], keep=False)
     differing = [
         name for name in config_leaves(runs) if (runs[meets].groupby("arm")[name].nunique(dropna=False) > 1).any()
@@ -219,7 +220,7 @@ def unique_arms(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def config_leaves(runs: pd.DataFrame) -> list[str]:
-    """Columns of the config that can make another run of the same arm and seed."""
+    """The columns of the config that can make another run of the same arm and seed."""
     apart, places = ("seed", *NOT_IN_ID), PLACE if (runs["design"] == WHOLE).any() else (*PLACE, FORK_STEPS)
     names = [name for name in runs.columns if name.startswith("config.") and name.split(".")[1] not in apart]
     return [name for name in names if name not in places]

@@ -66,7 +66,7 @@ def gate(run_dirs: Iterable[RunDir], baseline_file: Path, margin: float | str | 
 
 def _refuse_leftovers(frames: Frames, stored: Baseline) -> None:
     """UserError where a sweep has runs of one arm, seed and point with several configs, as after a recipe was changed:
-    which of them is meant cannot be known."""
+    nothing says which of them is meant."""
     runs = frames.runs
     again = runs.duplicated(["sweep", "manifest.arm", "seed", "point"], keep=False) & ~runs["arm"].isin(stored.arms)
     for run in runs[again].itertuples():
@@ -79,8 +79,8 @@ def _refuse_leftovers(frames: Frames, stored: Baseline) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A sweep held against what is stored; `baseline` is the arm or recipe that gaps are measured to, None for bf16 or
-    else the first recipe, `margin` is in %."""
+    """A sweep and the stored baseline that it is compared with; `baseline` is the arm or recipe that gaps are measured
+    to, None for bf16 or else the first recipe, `margin` is in %."""
 
     frames: Frames
     trunks: Frames
@@ -90,12 +90,12 @@ class Held:
 
     @property
     def replicates(self) -> str:
-        """What replicates are called."""
+        """The word for replicates."""
         return "trunks" if self.design == FORK else "seeds"
 
     @cached_property
     def design(self) -> str:
-        """Of all runs."""
+        """The design of all runs."""
         return self.frames.runs["design"].iloc[0]
 
     @cached_property
@@ -105,13 +105,13 @@ class Held:
 
     @cached_property
     def recipes(self) -> Mapping[str, str]:
-        """arm -> how its recipe changed since it was stored, "" for not at all; of arms that are on both sides."""
+        """arm -> how its recipe changed since it was stored, "" for not at all; for arms that are on both sides."""
         now = recipes_of(self.frames.runs)
         return {arm: recipe_changes(old, now[arm]) for arm, old in self.stored.recipes.items() if arm in now}
 
     @cached_property
     def baseline_of(self) -> dict[str, str]:
-        """arm -> the arm that its gap is measured to: that of the baseline's recipe at the same other values, and
+        """arm -> the arm that its gap is measured to: the arm of the baseline's recipe at the same other values, or
         itself where there is none."""
         recipe_of = dict(zip(self.frames.runs["arm"], self.frames.runs["recipe"], strict=True))
         names = [*recipe_of, *recipe_of.values()]
@@ -123,7 +123,7 @@ class Held:
 
     @cached_property
     def pairs(self) -> dict[str, list[Pair]]:
-        """arm -> its runs that are on both sides; every arm of either side."""
+        """arm -> its runs that are on both sides; for every arm of either side."""
         arms = dict.fromkeys([*self.frames.runs["arm"], *self.stored.arms])
         keys = sorted(key for key in self.stored.keys if key in self.now)
         return {arm: [(self.now[key], self.stored.of(key)) for key in keys if key[0] == arm] for arm in arms}
@@ -134,7 +134,7 @@ class Held:
 
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
-        """arm -> the change in %, of the arms that are not bitwise equal and have runs on both sides."""
+        """arm -> the change in %, for the arms that are not bitwise equal and have runs on both sides."""
         rows = changes(self.frames.runs, self.now, self.stored)
         nulls, by_arm = null_arms(self.frames.runs, self.baseline_of), {}
         moved = [arm for arm in self.baseline_of if self.pairs[arm] and not self.bitwise(arm)]
@@ -147,7 +147,7 @@ class Held:
         return by_arm
 
     def verdict(self, arm: str) -> Verdict:
-        """Of one arm, that may be on either side only."""
+        """The verdict of one arm, which may be on either side only."""
         runs, pairs = self.frames.runs[self.frames.runs["arm"] == arm], self.pairs[arm]
         stored = {key for key in self.stored.keys if key[0] == arm}
         failed = [f"{_where(run.seed, run.point)} {fault(run)}" for run in runs.itertuples() if self._lost(run)]
@@ -192,11 +192,11 @@ class Held:
         return "undecided" if estimate.verdict == "undecided" and not self._is_level(arm, estimate) else "pass"
 
     def _is_level(self, arm: str, estimate: Estimate) -> bool:
-        """Whether it is the loss of a fork study's trunks that is judged, with an interval, and not a gap."""
+        """Whether the loss of a fork study's trunks is judged, with an interval, and not a gap."""
         return self.design == FORK and self.baseline_of[arm] == arm and math.isfinite(estimate.ci_high)
 
     def _reason(self, arm: str, estimate: Estimate | None) -> str:
-        """What the estimate lacks, or allows, beside its word and its numbers."""
+        """What the estimate lacks, or allows, as words beside its verdict and its numbers."""
         margin = f"the margin of {self.margin:g} %"
         if estimate is None:
             return f"no {self.replicates[:-1]} in common with '{self.baseline_of[arm]}', so its gap cannot be judged"

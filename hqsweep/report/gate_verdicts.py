@@ -1,4 +1,4 @@
-"""What the gate says: of each arm, and of the sweep; as a table, as rows for JUnit, as an exit code."""
+"""The verdicts of the gate on each arm, and on the sweep; as a table, as rows for JUnit, as an exit code."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ EXIT_CODES = {
     "no baseline": EXIT_UNDECIDED,
 }  # fmt: skip
 UNIT = "% of the stored loss of the baseline arm"
-"""Of gap, ci_low, ci_high and margin."""
+"""The unit of gap, ci_low, ci_high and margin."""
 JUNIT = {"pass": "PASS", "new": "PASS", "undecided": "SKIP"}
 
 
@@ -52,8 +52,8 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """All arms; `replicates` is what n counts (seeds, trunks), `margin` is in %, `problem` says why there is no usable
-    baseline, `left_out` has the runs that are missing, damaged or no runs of the sweep."""
+    """The verdicts of all arms; `replicates` is what n counts (seeds, trunks), `margin` is in %, `problem` says why
+    there is no usable baseline, `left_out` has the runs that are missing, damaged or no runs of the sweep."""
 
     arms: tuple[Verdict, ...] = field(default=())
     replicates: str
@@ -85,7 +85,7 @@ class Verdicts:
             for arm in self.arms
         ]
         cases += [("baseline", "FAIL", self.problem)] if self.problem else []
-        cases += [(each.run, "FAIL", each.line) for each in self.left_out]
+        cases += [(entry.run, "FAIL", entry.line) for entry in self.left_out]
         return [{"check": "gate", "case": case, "status": status, "note": note} for case, status, note in cases]
 
     def cells(self) -> TextTable:
@@ -110,5 +110,5 @@ class Verdicts:
         return to_rich(self.cells(), f"gate: {self.outcome}, margin {self.margin:g} %", styles)
 
     def notes(self) -> list[str]:
-        """What is to be said below the table, and in a job summary."""
+        """The notes below the table, and in a job summary."""
         return [*([self.problem] if self.problem else []), *note(self.left_out)]

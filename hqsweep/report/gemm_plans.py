@@ -1,4 +1,4 @@
-"""Which plan computed each GEMM, as the manifests of runs have it: gemm_plan, and where recipes change
+"""The plans that computed the GEMMs, as the manifests of runs have them: gemm_plan, and where recipes change
 recipe_schedule (first_step, and the gemm_plan of the modules that differ from there on).
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Runs = Any
-"""A pandas DataFrame, as Frames.runs; `hqsweep ls` does without the 0.4 s of importing pandas for its name."""
+"""A pandas DataFrame, as Frames.runs; this name spares `hqsweep ls` the 0.4 s of importing pandas."""
 
 GemmPlans = Mapping[str, Mapping[str, str]]
 """Module -> GEMM -> how it is computed: "a x b: plan"."""
@@ -24,7 +24,7 @@ def plan_lines(plans: GemmPlans, schedule: Sequence[Mapping[str, Any]] = ()) -> 
 
 
 def arm_lines(runs: Runs) -> list[tuple[str, str]]:
-    """Items of plan_lines of the runs (rows of Frames.runs) of one arm, each once."""
+    """The items of plan_lines of the runs (rows of Frames.runs) of one arm, each once."""
     return list(
         dict.fromkeys(line for plans, schedule in _manifests(runs) for line in plan_lines(plans, schedule).items())
     )
@@ -34,8 +34,8 @@ def computed_by(runs: Runs) -> str:
     """The plans alone, each once: "exact: bf16 operands, float32 GEMM"; "-" where no run has started."""
     texts = {}
     for plans, schedule in _manifests(runs):
-        for each in (plans, *(change["gemm_plan"] for change in schedule)):
-            texts |= {how.partition(": ")[2]: None for gemms in each.values() for how in gemms.values()}
+        for stage in (plans, *(change["gemm_plan"] for change in schedule)):
+            texts |= {how.partition(": ")[2]: None for gemms in stage.values() for how in gemms.values()}
     return "; ".join(texts) or "-"
 
 
@@ -48,6 +48,6 @@ def _counted(plans: GemmPlans) -> dict[str, str]:
 
 
 def _manifests(runs: Runs) -> Iterator[tuple[GemmPlans, list[Mapping[str, Any]]]]:
-    """gemm_plan and recipe_schedule of every run."""
+    """The gemm_plan and recipe_schedule of every run."""
     columns = (runs[f"manifest.{key}"].map(json.loads) for key in ("gemm_plan", "recipe_schedule"))
     return zip(*columns, strict=True)

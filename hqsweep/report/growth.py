@@ -1,5 +1,5 @@
 """How the gap of a fork grows: the training loss of an arm minus that of the baseline on the same batches, over the
-steps since both left the trunk. Every fork point apart, and all of them together.
+steps since both left the trunk, for every fork point apart, and for all of them together.
 """
 
 from collections.abc import Mapping
@@ -47,8 +47,8 @@ def growth_rows(metrics: pd.DataFrame, runs: pd.DataFrame, baseline_of: Mapping[
 def growth_lines(rows: pd.DataFrame, smooth: int = 1) -> pd.DataFrame:
     """arm, point (text, TOGETHER for all), step, gap_pct (mean), low, high (of the trunks) and trunks.
 
-    A fork's gap is a rolling mean over `smooth` rows. At each point: mean over trunks. Together: the mean over points
-    within a trunk, then over trunks, at the steps that every fork of the arm has.
+    A fork's gap is a rolling mean over `smooth` rows. A line of one point is the mean over trunks. The line of all
+    points is the mean over points within a trunk, then over trunks, at the steps that every fork of the arm has.
     """
     forks = rows.sort_values("step").groupby(["arm", "trunk", "seed", "point"], sort=False)["gap_pct"]
     smoothed = rows.assign(gap_pct=forks.transform(lambda gaps: gaps.rolling(smooth, min_periods=1).mean()))
@@ -68,8 +68,8 @@ def growth(
 ) -> list[Panel]:
     """A figure of all points together, and where there are several one for each, all with one y axis.
 
-    lines: of growth_lines. look: arm -> line style, in the order to draw. margin: of the band, in %. decay_from: the
-    step since the fork after which the learning rate falls, None for unknown.
+    lines: those of growth_lines. look: arm -> line style, in the order to draw. margin: that of the band, in %.
+    decay_from: the step since the fork after which the learning rate falls, None for unknown.
     """
     if lines.empty:
         return []
@@ -80,7 +80,7 @@ def growth(
 
 
 def growth_of(comparison: Comparison, smooth: int) -> list[Panel]:
-    """The figures of a comparison of forks, of those that finished."""
+    """The figures for the forks of a comparison that finished."""
     runs, finals = comparison.frames.runs, comparison.finals
     done = runs[runs["run"].isin(finals["run"][finals["final_loss"].notna()])]
     lines = growth_lines(growth_rows(comparison.frames.metrics, done, comparison.baseline_of), smooth)
@@ -123,7 +123,8 @@ def _panel(
 
 
 def _range(lines: pd.DataFrame, margin: float) -> list[float] | None:
-    """Of all points, so that their figures can be held against each other; the first steps, of few rows, aside."""
+    """The range of the y axis, one for all points, so that their figures can be compared; the first steps, which have
+    few rows, do not count."""
     settled = lines[lines["step"] > 0.05 * lines["step"].max()]
     values = settled[["gap_pct", "low", "high"]].to_numpy(dtype=float)
     return padded(np.append(values, [margin, -margin]))

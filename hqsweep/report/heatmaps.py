@@ -1,4 +1,4 @@
-"""Quantization errors by layer, tensor and direction as heatmaps: SQNR, and how much a format rounds to zero."""
+"""Quantization errors by layer, tensor and direction as heatmaps: SQNR, and the share that a format rounds to zero."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from hqsweep.report.look import Panel, figure, label, listed
 SHORT = {"grad_output": "grad", "rowwise": "row", "columnwise": "col"}
 SLOT = ["arm", "layer", "tensor", "direction"]
 WRITTEN, WRITTEN_COLUMNS = 60, 20
-"""More lines than these are too low to write in, and more columns too narrow."""
+"""The most lines, and columns, of a heatmap with numbers in its cells: more are too low, or too narrow, to write in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +33,14 @@ PERCENT = Measure(
 
 
 def sqnr_heatmaps(comparison: Comparison) -> Iterator[Panel]:
-    """For each arm with statistics: median SQNR in dB over steps and seeds, layer by (tensor, direction), one colour
-    scale. Arms whose cells are all equal share a heatmap."""
+    """Figures, for each arm with statistics, of the median SQNR in dB over steps and seeds, layer by (tensor,
+    direction), with one colour scale. Arms whose cells are all equal share a heatmap."""
     rows = error_rows(comparison)
     return _panels(rows, "sqnr_db", colour_range(rows["sqnr_db"].to_numpy()), DECIBEL, "Median SQNR in dB", "lowest")
 
 
 def underflow_heatmaps(comparison: Comparison) -> Iterator[Panel]:
-    """The same for the share in % of the elements that are not 0 but become 0; only for arms where some do."""
+    """Figures of the share in % of the elements that are not 0 but become 0; only for arms where some do."""
     rows = error_rows(comparison)
     some = rows.groupby("arm")["underflow_pct"].transform("max") > 0
     highest = rows["underflow_pct"].max()
@@ -83,7 +83,7 @@ def _panels(
 
 
 def colour_range(values: np.ndarray) -> tuple[float, float]:
-    """Multiples of 5 dB around the finite values, at least 10 dB apart."""
+    """The colour range: multiples of 5 dB around the finite values, at least 10 dB apart."""
     values = values[np.isfinite(values)] if np.isfinite(values).any() else np.array([0.0])
     low = 5 * np.floor(values.min() / 5)
     return low, max(low + 10, 5 * np.ceil(values.max() / 5))
@@ -96,7 +96,8 @@ def heatmap(
     measure: Measure = DECIBEL,
     x_title: str | None = None,
 ) -> go.Figure:
-    """Numbers as colours, lines by columns of one level or two; formats are shown beside a value that is pointed at."""
+    """A figure of numbers as colours, lines by columns of one level or two; formats are shown beside a value that the
+    mouse is on."""
     values, (low, high) = grid.to_numpy(), scale
     cells = [["" if np.isnan(value) else measure.cell(value) for value in row] for row in values]
     written = len(grid) <= WRITTEN and len(grid.columns) <= WRITTEN_COLUMNS

@@ -31,9 +31,9 @@ from hqsweep.report.text import legal
 PAGE = "report.html.j2"
 PLOT_CONFIG = {"responsive": True, "displayModeBar": False}
 LIGHT_BYTES = 290_000
-"""A light page is smaller; pictures for which there is no room are linked to."""
+"""The size of a light page, in bytes; pictures for which there is no room are linked to."""
 LIGHT_ROWS, LIGHT_ARMS = 60, 30
-"""Rows of a table on a light page, and arms of which it draws the throughput."""
+"""The rows of a table on a light page, and the arms whose throughput it draws."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +54,16 @@ class Panels:
     speed: Speed | None
 
     def groups(self) -> dict[str, list[Panel]]:
-        """Those of plotly by section, of sections that have some."""
+        """The figures of plotly by section, for the sections that have some."""
         return {name: group for name, group in vars(self).items() if isinstance(group, list) and group}
 
     def every(self) -> list[Panel]:
-        """Those of plotly."""
+        """The figures of plotly."""
         return [panel for group in self.groups().values() for panel in group]
 
     @cached_property
     def drawings(self) -> dict[str, list[svg.Drawing]]:
-        """The same as SVG."""
+        """The figures of plotly as SVG, by section."""
         return {name: [svg.drawing(panel) for panel in group] for name, group in self.groups().items()}
 
     def pictures(self) -> dict[str, str]:
@@ -112,14 +112,14 @@ def panels(comparison: Comparison) -> Panels:
 
 def render(comparison: Comparison, drawn: Panels) -> str:
     """The interactive page, about 5 MB, nearly all of it plotly.js."""
-    return fill(PAGE, draw=lambda panel: div(panel.figure), **_facts(comparison, drawn))
+    return fill(PAGE, draw=lambda panel: div(panel.figure), **_values(comparison, drawn))
 
 
 def render_light(comparison: Comparison, drawn: Panels) -> str:
-    """The page without scripts, smaller than 300 kB up to eighty arms; its long tables end early, and say where
-    the rest is."""
-    facts, pictures = _facts(comparison, drawn), {id(panel): Markup("") for panel in drawn.every()}
-    room = LIGHT_BYTES - len(fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **facts).encode())
+    """The page without scripts, smaller than 300 kB up to eighty arms; its long tables end early, and name the file
+    with the rest."""
+    values, pictures = _values(comparison, drawn), {id(panel): Markup("") for panel in drawn.every()}
+    room = LIGHT_BYTES - len(fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **values).encode())
     for section, drawings in drawn.drawings.items():
         for drawing in drawings:
             picture = svg.picture(drawing)
@@ -130,11 +130,11 @@ def render_light(comparison: Comparison, drawn: Panels) -> str:
                 picture = Markup(said).format(section)
             pictures[id(drawing.panel)] = picture
             room -= len(picture.encode())
-    return fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **facts)
+    return fill(PAGE, draw=lambda panel: pictures[id(panel)], light=True, **values)
 
 
-def _facts(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
-    """What the template names."""
+def _values(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
+    """The values that the template names."""
     frames, arms_table = comparison.frames, tables.arms_table(comparison).without("tokens/s")
     return dict(
         title=tables.title(comparison),
@@ -166,7 +166,7 @@ def _facts(comparison: Comparison, drawn: Panels) -> dict[str, Any]:
 
 
 def legend(comparison: Comparison) -> list[dict[str, str]]:
-    """arm, colour and dash of every line, for the legend of the page."""
+    """The arm, colour and dash of every line, for the legend of the page."""
     return [
         {"arm": arm, "colour": style["color"], "dash": DASH_ARRAYS[style["dash"]]}
         for arm, style in styles(comparison).items()
@@ -174,7 +174,7 @@ def legend(comparison: Comparison) -> list[dict[str, str]]:
 
 
 def fill(template: str, *, draw: Callable[[Panel], Markup] | None = None, light: bool = False, **values: Any) -> str:
-    """A page of a template beside this module: with plotly.js in it, or `light`, without any script. `draw` makes the
+    """A page from a template beside this module: with plotly.js in it, or `light`, without any script. `draw` makes the
     figure of a panel."""
     page = _template(template, draw=draw or (lambda panel: div(panel.figure)), light=light).render(**values)
     head, body = page.split("</head>", 1)
@@ -183,7 +183,7 @@ def fill(template: str, *, draw: Callable[[Panel], Markup] | None = None, light:
 
 
 def _with_contents(body: str) -> str:
-    """Every <h2> gets an id, and <nav> the links to them."""
+    """Give every <h2> an id, and <nav> the links to them."""
     headings = re.findall(r"<h2>(.*?)</h2>", body, re.DOTALL)
     links = "".join(f'<a href="#s{n}">{re.split(":| by | against ", text)[0]}</a>' for n, text in enumerate(headings))
     for place in range(len(headings)):
@@ -197,7 +197,7 @@ def forest_svg(drawn: Forest) -> str:
 
 
 def _template(name: str, **names: Any) -> Template:
-    """It escapes all values; `names` are known in macros too."""
+    """The template, which escapes all values; `names` are known in macros too."""
     templates = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=templates, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     pages.filters |= {"div": div, "breakable": breakable}
@@ -211,7 +211,7 @@ def div(figure: go.Figure) -> Markup:
 
 
 def breakable(key: str) -> Markup:
-    """A dotted key, escaped, that may go on in the next line after a dot, an underscore or a comma."""
+    """A dotted key, escaped, that may break after a dot, an underscore or a comma."""
     return Markup("<wbr>").join(re.split(r"(?<=[._,])", key))
 
 

@@ -1,7 +1,7 @@
-"""Runs that a comparison cannot use: which, what is wrong with which file, and what to do about it.
+"""Runs that a comparison cannot use: their names, the fault of which file, and the remedy.
 
 state is "missing", "damaged", "foreign" (a folder that its sweep does not list), or that of a run without a result. A
-run whose loss diverged is no such run: that is its result.
+run whose loss diverged is not left out: that is its result.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ from hqsweep.sweep.store import MOVE
 
 GO_ON = "the sweep's `hqsweep run` command goes on with it"
 SHOWN = 5
-"""Runs that are named one by one in a text; --json has all."""
+"""The number of runs that a text names; --json has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """One of them; `run` is SWEEP/NAME, `file` a path."""
+    """A run that is left out; `run` is SWEEP/NAME, `file` a path."""
 
     run: str
     state: str
@@ -32,26 +32,27 @@ class LeftOut:
 
     @property
     def line(self) -> str:
-        """As in: ci/mxfp8-s0-1f2e3d4c5b is damaged: metrics.jsonl is gone; the sweep's command repeats the run."""
+        """A line such as: ci/mxfp8-s0-1f2e3d4c5b is damaged: metrics.jsonl is gone; the sweep's command repeats the
+        run."""
         name = Path(self.file).name
         what = self.fault if name in ("", Path(self.run).name) else f"{name} {self.fault}"
         return f"{self.run} is {self.state}: {what}; {self.remedy}"
 
 
 def damaged(run: RunDir, fault: Damaged) -> LeftOut:
-    """A run of which a file is not what it was."""
+    """The entry of a run with a damaged or missing file."""
     gone = isinstance(fault, Missing) or not run.config_path.is_file()
     state = "missing" if gone else "damaged"
     return LeftOut(run=_name(run), state=state, file=fault.file, fault=fault.fault, remedy=fault.remedy)
 
 
 def stranger(run: RunDir) -> LeftOut:
-    """A folder that is no run of the sweep that it lies in."""
+    """The entry of a folder that is no run of the sweep that it lies in."""
     return LeftOut(run=_name(run), state="foreign", file=str(run.path), fault="it is not in sweep.json", remedy=MOVE)
 
 
 def without_result(runs: pd.DataFrame) -> list[LeftOut]:
-    """Those of Frames.runs that have not finished, and have not diverged either."""
+    """The entries of the rows of Frames.runs that have not finished, and have not diverged either."""
     open_ends = runs[(runs["state"] != "finished") & ~runs["diverged"]]
     return [
         LeftOut(
@@ -63,23 +64,23 @@ def without_result(runs: pd.DataFrame) -> list[LeftOut]:
 
 
 def exit_code(left_out: Sequence[LeftOut], partial: bool) -> int:
-    """EXIT_FAILED where one of them was expected; with `partial` a damaged one alone counts."""
-    counted = [each for each in left_out if each.state == "damaged" or not partial]
+    """EXIT_FAILED where a run that was expected is left out, else 0; with `partial` only a damaged one counts."""
+    counted = [entry for entry in left_out if entry.state == "damaged" or not partial]
     return EXIT_FAILED if counted else 0
 
 
 def note(left_out: Sequence[LeftOut]) -> list[str]:
-    """A sentence for the report; none where nothing is left out."""
+    """The sentence of a report on runs that are left out; none without any."""
     if not left_out:
         return []
     more = f"; and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
     runs = f"{len(left_out)} run{'s' * (len(left_out) > 1)}"
-    return [f"Left out, {runs}: {'; '.join(each.line for each in left_out[:SHOWN])}{more}."]
+    return [f"Left out, {runs}: {'; '.join(entry.line for entry in left_out[:SHOWN])}{more}."]
 
 
 def rows(left_out: Iterable[LeftOut]) -> list[Mapping[str, Any]]:
-    """For --json."""
-    return [vars(each) for each in left_out]
+    """The entries for --json."""
+    return [vars(entry) for entry in left_out]
 
 
 def _progress(run: Any) -> str:

@@ -1,4 +1,4 @@
-"""`hqsweep ls`: what to print, and the same facts as plain dicts for --json."""
+"""`hqsweep ls`: the listing of sweeps to print, and the same content as plain dicts for --json."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,9 +18,9 @@ STATES = ("finished", "running", "pending", "interrupted", "failed", "damaged", 
 
 
 def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType, list[dict[str, Any]]]:
-    """(table, dicts): per sweep its conf, when it was made, arms, runs (of a fork study trunks, which are no arm, and
-    forks), how many of them are in each state, its notes, and the faults of what is damaged, missing or foreign; newest
-    last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
+    """(table, dicts): for each sweep its conf, when it was created, arms, runs (in a fork study trunks, which are no
+    arm, and forks), how many of them are in each state, its notes, and the faults of what is damaged, missing or
+    foreign; newest last. tag: only sweeps that have it, or runs that do. UserError where none has it."""
     sweeps = [_sweep(store, name) for name in store.sweeps()]
     if tag is not None:
         sweeps = _tagged(sweeps, tag)
@@ -47,8 +47,8 @@ def list_sweeps(store: RunStore, tag: str | None = None) -> tuple[RenderableType
 
 
 def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
-    """Those of which something has the tag."""
-    known = {each for sweep in sweeps for said in sweep["notes"].values() for each in said["tags"]}
+    """The sweeps that have the tag, or have a run with it."""
+    known = {word for sweep in sweeps for said in sweep["notes"].values() for word in said["tags"]}
     if tag not in known:
         there = f"there are {', '.join(sorted(known))}" if known else "`hqsweep tag SWEEP +NAME` adds one"
         raise UserError(f"--tag: nothing has the tag '{tag}'{nearest(tag, known)}; {there}")
@@ -56,17 +56,17 @@ def _tagged(sweeps: list[dict[str, Any]], tag: str) -> list[dict[str, Any]]:
 
 
 def _said(said: dict[str, dict[str, Any]], asked: str | None) -> tuple[str, str]:
-    """Tags and note of a sweep; runs that have the tag that was asked for stand under the note."""
+    """The tags and the note of a sweep; runs with the tag that was asked for stand under the note."""
     own = said.get("", {"tags": [], "note": ""})
-    on_runs = {run: each for run, each in said.items() if run and each["tags"]}
-    counts = Counter(tag for each in on_runs.values() for tag in each["tags"])
+    on_runs = {run: note for run, note in said.items() if run and note["tags"]}
+    counts = Counter(tag for note in on_runs.values() for tag in note["tags"])
     tags = [*own["tags"], *(f"{tag} (of {count} run{'s' * (count > 1)})" for tag, count in counts.items())]
-    runs = [f"{run}: {each['note']}".rstrip(": ") for run, each in on_runs.items() if asked in each["tags"]]
+    runs = [f"{run}: {note['note']}".rstrip(": ") for run, note in on_runs.items() if asked in note["tags"]]
     return ", ".join(tags), "\n".join(line for line in (own["note"], *runs) if line)
 
 
 def _counted(sweep: dict[str, Any]) -> str:
-    """The number of runs, of a fork study by what they are."""
+    """The number of runs; in a fork study the numbers of trunks and of forks."""
     parts = [(sweep["trunks"], "trunk"), (sweep["forks"], "fork")] if sweep["forks"] else []
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for count, kind in parts) or str(sweep["runs"])
 
@@ -81,7 +81,7 @@ def _sweep(store: RunStore, name: str) -> dict[str, Any]:
         }  # fmt: skip
     seen = [_seen(run) for run in runs]
     lost = [stranger(run) for run in foreign(store.root / name)]
-    states = Counter([*(status["state"] for status in seen), *(each.state for each in lost)])
+    states = Counter([*(status["state"] for status in seen), *(entry.state for entry in lost)])
     faults = [status["reason"] for status in seen if status["state"] in UNUSABLE]
     good = [run for run, status in zip(runs, seen, strict=True) if status["state"] not in UNUSABLE]
     sections = [run.fork() for run in good] if document["study"].get("fork") else []
@@ -98,12 +98,12 @@ def _sweep(store: RunStore, name: str) -> dict[str, Any]:
         "forks": len(sections) - trunks,
         "states": dict(states),
         "notes": _notes(store.root / name),
-        "faults": [*faults, *(each.line for each in lost)],
+        "faults": [*faults, *(entry.line for entry in lost)],
     }
 
 
 def _seen(run: RunDir) -> dict[str, Any]:
-    """RunDir.seen(), with a look at the config of a run that has not ended, which no seal covers."""
+    """RunDir.seen(), with a check of the config of a run that has not ended, which no seal covers."""
     status = run.seen()
     if status["state"] not in (*UNUSABLE, "finished"):
         try:
@@ -114,9 +114,9 @@ def _seen(run: RunDir) -> dict[str, Any]:
 
 
 def _notes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Name of a run ("" for the sweep) -> {"note", "tags"}; of a damaged file what is wrong with it, as the note."""
+    """Name of a run ("" for the sweep) -> {"note", "tags"}; for a damaged file its fault, as the note."""
     try:
         said = notes.read(folder)
     except Damaged as fault:
         said = {"": notes.Note(note=str(fault))}
-    return {name: {"note": each.note, "tags": list(each.tags)} for name, each in said.items() if each != notes.Note()}
+    return {name: {"note": own.note, "tags": list(own.tags)} for name, own in said.items() if own != notes.Note()}

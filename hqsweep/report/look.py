@@ -61,7 +61,7 @@ class Panel:
 
 
 def label(name: str) -> str:
-    """A name escaped, so that plotly shows it as it is."""
+    """The name, escaped, so that plotly shows it as it is."""
     return html.escape(name, quote=False)
 
 
@@ -87,8 +87,8 @@ def symbol(style: dict) -> str:
 def figure(
     y_title: str, x_title: str = "step", height: int = 340, x: dict | None = None, y: dict | None = None
 ) -> go.Figure:
-    """An empty figure in the report's look: white, one thin grid; `x` and `y` are more settings of the axes. The page
-    has one legend for all of them."""
+    """An empty figure in the report's look: white, one thin grid; `x` and `y` are further settings of the axes. The
+    page has one legend for all of them."""
     look = {"gridcolor": "#e6e6e6", "zeroline": False, "linecolor": "#888", "tickcolor": "#888", "ticks": "outside"}
     look |= {"automargin": True}
     return go.Figure(
@@ -142,7 +142,7 @@ def margin_band(fig: go.Figure, margin: float) -> None:
 
 
 def thin(rows: pd.DataFrame) -> pd.DataFrame:
-    """At most MAX_POINTS evenly spaced rows, the first and the last among them."""
+    """The rows, thinned to at most MAX_POINTS evenly spaced ones, the first and the last among them."""
     if len(rows) <= MAX_POINTS:
         return rows
     return rows.iloc[np.unique(np.linspace(0, len(rows) - 1, MAX_POINTS).round().astype(int))]
@@ -158,13 +158,13 @@ def padded(values: np.ndarray) -> list[float] | None:
 
 
 def faint(colour: str) -> str:
-    """A #rrggbb colour for bands."""
+    """A colour #rrggbb, faint, for bands."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.15)"
 
 
 def listed(says: Iterable[str]) -> str:
-    """At most MAX_SAID parts of a sentence, and how many more there are."""
+    """A text of at most MAX_SAID parts of a sentence, and the number of others."""
     parts: Sequence[str] = list(says)
     more = len(parts) - MAX_SAID
     return "; ".join([*parts[:MAX_SAID], *([f"and {more} more, in the CSV"] if more > 0 else [])])

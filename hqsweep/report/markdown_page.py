@@ -21,7 +21,7 @@ HEADINGS = {
     "balance": "Expert balance",
     "speed": "Throughput",
 }
-"""Of the pictures, by the name of their files."""
+"""The headings of the pictures, by the names of their files."""
 
 
 def report_markdown(comparison: Comparison, pictures: Container[str] = ()) -> str:

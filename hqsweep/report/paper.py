@@ -1,7 +1,7 @@
 """Figures and tables of a comparison one by one, as files for a paper: SVG or PNG, and LaTeX.
 
-A figure is the picture of the light page, with its heading and its own key. PNG is made of that SVG by resvg (the extra
-`figures`), which takes the machine's fonts.
+A figure is the picture of the light page, with its heading and its own key. resvg (the extra `figures`) makes a PNG
+from that SVG with the machine's fonts.
 """
 
 import re
@@ -26,11 +26,11 @@ SECTIONS = {
 """Section whose headings are names of arms -> what its figures show."""
 KINDS = ("svg", "png")
 ZOOM = 3
-"""Pixels of a PNG for one of the SVG: 300 dots an inch where a figure of two columns is 4 inches wide."""
+"""The pixels of a PNG for one of the SVG: 300 dots an inch where a figure of two columns is 4 inches wide."""
 FONTS = ("DejaVu Sans", "Liberation Sans", "Noto Sans", "Arial", "Helvetica", "Segoe UI", "Open Sans", "Roboto")
-"""Families that stand for sans-serif; the first that the machine has."""
+"""The font families that stand for sans-serif; the first one that the machine has is used."""
 LONG = 40
-"""Rows from which a table of LaTeX goes over pages."""
+"""The number of rows from which on a table of LaTeX may break over pages."""
 LETTER_SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">'
     '<text x="2" y="16" font-family="sans-serif">{}</text></svg>'
@@ -38,12 +38,12 @@ LETTER_SVG = (
 
 
 def named_panels(panels: Panels) -> dict[str, Panel]:
-    """Name -> figure that plotly draws, each with a heading that stands alone. The name is that of its rows; where
-    several have the same rows, that of the section and the heading."""
-    found = [(section, panel) for section, group in panels.groups().items() for panel in group]
-    often = Counter(panel.name for _, panel in found)
+    """Name -> figure of plotly, each with a heading that stands alone. The name is that of its rows; where several have
+    the same rows, it is made of the section and the heading."""
+    sectioned = [(section, panel) for section, group in panels.groups().items() for panel in group]
+    often = Counter(panel.name for _, panel in sectioned)
     named: dict[str, Panel] = {}
-    for section, panel in found:
+    for section, panel in sectioned:
         apart = f"{section}_{panel.heading}" if section in SECTIONS else panel.heading
         name = panel.name if often[panel.name] == 1 else file_name(apart)
         while name in named:
@@ -54,7 +54,7 @@ def named_panels(panels: Panels) -> dict[str, Panel]:
 
 
 def file_name(text: str) -> str:
-    """Letters (small), digits and . _ + - of a text, with _ for all else."""
+    """A file name from a text: its letters (small), digits and . _ + -, with _ for all others."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text).strip("_")[:80].lower()
 
 
@@ -67,7 +67,7 @@ def pictures(comparison: Comparison) -> dict[str, str]:
 
 
 def check_kind(kind: str) -> Callable[[str], bytes]:
-    """What makes a file of this kind out of SVG text.
+    """The function that makes a file of this kind from SVG text.
 
     Raises UserError for another kind, and for PNG without resvg_py or on a machine without fonts.
     """
@@ -88,7 +88,7 @@ def write_figures(comparison: Comparison, kind: str, folder: Path) -> list[Path]
 
 
 def _rasterizer() -> Callable[[str], bytes]:
-    """SVG text -> bytes of a PNG."""
+    """A function: SVG text -> the bytes of a PNG."""
     try:
         from resvg_py import svg_to_bytes
     except ImportError:
@@ -105,9 +105,9 @@ def _rasterizer() -> Callable[[str], bytes]:
 
 
 def paper_tables(comparison: Comparison) -> dict[str, TextTable]:
-    """Name -> table of the report, of those that have rows."""
+    """Name -> table of the report, for the tables that have rows."""
     frames = comparison.frames
-    made = {
+    tables_by_name = {
         "arms": tables.arms_table(comparison),
         "points": tables.points_table(comparison),
         "training": tables.training_table(comparison),
@@ -120,14 +120,14 @@ def paper_tables(comparison: Comparison) -> dict[str, TextTable]:
         "runs": tables.runs_table(comparison),
         "provenance": tables.provenance(frames.runs),
     }
-    return {name: table for name, table in made.items() if table and table.rows}
+    return {name: table for name, table in tables_by_name.items() if table and table.rows}
 
 
-def latex(made: Mapping[str, TextTable], name: str) -> str:
+def latex(named: Mapping[str, TextTable], name: str) -> str:
     """A table as LaTeX: a tabular with the rules of booktabs, or a longtable. Raises UserError for an unknown name."""
-    if name not in made:
-        raise UserError(f"table '{name}'{nearest(name, made)}; this comparison has {', '.join(made)}")
-    table = made[name]
+    if name not in named:
+        raise UserError(f"table '{name}'{nearest(name, named)}; this comparison has {', '.join(named)}")
+    table = named[name]
     cells = [[visible(" ".join(cell.split())) for cell in row] for row in table.rows]
     styled = pd.DataFrame(cells, columns=[_unique(table.header, place) for place in range(len(table.header))]).style
     styled = styled.hide(axis="index").format(escape="latex").format_index(escape="latex", axis="columns")
@@ -139,15 +139,15 @@ def latex(made: Mapping[str, TextTable], name: str) -> str:
 
 
 def _unique(header: tuple[str, ...], place: int) -> str:
-    """A heading; one that stands before too gets a space for each time, which LaTeX does not show."""
+    """A heading; one that occurs before, too, gets a space for each time, which LaTeX does not show."""
     return header[place] + " " * header[:place].count(header[place])
 
 
 def write_latex(comparison: Comparison, folder: Path) -> list[Path]:
     """Write every table into `folder` as NAME.tex; returns the files."""
-    made = paper_tables(comparison)
+    tables_by_name = paper_tables(comparison)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{name}.tex" for name in made]
+    written = [folder / f"{name}.tex" for name in tables_by_name]
     for path in written:
-        path.write_text(latex(made, path.stem), encoding="utf-8")
+        path.write_text(latex(tables_by_name, path.stem), encoding="utf-8")
     return written

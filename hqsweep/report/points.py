@@ -18,14 +18,14 @@ from hqsweep.report.look import (
 )
 
 SMALLEST = 1e-7
-"""1 - cosine below this, the rounding of a float32 product, is drawn here."""
+"""The value at which a smaller 1 - cosine is drawn: the rounding of a float32 product."""
 GRADIENTS = {"dgrad": "Gradient of the input (dgrad)", "wgrad": "Gradient of the weight (wgrad)"}
 
 
 def gradient_cosines(comparison: Comparison) -> list[Panel]:
-    """For dgrad and wgrad a line per layer: 1 - cosine between the GEMM's output and the product in FP32, the median
-    over sampled steps and seeds, and over the experts of a grouped linear, a marker for each arm, on a logarithmic
-    axis."""
+    """Figures for dgrad and wgrad with a line per layer: 1 - cosine between the GEMM's output and the product in FP32,
+    the median over sampled steps and seeds, and over the experts of a grouped linear, with a marker for each arm, on a
+    logarithmic axis."""
     stats, look = by_module(comparison.frames.stats), styles(comparison)
     stats["layer"] = stats["module"]
     outputs = stats[(stats["direction"] == "output") & stats["tensor"].isin(GRADIENTS)]

@@ -16,11 +16,12 @@ from hqsweep.report.text import TextTable, number
 
 Row = Mapping[str, Any]
 SHOWN = 60
-"""Tensors in the terminal: those with the lowest SQNR, when there are more."""
+"""The number of tensors in the terminal: those with the lowest SQNR, when there are more."""
 
 
 def probe_table(rows: Sequence[Row]) -> TextTable:
-    """SQNR in dB of both directions, and in brackets the lower 5th percentile of rows: "20.4 20.3 (18.9)"."""
+    """The table of SQNR in dB of both directions, and in brackets the lower 5th percentile of rows: "20.4 20.3
+    (18.9)"."""
     cells: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         cells.setdefault(row["tensor"], {}).setdefault(row["quantizer"], []).append(row)
@@ -55,30 +56,30 @@ def summary(suggestion: Suggestion, budget: float) -> str:
 
 
 def how_to_use(suggestion: Suggestion, file: Path | None) -> str:
-    """For which model the recipe is, and what to do with it."""
-    foreign, given = foreign_modules(suggestion), file or "RECIPE.yaml"
+    """A sentence on the models that the recipe fits, and how to use it."""
+    foreign, target = foreign_modules(suggestion), file or "RECIPE.yaml"
     if not foreign:
-        return f"for the GPT of hqsweep run: recipe={given}"
+        return f"for the GPT of hqsweep run: recipe={target}"
     return (
         f"for a model with modules named as in the file ({foreign[0]}): hqsweep run ... model=hf model.path=FOLDER"
-        f" recipe={given}, or hqsweep.convert(model, yaml.safe_load(open({str(given)!r}))); hqsweep's own GPT has other"
-        " names and refuses it"
+        f" recipe={target}, or hqsweep.convert(model, yaml.safe_load(open({str(target)!r}))); hqsweep's own GPT has"
+        " other names and refuses it"
     )
 
 
 def recipe_text(recipe: Mapping[str, Any], *comments: str) -> str:
-    """YAML that recipe=PATH takes."""
+    """The recipe as YAML that recipe=PATH takes."""
     lines = "".join(f"# {visible(' '.join(comment.split()))}\n" for comment in comments)
     return f"{lines}{yaml.safe_dump(dict(recipe), sort_keys=False, width=120)}"
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """All rows, one line each."""
+    """Write all rows, one line each."""
     pd.DataFrame(rows).assign(shape=["x".join(map(str, row["shape"])) for row in rows]).to_csv(path, index=False)
 
 
 def write_html(rows: Sequence[Row], path: Path, title: str, recipe: str | None, promise: str | None) -> None:
-    """One page that needs no network."""
+    """Write one page that needs no network."""
     frame = pd.DataFrame(rows)
     columns = pd.MultiIndex.from_frame(frame[["quantizer", "direction"]].drop_duplicates())
     grids = (

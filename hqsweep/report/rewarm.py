@@ -1,10 +1,11 @@
-"""What became of a checkpoint without an optimizer's state while its trunks rose to their rate: the loss that it came
+"""What happened to a checkpoint without an optimizer's state while its trunks rose to their rate: the loss that it came
 with, the highest after it, and whether the trunks were back before their first fork.
 
-Back is a mean loss of the trunks that is not above the checkpoint's by more than the noise of this study: the upper end
+The trunks are back if their mean loss is not above the checkpoint's by more than the noise of this study: the upper end
 t(0.95, df) * se of what chance alone does, one-sided. With several trunks se is sd / sqrt(T), sd pooled over the fork
 points, df = (T - 1) * points. One trunk has no such spread; se is then the root mean square of the null arm's gaps from
-the baseline, whose weights alone differ, and by noise, df their number. Without either nothing above it is back.
+the baseline, whose weights alone differ, and by noise, and df is their number. Without either, no mean loss above the
+checkpoint's is back.
 """
 
 from collections.abc import Sequence
@@ -18,20 +19,20 @@ from scipy.stats import t
 from hqsweep.report.frames import Frames
 
 SOURCE, LOSS = "config.fork.source_hash", "manifest.source_val_loss"
-"""Columns of a trunk that begins from a foreign checkpoint: its hash, and its loss before the first step."""
+"""The columns of a trunk that begins from a foreign checkpoint: its hash, and its loss before the first step."""
 LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How far chance lifts the mean loss of the trunks, in nats, and what says so."""
+    """How far chance lifts the mean loss of the trunks, in nats, and the source of that number."""
 
     most: float
     of: str
 
 
 def rewarm_notes(trunks: Frames, points: list[int], null_gaps: Sequence[float] = ()) -> tuple[str, ...]:
-    """For each checkpoint that trunks begin from a sentence with losses in nats, and one more where they are not back
+    """A sentence, for each checkpoint that trunks begin from, with losses in nats, and one more where they are not back
     at one of the `points` from which arms fork. null_gaps: final val_loss of the null arm's forks minus the baseline's,
     in nats."""
     if LOSS not in trunks.runs:
@@ -67,7 +68,7 @@ def rewarm_notes(trunks: Frames, points: list[int], null_gaps: Sequence[float] =
 
 
 def _curves(trunks: Frames, runs: pd.DataFrame) -> pd.DataFrame:
-    """Validation losses, a column for each trunk, at the steps at which every trunk has one."""
+    """The validation losses, a column for each trunk, at the steps at which every trunk has one."""
     metrics = trunks.metrics
     rows = metrics[metrics["run"].isin(runs["run"]) & metrics["metric"].eq("val_loss")]
     return rows.pivot_table(index="step", columns="run", values="value", aggfunc="last").dropna()

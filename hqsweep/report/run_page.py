@@ -1,4 +1,4 @@
-"""`hqsweep show RUN`: a screen on one run, or all of it, and the same facts as a plain dict for --json."""
+"""`hqsweep show RUN`: a screen on one run, or all of it, and the same content as a plain dict for --json."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from hqsweep.sweep.run_dir import RunDir
 
 WORST = 5
 HIGH_PRECISION = "bf16"
-"""What attention and the head have where a recipe says nothing of them."""
+"""The quantizer of attention and the head where a recipe does not mention them."""
 
 
 def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[str, Any]]:
     """(page, dict): state, recipe, the loss curve as a sparkline, the lowest SQNRs of the last sampled step, what was
-    checked, and where the files are. every: also the tables of what was checked, manifest and config."""
+    checked, and the paths of the files. every: also the tables of what was checked, manifest and config."""
     config, manifest, status = run.config(), run.manifest(), run.status()
     curve, worst = _loss_curve(run), _worst(run)
     checked = {table: rows for table in CHECKED_TABLES if (rows := run.rows(table))}
@@ -55,7 +55,7 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
         return Group(*parts), page
     parts += job_tables(checked)
     parts += [
-        _facts_table(manifest),
+        _manifest_table(manifest),
         Text("config", style="bold"),
         Syntax(yaml.safe_dump(config, sort_keys=False), "yaml", background_color="default"),
     ]
@@ -63,8 +63,8 @@ def show_run(run: RunDir, *, every: bool = False) -> tuple[RenderableType, dict[
 
 
 def recipe_lines(recipe: Mapping[str, Any] | None) -> list[str]:
-    """The recipe of a config in one line to three: its quantizers where they are not high precision, then GEMM mode,
-    overrides and changes; of a Python factory its name. Nothing for a job without one."""
+    """The recipe of a config in one to three lines: its quantizers where they are not high precision, then GEMM mode,
+    overrides and changes; for a Python factory its name. [] for a job without one."""
     if recipe is None:
         return []
     if recipe.get("qfactory"):
@@ -84,7 +84,7 @@ def recipe_lines(recipe: Mapping[str, Any] | None) -> list[str]:
 
 
 def _section_text(section: Mapping[str, str]) -> str:
-    """As in "mxfp8", or "input nvfp4|mxfp8, weight mxfp8" where tensors differ."""
+    """A text such as "mxfp8", or "input nvfp4|mxfp8, weight mxfp8" where tensors differ."""
     tensors: dict[str, list[str]] = {}
     for tensor, quantizer in section.items():
         tensors.setdefault(quantizer, []).append(tensor)
@@ -94,14 +94,14 @@ def _section_text(section: Mapping[str, str]) -> str:
 
 
 def counted(table: str, rows: list[dict[str, Any]]) -> str:
-    """As in "parity: 920 PASS, 2 SKIP"."""
+    """A text such as "parity: 920 PASS, 2 SKIP"."""
     return f"{table}: " + ", ".join(
         f"{count} {status}" for status, count in Counter(row["status"] for row in rows).items()
     )
 
 
 def _machine_line(manifest: Mapping[str, Any]) -> str:
-    """Where it ran, and how large it is."""
+    """A line on the machine that it ran on, and its size."""
     versions, commit = manifest.get("versions") or {}, manifest.get("commit")
     parts = [manifest.get("device"), f"torch {versions['torch']}" if versions.get("torch") else None]
     parts += [f"commit {commit[:10]}{' (changed)' if manifest.get('dirty') else ''}" if commit else None]
@@ -119,7 +119,7 @@ def _status_line(status: dict[str, Any]) -> str:
 
 
 def _place_lines(fork: ForkConfig | None) -> list[str]:
-    """Where a run stands in a fork study; nothing of a run from scratch."""
+    """The place of a run in a fork study, as lines; [] for a run from scratch."""
     if fork is None:
         return []
     if fork.is_trunk:
@@ -133,7 +133,7 @@ def _place_lines(fork: ForkConfig | None) -> list[str]:
 
 
 def _loss_curve(run: RunDir) -> dict[str, Any]:
-    """The val_loss rows, or train_loss where there are fewer than three of them."""
+    """The val_loss rows, or the train_loss rows where there are fewer than three of them."""
     rows = run.rows("metrics")
     held_out = [row for row in rows if row["metric"] == "val_loss"]
     chosen = held_out if len(held_out) >= 3 else [row for row in rows if row["metric"] == "train_loss"]
@@ -145,8 +145,8 @@ def _loss_curve(run: RunDir) -> dict[str, Any]:
 
 
 def _worst(run: RunDir) -> list[dict[str, Any]]:
-    """The quantized tensors of the last sampled step with the lowest SQNR. (GEMM outputs carry the errors of two
-    tensors, so that they would always come first.)"""
+    """The quantized tensors of the last sampled step with the lowest SQNR. (GEMM outputs, which carry the errors of two
+    tensors, would always come first.)"""
     rows = [row for row in run.rows("stats") if row["direction"] != "output" and row["sqnr_db"] is not None]
     last = max((row["step"] for row in rows), default=None)
     return sorted((row for row in rows if row["step"] == last), key=lambda row: row["sqnr_db"])[:WORST]
@@ -170,7 +170,7 @@ def _worst_table(worst: list[dict[str, Any]]) -> Table:
     )
 
 
-def _facts_table(manifest: dict[str, Any]) -> Table:
+def _manifest_table(manifest: dict[str, Any]) -> Table:
     if "gemm_plan" in manifest:
         schedule = manifest.get("recipe_schedule", [])
         manifest = manifest | {"gemm_plan": plan_lines(manifest["gemm_plan"], schedule)}

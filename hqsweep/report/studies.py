@@ -1,4 +1,5 @@
-"""What sweeps state about the comparison of their arms: the baseline, the margin, and whether it grew until decided."""
+"""The statements of sweeps about the comparison of their arms: the baseline, the margin, and whether it grew until
+decided."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from hqsweep.sweep.store import RunStore
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """baseline: None where nothing states one. margin: in % of the baseline's loss. maximum: replicates at most of a
-    study that is looked at after each, None for one of a fixed size."""
+    """The statements of a study. baseline: None where nothing states one. margin: in % of the baseline's loss. maximum:
+    the most replicates of a study that is looked at after each, None for one of a fixed size."""
 
     baseline: str | None
     margin: float
@@ -21,8 +22,8 @@ class Study:
 
 
 def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float | None = None) -> Study:
-    """The study of these runs; a baseline and a margin that are given count. Raises UserError where the sweeps state
-    different ones."""
+    """The study of these runs; a baseline and a margin that are given have precedence. Raises UserError where the
+    sweeps state different ones."""
     paths = dict.fromkeys(run.sweep_path for run in runs)
     stated = {path.name: _stated(path) for path in paths}
     chosen = baseline if baseline is not None else _agreed(stated, "baseline")
@@ -35,7 +36,7 @@ def study_of(runs: Iterable[RunDir], baseline: str | None = None, margin: float 
 
 
 def _stated(sweep_path) -> dict[str, Any]:
-    """The keys of StudyConfig, the defaults where a sweep says nothing."""
+    """The keys of StudyConfig, with defaults for those that a sweep does not state."""
     defaults = StudyConfig().model_dump(mode="json")
     if not (sweep_path / "sweep.json").is_file():
         return defaults

@@ -1,9 +1,9 @@
 """The figures of a report as SVG without scripts, for the light page, Markdown and paper.
 
-A picture is made from the very figure that plotly draws on the interactive page, so that both show the same rows. Of
-plotly's language it speaks what a report's figures use: scatter (lines, bands, markers), heatmaps, lines and rectangles
-across the axes, and annotations; anything else raises ValueError. Lengths are in pixels of a picture WIDTH wide, and
-every text is escaped.
+A picture is made from the same figure that plotly draws on the interactive page, so that both show the same rows. It
+supports the part of plotly's language that a report's figures use: scatter (lines, bands, markers), heatmaps, lines and
+rectangles across the axes, and annotations; anything else raises ValueError. Lengths are in pixels of a picture WIDTH
+wide, and every text is escaped.
 """
 
 import math
@@ -19,13 +19,14 @@ from hqsweep.report.axis import Axis, axis_of
 from hqsweep.report.look import DASH_ARRAYS, MARKERS, Panel
 
 WIDTH, SHRINK, COLUMNS = 410, 0.78, 2
-"""Of a picture; its height beside that of plotly's figure; pictures side by side on a sheet."""
+"""The width of a picture; its height relative to that of plotly's figure; the number of pictures side by side on a
+sheet."""
 LETTER, HEADING = 6.0, 7.4
-"""Widths of letters, of ticks and of headings."""
+"""The widths of letters: those of ticks and of headings."""
 MOST_POINTS = 150
-"""Of a line: more cannot be seen at this width."""
+"""The most points of a line: more cannot be seen at this width."""
 SHADES = 64
-"""Colours of a heatmap; cells of one colour are one path."""
+"""The number of colours of a heatmap; cells of one colour are one path."""
 
 PLACED = '<svg x="{}" y="{}" width="{}" height="{}">{}</svg>\n'
 SHEET = (
@@ -37,7 +38,7 @@ SHEET = (
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A figure as SVG: what stands in its frame, WIDTH by `height` pixels."""
+    """A figure as SVG: the content of its frame, WIDTH by `height` pixels."""
 
     panel: Panel
     inner: Markup
@@ -45,13 +46,13 @@ class Drawing:
 
 
 def picture(drawing: Drawing) -> Markup:
-    """One figure, as wide as its place on a page, with its words for who cannot see it."""
+    """One figure, as wide as its place on a page, with its words for readers who cannot see it."""
     frame = '<svg class="picture" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
     return Markup(frame).format(WIDTH, drawing.height, drawing.panel.says, drawing.inner)
 
 
 def sheet(drawings: Sequence[Drawing]) -> str:
-    """A file with all of them under their headings, two in a row, and below them which line is which arm."""
+    """A file with all drawings under their headings, two in a row, and below them the key of lines and arms."""
     columns = min(COLUMNS, len(drawings))
     width, top, parts = columns * WIDTH, 0, []
     for first in range(0, len(drawings), columns):
@@ -106,12 +107,12 @@ def _is_double(x: Any) -> bool:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Names are told apart by their ends, so these stay."""
+    """The text, shortened at its beginning: names are distinct by their ends."""
     return text if len(text) <= most else "…" + text[len(text) - most + 1 :]
 
 
 def _axes(x: Axis, y: Axis, layout: dict[str, Any], traces: list[dict[str, Any]]) -> Iterable[Markup]:
-    """Grid, ticks, names and titles."""
+    """The grid, ticks, names and titles of both axes."""
     grid = any(trace["type"] == "scatter" for trace in traces)
     text = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     line = Markup('<path d="M{:.1f} {:.1f}{}{:.1f}" stroke="{}"/>')
@@ -161,7 +162,7 @@ def _shapes(layout: dict[str, Any], x: Axis, y: Axis) -> Iterable[Markup]:
 
 
 def _ends(shape: dict[str, Any], name: str, axis: Axis) -> Sequence[float]:
-    """Where a shape begins and ends along an axis; one that is said to span it does."""
+    """The two ends of a shape along an axis; those of the axis for a shape that spans it."""
     spans = str(shape.get(f"{name}ref", "")).endswith("domain")
     return (axis.start, axis.end) if spans else axis.at([shape[f"{name}0"], shape[f"{name}1"]])
 
@@ -213,7 +214,7 @@ def _path(xs: np.ndarray, ys: np.ndarray) -> str:
 
 
 def _few(places: np.ndarray, most: int) -> np.ndarray:
-    """At most so many, evenly spaced, both ends among them."""
+    """The places, thinned to `most` evenly spaced ones, both ends among them."""
     return places if len(places) <= most else places[np.linspace(0, len(places) - 1, most).round().astype(int)]
 
 
@@ -224,7 +225,7 @@ def _stroke(line: dict[str, Any]) -> Markup:
 
 
 def _cells(trace: dict[str, Any], x: Axis, y: Axis) -> Iterable[Markup]:
-    """Cells of one shade as one path, and the texts over them."""
+    """The cells of each shade as one path, and the texts over them."""
     z, low, high = np.asarray(trace["z"], dtype=float), trace["zmin"], trace["zmax"]
     width, tall = abs(x.end - x.start) / z.shape[1], abs(y.end - y.start) / z.shape[0]
     share = np.clip((z - low) / ((high - low) or 1), 0, 1)
@@ -253,14 +254,14 @@ def _cells(trace: dict[str, Any], x: Axis, y: Axis) -> Iterable[Markup]:
 
 
 def _shade(scale: Sequence[tuple[float, str]], share: float) -> tuple[int, int, int]:
-    """Red, green and blue of a place between 0 and 1 on a scale of #rrggbb colours."""
+    """The red, green and blue of a place between 0 and 1 on a scale of #rrggbb colours."""
     places = [float(place) for place, _ in scale]
     parts = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for _, colour in scale])
     return tuple(round(float(np.interp(share, places, parts[:, part]))) for part in range(3))
 
 
 def _key(panels: Sequence[Panel], width: int) -> tuple[Markup, int]:
-    """Line and name of every arm that is drawn, and the number of rows that they take."""
+    """The line and the name of every arm that is drawn, and the number of rows that they take."""
     looks = {
         trace.legendgroup: (trace.line.to_plotly_json(), trace.marker.to_plotly_json())
         for panel in panels

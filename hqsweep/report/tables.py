@@ -25,13 +25,13 @@ COLOUR = {
     "unpaired": "yellow",
 }
 SHOWN_ELSEWHERE = {"run_id", "sweep", "arm", "seed", "job", "overrides", "started", "gemm_plan", "recipe_schedule"}
-"""Facts of the manifest that have their own place in a report."""
+"""The entries of the manifest that have their own place in a report."""
 FIRST = ("device", "commit", "dirty", "data_hash", "versions")
-"""Facts that come before the others."""
+"""The entries that come before the others."""
 
 
 def by_gap(comparison: Comparison) -> pd.DataFrame:
-    """The arms, the baseline first, then by gap, those without one last."""
+    """The arms, the baseline first, then by gap, arms without a gap last."""
     arms = comparison.arms.assign(others=comparison.arms["arm"] != comparison.arms["baseline"])
     return arms.sort_values(["others", "gap_pct"], kind="stable", ignore_index=True).drop(columns="others")
 
@@ -158,14 +158,15 @@ def _percent_cells(row: Any, loss: str) -> tuple[str, str]:
 
 
 def left_out_table(comparison: Comparison) -> TextTable:
-    """Runs that cannot be believed (damaged, missing, or none of their sweep's), with the file and what to do."""
-    untold = [each for each in comparison.left_out if each.state in ("damaged", "missing", "foreign")]
-    rows = tuple((each.run, each.state, Path(each.file).name, each.fault, each.remedy) for each in untold)
+    """The runs that cannot be trusted (damaged, missing, or none of their sweep's), with the file and the remedy."""
+    untold = [entry for entry in comparison.left_out if entry.state in ("damaged", "missing", "foreign")]
+    rows = tuple((entry.run, entry.state, Path(entry.file).name, entry.fault, entry.remedy) for entry in untold)
     return TextTable(header=("run", "state", "file", "what is wrong", "what to do"), rows=rows)
 
 
 def unfinished_table(comparison: Comparison) -> TextTable:
-    """Runs without a final loss (failed, interrupted, still running, or finished with NaN), each with its reason."""
+    """The runs without a final loss (failed, interrupted, still running, or finished with NaN), each with its
+    reason."""
     without = comparison.finals["run"][comparison.finals["final_loss"].isna()]
     runs = comparison.frames.runs
     rows = tuple(
@@ -181,7 +182,7 @@ def _progress(run: Any) -> str:
 
 
 def config_diff(runs: pd.DataFrame) -> TextTable:
-    """Config leaves that are not the same in all arms (seed aside): one row per leaf, one column per arm."""
+    """The config leaves that are not the same in all arms (without the seed): one row per leaf, one column per arm."""
     arms = {arm: rows for arm, rows in runs.groupby("arm", sort=False)}
     differing = [name for name in config_leaves(runs) if runs[name].map(text).nunique() > 1]
     rows = [(name.removeprefix("config."), *(distinct(part[name]) for part in arms.values())) for name in differing]
@@ -202,7 +203,7 @@ def arm_by_key(comparison: Comparison) -> TextTable:
 
 
 def provenance(runs: pd.DataFrame) -> TextTable:
-    """Every fact of the manifests: one value when all runs agree, else each value with the number of runs that have
+    """Every entry of the manifests: one value when all runs agree, else each value with the number of runs that have
     it."""
     names = [name for name in runs.columns if name.startswith("manifest.")]
     names = [name for name in names if name.split(".")[1] not in SHOWN_ELSEWHERE]
@@ -220,7 +221,7 @@ def gemm_plans(runs: pd.DataFrame) -> TextTable:
 
 
 def gemm_errors(stats: pd.DataFrame) -> TextTable:
-    """Output error of each GEMM against FP32, per arm: medians over layers, steps and seeds, and the layer with the
+    """The output error of each GEMM against FP32, per arm: medians over layers, steps and seeds, and the layer with the
     lowest SQNR."""
     rows = []
     outputs = stats[stats["direction"].eq("output") & stats["tensor"].ne("routed")]  # those are tokens
@@ -257,7 +258,7 @@ def runs_table(comparison: Comparison) -> TextTable:
 
 
 def distinct(values: pd.Series, count: bool = False) -> str:
-    """The one value of a column, or all its values separated by "; ", with their counts when asked."""
+    """The one value of a column, or all its values separated by "; ", with their counts if `count`."""
     counts = values.map(text).value_counts(sort=False)
     if len(counts) == 1:
         return counts.index[0]
@@ -272,8 +273,8 @@ def title(comparison: Comparison) -> str:
 
 
 def rich_table(comparison: Comparison) -> Table:
-    """The arms for a terminal of 80 columns, coloured by verdict; the caption below has the sentences, what is to be
-    said of all, and the plans that computed the GEMMs.
+    """The arms for a terminal of 80 columns, coloured by verdict; the caption below has the sentences, the notes on
+    all, and the plans that computed the GEMMs.
 
     The interval is left out when no arm has one, and the state when every run finished. Pages show all columns.
     """
@@ -292,6 +293,6 @@ def rich_table(comparison: Comparison) -> Table:
 
 
 def _computed_by(arms: pd.DataFrame) -> list[str]:
-    """One line for each set of plans, with the arms that have it where they are not all."""
+    """One line for each set of plans, with the arms that have it, if these are not all."""
     groups = arms.groupby("gemm", sort=False)["arm"].agg(", ".join)
     return [f"gemm: {how}" + (f" ({names})" if len(groups) > 1 else "") for how, names in groups.items()]

@@ -267,7 +267,7 @@ def _record(job: _Job, number: int) -> dict[str, Any] | None:
 def _manifest(job: _Job, records: list[dict[str, Any]]) -> Manifest:
     plan = dict(job.facts)
     shards = {split: [Shard(**record[split]) for record in records if record[split]] for split in SPLITS}
-    documents = {split: sum(shard.documents for shard in each) for split, each in shards.items()}
+    documents = {split: sum(shard.documents for shard in of_split) for split, of_split in shards.items()}
     for split in (split for split in SPLITS if not documents[split]):
         raise UserError(
             f"of {sum(documents.values())} documents none was drawn for {split} with --val-fraction"

@@ -53,19 +53,18 @@ class Label:
 def labels(differences: Iterable[Difference]) -> dict[Difference, Label]:
     """Difference -> a label of its own, of LONGEST characters at most, except for recipes of long names."""
     asked = list(dict.fromkeys(differences))
-    last = Counter(_last(key) for key in {key for each in asked for key, _ in each.settings})
+    last = Counter(_last(key) for key in {key for own in asked for key, _ in own.settings})
     bodies, ends = {}, {}
     for form in (_whole, _abbreviated, _lettered):
-        bodies = {(each.name, each.fields): each.name + _text(each.fields, form, last) for each in asked}
-        ends = {each.settings: _text(each.settings, form, last) for each in asked}
-        if all(len(bodies[each.name, each.fields] + ends[each.settings]) <= LONGEST for each in asked):
+        bodies = {(own.name, own.fields): own.name + _text(own.fields, form, last) for own in asked}
+        ends = {own.settings: _text(own.settings, form, last) for own in asked}
+        if all(len(bodies[own.name, own.fields] + ends[own.settings]) <= LONGEST for own in asked):
             break
     ends = _told_apart(ends, dict.fromkeys(ends, max(LONGEST // 2, LONGEST - _longest(bodies))))
     room = LONGEST - _longest(ends)
     bodies = _told_apart(bodies, {key: max(room, len(key[0]) + LEAST) for key in bodies})
     return {
-        each: Label(arm=bodies[each.name, each.fields] + ends[each.settings], settings=ends[each.settings])
-        for each in asked
+        own: Label(arm=bodies[own.name, own.fields] + ends[own.settings], settings=ends[own.settings]) for own in asked
     }
 
 

@@ -18,9 +18,9 @@ class RankFailed(Exception):
 ON_GPU = re.compile(
     r"Tried to allocate ([\d.]+ \w+)\. (GPU \d+) has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free"
 )
-"""torch's CUDA allocator, since 2.2."""
+"""The messages of torch's CUDA allocator, since 2.2."""
 ON_CPU = re.compile(r"you tried to allocate (\d+) bytes|Unable to allocate ([\d.]+ \w+)")
-"""torch's CPU allocator, and numpy."""
+"""The messages of torch's CPU allocator, and of numpy."""
 
 
 def reason_of(error: Exception) -> str:

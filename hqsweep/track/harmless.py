@@ -9,7 +9,7 @@ class HarmlessTracker:
     """Base of trackers whose methods are `harmless`."""
 
     who: ClassVar[str]
-    """Begins its lines in the log."""
+    """The beginning of its lines in the log."""
 
     def __init__(self) -> None:
         self._complaints: set[str] = set()

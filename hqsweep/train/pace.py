@@ -22,7 +22,7 @@ class Throughput:
         self.start: tuple[int, float] | None = None
 
     def at(self, step: int) -> float | None:
-        """None until a step has passed since the first call."""
+        """The speed at a step; None until a step has passed since the first call."""
         if self.start is None:
             self.start = (step, self.clock())
             return None

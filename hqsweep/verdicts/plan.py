@@ -17,7 +17,7 @@ from hqsweep.verdicts.estimate import POWER
 
 DESIGNS = ("whole runs", "forks")
 MOST = 1000
-"""Replicates beyond which a verdict is out of reach."""
+"""The number of replicates beyond which a verdict is out of reach."""
 
 
 def power_of_claim(design: Design, n: int, effect: float) -> float:

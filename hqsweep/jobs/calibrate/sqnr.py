@@ -22,11 +22,13 @@ from hqsweep.ops.quantize import quantize
 from hqsweep.ops.request import Target
 
 ROUNDED_DB = 0.1
-"""Room for the rounding of published numbers, and for one draw."""
+"""The tolerance, in dB, for the rounding of published numbers, and for one draw."""
 CHOICE_DB = {"outlier_channels": 0.2, "token_scale_2": 0.2}
-"""Room of the emulation for which few channels or rows are the large ones, and where their scales fall."""
+"""The tolerance of the emulation, in dB, for which few channels or rows are the large ones, and where their scales
+fall."""
 DRAW_DB = {"normal": 0.05, "laplace": 0.05, "t5": 0.06, "t3": 0.4}
-"""Room of theory for one draw of 2 million: t3 has no fourth moment, so that its own power is uncertain."""
+"""The tolerance of theory, in dB, for one draw of 2 million: t3 has no fourth moment, so that its own power is
+uncertain."""
 
 
 def _outlier_channels(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:

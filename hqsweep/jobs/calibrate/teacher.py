@@ -29,11 +29,12 @@ DIM, OUTPUTS, BATCH, LR = 128, 64, 512, 3e-3
 GEMM_DIM = 1024
 PARKING_DB = (0.8, 1.35)
 SPREAD_DB = 0.3
-"""The spread of floors between seeds."""
+"""The spread of floors between seeds, in dB."""
 GEMM_DB = 0.15
-"""Products of errors, and correlation of rounding errors with the values, are not in the sum."""
+"""The tolerance, in dB, for what the sum leaves out: products of errors, and the correlation of rounding errors with
+the values."""
 EXACT_DB = 100.0
-"""What FP32 must reach, whose prediction is infinite."""
+"""The SQNR that FP32, whose prediction is infinite, must reach."""
 
 
 def teacher_row(name: str, section: dict[str, str], steps: int, seed: int, device: torch.device) -> dict[str, object]:

@@ -19,7 +19,8 @@ from hqsweep.quant.hybrid import HybridQuantizer
 
 TOKENS, WIDTH, OUTPUTS = 64, 128, 96
 GROWTH = 3.0
-"""Largest magnitude of the last token over that of the whole: a power of two would shift scales and hide the leak."""
+"""The largest magnitude of the new last token over that of all tokens before: a power of two would shift scales and
+hide the leak."""
 KEY = RngKey(seed=1, slot="causality", step=3)
 
 
