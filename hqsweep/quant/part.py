@@ -5,6 +5,7 @@ block crosses; amaxes of whole tensors, and of whole rows, are the largest over 
 element's place in the whole.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,7 +58,10 @@ def quantize_part(
     pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
     amaxes = _agreed(quantizer, pieces, part, row, column, key, states)
     outputs = {"rowwise": rowwise, "columnwise": columnwise, "key": key, "states": states}
-    operands = [quantizer.quantize_under(piece, amaxes, place=place, **outputs) for piece, place in pieces]
+    operands = [
+        quantizer.quantize_under(piece, own, place=place, **outputs)
+        for (piece, place), own in zip(pieces, amaxes, strict=True)
+    ]
     if len(operands) == 1:
         return operands[0]
     rows = None if rowwise is None else _joined([piece.rowwise for piece in operands], part.axis)
@@ -75,8 +79,8 @@ def part_sums(
     pieces = _placed(x, part) if quantizer.stochastic else [(x, None)]
     amaxes = _agreed(quantizer, pieces, part, quantizer.rowwise, quantizer.columnwise, key, states)
     totals: dict[Direction, Sums] = {}
-    for piece, place in pieces:
-        for direction, sums in quantizer.sums(piece, key, states, amaxes=amaxes, place=place).items():
+    for (piece, place), own in zip(pieces, amaxes, strict=True):
+        for direction, sums in quantizer.sums(piece, key, states, amaxes=own, place=place).items():
             below, before = is_below(part.axis, direction), totals.get(direction)
             totals[direction] = sums if before is None else before.joined(sums, below=below)
     return totals
@@ -165,29 +169,33 @@ def _agreed(
     column: Format | None,
     key: RngKey | None,
     states: SlotStates | None,
-) -> dict[str, Tensor | None]:
-    """Direction -> the amax of the whole, where its format has one."""
-    amaxes: dict[str, Tensor | None] = {"rowwise": None, "columnwise": None}
-    for direction, format in (("rowwise", row), ("columnwise", column)):
-        if _has_amax(format):
-            rows = pieces[0][0].shape[0] if format.row_scaled else 1
-            amaxes[direction] = pieces[0][0].new_zeros((rows, 1), dtype=torch.float32)
-    row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
-    of_row = [] if row_amax is None or (row.row_scaled and part.axis == 0) else [row_amax]  # a row may be on one rank
+) -> list[dict[str, Tensor | None]]:
+    """Direction -> the amax of the whole, where its format has one, as each piece takes it: all pieces have one amax,
+    but for +row_scaled each has those of its own rows where rows are cut."""
+    first, count = pieces[0][0], len(pieces)
+    has_own = row is not None and row.row_scaled and part.axis == 0  # a row is on one rank, and in one piece
+    row_amaxes: Sequence[Tensor | None] = [None] * count
+    if _has_amax(row):
+        rows = (count if has_own else 1) * (len(first) if row.row_scaled else 1)
+        row_amax = first.new_zeros((rows, 1), dtype=torch.float32)
+        row_amaxes = row_amax.chunk(count) if has_own else [row_amax] * count
+    column_amax = first.new_zeros((1, 1), dtype=torch.float32) if _has_amax(column) else None
+    of_row = [] if row_amaxes[0] is None or has_own else [row_amaxes[0]]
     of_column = [] if column_amax is None else [column_amax]
-    rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
     columnwise = NO_SEARCH if column_amax is None else Search(column, column_amax)
     decodes = column_amax is not None and quantizer.columnwise_source == "rowwise_dequantized"
-    for x, _ in pieces:
+    for (x, _), row_amax in zip(pieces, row_amaxes, strict=True):
+        rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
         find_amax(x, rowwise, NO_SEARCH if decodes else columnwise)
     _largest(of_row if decodes else of_row + of_column, part.group)
     if decodes:
-        known = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else row_amax
-        for x, place in pieces:
+        delayed = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else None
+        for (x, place), row_amax in zip(pieces, row_amaxes, strict=True):
+            known = delayed if row.delayed else row_amax
             by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
             find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
         _largest(of_column, part.group)
-    return amaxes
+    return [{"rowwise": row_amax, "columnwise": column_amax} for row_amax in row_amaxes]
 
 
 def _largest(amaxes: list[Tensor], group: ProcessGroup) -> None:
