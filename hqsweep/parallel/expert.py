@@ -4,10 +4,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from hqsweep.dist.local import local
 from hqsweep.errors import UserError
 from hqsweep.nn.dispatch import Dispatcher
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.moe import LayerNormMoE
+from hqsweep.nn.parameter import link_states
 from hqsweep.parallel.peers import axis_of, peers
 
 AXIS = "ep"
@@ -59,3 +61,4 @@ def _hold_own(grouped: GroupedLinear, along: DeviceMesh, mean_over: int) -> None
     for name, parameter in list(grouped.named_parameters(recurse=False)):
         whole = DTensor.from_local(parameter.detach(), along, [Shard(0)], run_check=False)
         grouped.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+    link_states([local(weight) for weight in grouped.weights], grouped.states)  # which copies do not have

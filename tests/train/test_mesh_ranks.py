@@ -24,6 +24,7 @@ OF_TWO.append((OF_TWO[0][0], OF_TWO[0][1] | {"offload": True}))
 CLOSE = [
     (DELAYED, {"model": EXPERTS, "parallel": TWO, "microbatches": 2}),
     ("mxfp8", {"model": HELD, "parallel": TWO, "recompute": "layer", "clip": 0.1}),
+    (DELAYED, {"model": HELD, "parallel": TWO}),
 ]
 MESHES = ({"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 4})
 OF_FOUR = [
