@@ -23,7 +23,6 @@ class Checkpoint:
     torch.distributed.checkpoint, such as torchtitan's), "hqsweep" (step_N.pt of a run). tensors: those of the model, by
     their names without what wrappers added. optimizer: whether moments are there, and whether by names or by indices.
     problems: why it cannot be loaded, one sentence each; notes: which parts of it are not read.
-    problems: why it cannot be loaded, one sentence each; notes: what of it is not read.
     """
 
     path: Path

@@ -2,7 +2,6 @@
 
 torch.distributed.checkpoint writes it, each rank its shards, in torchtitan's layout. It is written whole or not at all:
 it lies in NAME.partial until all ranks have written and the disk has it.
-there: it lies in NAME.partial until all ranks have written and the disk has it.
 """
 
 import os

@@ -196,6 +196,8 @@ def _written_elsewhere(model: nn.Module) -> tuple[str, ...]:
 def _as_text(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A value for JSON; its tensors go to `tensors`. UserError for anything else."""
     if isinstance(value, Tensor):
+        if name in tensors:
+            raise UserError(f"save_sharded: two tensors are {name}, one by a key with a dot in it; name one otherwise")
         tensors[name] = value.detach()
         return {TENSOR: name}
     if isinstance(value, Mapping):

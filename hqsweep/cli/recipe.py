@@ -146,10 +146,7 @@ def _load(name: str, config_dir: Path | None) -> Any:
     from hqsweep.sweep.compose import load_recipe
 
     try:
-        config = load_recipe(name, config_dir)
-        if not isinstance(config, dict):
-            raise UserError("its YAML gives no mapping as recipe; write name and linear at the top, without '@package'")
-        return parse_recipe(config, factory_name)
+        return parse_recipe(load_recipe(name, config_dir), factory_name)
     except UserError as error:
         raise UserError(str(error) if f"'{name}'" in str(error) else f"recipe '{name}': {error}") from None
 

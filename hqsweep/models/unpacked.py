@@ -9,6 +9,8 @@ another order, so that a step has other bits in a graph than without.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -33,13 +35,33 @@ def unpacked() -> Iterator[None]:
     except ImportError:
         yield
         return
-    own = masking_utils.__dict__
-    before = {name: own[name] for name in (FIND, EXPORTS) if name in own}
-    own.update(_replacements() if len(before) == 2 else {})
+    if not all(hasattr(masking_utils, name) for name in (FIND, EXPORTS)):
+        yield
+        return
+    _enter(masking_utils)
     try:
         yield
     finally:
-        own.update(before)
+        _leave(masking_utils)
+
+
+_LOCK = Lock()
+_WITHIN: list[dict[str, Any]] = []
+"""transformers' own functions, once for each use that is under way, of any thread."""
+
+
+def _enter(masking_utils: ModuleType) -> None:
+    with _LOCK:
+        own = _WITHIN[0] if _WITHIN else {name: getattr(masking_utils, name) for name in (FIND, EXPORTS)}
+        _WITHIN.append(own)
+        masking_utils.__dict__.update(_replacements())
+
+
+def _leave(masking_utils: ModuleType) -> None:
+    with _LOCK:
+        own = _WITHIN.pop()
+        if not _WITHIN:
+            masking_utils.__dict__.update(own)
 
 
 @cache

@@ -143,7 +143,6 @@ class LinearFunction(torch.autograd.Function):
 
     It saves x's columnwise operand as codes (with save_original x itself), and of the weights what flatten_weights
     gives: the columnwise operands that are held, or the weights, from which backward makes them again.
-    gives: the columnwise operands that are held, or the weights themselves, of which they are made again in backward.
     """
 
     @staticmethod

@@ -13,6 +13,8 @@ from hqsweep.ops.kernels import in_dtype
 
 RESIDUAL = "_residual"
 """The name of the method by which layers hand on (x, branch)."""
+OWN = "hqsweep."
+"""What the modules begin with whose classes have such a method beside their forward."""
 
 
 def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
@@ -21,12 +23,13 @@ def add_branch(x: Tensor, branch: Tensor | None) -> Tensor:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether a call of the module is more than the forward of its class: it has hooks, as FSDP2 sets them, is compiled
-    by module.compile(), or has been given another forward. Hooks of FSDP2 that residual_under_fsdp() puts around
-    another method, too, do not count."""
+    """Whether a call of the module is more than the forward of its class in hqsweep: it has hooks, as FSDP2 sets them,
+    is compiled by module.compile(), or has another forward, of its own or of a class derived elsewhere. Hooks of FSDP2
+    that residual_under_fsdp() puts around another method, too, do not count."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     known = hook_ids(module) if RESIDUAL in module.__dict__ else ()
     wrapped = module._compiled_call_impl is not None or "forward" in module.__dict__
+    wrapped = wrapped or not type(module).forward.__module__.startswith(OWN)
     return wrapped or any(key not in known for table in hooks for key in table) or torch_module._has_any_global_hook()
 
 

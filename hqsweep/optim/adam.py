@@ -102,8 +102,6 @@ class FusedAdam(torch.optim.AdamW):
         The fused kernel divides by the inverse as it reads a gradient, and stores the quotient: one pass less.
         parameters: the norms of the gradients are summed in their order, by default that of the groups. norm: gives the
         norm of these gradients of these parameters together with the norms of others'; by default of these alone.
-        parameters: in whose order the norms of the gradients are summed, by default that of the groups. norm: gives
-        the norm of these gradients of these parameters and of those that others have, by default of these alone.
         """
         if parameters is None:
             parameters = [p for group in self.param_groups for p in group["params"]]

@@ -84,8 +84,7 @@ class Recipe:
     """Applied in order to linears (the head included), grouped linears and attention; the last match wins."""
     gemm: str = "exact"
     """exact: any two formats may meet, emulated on exact operands. strict: the same, but only for pairs that hardware
-    takes. native: those pairs on the tensor cores of the machine, or not at all.
-    native: those pairs on the tensor cores of the machine, or not at all."""
+    takes. native: those pairs on the tensor cores of the machine, or not at all."""
     schedule: tuple[Change, ...] = ()
     """Later recipes of a training, in order. The fields above are the recipe until the first of them."""
 

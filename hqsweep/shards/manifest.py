@@ -37,16 +37,16 @@ class Shard(Section):
 class Source(Section):
     """What the shards were made from: bytes are those of the files, text_bytes those of all documents in UTF-8.
 
-    listing: SHA-256 over the names, formats and sizes of the files. piece_bytes: the approximate bytes of text of a
-    shard. empty: documents without text, which are left out. replaced: documents with bytes that are not UTF-8, which
-    became U+FFFD. unknown: tokens for text that the tokenizer does not cover.
-    empty: documents without text, which are left out. replaced: documents with bytes that are no UTF-8, which became
-    U+FFFD. unknown: tokens for text that the tokenizer does not cover.
+    listing: SHA-256 over the names, formats and sizes of the files. times: that over when they last changed; empty of
+    shards of before. piece_bytes: the approximate bytes of text of a shard. empty: documents without text, which are
+    left out. replaced: documents with bytes that are not UTF-8, which became U+FFFD. unknown: tokens for text that the
+    tokenizer does not cover.
     """
 
     files: int
     bytes: int
     listing: str
+    times: str = ""
     column: str
     piece_bytes: int
     allow_unknown: float
@@ -73,7 +73,6 @@ class TokenizerFacts(Section):
 class Manifest(Section):
     """The whole manifest. hash: SHA-256 over dtype, vocabulary, separator and the hashes of the shards, so over every
     token. seal: SHA-256 over all other fields.
-    seal: SHA-256 over all other fields.
 
     unigram_entropy_nats: what the val split costs under its own token frequencies.
     """

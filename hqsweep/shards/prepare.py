@@ -74,7 +74,6 @@ def prepare(
 
     tokenizer: a tokenizer.json of Hugging Face, or its folder. workers: processes, by default one for each processor.
     progress: called after each piece. options: those of Options. Pieces that are done already are not done again.
-    progress: called after each piece. options: those of Options. What is there already is not done again.
 
     Raises:
         UserError: what is wrong with the source, the tokenizer, the folder or an option, in one sentence.
@@ -159,6 +158,8 @@ def _finished(job: _Job) -> Manifest | None:
         "allow_unknown": manifest.source.allow_unknown,
     }  # fmt: skip
     _refuse_other(job, said, job.facts, "holds shards of")
+    if times := manifest.source.times:  # which shards of before lack
+        _refuse_other(job, {"times": times}, {"times": job.plan["times"]}, "holds shards of")
     shutil.rmtree(job.work, ignore_errors=True)
     return manifest
 
@@ -285,6 +286,7 @@ def _manifest(job: _Job, records: list[dict[str, Any]]) -> Manifest:
             files=len(job.files),
             bytes=sum(file.size for file in job.files),
             piece_bytes=job.piece_bytes,
+            times=job.plan["times"],
             **{key: plan[key] for key in ("listing", "column", "allow_unknown")},
             **counts,
         ),

@@ -45,8 +45,6 @@ class Shards:
     train, val: Stream. vocab_size: all tokens are below it. layout: "hqsweep", "megatron" or "llm.c". split: in words.
     hash: SHA-256 that stands for every token of our shards, and for sizes and both ends of others' splits. documents:
     those of both splits, where they are known. manifest: that of our shards.
-    hash: SHA-256 that stands for every token of ours, and for sizes and both ends of others' splits. documents: of both
-    splits, where it is known. manifest: of ours.
 
     Raises:
         UserError: a path without shards, or a folder that was not prepared to its end.
@@ -154,6 +152,8 @@ def _read_head(path: Path) -> _File:
     size = path.stat().st_size
     if (beside := path.with_suffix(".idx")).is_file():
         index = read_index(beside)
+        if size != index.tokens * index.dtype.itemsize:
+            raise Damaged(path, f"has {size:,} bytes, and its .idx says {index.tokens:,} tokens", "copy both again")
         part = Part(path=path, offset=0, tokens=index.tokens)
         return _File(part=part, dtype=index.dtype, documents=index.documents, layout="megatron")
     with path.open("rb") as file:

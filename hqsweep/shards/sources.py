@@ -60,7 +60,6 @@ def find(source: Path, format: Format | None, without: Path) -> list[File]:
 
     format: that of all files; None: by suffix, and text where a name has no known suffix and the file no NUL byte
     early. without: a folder that is no part of the source, where it stands in it.
-    without: a folder that is no part of the source, where it stands in it.
 
     Raises:
         UserError: no such source, or nothing in it to read.

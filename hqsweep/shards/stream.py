@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hqsweep.errors import Damaged
+from hqsweep.errors import Damaged, UserError
 
 CHUNK = 1 << 22
 OPEN_FILES = 64
@@ -94,9 +94,12 @@ class Stream:
 
 
 def unigram_entropy(chunks: Iterable[np.ndarray]) -> float:
-    """-sum_t p[t] ln p[t] in nats a token, p being the frequencies in the chunks themselves (1-D, integers >= 0)."""
+    """-sum_t p[t] ln p[t] in nats a token, p being the frequencies in the chunks themselves (1-D, integers). UserError
+    for negative ones."""
     counts = np.zeros(1, np.int64)
     for chunk in chunks:
+        if chunk.dtype.kind == "i" and len(chunk) and (least := chunk.min()) < 0:
+            raise UserError(f"data.path: the shards hold token {least}; tokens are 0 or more, so prepare them anew")
         merged = np.bincount(chunk, minlength=len(counts))
         merged[: len(counts)] += counts
         counts = merged

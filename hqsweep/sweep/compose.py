@@ -78,11 +78,21 @@ def known_recipes(config_dir: Path | None = None) -> list[str]:
 
 def load_recipe(name: str, config_dir: Path | None = None) -> Any:
     """The `recipe` config of a name (packaged, in config_dir or in ./conf), or of a YAML file: a recipe, or a config
-    that has one. It is returned unchecked; None where the YAML has none.
+    that has one. Its fields are unchecked.
 
     Raises:
-        UserError: there is no such recipe, or its YAML cannot be composed.
+        UserError: there is no such recipe, its YAML cannot be composed, or gives no mapping.
     """
+    config = _recipe_config(name, config_dir)
+    if not isinstance(config, dict):
+        raise UserError(
+            f"recipe '{name}': its YAML gives no mapping as recipe; write name and linear at the top, without"
+            " '@package'"
+        )
+    return config
+
+
+def _recipe_config(name: str, config_dir: Path | None) -> Any:
     path = Path(name)
     if path.suffix != ".yaml" and "/" not in name:
         known = known_recipes(config_dir)

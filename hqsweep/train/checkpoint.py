@@ -78,7 +78,6 @@ class _Hashed:
 def save_checkpoint(trainer: Resumable, folder: Path, *, rows: Mapping[str, Mark] | None = None, run: str = "") -> None:
     """Write step_<n>.pt and its record, read it back, and then drop older ones that no fork needs, except the one
     before: at every instant there is a whole checkpoint that was read back as it was written.
-    before: at every instant a whole checkpoint is there that has proven to be what was written.
 
     rows: the marks of the rows that stand before it, which are on the disk. run: the id of the run. Raises Damaged when
     other bytes are read than were written; the checkpoints before are all there then. Over many ranks, which all call

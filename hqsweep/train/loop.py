@@ -306,14 +306,14 @@ class Trainer:
     def position(self) -> dict[str, Any]:
         """What state() has of the loop itself, copied, as the next step changes it."""
         measured = {"val_loss": self.val_loss} if self.step in self.kept else {}
-        sums = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count}
-        return {"trunk": self.trunk, "step": self.step, **sums, **measured, **self.adapter.facts}
+        losses = {"loss_sum": self.loss_sum.clone(), "loss_count": self.loss_count, "last_val_loss": self.val_loss}
+        return {"trunk": self.trunk, "step": self.step, **losses, **measured, **self.adapter.facts}
 
     def load_position(self, state: Mapping[str, Any]) -> None:
         """Load this position; model and optimizer are loaded already."""
         self.adapter.check(state)
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
-        self.loss_sum = state["loss_sum"].to(self.device)
+        self.loss_sum, self.val_loss = state["loss_sum"].to(self.device), state.get("last_val_loss")
         self.runner.forget()
 
 

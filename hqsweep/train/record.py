@@ -1,6 +1,5 @@
 """The record of a run's checkpoint, step_N.json beside step_N.pt, or beside the folder step_N that many ranks write:
 what its bytes are, and which rows stood before it.
-write: what its bytes are, and which rows stood before it.
 
 A file without its record, or with other bytes, is not what was written. The record is written after the file, and both
 are on the disk before anything builds on them.

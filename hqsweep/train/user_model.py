@@ -75,18 +75,21 @@ class UserAdapter:
     def losses(self, inputs: Tensor, targets: Tensor, saving: Saving = nullcontext) -> Losses:
         """The losses as models.losses.model_loss gives them; `saving` is around the whole model, its loss included."""
         before = generator_state(self.device) if self.draws is None and torch.is_grad_enabled() else None
+        on_host = torch.get_rng_state() if is_captured(self.device) else None
         with saving(), self._autocast():
             cross_entropy, aux = model_loss(self.model, inputs, targets, self.around)
         if before is not None:
             self.draws = not torch.equal(before, generator_state(self.device))
+        if on_host is not None and not torch.equal(on_host, torch.get_rng_state()):  # it did not in the first step
+            raise NotCapturable("the model draws random numbers")
         minimized = cross_entropy if aux is None else cross_entropy + aux
         self.has_aux = self.has_aux or aux is not None
         balance = Balance(loss=cross_entropy.new_zeros(()) if aux is None else aux, tokens=[])
         return Losses(cross_entropy=cross_entropy, minimized=minimized, balance=balance)
 
     def begin(self, key: tuple[int, int, int]) -> None:
-        """Seed torch's generator by the key, if the model draws from it: a resumed run, and every arm, drops what an
-        uninterrupted one does."""
+        """Seed torch's generators by the key, lest the model draws from them: a resumed run, and every arm, drops what
+        an uninterrupted one does. UserError in a CUDA graph for a model that draws."""
         if not is_captured(self.device):
             torch.manual_seed(keyed_seed(*key))
         elif self.draws:
@@ -152,8 +155,8 @@ def is_captured(device: torch.device) -> bool:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """The state of torch's own generator on the device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    """The states of torch's own generators, that of the CPU and that of the device."""
+    return torch.cat([torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])])
 
 
 def draws_numbers(model: nn.Module) -> bool:
@@ -187,7 +190,7 @@ def user_adapter(
     if train.parallel.world > 1:
         check_ranks(model)
     by_chunks = dtype is torch.bfloat16 and device.type == "cuda" and train.parallel.world == 1
-    by_chunks = by_chunks and loss_by_chunks(model)
+    by_chunks = by_chunks and train.compile != "off" and loss_by_chunks(model)
     conversion = convert(model, recipe, head=section.head, attention=section.attention)
     return UserAdapter(model.to(device), conversion, dtype, HeadLoss(model) if by_chunks else None, origin)
 

@@ -117,6 +117,7 @@ def damaged(folder, how):
         ("there already", "'.*a' is there already"),
         ("strange extra", r"extra\.what is a set; it takes numbers, texts"),
         ("strange key", "extra has the key 3"),
+        ("one name", r"two tensors are extra\.a\.b, one by a key with a dot in it"),
         ("strange module", "the model has a module 'optimizer'"),
     ],
 )
@@ -124,6 +125,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path, how, message
     one = trained("fp32")
     folder, before = one.save(tmp_path / "a"), one.content()
     extras = {"strange extra": {"what": {1}}, "strange key": {3: 4}}
+    extras["one name"] = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}
     with pytest.raises(UserError, match=message):
         if how in extras:
             save_sharded(one.model, one.optimizer, tmp_path / "c", extras[how])

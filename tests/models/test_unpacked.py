@@ -93,3 +93,15 @@ def test_transformers_has_what_it_replaces_and_has_it_back():
         assert [getattr(masking_utils, name) for name in (FIND, EXPORTS)] != before
         1 / 0  # noqa: B018
     assert [getattr(masking_utils, name) for name in (FIND, EXPORTS)] == before
+
+
+def test_uses_may_end_in_any_order():
+    """As those of two threads do."""
+    before = [getattr(masking_utils, name) for name in (FIND, EXPORTS)]
+    first, second = hqsweep.unpacked(), hqsweep.unpacked()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert getattr(masking_utils, FIND) is not before[0]
+    second.__exit__(None, None, None)
+    assert [getattr(masking_utils, name) for name in (FIND, EXPORTS)] == before

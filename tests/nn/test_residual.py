@@ -48,6 +48,24 @@ def test_a_layer_of_x_and_branch_is_the_layer_of_their_sum(kind, observed):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("dense", "mlp"), ("dense", "attn.qkv"), ("experts", "attn"), ("dense", "")]
+)
+def test_a_forward_of_a_derived_class_is_called(kind, name):
+    """As a user writes one: what stands beside the forward of hqsweep's own class knows nothing of it."""
+    layer, calls = layer_of(kind), []
+    module = layer.get_submodule(name)
+
+    def forward(self, *args):
+        calls.append(args)
+        return type(module).__mro__[1].forward(self, *args)
+
+    module.__class__ = type("Derived", (type(module),), {"forward": forward})
+    x, branch = torch.randn(B, T, D), torch.randn(B, T, D).bfloat16()
+    add_branch(*layer.residual(x, branch)[:2])
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_branch_is_rounded_to_the_stream_and_the_norm_to_what_is_asked(dtype):
     norm = Norm(D, name="n", recipe=MXFP8)

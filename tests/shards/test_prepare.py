@@ -333,6 +333,16 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, token
         prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1)
 
 
+def test_a_source_that_changes_after_its_end_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    """Though its files have their names and sizes, as those of before had."""
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    manifest = prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1)
+    assert prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1) == manifest
+    os.utime(source)
+    with pytest.raises(UserError, match=r"out holds shards of files that have changed since"):
+        prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1)
+
+
 def test_two_calls_at_once_do_not_mix(tmp_path: Path, tokenizer: Path, small_pieces: None) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
     said = []

@@ -112,6 +112,9 @@ def broken(folder: Path, name: str) -> None:
         case "half_index":
             path = write_megatron(folder / "a.bin", [[1], [2], [3]]).with_suffix(".idx")
             path.write_bytes(path.read_bytes()[:40])
+        case "more":
+            path = write_megatron(folder / "a.bin", [[1], [2], [3]])
+            path.write_bytes(path.read_bytes() * 2)
         case "no_index":
             write_megatron(folder / "a.bin", [[1], [2], [3]]).with_suffix(".idx").write_bytes(b"garbage")
 
@@ -124,6 +127,7 @@ def broken(folder: Path, name: str) -> None:
         ("headless", r"a\.bin has neither an \.idx beside it .* read by data=tokens"),
         ("mixed", r"holds shards of several kinds \(llm\.c uint16 and llm\.c uint32\)"),
         ("half", r"a\.bin: has 1,104 bytes, and its header says 50 tokens"),
+        ("more", r"a\.bin: has 12 bytes, and its \.idx says 3 tokens"),
         ("half_index", r"a\.idx: is cut short"),
         ("no_index", r"a\.idx: is no index of Megatron's"),
     ],
@@ -132,6 +136,15 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, name: str, message: str) 
     broken(tmp_path, name)
     with pytest.raises(UserError, match=message):
         Shards(tmp_path)
+
+
+def test_a_negative_token_is_one_sentence(tmp_path: Path) -> None:
+    path = write_megatron(tmp_path / "a.bin", [[1, 2, 3]] * 9, wide=True)
+    tokens = np.fromfile(path, "<i4")
+    tokens[-1] = -1
+    tokens.tofile(path)
+    with pytest.raises(UserError, match=r"the shards hold token -1; tokens are 0 or more"):
+        Shards(tmp_path).unigram_entropy()
 
 
 READ = """

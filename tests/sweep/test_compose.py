@@ -163,6 +163,9 @@ def test_a_recipe_of_a_file_is_swept_as_packaged_ones_are(folder: Path) -> None:
     (folder / "plain.yaml").write_text("linear: mxfp4\n")
     points = expand("convergence", ["recipe=plain.yaml,mxfp8", "recipe.linear.input=nvfp4"]).points
     assert [point.arm for point in points] == ["plain", "mxfp8"]
+    (folder / "plain.yaml").write_text("recipe: [mxfp4]\n")
+    with pytest.raises(UserError, match=r"recipe 'plain.yaml': its YAML gives no mapping as recipe"):
+        expand("convergence", ["recipe=plain.yaml"])
     assert [point.config["recipe"]["linear"] for point in points] == [
         {"input": "nvfp4", "weight": weight, "grad_output": weight} for weight in ("mxfp4", "mxfp8")
     ]

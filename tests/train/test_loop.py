@@ -105,6 +105,7 @@ def test_resume_equals_uninterrupted(linear, tmp_path):
     convergence.run(config(linear), sink, tmp_path)
     resumed = trainer(config(linear))
     assert load_checkpoint(resumed, tmp_path / "checkpoint") and resumed.step == 8
+    assert resumed.val_loss is not None  # by which a run that has no step left tells how it ended
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert [m["step"] for m in sink.metrics if m["metric"] == "train_loss"] == [2, 4, 6, 8]

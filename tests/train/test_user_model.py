@@ -21,10 +21,10 @@ from hqsweep.models.head_loss import HeadLoss
 from hqsweep.models.linear import ConvertedLinear
 from hqsweep.models.losses import model_loss
 from hqsweep.recipe.factories import find_factory
-from hqsweep.train import data
+from hqsweep.train import data, user_model
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
-from hqsweep.train.user_model import draws_numbers, loss_by_chunks
+from hqsweep.train.user_model import NotCapturable, draws_numbers, loss_by_chunks
 from tests.checkpoints.titan import write
 from tests.models.tiny import tiny
 
@@ -176,6 +176,15 @@ def test_functional_dropout_is_a_function_of_the_step_too(microbatches, tmp_path
     plain = trainer(config({}))
     next(plain.steps())
     assert plain.adapter.draws is False
+
+
+def test_draws_on_the_host_that_begin_late_are_no_part_of_a_graph(monkeypatch):
+    """A graph would repeat the one decision of its capture in every step."""
+    late = trainer(config({"_target_": f"{HERE}.Functional"}))
+    late.adapter.draws = False
+    monkeypatch.setattr(user_model, "is_captured", lambda device: True)
+    with pytest.raises(NotCapturable, match="draws random numbers"):
+        next(late.steps())
 
 
 def test_a_model_that_draws_in_evaluation_is_measured_alike_each_time():
