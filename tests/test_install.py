@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 
 def run(*words: object, cwd: Path, **env: str) -> str:
     """stdout of a command, which must end well; PYTHONPATH and the activated environment are not passed on."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run([*map(str, words)], cwd=cwd, env=kept | env, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run([*map(str, words)], cwd=cwd, env=environment | env, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout
 

@@ -44,14 +44,14 @@ def is_package(name: str) -> bool:
 
 def imported(tree: ast.AST) -> list[tuple[str, str, ast.AST]]:
     """(module below hqsweep, name imported from it or "", node) of every import of our own."""
-    found = []
+    modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, "", node) for alias in node.names]
+            modules += [(alias.name, "", node) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
-            found += [(node.module, alias.name, node) for alias in node.names]
-    ours = [each for each in found if each[0].split(".")[0] == "hqsweep"]
+            modules += [(node.module, alias.name, node) for alias in node.names]
+    ours = [each for each in modules if each[0].split(".")[0] == "hqsweep"]
     return [(module.removeprefix("hqsweep").removeprefix("."), name, node) for module, name, node in ours]
 
 

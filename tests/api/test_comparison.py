@@ -27,16 +27,16 @@ def test_the_words_of_the_command_are_taken(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"margin": "0"}, "margin: got '0'"),
         ({"window": 0}, "window: 0 steps"),
         ({"baseline": "mxpf8"}, "did you mean 'mxfp8'"),
     ],
 )
-def test_what_the_command_refuses_is_refused(runs: Path, given: dict, says: str) -> None:
+def test_what_the_command_refuses_is_refused(runs: Path, options: dict, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
-        hq.compare("study", runs_dir=runs, **given)
+        hq.compare("study", runs_dir=runs, **options)
 
 
 def test_whole_runs_beside_forks_are_refused(runs: Path) -> None:

@@ -47,9 +47,9 @@ def test_published_rates_follow_from_the_published_sweeps_and_agree_with_their_l
     for section, each in (("sweep", 3), ("fork sweep", 4)):
         seeds = [seed for row in sweeps if row["section"] == section for seed in row["seeds"]]
         assert len(seeds) == len(set(seeds)) == 200 * each
-    found = null_sweeps.rates(sweeps)
-    assert len(found) == 8 and {row["case"] for row in found} == set(published)
-    for row in found:
+    computed = null_sweeps.rates(sweeps)
+    assert len(computed) == 8 and {row["case"] for row in computed} == set(published)
+    for row in computed:
         for key, value in row.items():
             assert published[row["case"]][key] == pytest.approx(value), (row["case"], key)
         if row["level"] is not None:  # as many are what a rate of the level may well give (1 in 1000 otherwise)

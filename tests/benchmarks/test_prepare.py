@@ -10,8 +10,8 @@ from benchmarks import prepare
 
 @pytest.mark.slow
 def test_a_kind_of_file_is_measured_beside_the_library(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    found = prepare.texts(400_000)
-    tokenizer = prepare.train_tokenizer(tmp_path / "tokenizer.json", found, vocab=400)
+    texts = prepare.texts(400_000)
+    tokenizer = prepare.train_tokenizer(tmp_path / "tokenizer.json", texts, vocab=400)
     words = ["--megabytes", "0.4", "--repeats", "1", "--kinds", "parquet", "--tokenizer", str(tokenizer)]
     prepare.main([*words, "--out", str(tmp_path / "rows.jsonl")])
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())

@@ -69,8 +69,8 @@ def test_what_the_docs_say_of_faults_is_what_was_published():
     rows = {row["case"]: row for row in map(json.loads, lines)}
     assert set(rows) == set(sensitivity.ARMS) and all(row["cpu_s"] <= 300 for row in rows.values())
     missed = [row for case, row in rows.items() if row["verdict"] == "equivalent" and case != "null arm"]
-    (found,) = (row for row in rows.values() if row["verdict"] == "worse")
-    assert len(missed) == 4 and found["case"] == "scale off by 2: dgrad" and rows["null arm"]["verdict"] == "equivalent"
+    (fault,) = (row for row in rows.values() if row["verdict"] == "worse")
+    assert len(missed) == 4 and fault["case"] == "scale off by 2: dgrad" and rows["null arm"]["verdict"] == "equivalent"
     low, high = (f(row["findable"] for row in missed) for f in (min, max))
     text = " ".join((ROOT / "docs/reports.md").read_text().split())
-    assert f"is found, at {found['gap']:+.2f} %" in text and f"{low:.2f} to {high:.2f} % would have been found" in text
+    assert f"is found, at {fault['gap']:+.2f} %" in text and f"{low:.2f} to {high:.2f} % would have been found" in text

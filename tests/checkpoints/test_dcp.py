@@ -39,9 +39,9 @@ def test_torchtitan_with_moments(model_type: str, newer: bool, tmp_path: Path) -
         return name.replace("attention.w", "attention.qkv_linear.w").replace("qkv_linear.wo", "wo") if newer else name
 
     folder = write_titan(saved, optimizer, tmp_path / "step-2", change)
-    found = inspect_checkpoint(folder)
-    assert (found.kind, found.step, found.optimizer, found.problems) == ("dcp", 2, "named", ())
-    assert found.tensors["tok_embeddings.weight"] == ((64, 32), "float32")
+    description = inspect_checkpoint(folder)
+    assert (description.kind, description.step, description.optimizer, description.problems) == ("dcp", 2, "named", ())
+    assert description.tensors["tok_embeddings.weight"] == ((64, 32), "float32")
     loaded = load_checkpoint(folder, model, other)
     assert equal(saved, model)
     assert same_moments(saved, optimizer, model, other)
@@ -77,14 +77,14 @@ def test_names_of_hugging_face_under_model(tmp_path: Path) -> None:
 def test_a_forged_metadata_runs_nothing(name: str, tmp_path: Path) -> None:
     """Whatever name it asks for that is not one of a record."""
     module, _, function = name.rpartition(".")
-    made = tmp_path / "made"
-    code = f"c{module}\n{function}\n(Vtouch {made}\ntR.".encode()
+    mark = tmp_path / "made"
+    code = f"c{module}\n{function}\n(Vtouch {mark}\ntR.".encode()
     (tmp_path / ".metadata").write_bytes(code)
-    found = inspect_checkpoint(tmp_path)
-    assert f"its .metadata asks for {name}" in found.problems[0]
+    description = inspect_checkpoint(tmp_path)
+    assert f"its .metadata asks for {name}" in description.problems[0]
     with pytest.raises(UserError, match="nothing of it was run"):
         load_checkpoint(tmp_path, tiny("llama"))
-    assert not made.exists()
+    assert not mark.exists()
 
 
 class Code:
@@ -164,9 +164,9 @@ def test_parts_of_a_tensor(tmp_path: Path) -> None:
 
     def join(metadata: Metadata) -> None:
         (a, first), (b, second) = sorted(metadata.storage_data.items(), key=lambda pair: pair[0].fqn)
-        facts, rest = metadata.state_dict_metadata["w"], metadata.state_dict_metadata.pop("x").chunks[0]
-        facts.size, rest.offsets = torch.Size([10]), torch.Size([6])
-        facts.chunks.append(rest)
+        entry, rest = metadata.state_dict_metadata["w"], metadata.state_dict_metadata.pop("x").chunks[0]
+        entry.size, rest.offsets = torch.Size([10]), torch.Size([6])
+        entry.chunks.append(rest)
         metadata.storage_data = {a: first, type(b)("w", (6,)): second}
 
     change_metadata(folder, join)

@@ -54,12 +54,12 @@ def in_parts(model: torch.nn.Module, folder: Path) -> None:
 def test_several_bin_files_with_an_index(saved, tmp_path):
     in_parts(saved[0], tmp_path)
     torch.save(saved[2], tmp_path / "optimizer.bin")
-    found = inspect_checkpoint(tmp_path)
-    assert (found.kind, found.optimizer, found.problems, found.config) == (
+    description = inspect_checkpoint(tmp_path)
+    assert (description.kind, description.optimizer, description.problems, description.config) == (
         "torch", "named", (), tmp_path / "config.json"
     )  # fmt: skip
     assert taken(tmp_path, saved)
-    before = found.sha256
+    before = description.sha256
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(UserError, match=r"1 of the 2 files of pytorch_model.bin.index.json are not there: .*-00002-of"):
         load_checkpoint(tmp_path, saved[0])
@@ -82,9 +82,9 @@ def test_a_sharded_state_of_fsdp(weights, saved, tmp_path):
     else:
         dist_cp.save({"model": saved[0].state_dict()}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     dist_cp.save({"optimizer": saved[2]}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
-    found = inspect_checkpoint(tmp_path)
-    assert found.optimizer == "named" and taken(tmp_path, saved)
-    before, part = found.sha256, next((tmp_path / "optimizer_0").glob("*.distcp"))
+    description = inspect_checkpoint(tmp_path)
+    assert description.optimizer == "named" and taken(tmp_path, saved)
+    before, part = description.sha256, next((tmp_path / "optimizer_0").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     assert inspect_checkpoint(tmp_path).sha256 != before
 
@@ -175,7 +175,7 @@ def of_stage_3(moments: dict, group: list[str], rank: int) -> tuple[dict[str, Te
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_moments_of_deepspeeds_zero(stage, zero, saved):
     folder = zero(stage)
-    assert (found := inspect_checkpoint(folder)).optimizer == "named" and found.notes == ()
+    assert (description := inspect_checkpoint(folder)).optimizer == "named" and description.notes == ()
     assert taken(folder, saved)
 
 

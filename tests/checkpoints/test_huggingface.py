@@ -25,11 +25,11 @@ def folder(tmp_path: Path) -> Path:
 
 def problem(folder: Path) -> str:
     """The first problem of a checkpoint, which load_checkpoint says too."""
-    found = inspect_checkpoint(folder).problems[0]
+    fault = inspect_checkpoint(folder).problems[0]
     with pytest.raises(UserError) as error:
         load_checkpoint(folder, tiny("llama"))
-    assert found in str(error.value)
-    return found
+    assert fault in str(error.value)
+    return fault
 
 
 def first(folder: Path) -> Path:

@@ -20,8 +20,8 @@ def test_a_folder_of_save_pretrained(model_type: str, tmp_path: Path) -> None:
     saved, model = tiny(model_type), tiny(model_type, seed=1)
     saved.save_pretrained(tmp_path, max_shard_size="20KB")
     assert not equal(saved, model)
-    found = inspect_checkpoint(tmp_path)
-    assert (found.kind, found.optimizer, found.problems) == ("safetensors", "none", ())
+    description = inspect_checkpoint(tmp_path)
+    assert (description.kind, description.optimizer, description.problems) == ("safetensors", "none", ())
     assert (tmp_path / "model.safetensors.index.json").is_file()
     held = {id(p) for p in model.parameters()}
     loaded = load_checkpoint(tmp_path, model)
@@ -55,11 +55,11 @@ def test_a_file_of_torch_with_wrappers(wrap, tmp_path: Path) -> None:
     assert equal(saved, model)
 
 
-def refused(path: Path, model: torch.nn.Module, match: str, **given) -> None:
+def refused(path: Path, model: torch.nn.Module, match: str, **options) -> None:
     """The checkpoint is refused in these words, and the model stays as it was."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UserError, match=match):
-        load_checkpoint(path, model, **given)
+        load_checkpoint(path, model, **options)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -165,9 +165,14 @@ def test_the_state_of_a_run(format: str, quantized: bool, tmp_path: Path) -> Non
     for _ in saved.steps():
         pass
     save_checkpoint(saved, tmp_path)
-    found = inspect_checkpoint(tmp_path / "step_2.pt")
-    assert (found.kind, found.step, found.optimizer, found.problems) == ("hqsweep", 2, "indexed", ())
-    loaded = load_checkpoint(found, other.model, other.optimizer)
+    description = inspect_checkpoint(tmp_path / "step_2.pt")
+    assert (description.kind, description.step, description.optimizer, description.problems) == (
+        "hqsweep",
+        2,
+        "indexed",
+        (),
+    )
+    loaded = load_checkpoint(description, other.model, other.optimizer)
     pairs = list(zip(saved.model.parameters(), other.model.parameters(), strict=True))
     assert loaded.moments == len(pairs)
     assert all(torch.equal(one.dequantize(), two.dequantize()) for one, two in pairs)

@@ -29,8 +29,8 @@ def test_a_checkpoint_of_hugging_faces_trainer(model_type: str, tmp_path: Path) 
     trainer = Trainer(model=saved, args=arguments, train_dataset=rows)
     trainer.train()
     folder, other = tmp_path / "checkpoint-2", adam(model)
-    found = inspect_checkpoint(folder)
-    assert (found.optimizer, found.step, found.problems) == ("indexed", 2, ())
+    description = inspect_checkpoint(folder)
+    assert (description.optimizer, description.step, description.problems) == ("indexed", 2, ())
     loaded = load_checkpoint(folder, model, other)
     assert equal(saved, model)
     assert loaded.moments == len(list(model.parameters()))
@@ -50,8 +50,8 @@ def test_a_file_of_torch(kind: str, tmp_path: Path) -> None:
     optimizer, other = torch.optim.AdamW(groups_of(saved, kind)), adam(model)
     trained(saved, optimizer)
     torch.save({"model": saved.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": 2}, tmp_path / "a.pt")
-    found = inspect_checkpoint(tmp_path / "a.pt")
-    assert (found.optimizer, found.step) == ("named" if kind == "named" else "indexed", 2)
+    description = inspect_checkpoint(tmp_path / "a.pt")
+    assert (description.optimizer, description.step) == ("named" if kind == "named" else "indexed", 2)
     load_checkpoint(tmp_path / "a.pt", model, other)
     assert same_moments(saved, optimizer, model, other)
 
@@ -61,7 +61,7 @@ def test_torchtitans_names_by_index(tmp_path: Path) -> None:
     shape = {"intermediate_size": 32, "num_key_value_heads": 4}
     saved, model = tiny("llama", **shape), tiny("llama", seed=1, **shape)
     named = dict(saved.named_parameters())
-    names = [re.sub("up_proj|down_proj", lambda found: SWAPPED[found[0]], name) for name in named]
+    names = [re.sub("up_proj|down_proj", lambda match: SWAPPED[match[0]], name) for name in named]
     optimizer = torch.optim.AdamW([named[name] for name in names])
     trained(saved, optimizer)
     weights = titan({name: named[name].detach() for name in names}, saved.config, permuted=True)

@@ -26,8 +26,8 @@ class Code:
 def test_code_in_a_file_runs_not(legacy: bool, tmp_path: Path) -> None:
     state = {"model": {"w": torch.zeros(3)}, "more": Code(tmp_path / "made")}
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
-    found = inspect_checkpoint(tmp_path / "a.pt")
-    assert "it holds an object of Python, posix.mkdir, which is not loaded" in found.problems[0]
+    description = inspect_checkpoint(tmp_path / "a.pt")
+    assert "it holds an object of Python, posix.mkdir, which is not loaded" in description.problems[0]
     with pytest.raises(UserError, match=r"a.pt: it holds an object of Python, posix.mkdir"):
         load_checkpoint(tmp_path / "a.pt", tiny("llama"))
     assert not (tmp_path / "made").exists()
@@ -61,5 +61,10 @@ def test_a_file_without_a_state_dict(state: object, tmp_path: Path) -> None:
 def test_the_state_of_a_run_is_told_apart(tmp_path: Path) -> None:
     state = dict.fromkeys(("trunk", "loss_sum", "loss_count"), 0) | {"step": 9, "model": {"w": torch.zeros(2)}}
     torch.save(state | {"optimizer": {"state": {}, "param_groups": []}}, tmp_path / "step_9.pt")
-    found = inspect_checkpoint(tmp_path / "step_9.pt")
-    assert (found.kind, found.step, found.optimizer, found.parameters) == ("hqsweep", 9, "none", 2)
+    description = inspect_checkpoint(tmp_path / "step_9.pt")
+    assert (description.kind, description.step, description.optimizer, description.parameters) == (
+        "hqsweep",
+        9,
+        "none",
+        2,
+    )

@@ -21,7 +21,7 @@ NAMES = {
 
 def titan(state: Mapping[str, Tensor], config: Any, *, permuted: bool) -> dict[str, Tensor]:
     """A state_dict, or moments by the same names."""
-    found = {}
+    renamed = {}
     for name, value in state.items():
         short = name
         for theirs, ours in NAMES.items():
@@ -32,12 +32,14 @@ def titan(state: Mapping[str, Tensor], config: Any, *, permuted: bool) -> dict[s
         if "k_proj" in name and permuted:
             value = pairs_of_halves(value, config.num_key_value_heads)
         if name.endswith("experts.gate_up_proj"):
-            found[f"{lead}moe.experts.w1"], found[f"{lead}moe.experts.w3"] = (x.clone() for x in value.chunk(2, dim=1))
+            renamed[f"{lead}moe.experts.w1"], renamed[f"{lead}moe.experts.w3"] = (
+                x.clone() for x in value.chunk(2, dim=1)
+            )
         elif name.endswith("experts.down_proj"):
-            found[f"{lead}moe.experts.w2"] = value
+            renamed[f"{lead}moe.experts.w2"] = value
         else:
-            found[short] = value
-    return found
+            renamed[short] = value
+    return renamed
 
 
 def pairs_of_halves(w: Tensor, heads: int) -> Tensor:

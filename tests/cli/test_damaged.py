@@ -171,8 +171,8 @@ def test_a_whole_copy_of_the_folder_is_as_good(runs):
 
 
 def test_runs_of_an_earlier_version_are_sealed_as_they_are_when_asked(runs):
-    facts = sweep_file.read(Path("runs/t"))
-    Path("runs/t/sweep.json").write_text(json.dumps(facts))
+    record = sweep_file.read(Path("runs/t"))
+    Path("runs/t/sweep.json").write_text(json.dumps(record))
     for run in runs:
         unseal(run)
     asked = hqsweep("compare", "t")
@@ -224,6 +224,6 @@ def test_a_damaged_baseline_is_named_and_not_only_that_no_arm_has_its_name(runs:
 
 def test_a_folder_in_the_place_of_the_list_of_runs_is_put_aside(tmp_path: Path) -> None:
     (tmp_path / sweep_file.FILE / "mine").mkdir(parents=True)
-    facts = dict.fromkeys(sweep_file.TEXTS, "x") | {name: [] for name in sweep_file.LISTS}
-    sweep_file.write(tmp_path, facts)
-    assert sweep_file.read(tmp_path) == {"study": {}} | facts and (tmp_path / "sweep.json.aside1/mine").is_dir()
+    record = dict.fromkeys(sweep_file.TEXTS, "x") | {name: [] for name in sweep_file.LISTS}
+    sweep_file.write(tmp_path, record)
+    assert sweep_file.read(tmp_path) == {"study": {}} | record and (tmp_path / "sweep.json.aside1/mine").is_dir()

@@ -19,7 +19,7 @@ def data(*words: object) -> Result:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """(folder of shards, what prepare said)."""
     folder = tmp_path_factory.mktemp("data")
     tokenizer, source = byte_level(folder / "tokenizer.json"), write(folder / "a.jsonl", [*documents(300), ""])
@@ -38,8 +38,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return folder / "out", data(*words)
 
 
-def test_prepare_says_what_it_made_and_what_comes_next(made: tuple[Path, Result]) -> None:
-    folder, result = made
+def test_prepare_says_what_it_made_and_what_comes_next(prepared: tuple[Path, Result]) -> None:
+    folder, result = prepared
     assert result.exit_code == 0, result.output
     assert (
         "hqsweep shards" in result.stdout
@@ -48,23 +48,23 @@ def test_prepare_says_what_it_made_and_what_comes_next(made: tuple[Path, Result]
     assert "warning: 1 documents are empty, and were left out" in result.stderr
 
 
-def test_show_prints_counts_hash_and_a_window(made: tuple[Path, Result]) -> None:
-    document = json.loads(data("show", made[0], "--json").stdout)
-    manifest = json.loads((made[0] / "manifest.json").read_text())
+def test_show_prints_counts_hash_and_a_window(prepared: tuple[Path, Result]) -> None:
+    document = json.loads(data("show", prepared[0], "--json").stdout)
+    manifest = json.loads((prepared[0] / "manifest.json").read_text())
     assert document["hash"] == manifest["hash"] and document["train"]["documents"] + document["val"]["documents"] == 300
     assert "[<|endoftext|>]" in document["sample"] and "Document " in document["sample"]
-    shown = data("show", made[0], "--verify")
+    shown = data("show", prepared[0], "--verify")
     assert shown.exit_code == 0 and f"hash {manifest['hash']}, and every shard is as written" in shown.stdout
 
 
-def test_a_changed_shard_is_named(made: tuple[Path, Result]) -> None:
-    shard = made[0] / "val/00000.bin"
-    kept = shard.read_bytes()
+def test_a_changed_shard_is_named(prepared: tuple[Path, Result]) -> None:
+    shard = prepared[0] / "val/00000.bin"
+    content = shard.read_bytes()
     try:
-        shard.write_bytes(kept[::-1])
-        result = data("show", made[0], "--verify")
+        shard.write_bytes(content[::-1])
+        result = data("show", prepared[0], "--verify")
     finally:
-        shard.write_bytes(kept)
+        shard.write_bytes(content)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "val/00000.bin: is not what was written; copy the folder again, or prepare it anew" in result.stderr
 
@@ -83,23 +83,23 @@ def test_wrong_words_are_one_sentence(words: list[str], message: str) -> None:
 
 
 def test_without_the_library_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: tuple[Path, Result]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prepared: tuple[Path, Result]
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    tokenizer = made[0] / "tokenizer.json"
+    tokenizer = prepared[0] / "tokenizer.json"
     result = data("prepare", tmp_path, "--tokenizer", tokenizer, "--out", tmp_path / "o")
     assert result.exit_code == 2 and "pip install 'hqsweep[models]'" in result.stderr
-    assert data("show", made[0]).exit_code == 0
+    assert data("show", prepared[0]).exit_code == 0
 
 
-def test_a_model_trains_on_shards(made: tuple[Path, Result], tmp_path: Path) -> None:
-    words = ["run", "conf=convergence", "data=shards", f"data.path={made[0]}", "train.steps=2", "train.batch=2"]
+def test_a_model_trains_on_shards(prepared: tuple[Path, Result], tmp_path: Path) -> None:
+    words = ["run", "conf=convergence", "data=shards", f"data.path={prepared[0]}", "train.steps=2", "train.batch=2"]
     words += ["train.context=32", "train.eval_batches=1", "model.layers=1", "model.dim=32", "model.heads=2"]
     words += ["track=none", f"runs_dir={tmp_path}", "train.device=cpu", "recipe=mxfp8"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     (manifest,) = (json.loads(path.read_text()) for path in tmp_path.glob("*/*/manifest.json"))
-    stated = json.loads((made[0] / "manifest.json").read_text())
+    stated = json.loads((prepared[0] / "manifest.json").read_text())
     assert manifest["data"]["source"] == "shards" and manifest["data"]["tokenizer"] == stated["tokenizer"]["sha256"]
 
 

@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(sweep: str, *words: str) -> list[RunDir]:
+def sweep_of(sweep: str, *words: str) -> list[RunDir]:
     """The folders of a sweep that has not run."""
     plan = launch.plan(["conf=convergence", *(words or WORDS), "track=none", f"sweep={sweep}"])
     study = plan.study.model_dump(mode="json")
@@ -38,7 +38,7 @@ def sweeps(*words: str) -> list[dict]:
 
 
 def test_a_note_and_tags_are_shown_by_ls_and_show_and_change_no_sealed_file() -> None:
-    run = made("first")[2]
+    run = sweep_of("first")[2]
     before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
     assert hqsweep("note", "first", "lower rate").stdout == "first: lower rate\n"
     assert hqsweep("tag", "first", "+good", "+draft").exit_code == 0
@@ -56,7 +56,7 @@ def test_a_note_and_tags_are_shown_by_ls_and_show_and_change_no_sealed_file() ->
 
 
 def test_ls_finds_a_tag_on_a_sweep_and_on_a_run() -> None:
-    made("first"), made("second")
+    sweep_of("first"), sweep_of("second")
     hqsweep("tag", "first", "+good")
     hqsweep("tag", "runs/second/" + STORE.runs("second")[0].name, "+odd")
     assert [sweep["sweep"] for sweep in sweeps("--tag", "good")] == ["first"]
@@ -79,7 +79,7 @@ def test_ls_finds_a_tag_on_a_sweep_and_on_a_run() -> None:
     ],
 )
 def test_what_is_refused_changes_nothing(words: list[str], says: str, folder: Path) -> None:
-    made("first", "recipe=bf16")
+    sweep_of("first", "recipe=bf16")
     hqsweep("tag", "first", "+good")
     before = (folder / "runs/first/notes.json").read_bytes()
     result = hqsweep(*words)
@@ -89,7 +89,7 @@ def test_what_is_refused_changes_nothing(words: list[str], says: str, folder: Pa
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"note": 3}', '{"runs": {"a": []}}', '{"tags": "good"}', ""])
 def test_damaged_notes_are_named_and_hide_nothing_else(text: str, folder: Path) -> None:
-    (run,) = made("first", "recipe=bf16")
+    (run,) = sweep_of("first", "recipe=bf16")
     (folder / "runs/first/notes.json").write_text(text)
     assert "notes.json" in hqsweep("ls").stdout and [sweep["runs"] for sweep in sweeps()] == [1]
     assert hqsweep("show", run.name).exit_code == 0
@@ -103,22 +103,24 @@ def names(sweep: str) -> list[str]:
 
 
 def test_rm_deletes_a_run_its_place_in_the_list_and_its_notes(folder: Path) -> None:
-    runs = made("first")
+    runs = sweep_of("first")
     hqsweep("tag", "first", "+good")
     hqsweep("note", runs[0].name, "odd")
     assert hqsweep("rm", runs[0].name).exit_code == 2 and runs[0].path.is_dir()  # nobody there who could be asked
     result = hqsweep("rm", runs[0].name, "mxfp8", "--yes")
     assert result.exit_code == 0 and "3 runs of first, which has more" in result.stderr
     assert names("first") == [runs[1].name] and [run.path.is_dir() for run in runs] == [False, True, False, False]
-    facts = STORE.facts("first")
-    assert facts["arms"] == ["bf16"] and json.loads((folder / "runs/first/notes.json").read_text()) == {
+    entry = STORE.facts("first")
+    assert entry["arms"] == ["bf16"] and json.loads((folder / "runs/first/notes.json").read_text()) == {
         "note": "", "tags": ["good"], "runs": {},
     }  # fmt: skip
-    assert [run.name for run in made("first")] == [run.name for run in runs]  # and the same command makes them again
+    assert [run.name for run in sweep_of("first")] == [
+        run.name for run in runs
+    ]  # and the same command makes them again
 
 
 def test_rm_of_a_whole_sweep_leaves_what_is_not_hqsweeps(folder: Path) -> None:
-    made("first"), made("second")
+    sweep_of("first"), sweep_of("second")
     hqsweep("note", "first", "old")
     (folder / "runs/second/mine.txt").touch()
     assert hqsweep("rm", "first", "second", "--yes").exit_code == 0
@@ -127,7 +129,7 @@ def test_rm_of_a_whole_sweep_leaves_what_is_not_hqsweeps(folder: Path) -> None:
 
 
 def test_rm_unlists_a_run_whose_folder_is_gone_and_follows_no_link(folder: Path) -> None:
-    first, second, *_ = made("first")
+    first, second, *_ = sweep_of("first")
     (folder / "elsewhere").mkdir()
     (folder / "elsewhere/kept").touch()
     shutil.rmtree(first.path)
@@ -138,8 +140,8 @@ def test_rm_unlists_a_run_whose_folder_is_gone_and_follows_no_link(folder: Path)
 
 
 def test_rm_refuses_what_works_waits_or_is_needed(folder: Path) -> None:
-    runs = made("first")
-    trunk, fork, *_ = made("forked", "recipe=bf16", "seed=0", "fork.at=10,20")
+    runs = sweep_of("first")
+    trunk, fork, *_ = sweep_of("forked", "recipe=bf16", "seed=0", "fork.at=10,20")
     with runs[0].lock():
         assert "is at work; `hqsweep cancel" in hqsweep("rm", "first", "--yes").stderr
     runs[0].write_status(state="running", host="elsewhere")
@@ -156,7 +158,7 @@ def test_rm_refuses_what_works_waits_or_is_needed(folder: Path) -> None:
 
 
 def test_rm_keeps_a_run_whose_checkpoint_other_forks_start_from() -> None:
-    (run,) = made("first", "recipe=bf16")
+    (run,) = sweep_of("first", "recipe=bf16")
     study = {"fork": {"at": [10], "trunk": str(run.checkpoint / "step_10.pt")}}
     STORE.create(sweep="forked", conf="c", overrides=[], runs=launch.plan(["conf=convergence"]).points, study=study)
     assert "forks of 'forked' that are not done start from" in hqsweep("rm", "first", "--yes").stderr

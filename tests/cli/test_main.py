@@ -183,8 +183,8 @@ def test_native_without_a_gpu_is_refused_at_the_start_and_shown_before_it(folder
 )
 def test_data_too_short_is_refused_before_anything_starts(words: list[str], says: str, folder: Path) -> None:
     (folder / "short.txt").write_text("x" * 30)
-    given = {word.partition("=")[0] for word in words}
-    rest = [word for word in TINY if word.partition("=")[0] not in given]
+    keys = {word.partition("=")[0] for word in words}
+    rest = [word for word in TINY if word.partition("=")[0] not in keys]
     for option in ([], ["--dry-run"]):
         result = hqsweep("run", *rest, *words, *option)
         assert result.exit_code == 2 and says in result.stderr, result.stderr

@@ -54,9 +54,9 @@ def test_names_of_a_file_are_text_while_it_runs_and_after(folder, monkeypatch):
 
 
 def test_json_has_rows_recipe_and_promise(folder):
-    facts = json.loads(hqsweep("model.safetensors", "--formats", "mxfp8", "--bits", "9", "--json").stdout)
-    assert (len(facts["rows"]), facts["recipe"]["linear"], facts["recipe"]["overrides"]) == (8, "mxfp8", [])
-    assert facts["bits"] == 8.25 and 31 < facts["predicted_sqnr_db"] < 32
+    report = json.loads(hqsweep("model.safetensors", "--formats", "mxfp8", "--bits", "9", "--json").stdout)
+    assert (len(report["rows"]), report["recipe"]["linear"], report["recipe"]["overrides"]) == (8, "mxfp8", [])
+    assert report["bits"] == 8.25 and 31 < report["predicted_sqnr_db"] < 32
 
 
 @pytest.mark.parametrize(

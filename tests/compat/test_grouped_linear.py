@@ -87,9 +87,9 @@ def test_a_rank_has_its_part_of_the_experts_and_exchanges_nothing(mode, later):
             own.set_tensor_parallel_group(ProcessGroup(rank, 2))
         cut = {"column": (None, 1), "row": (1, None)}[mode]
         own_x, own_dy = (t if axis is None else t.chunk(2, axis)[rank] for t, axis in zip((x, dy), cut, strict=True))
-        made = passed(own, own_x, own_dy)
+        results = passed(own, own_x, own_dy)
         axes = {"column": (1, None, 0, 0, 0), "row": (None, 1, 1, 1, 1)}[mode]
-        for tensor, expected, axis in zip(made, whole, axes, strict=True):
+        for tensor, expected, axis in zip(results, whole, axes, strict=True):
             if axis is None:
                 sums.append(tensor.float())
             else:

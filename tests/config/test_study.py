@@ -11,18 +11,17 @@ from hqsweep.sweep.overrides import STUDY_KEYS
 from hqsweep.sweep.store import RunStore
 
 
-@pytest.mark.parametrize("given", [0.25, "0.25", "0.25%"])
-def test_a_margin_is_a_percentage(given: float | str) -> None:
-    assert parse_margin(given) == 0.25 == expand("convergence", [f"margin={given}"]).study.margin
+@pytest.mark.parametrize("margin", [0.25, "0.25", "0.25%"])
+def test_a_margin_is_a_percentage(margin: float | str) -> None:
+    assert parse_margin(margin) == 0.25 == expand("convergence", [f"margin={margin}"]).study.margin
 
 
 def test_no_run_has_them_and_the_plan_does() -> None:
     words = ["recipe=mxfp8,bf16", "margin=1", "seeds.until=decided", "seeds.max=5", "null_arm=true"]
-    made = plan(["conf=convergence", *words])
-    assert not any(set(point.config) & set(STUDY_KEYS) - {"fork"} for point in made.points)
-    assert (made.study.margin, made.study.seeds.until, made.study.seeds.max, made.study.null_arm) == (
-        1, "decided", 5, True,
-    )  # fmt: skip
+    sweep_plan = plan(["conf=convergence", *words])
+    assert not any(set(point.config) & set(STUDY_KEYS) - {"fork"} for point in sweep_plan.points)
+    study = sweep_plan.study
+    assert (study.margin, study.seeds.until, study.seeds.max, study.null_arm) == (1, "decided", 5, True)
     assert plan(["conf=parity"]).study == StudyConfig()
 
 

@@ -63,15 +63,15 @@ def source(x: np.ndarray) -> tuple:
     return DTYPES[x.dtype.name], *x.shape, *(stride // x.itemsize for stride in x.strides)
 
 
-def direction(fields: dict, pointers: dict[str, int], exact_dtype: type, amax: int, found: int) -> _C.Direction:
+def direction(fields: dict, pointers: dict[str, int], exact_dtype: type, amax: int, amax_place: int) -> _C.Direction:
     """A Direction that writes to those addresses; a found amax goes where the format keeps it, or to `found`."""
     key = [fields.get(name, 0) for name in KEY]
     spec = _C.Spec(**{name: value for name, value in fields.items() if name not in KEY})
     scales = pointers["s"]
     keeps = pointers["g"] if fields["family"] == "nvfp4" else 0
-    found = 0 if amax else (keeps or found)
+    amax_place = 0 if amax else (keeps or amax_place)
     target = (pointers["q"], scales, keeps, pointers["exact"], DTYPES[np.dtype(exact_dtype).name])
-    return _C.Direction(spec, *key, amax, found, *target)
+    return _C.Direction(spec, *key, amax, amax_place, *target)
 
 
 def quantize(
@@ -84,10 +84,10 @@ def quantize(
     **spec,
 ) -> Result:
     """Quantize a 2-D array of any strides along its rows on the CPU."""
-    result, found = outputs(x.shape, spec, exact_dtype), np.zeros(1, np.float32)
+    result, amax_place = outputs(x.shape, spec, exact_dtype), np.zeros(1, np.float32)
     pointers = {name: array.ctypes.data for name, array in vars(result).items()}
     address = 0 if amax is None else amax.ctypes.data
-    to = direction(spec, pointers, exact_dtype, address, found.ctypes.data)
+    to = direction(spec, pointers, exact_dtype, address, amax_place.ctypes.data)
     _C.quantize_cpu(x.ctypes.data, *source(x), to, None, False, threads, isa)
     return result
 
@@ -99,9 +99,11 @@ def quantize_on_gpu(x: np.ndarray, *, amax: np.ndarray | None = None, exact_dtyp
     garbage = vars(outputs(x.shape, spec, exact_dtype))
     arrays = {name: to_gpu(array) for name, array in garbage.items()}
     amax_there = None if amax is None else to_gpu(amax)
-    found = torch.zeros(1, device="cuda")
+    amax_place = torch.zeros(1, device="cuda")
     pointers = {name: array.data_ptr() for name, array in arrays.items()}
-    to = direction(spec, pointers, exact_dtype, 0 if amax_there is None else amax_there.data_ptr(), found.data_ptr())
+    to = direction(
+        spec, pointers, exact_dtype, 0 if amax_there is None else amax_there.data_ptr(), amax_place.data_ptr()
+    )
     stream = torch.cuda.current_stream().cuda_stream
     _C.quantize_cuda(memory.data_ptr(), *source(x), to, None, False, stream)
     back = {name: array.cpu().numpy().view(garbage[name].dtype) for name, array in arrays.items()}

@@ -41,13 +41,13 @@ def buffers(fields: dict, rows: int, cols: int, device: str) -> dict[str, torch.
     return {name: memory(count, dtype, device)[:count] for name, (count, dtype) in sizes.items()}
 
 
-def direction(fields: dict, to: dict[str, torch.Tensor], found: torch.Tensor, keys: torch.Tensor | None = None):
+def direction(fields: dict, to: dict[str, torch.Tensor], amax: torch.Tensor, keys: torch.Tensor | None = None):
     spec = _C.Spec(**{name: value for name, value in fields.items() if name not in KEY})
     pointers = {name: tensor.data_ptr() for name, tensor in to.items()}
     if fields["family"] != "nvfp4":
         pointers.pop("global_", None)
     words = {name: fields.get(name, 0) for name in KEY} | pointers
-    return _C.Direction(spec, found=found.data_ptr(), **words, keys=0 if keys is None else keys.data_ptr())
+    return _C.Direction(spec, found=amax.data_ptr(), **words, keys=0 if keys is None else keys.data_ptr())
 
 
 def run(x: torch.Tensor, row, column, *, offsets: torch.Tensor | None = None, **options) -> None:
@@ -64,9 +64,9 @@ def member(x, fields: dict, start: int, end: int, words: list[int] | None) -> li
     part, sides = x[start:end], []
     fields = fields | ({"key0": words[0], "key1": words[1]} if words else {})
     for rows, cols in (part.shape, part.shape[::-1]):
-        found = memory(max(rows, 1), torch.float32, x.device.type)
-        sides.append((buffers(fields, rows, cols, x.device.type), found))
-    run(part, *(direction(fields, to, found) for to, found in sides))
+        amax = memory(max(rows, 1), torch.float32, x.device.type)
+        sides.append((buffers(fields, rows, cols, x.device.type), amax))
+    run(part, *(direction(fields, to, amax) for to, amax in sides))
     return [to for to, _ in sides]
 
 
@@ -79,7 +79,7 @@ def packed(x, fields: dict, keys: torch.Tensor | None, **options) -> list[dict[s
         to = {name: memory(sum(p[name].numel() for p in parts), t.dtype, device) for name, t in parts[0].items()}
         sides.append((to, memory(ROWS + len(SIZES) * COLS, torch.float32, device)))
     offsets = torch.from_numpy(OFFSETS).to(device)
-    run(x, *(direction(fields, to, found, keys) for to, found in sides), offsets=offsets, **options)
+    run(x, *(direction(fields, to, amax, keys) for to, amax in sides), offsets=offsets, **options)
     return [to for to, _ in sides]
 
 
@@ -114,9 +114,9 @@ def test_columns_alone_are_those_of_both_directions(name, shape, device):
     columns, outputs = [], ("codes", "scales", "global_")
     for wanted in (outputs, None, ("global_",)):
         sides = [buffers(SPECS[name], *size, device) for size in (shape, shape[::-1])]
-        found = [memory(1, torch.float32, device) for _ in sides]
-        row = wanted and direction(SPECS[name], {n: sides[0][n] for n in wanted}, found[0])
-        column = direction(SPECS[name], {n: sides[1][n] for n in outputs}, found[1])
+        amaxes = [memory(1, torch.float32, device) for _ in sides]
+        row = wanted and direction(SPECS[name], {n: sides[0][n] for n in wanted}, amaxes[0])
+        column = direction(SPECS[name], {n: sides[1][n] for n in outputs}, amaxes[1])
         run(x, row, column)
         columns.append(sides[1])
         untouched = [n for n in outputs if n not in (wanted or ())]

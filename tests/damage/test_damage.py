@@ -96,15 +96,15 @@ def all_rows(sweep: Path) -> dict[str, bytes]:
 def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
     """The sweeps of STATES: trained to their end, and cut_short killed in the midst."""
     root = tmp_path_factory.mktemp("origin")
-    made = Origin(root)
+    source = Origin(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         for name in SWEEPS:
             launch.start(launch.plan(words(name)), Quiet())
-            made.rows[name] = all_rows(root / "runs" / name)
+            source.rows[name] = all_rows(root / "runs" / name)
         cut_short(launch.plan(words("cut_short")))
-        made.rows["cut_short"] = made.rows["whole"]
-        yield made
+        source.rows["cut_short"] = source.rows["whole"]
+        yield source
 
 
 def cut_short(plan: launch.SweepPlan) -> None:
@@ -247,8 +247,8 @@ def doubt(damage: Damage, sweep: Path, oracle: Oracle) -> str | None:
     foreign = damage.kind == "double run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(sweep.parents[1])
-        verified, found, refusal = said("verify", sweep.name, "--json")
-        faults = [fault["file"] for fault in json.loads(found)["faults"]] if found else [refusal]
+        verified, report, refusal = said("verify", sweep.name, "--json")
+        faults = [fault["file"] for fault in json.loads(report)["faults"]] if report else [refusal]
         if not foreign and any("/checkpoint/" not in file for file in faults):  # which a finished run does without
             return f"repaired, but not verified, with exit code {verified}: {faults}"
         if sweep.name == "cut_short":

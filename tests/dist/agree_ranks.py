@@ -79,8 +79,8 @@ def difference(shard: HybridQuantizedTensor, whole: HybridQuantizedTensor) -> st
 
 
 def differences(texts, tensors) -> dict[str, str]:
-    found = {text: difference(tensor, whole_of(text)) for text, tensor in zip(texts, tensors, strict=True)}
-    return {text: where for text, where in found.items() if where}
+    places = {text: difference(tensor, whole_of(text)) for text, tensor in zip(texts, tensors, strict=True)}
+    return {text: where for text, where in places.items() if where}
 
 
 def shards(rank: int, world: int, cut: str) -> dict[str, str]:
@@ -111,7 +111,7 @@ def columns(rank: int, world: int) -> dict[str, str]:
 def one_direction(rank: int, world: int) -> dict[str, str]:
     """Shards that hold one direction, of which the other may still be what it is made from."""
     first, last = list(pairwise(CUTS[world]["odd"]))[rank]
-    found = {}
+    places = {}
     for direction in ("rowwise", "columnwise"):
         options = {"directions": [direction], "dtype": torch.float32, "source_dtype": torch.bfloat16}
         options["place"] = Place(first, 0, ROWS, COLS)
@@ -120,8 +120,8 @@ def one_direction(rank: int, world: int) -> dict[str, str]:
         ]
         parts = [values()[first:last]] * len(SOME)
         quantize_shards_(tensors, parts, [key_of(text) for text in SOME], dist.group.WORLD)
-        found |= {f"{direction} {text}": where for text, where in differences(SOME, tensors).items()}
-    return found
+        places |= {f"{direction} {text}": where for text, where in differences(SOME, tensors).items()}
+    return places
 
 
 def intervals(world: int, numel: int, index: int) -> list[tuple[int, int]]:
@@ -146,14 +146,14 @@ def fragments(rank: int, world: int) -> dict[str, str]:
         masters.append(values().flatten()[start:stop] if stop > start else None)
         offsets.append(start if stop > start else None)
     quantize_master_weights(weights, masters, offsets, dist.group.WORLD, keys=[key_of(text) for text in texts])
-    found = {}
+    places = {}
     for text, weight in zip(texts, weights, strict=True):
         whole, meta = whole_of(text), weight.metadata
         where = "" if meta.place is None else difference(weight, whole)
         if meta.place is None:
             where = ", ".join(name for name, x in weight.buffers.items() if not same(x, whole.buffers[name]))
-        found |= {f"{text} {meta.place} {meta.directions}": where} if where else {}
-    return found
+        places |= {f"{text} {meta.place} {meta.directions}": where} if where else {}
+    return places
 
 
 def grouped_fragments(rank: int, world: int) -> bool:
@@ -235,5 +235,5 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def all_cases(rank: int, world: int) -> dict[str, object]:
     functions = (columns, one_direction, fragments, grouped_fragments, delayed, collectives, refusals)
-    found = {f"shards {cut}": shards(rank, world, cut) for cut in CUTS[world]}
-    return found | {function.__name__: function(rank, world) for function in functions}
+    results = {f"shards {cut}": shards(rank, world, cut) for cut in CUTS[world]}
+    return results | {function.__name__: function(rank, world) for function in functions}

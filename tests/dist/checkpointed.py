@@ -10,10 +10,10 @@ from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 
 
 def content(run) -> dict[str, torch.Tensor]:
-    found = {name: whole(value) for name, value in run.model.state_dict().items()}
+    tensors = {name: whole(value) for name, value in run.model.state_dict().items()}
     for name, p in run.model.named_parameters():
-        found |= {f"{name}.{key}": whole(value) for key, value in run.optimizer.state[p].items()}
-    return found
+        tensors |= {f"{name}.{key}": whole(value) for key, value in run.optimizer.state[p].items()}
+    return tensors
 
 
 def resumed(rank: int, folder: Path, cases: list) -> None:

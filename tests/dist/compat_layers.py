@@ -32,7 +32,7 @@ def differences(rank: int, world: int) -> list[str]:
     """What of each layer is not, to the byte, that of the styles, whose operands are those of one process, or in high
     precision differs from one process by more than the order of sums explains; without and with tokens that lie split,
     with a group that is given at once, or later."""
-    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    mesh, faults = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
     group = mesh.get_group()
     for name, (build, as_styles) in LAYERS.items():
         for sequence in (False, True):
@@ -42,19 +42,19 @@ def differences(rank: int, world: int) -> list[str]:
             tokens = partial(part, rank=rank, ranks=world if sequence else 1)
             expected = run(styled, LOW, (1, -1, D), tokens)
             actual = run(own, LOW, (-1, 1, D), tokens)
-            found += [f"{name} {sequence}: {n}" for n, t in expected.items() if not torch.equal(t, actual[n])]
+            faults += [f"{name} {sequence}: {n}" for n, t in expected.items() if not torch.equal(t, actual[n])]
             whole = run(seeded(build), HIGH, (-1, 1, D), partial(part, rank=0, ranks=1))
             actual = run(own, HIGH, (-1, 1, D), tokens)
             for n in ("y", "dx"):
                 error = (actual[n].float() - tokens(whole[n]).float()).norm() / tokens(whole[n]).float().norm()
-                found += [f"{name} {sequence}: {n} is off by {error}"] if error > 1e-2 else []
+                faults += [f"{name} {sequence}: {n} is off by {error}"] if error > 1e-2 else []
     build = LAYERS["MultiheadAttention"][0]
     at_once = seeded(build, tp_group=group, tp_size=world, set_parallel_mode=True)
     later = seeded(build, tp_size=world, set_parallel_mode=True)
     later.set_tensor_parallel_group(group)
     later.load_state_dict(at_once.state_dict())
     x = draw("normal", S, D, 3).view(S, 1, D)
-    return found + ([] if torch.equal(later(x), at_once(x)) else ["a group that comes later"])
+    return faults + ([] if torch.equal(later(x), at_once(x)) else ["a group that comes later"])
 
 
 def seeded(build, **options: object) -> nn.Module:

@@ -34,13 +34,13 @@ def train(model: TransformerLayer, tokens: slice) -> dict[str, Tensor]:
 
 def run(rank: int) -> dict[str, dict[str, Tensor]]:
     mesh, own = init_device_mesh("cpu", (WORLD,)), LENGTH // WORLD
-    made = {}
+    results = {}
     for name in CASES:
-        made[name] = train(context_parallel(layer(name), mesh), slice(rank * own, (rank + 1) * own))
-        for key, gradient in made[name].items():
+        results[name] = train(context_parallel(layer(name), mesh), slice(rank * own, (rank + 1) * own))
+        for key, gradient in results[name].items():
             if key not in ("x", "y"):
                 dist.all_reduce(gradient)
-    return made | {"refused": refusals(mesh)}
+    return results | {"refused": refusals(mesh)}
 
 
 def refusals(mesh) -> list[str]:

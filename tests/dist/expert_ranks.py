@@ -43,9 +43,9 @@ def mixture(recipe: dict | str, held: bool = False) -> LayerNormMoE:
     recipe = recipe_of(recipe) if isinstance(recipe, dict) else recipe
     options = MoEOptions(experts=EXPERTS, top_k=2)
     with quantized_model_init(enabled=held), quantization(seed=1):
-        made = LayerNormMoE(DIM, FFN, name="m", recipe=recipe, options=options)
-    torch.nn.init.normal_(made.router.weight)
-    return made
+        module = LayerNormMoE(DIM, FFN, name="m", recipe=recipe, options=options)
+    torch.nn.init.normal_(module.router.weight)
+    return module
 
 
 def tokens(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -55,20 +55,20 @@ def tokens(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train(module: LayerNormMoE, ranks: list[int], microbatch: int = 0, of_gradient=local) -> dict[str, Tensor]:
     """y and dx of the tokens of these ranks in every step, what of_gradient makes of the gradients, and the states."""
-    made = {}
+    results = {}
     for step in range(1, STEPS + 1):
         x, dy = (torch.cat(parts) for parts in zip(*(tokens(rank, step) for rank in ranks), strict=True))
         x = x.requires_grad_()
         with quantization(seed=1, step=step, microbatch=microbatch):
             y = module(x)[0]
             y.backward(dy)
-        made |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
+        results |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
         for name, parameter in module.named_parameters():
             if name.startswith("fc"):
-                made[f"d {name} {step}"] = of_gradient(parameter.grad)
+                results[f"d {name} {step}"] = of_gradient(parameter.grad)
         module.zero_grad()
     state = module.state_dict().items()
-    return made | {name: tensor for name, tensor in state if ".states." in name}
+    return results | {name: tensor for name, tensor in state if ".states." in name}
 
 
 class Sent:
@@ -78,10 +78,10 @@ class Sent:
         self.plain, self.bytes = dist.all_to_all_single, []
         dist.all_to_all_single = self
 
-    def __call__(self, made: Tensor, x: Tensor, *args, **kwargs) -> None:
+    def __call__(self, out: Tensor, x: Tensor, *args, **kwargs) -> None:
         if x.dtype != torch.int64:
             self.bytes.append(x.shape[1] * x.element_size())
-        self.plain(made, x, *args, **kwargs)
+        self.plain(out, x, *args, **kwargs)
 
     def stop(self) -> list[int]:
         dist.all_to_all_single = self.plain
@@ -99,16 +99,21 @@ def sent_by_one_step(recipe: dict | str, rank: int, mesh) -> list[int]:
 def run(rank: int) -> dict[str, dict[str, Tensor]]:
     """Results of every recipe over all ranks, and of delayed scaling over two groups of two."""
     everyone, pairs = init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    made = {name: train(expert_parallel(mixture(r), everyone), [rank], rank) for name, r in RECIPES.items()}
-    made["bytes"] = {name: sent_by_one_step(RECIPES[name], rank, everyone) for name in ("high", "codes", "per tensor")}
+    results = {name: train(expert_parallel(mixture(r), everyone), [rank], rank) for name, r in RECIPES.items()}
+    results["bytes"] = {
+        name: sent_by_one_step(RECIPES[name], rank, everyone) for name in ("high", "codes", "per tensor")
+    }
     with torch.no_grad():
         sent = Sent()
         y = expert_parallel(mixture("mxfp8"), everyone)(tokens(rank, 1)[0])[0]
-    made["evaluated"] = {"y": y, "bytes": sent.stop()}
-    made["held"] = train(expert_parallel(mixture(HELD, held=True), everyone), [rank])
-    made["pairs"] = train(expert_parallel(mixture(RECIPES["delayed"]), pairs), [rank])
-    made["cut"], made["held and cut"] = fully_sharded(mixture(CODES), rank), fully_sharded(mixture(HELD, True), rank)
-    return made | {"refused": refusals(everyone)}
+    results["evaluated"] = {"y": y, "bytes": sent.stop()}
+    results["held"] = train(expert_parallel(mixture(HELD, held=True), everyone), [rank])
+    results["pairs"] = train(expert_parallel(mixture(RECIPES["delayed"]), pairs), [rank])
+    results["cut"], results["held and cut"] = (
+        fully_sharded(mixture(CODES), rank),
+        fully_sharded(mixture(HELD, True), rank),
+    )
+    return results | {"refused": refusals(everyone)}
 
 
 def fully_sharded(module: LayerNormMoE, rank: int) -> dict[str, Tensor]:

@@ -81,8 +81,8 @@ def study(folder: Path, case: dict, parallel: dict | None) -> list[list[dict]]:
     shared = {key: value for key, value in case.items() if key not in ("of_trunk", "of_fork", "killed")}
     trunk, sinks = case.get("of_trunk", {}) | {"trunk": None}, []
     for options, name, stop in ((trunk, "trunk", 2), (case.get("of_fork", {}), "fork", AT + 3)):
-        made, own = config(parallel=parallel, **(shared | options)), folder / name
-        sinks.append(killed_at(stop, made, own) if "killed" in case else run(made, own))
+        cfg, own = config(parallel=parallel, **(shared | options)), folder / name
+        sinks.append(killed_at(stop, cfg, own) if "killed" in case else run(cfg, own))
     assert len(sinks[1].facts["trunk_sha256"]) == 64
     return [rows(sink) for sink in sinks]
 
@@ -94,12 +94,12 @@ def studies(rank: int, folder: Path, cases: list[tuple[dict, dict]]) -> list:
 
 def ranked(rank: int, folder: Path, cases: list[tuple[dict, dict]], source: dict) -> dict:
     """All that is done on two ranks."""
-    found = {"studies": studies(rank, folder, cases)}
+    results = {"studies": studies(rank, folder, cases)}
     two = {"dp_shard": 2}
     # a fork of what one process wrote, and trunks from another program's checkpoint and back to points it had passed
-    found["from a file"] = rows(run(config(parallel=two, **source["fork"]), folder / "from_file"))
-    found["source"] = rows(run(config(parallel=two, trunk=None, fork=source["source"]), folder / "source"))
-    found["own model"] = study(folder / "own", source["own model"], two)
+    results["from a file"] = rows(run(config(parallel=two, **source["fork"]), folder / "from_file"))
+    results["source"] = rows(run(config(parallel=two, trunk=None, fork=source["source"]), folder / "source"))
+    results["own model"] = study(folder / "own", source["own model"], two)
     for points in ([4], [2, 4]):
         run(config(parallel=two, trunk=None, at=points), folder / "more")
-    return found
+    return results

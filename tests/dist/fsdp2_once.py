@@ -86,8 +86,8 @@ def once(rank, texts):
     counts, faults = {}, []
     for text in texts:
         for case in CASES:
-            counts[text, case], found = _compared(text, case)
-            faults += [(text, case, words) for words in found]
+            counts[text, case], differences = _compared(text, case)
+            faults += [(text, case, words) for words in differences]
     return counts, faults
 
 
@@ -97,13 +97,15 @@ def _compared(text, case):
     alone = train(build(text, held=False, **options), microbatches, lambda *_: None, of_data=of_data)
     model = shard(build(text, held=False, **options), raf=raf)
     watched, outputs, gradients, left = train(model, microbatches, accumulate, of_data=of_data)
-    found = [f"{left} bytes of values are left"] if any(left) else []
+    differences = [f"{left} bytes of values are left"] if any(left) else []
     for name, ours, theirs in (("output", outputs, alone[1]), ("gradient", gradients, alone[2])):
-        found += [f"{name} {i}" for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+        differences += [
+            f"{name} {i}" for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)
+        ]
     for own, other in zip(watched, alone[0], strict=True):
         pairs = zip(own.read, other.read, strict=True)
-        found += [f"operand {a[:2]}" for a, b in pairs if a[:2] != b[:2] or not torch.equal(a[2], b[2])]
-    return [set(own.made.values()) for own in watched], found + _turned(text, watched[0].read)
+        differences += [f"operand {a[:2]}" for a, b in pairs if a[:2] != b[:2] or not torch.equal(a[2], b[2])]
+    return [set(own.made.values()) for own in watched], differences + _turned(text, watched[0].read)
 
 
 def _turned(text, read):

@@ -168,10 +168,10 @@ def trained(rank, texts, names, *, held=True):
             expected = train(alone, **{k: v for k, v in run.items() if k in ("microbatches",)})
             model = sharded(build(text, **options))
             got = train(model, **run)
-            found = [] if got == expected else [(got, expected)]
-            found += weights_that_differ(model, alone)
-            if found:
-                faults[text, name] = found
+            differences = [] if got == expected else [(got, expected)]
+            differences += weights_that_differ(model, alone)
+            if differences:
+                faults[text, name] = differences
     return faults
 
 

@@ -129,12 +129,12 @@ def uses(rank):
 def compiled(rank):
     """Whether two compiled blocks under fully_shard train as eager ones: held weights with and without recomputation,
     and plain ones."""
-    found = []
+    results = []
     for options, backend in (({}, "inductor"), ({"inside": False}, "inductor"), ({"held": False}, "aot_eager")):
         alone = build(TEXT, **options)
         expected = train(alone)
         model = build(TEXT, **options)
         for block in model.blocks:
             block.compile(backend=backend)
-        found.append([train(shard(model)) == expected, weights_that_differ(model, alone)])
-    return found
+        results.append([train(shard(model)) == expected, weights_that_differ(model, alone)])
+    return results

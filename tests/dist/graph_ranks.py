@@ -29,48 +29,48 @@ class SharedPool(EagerPool):
         return states, {p: p.metadata.key for p in parts if isinstance(p, HybridQuantizedTensor)}
 
 
-def fail_in_backward(made):
+def fail_in_backward(training):
     """Have the captures of a trainer fail in their backward."""
-    capture = made.runner.pool.capture
+    capture = training.runner.pool.capture
 
     def fail(*_):
         raise RuntimeError("not today")
 
     def failing(function):
-        handle = next(made.model.children()).register_full_backward_hook(fail)
+        handle = next(training.model.children()).register_full_backward_hook(fail)
         try:
             return capture(function)
         finally:
             handle.remove()
 
-    made.runner.pool.capture = failing
+    training.runner.pool.capture = failing
 
 
 def trainer(cfg, kind):
     """One of the ranks' Trainer: with graphs, on the CPU their stand-in, or eager."""
     device, dims = rank_device(), cfg.train.parallel
-    made = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, Ranks(
+    training = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, Ranks(
         dims=dims, mesh=build_mesh(dims, device.type), device=device
     ))  # fmt: skip
     if kind == "eager":
-        made.runner.pool = None
+        training.runner.pool = None
     elif device.type == "cpu":
-        made.runner.pool = SharedPool(made)
+        training.runner.pool = SharedPool(training)
     if kind == "failing":
-        fail_in_backward(made)
-    return made
+        fail_in_backward(training)
+    return training
 
 
 def train(cfg, kind):
     """(metrics and statistics of each step, the state at the end, why steps were eager, replays)."""
-    made = trainer(cfg, kind)
+    training = trainer(cfg, kind)
     # The sum of a branch is left to the next norm: the hooks of fully_shard stand around the layer's residual(), too.
-    assert not any(is_observed(layer) for layer in made.model.layers if is_unit(layer))
-    steps = [(step.metrics, step.stats) for step in made.steps()]
-    reason, pool = made.runner.reason, made.runner.pool
-    graphs = getattr(pool, "replays", made.runner.has_graph)
-    state = made.state()
-    made.runner.forget()  # a communicator waits for the graphs that hold it
+    assert not any(is_observed(layer) for layer in training.model.layers if is_unit(layer))
+    steps = [(step.metrics, step.stats) for step in training.steps()]
+    reason, pool = training.runner.reason, training.runner.pool
+    graphs = getattr(pool, "replays", training.runner.has_graph)
+    state = training.state()
+    training.runner.forget()  # a communicator waits for the graphs that hold it
     return steps, state, reason, graphs
 
 
@@ -78,5 +78,5 @@ def train_both(rank: int, configs: list, kind: str) -> list:
     """train() of each config, eagerly and otherwise."""
     if dist.get_backend() == "nccl":
         convergence.make_deterministic()
-    found = [[train(cfg, each) for each in ("eager", kind)] for cfg in configs]
-    return torch.utils._pytree.tree_map_only(torch.Tensor, partial(torch.Tensor.to, device="cpu"), found)
+    results = [[train(cfg, each) for each in ("eager", kind)] for cfg in configs]
+    return torch.utils._pytree.tree_map_only(torch.Tensor, partial(torch.Tensor.to, device="cpu"), results)

@@ -63,11 +63,11 @@ def backward(model, step: int, rank: int) -> None:
 
 def state(model: nn.Sequential) -> dict[str, Tensor]:
     """Operands of the weights, and biases."""
-    found = {}
+    tensors = {}
     for index, linear in enumerate(model):
-        found |= {f"{index} {name}": buffer.clone() for name, buffer in linear.weight.buffers.items()}
-        found[f"{index} bias"] = linear.bias.detach().clone()
-    return found
+        tensors |= {f"{index} {name}": buffer.clone() for name, buffer in linear.weight.buffers.items()}
+        tensors[f"{index} bias"] = linear.bias.detach().clone()
+    return tensors
 
 
 def run(rank: int) -> dict[str, object]:

@@ -18,13 +18,13 @@ EXPERTS = {"experts": 8, "first_moe_layer": 1, "tied": True}
 def content(run) -> dict[str, torch.Tensor]:
     """Whole weights (but held ones, which are made of their masters), masters and moments, and the states of delayed
     scaling that this rank writes."""
-    found = {name: value.clone() for name, value in delayed_tensors(run.model).items()}
+    tensors = {name: value.clone() for name, value in delayed_tensors(run.model).items()}
     for name, p in parameters_of(run.model).items():
         state = {f"{name}.{key}": value for key, value in run.optimizer.state[p].items()}
         if not isinstance(local(p), HybridQuantizedTensor):
             state |= {name: p.detach(), f"{name}.{MASTER}": run.optimizer.master_param(p).detach()}
-        found |= {name: whole_tensor(value).clone() for name, value in state.items()}
-    return found
+        tensors |= {name: whole_tensor(value).clone() for name, value in state.items()}
+    return tensors
 
 
 def outcome(linear, **changes) -> tuple:

@@ -46,11 +46,11 @@ def gradients(model: nn.Module, step: int, part: int) -> None:
 
 def state_of(optimizer: FusedAdam, model: nn.Module) -> dict[str, Tensor]:
     """Parameters, masters and moments, whole."""
-    found = {}
+    tensors = {}
     for name, p in model.named_parameters():
-        found |= {name: _whole(p), f"{name}.master": _whole(optimizer.master_param(p))}
-        found |= {f"{name}.{key}": _whole(value) for key, value in optimizer.state[p].items()}
-    return found
+        tensors |= {name: _whole(p), f"{name}.master": _whole(optimizer.master_param(p))}
+        tensors |= {f"{name}.{key}": _whole(value) for key, value in optimizer.state[p].items()}
+    return tensors
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -168,10 +168,10 @@ def main_grads_of_one_process(case: str) -> dict[object, list[Tensor]]:
         for rank, microbatch in product(range(RANKS), range(2)):
             optimizer.zero_grad()
             gradients(model, 2 * step + microbatch, rank)
-            given = {p: p.main_grad.clone() for p in model.parameters()}
+            own = {p: p.main_grad.clone() for p in model.parameters()}
             if not case.startswith("ddp"):  # autograd rounds all others to the dtype of the gathered ones
-                given |= {p: g.bfloat16().float() for p, g in given.items() if not any(p is w for w in fused)}
-            parts.append(list(given.values()))
+                own |= {p: g.bfloat16().float() for p, g in own.items() if not any(p is w for w in fused)}
+            parts.append(list(own.values()))
         a, b, c, d = parts
         if case == "two reductions":
             sums = [(x + z) / 2 + (y + w) / 2 for x, y, z, w in zip(a, b, c, d, strict=True)]

@@ -48,7 +48,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def train(model: GPT, step, evaluate) -> dict[str, Tensor]:
     """Losses and gradients of some steps, with weights that change between them, and what states are left."""
-    made, weights_made, plain = {}, Counter(), Call.quantize
+    results, weights_made, plain = {}, Counter(), Call.quantize
 
     def counted(call: Call, tensor: str, *args, **kwargs):
         weights_made[call.name] += tensor == "weight"
@@ -56,16 +56,16 @@ def train(model: GPT, step, evaluate) -> dict[str, Tensor]:
 
     Call.quantize = counted
     for index in range(1, STEPS + 1):
-        made[f"loss {index}"] = step(index, *batch(index))
+        results[f"loss {index}"] = step(index, *batch(index))
         for name, parameter in model.named_parameters():
-            made[f"d {name} {index}"] = parameter.grad
+            results[f"d {name} {index}"] = parameter.grad
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad
             parameter.grad = None
     Call.quantize = plain
-    made["evaluated"] = evaluate(STEPS, *batch(STEPS + 1))
-    made["weights"] = torch.tensor([count for name, count in weights_made.items() if name.startswith("layers")])
-    return made | {name: tensor for name, tensor in model.state_dict().items() if ".states." in name}
+    results["evaluated"] = evaluate(STEPS, *batch(STEPS + 1))
+    results["weights"] = torch.tensor([count for name, count in weights_made.items() if name.startswith("layers")])
+    return results | {name: tensor for name, tensor in model.state_dict().items() if ".states." in name}
 
 
 def in_one_process(name: str) -> dict[str, Tensor]:
@@ -94,8 +94,8 @@ def in_one_process(name: str) -> dict[str, Tensor]:
         with torch.no_grad(), quantization(seed=1, step=index, microbatch=FIRST, cache_weights=True):
             return torch.stack([model.loss(tokens[i : i + 1], targets[i : i + 1])[0] for i in range(3)])
 
-    found = train(model, step, evaluate)
-    return {key: value for key, value in found.items() if not (name == "tied" and key.startswith("d head"))}
+    results = train(model, step, evaluate)
+    return {key: value for key, value in results.items() if not (name == "tied" and key.startswith("d head"))}
 
 
 def in_stages(name: str, mesh) -> dict[str, Tensor]:

@@ -34,11 +34,11 @@ class Training:
     fp32 weights, held ones that start from their values, or held ones that start from their codes."""
 
     def __init__(self, recipe: str, mesh: DeviceMesh | None, seed: int = 0, kind: str = "fp32") -> None:
-        made = Recipe.from_config({"linear": RECIPES[recipe]})
+        slots = Recipe.from_config({"linear": RECIPES[recipe]})
         torch.manual_seed(seed)
         held = quantized_model_init(enabled="held" in kind, preserve_high_precision_init_val=kind == "held")
         with held, quantization(seed=1):
-            first, last = Linear(32, 64, name="0", recipe=made, bias=True), Linear(64, 64, name="2", recipe=made)
+            first, last = Linear(32, 64, name="0", recipe=slots, bias=True), Linear(64, 64, name="2", recipe=slots)
         self.model = nn.Sequential(first, nn.LayerNorm(64), last)
         if kind == "bf16":
             self.model.bfloat16()
@@ -71,23 +71,23 @@ class Training:
 
     def content(self) -> dict[str, torch.Tensor]:
         """Every number that training goes on from, whole."""
-        found = {name: whole(value) for name, value in self.model.state_dict().items() if not is_held(value)}
+        tensors = {name: whole(value) for name, value in self.model.state_dict().items() if not is_held(value)}
         for name, p in self.model.named_parameters():
-            found |= {f"{name}.{key}": whole(value) for key, value in self.optimizer.state[p].items()}
+            tensors |= {f"{name}.{key}": whole(value) for key, value in self.optimizer.state[p].items()}
         for index in (0, 2):
             if self.mesh is not None:
                 self.model[index].unshard()
             weight = self.model[index].weight
             if isinstance(weight, HybridQuantizedTensor):
-                found |= {
+                tensors |= {
                     f"{index}.{name}": b.view(torch.uint8).clone()
                     for name, b in weight.buffers.items()
                     if name != "high_precision_init_val"
                 }
             if self.mesh is not None:
                 self.model[index].reshard()
-        found["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"])
-        return found
+        tensors["lr"] = torch.tensor(self.optimizer.param_groups[0]["lr"])
+        return tensors
 
     def save(self, folder: Path, group=None) -> Path:
         extra = {"step": self.step, "sum": torch.tensor(0.1), "notes": ["a", None]}
@@ -164,21 +164,21 @@ RESHARDED = [("fp8_delayed", "bf16"), ("nvfp4", "held"), ("mxfp8", "held_codes")
 def reshard(rank: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Four ranks: what two and one of them wrote in all four, and what four write in two."""
     two, four = (DeviceMesh("cpu", torch.arange(n)) for n in (2, 4))
-    found = {}
+    contents = {}
     for recipe, kind in RESHARDED:
         name = f"{recipe}_{kind}"
         if rank < 2:
             first = Training(recipe, two, kind=kind)
             first.train(0 if kind == "held_codes" else 2)
             first.save(folder / f"{name}_two", group=two.get_group())
-            found[f"{name} saved"] = first.content()
+            contents[f"{name} saved"] = first.content()
         dist.barrier()
         other = Training(recipe, four, seed=rank, kind=kind).load(folder / f"{name}_two")
-        found[f"{name} on four"] = other.content()
+        contents[f"{name} on four"] = other.content()
         other.save(folder / f"{name}_four")
         one = Training(recipe, four, seed=1, kind=kind).load(folder / f"{name}_one")
-        found[f"{name}_one on four"] = one.content()
+        contents[f"{name}_one on four"] = one.content()
         if rank < 2:
             again = Training(recipe, two, seed=3, kind=kind).load(folder / f"{name}_four", two.get_group())
-            found[f"{name} on two"] = again.content()
-    return found
+            contents[f"{name} on two"] = again.content()
+    return contents

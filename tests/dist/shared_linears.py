@@ -92,14 +92,14 @@ def whole_operands(module: Linear, x: Tensor, dy: Tensor, step: int) -> dict[str
 
 def differences(rank: int, world: int, texts: list[str]) -> list[str]:
     """What of column- and row-parallel linears is not to the byte what it should be."""
-    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    mesh, faults = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
     for text in texts:
         for mode, sequence in MODES if text in FEW else MODES[2:]:
             try:
-                found += [f"{text} {mode} {sequence} {w}" for w in compared(text, mode, sequence, mesh, rank)]
+                faults += [f"{text} {mode} {sequence} {w}" for w in compared(text, mode, sequence, mesh, rank)]
             except UserError as error:
-                found.append(f"{text} {mode} {sequence}: {error}")
-    return found
+                faults.append(f"{text} {mode} {sequence}: {error}")
+    return faults
 
 
 def compared(text: str, mode: str, sequence: bool, mesh, rank: int) -> Iterator[str]:
@@ -159,7 +159,7 @@ def refusals(rank: int, world: int) -> list[str]:
 def main_gradients(rank: int, world: int) -> tuple[Tensor, Tensor]:
     """The main_grad of a part after two backwards, and what one process has."""
     mesh, options = init_device_mesh("cpu", (world,)), LinearOptions(fuse_wgrad_accumulation=True)
-    made = []
+    gradients = []
     for shared in (True, False):
         torch.manual_seed(0)
         module = Linear(64, 64 * world, name="l", recipe=quantizers("mxfp8"), options=options)
@@ -173,8 +173,8 @@ def main_gradients(rank: int, world: int) -> tuple[Tensor, Tensor]:
                 else draw("normal", 32, 64 * world, step)
             )
         assert module.weight.grad is None
-        made.append(module.weight.main_grad)
-    return made[0].to_local(), made[1].chunk(world)[rank]
+        gradients.append(module.weight.main_grad)
+    return gradients[0].to_local(), gradients[1].chunk(world)[rank]
 
 
 def gathered_bytes(rank: int, world: int) -> dict[str, float]:
@@ -205,7 +205,7 @@ def gathered_bytes(rank: int, world: int) -> dict[str, float]:
 
 def by_their_names(rank: int, world: int) -> list[str]:
     """What of TransformerEngine's Linear and LayerNormLinear over the ranks differs from the styles of this package."""
-    mesh, found = init_device_mesh("cpu", (world,)), []
+    mesh, faults = init_device_mesh("cpu", (world,)), []
     group, size, recipe = mesh.get_group(), world * 32, CustomRecipe(qfactory=lambda role: IdentityQuantizer())
     shared = {"tp_group": group, "tp_size": world, "sequence_parallel": True, "bias": False, "name": "l"}
     for kind, mode, style in (
@@ -230,7 +230,7 @@ def by_their_names(rank: int, world: int) -> list[str]:
         results[0] += (theirs.weight.detach(), theirs.weight.main_grad)
         results[1] += (ours.weight.to_local().detach(), ours.weight.grad.to_local())
         if not all(map(torch.equal, *results)) or theirs.weight.grad is not None:
-            found.append(f"{kind.__name__} {mode}")
+            faults.append(f"{kind.__name__} {mode}")
     for refused in (
         {"in_features": 33, "out_features": 32, "parallel_mode": "row", "tp_size": 2},
         {"in_features": 32, "out_features": 32, "tp_size": 2},
@@ -239,8 +239,8 @@ def by_their_names(rank: int, world: int) -> list[str]:
     ):
         with pytest.raises(UserError) as error:
             compat.Linear(**refused)
-        found.append(str(error.value))
-    return found
+        faults.append(str(error.value))
+    return faults
 
 
 def everything(rank: int, world: int, texts: list[str]) -> tuple:

@@ -38,13 +38,13 @@ PIECES = {"qkv": 3, "fc1": 2}
 def build(recipe: dict, **model: object) -> GPT:
     torch.manual_seed(0)
     config = ModelConfig(**{"dim": 128, "layers": 1, "heads": 4, "ffn": 128} | model)
-    made = GPT(config, VOCABULARY, Recipe.from_config(recipe), torch.bfloat16)
+    gpt_model = GPT(config, VOCABULARY, Recipe.from_config(recipe), torch.bfloat16)
     with torch.no_grad():
-        made.head.weight.normal_(std=0.2)
-        for parameter in made.parameters():
+        gpt_model.head.weight.normal_(std=0.2)
+        for parameter in gpt_model.parameters():
             if parameter.dim() == 1:
                 parameter.normal_(mean=1.0, std=0.1)
-    return made
+    return gpt_model
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -54,15 +54,15 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 def train(model: GPT, steps: int) -> dict[str, Tensor]:
     """The loss of each step, and the gradients of the last."""
-    made = {}
+    results = {}
     for step in range(1, steps + 1):
         model.zero_grad()
         with quantization(seed=1, step=step):
             loss, _ = model.loss(*data(step))
             loss.backward()
-        made[f"loss {step}"] = loss.detach()
+        results[f"loss {step}"] = loss.detach()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return made | {n: whole_tensor(g) for n, g in gradients.items()}
+    return results | {n: whole_tensor(g) for n, g in gradients.items()}
 
 
 def split_product(world: int) -> Callable[..., Tensor]:
@@ -118,10 +118,10 @@ def split_sums(world: int) -> Iterator[None]:
 
 def compare(rank: int, world: int, cases: list[dict]) -> list[str]:
     """What differs from one process, in a few words each."""
-    mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    mesh, faults = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
     for case in cases:
-        found += [f"{case}: {words}" for words in differences(mesh, **case)]
-    return found
+        faults += [f"{case}: {words}" for words in differences(mesh, **case)]
+    return faults
 
 
 def differences(
@@ -204,7 +204,7 @@ def over_fsdp(rank: int, world: int) -> list[str]:
     expected = {name: whole_tensor(p.detach()) for name, p in shared.named_parameters()}
     with torch.no_grad(), quantization(step=1):
         loss = shared.loss(*data(1))[0]
-    found, gradients = [], []
+    faults, gradients = [], []
     for narrow in (False, True):
         model = _cut(shared if narrow else tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, fsdp_placement)
         if narrow:
@@ -213,17 +213,17 @@ def over_fsdp(rank: int, world: int) -> list[str]:
         with quantization(step=1):
             own = model.loss(*data(1))[0]
             own.backward()
-        found += [] if torch.equal(own, loss) else ["loss"]
-        found += [name for name in expected if not torch.equal(whole[name], expected[name])]
+        faults += [] if torch.equal(own, loss) else ["loss"]
+        faults += [name for name in expected if not torch.equal(whole[name], expected[name])]
         gradients.append({name: p.grad.to_local() for name, p in model.named_parameters()})
-    found += [name for name, gradient in gradients[0].items() if not torch.equal(gradients[1][name], gradient)]
+    faults += [name for name, gradient in gradients[0].items() if not torch.equal(gradients[1][name], gradient)]
     rows = _cut(tensor_parallel(build({"linear": "mxfp8"}), mesh), mesh, None)
     try:
         whole_tensor(rows.layers[0].attn.qkv.weight)
-        found.append("rows of pieces")
+        faults.append("rows of pieces")
     except UserError as error:
-        found += [] if "fsdp_placement" in str(error) else [str(error)]
-    return found
+        faults += [] if "fsdp_placement" in str(error) else [str(error)]
+    return faults
 
 
 def _cut(model: gpt.GPT, mesh: DeviceMesh, placement: Callable | None) -> gpt.GPT:

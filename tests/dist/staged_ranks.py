@@ -84,13 +84,13 @@ def resumed(cfg, folder: Path) -> tuple:
 
 def train_all(rank: int, folder: Path) -> dict:
     """Case -> what is trained, and what goes on from its checkpoint and from that of one process."""
-    found = {}
+    results = {}
     for name in CASES:
         cfg, own = staged(name), folder / name
-        found[name] = trained(cfg, own), resumed(cfg, own), resumed(cfg, folder / "one" / name)
-    found["facts"] = {name: facts_of(trainer(staged(name))) for name in FACTS}
+        results[name] = trained(cfg, own), resumed(cfg, own), resumed(cfg, folder / "one" / name)
+    results["facts"] = {name: facts_of(trainer(staged(name))) for name in FACTS}
     tied, own = staged(TIED), folder / TIED
-    return found | {TIED: (trained(tied, own), resumed(tied, own)), "shards": train_shards(rank, folder, 1)}
+    return results | {TIED: (trained(tied, own), resumed(tied, own)), "shards": train_shards(rank, folder, 1)}
 
 
 def train_shards(rank: int, folder: Path, pp: int) -> tuple:

@@ -23,13 +23,13 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path):
         ones[f"{recipe}_{kind}"] = one = Training(recipe, None, kind=kind)
         one.train(0 if kind == "held_codes" else 3)
         one.save(tmp_path / f"{recipe}_{kind}_one")
-    found = run_ranks(4, reshard, tmp_path)[0]
+    contents = run_ranks(4, reshard, tmp_path)[0]
     for recipe, kind in RESHARDED:
         name = f"{recipe}_{kind}"
-        assert_same(found[f"{name}_one on four"], ones[name].content(), name)
+        assert_same(contents[f"{name}_one on four"], ones[name].content(), name)
         back = Training(recipe, None, seed=5, kind=kind).load(tmp_path / f"{name}_four")
-        for other in (found[f"{name} on four"], found[f"{name} on two"], back.content()):
-            assert_same(found[f"{name} saved"], other, name)
+        for other in (contents[f"{name} on four"], contents[f"{name} on two"], back.content()):
+            assert_same(contents[f"{name} saved"], other, name)
 
 
 def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(tmp_path):

@@ -37,7 +37,7 @@ def test_the_tutorial_from_start_to_end(tmp_path: Path, monkeypatch: pytest.Monk
             Path(named[1]).write_text(text)
         for line in re.findall(r"^hqsweep (.*)$", text, re.MULTILINE):
             words = shlex.split(line, comments=True)
-            ran += call([found for word in words for found in sorted(glob(word)) or [word]], how)
+            ran += call([path for word in words for path in sorted(glob(word)) or [word]], how)
     assert ran >= 20
     assert (tmp_path / "reports/first/report.html").is_file() and "def qfactory" in (tmp_path / "mine.py").read_text()
 

@@ -22,8 +22,10 @@ SHORT = {
 def commands() -> list[list[str]]:
     """The commands of the README in its order, without their comments."""
     lines = (EXAMPLES / "own_model/README.md").read_text().splitlines()
-    found = [line.strip().partition("  #")[0] for line in lines if line.startswith(("    python ", "    hqsweep "))]
-    return [shlex.split(line) for line in found]
+    commands_of_file = [
+        line.strip().partition("  #")[0] for line in lines if line.startswith(("    python ", "    hqsweep "))
+    ]
+    return [shlex.split(line) for line in commands_of_file]
 
 
 def done(words: list[str], folder: Path) -> str:

@@ -38,19 +38,19 @@ def test_what_a_step_leaves_to_the_next(history, amax, most_recent, after, amax_
 @pytest.mark.parametrize("element", ["", "+e5m2"])
 def test_under_its_own_amax_it_is_current_scaling(element):
     delayed, current, x = parse(f"fp8_delayed{element}"), parse(f"fp8_current{element}"), draw("heavy", 48, 64)
-    made, expected = delayed.encode(x, delayed.grid(x)), current.encode(x)
-    assert all(torch.equal(made[name], expected[name]) for name in expected)
-    assert torch.equal(delayed.decode(made, (48, 64)), current.decode(expected, (48, 64)))
-    assert torch.equal(delayed.operand(made, (48, 64)).matrix, current.operand(expected, (48, 64)).matrix)
+    operands, expected = delayed.encode(x, delayed.grid(x)), current.encode(x)
+    assert all(torch.equal(operands[name], expected[name]) for name in expected)
+    assert torch.equal(delayed.decode(operands, (48, 64)), current.decode(expected, (48, 64)))
+    assert torch.equal(delayed.operand(operands, (48, 64)).matrix, current.operand(expected, (48, 64)).matrix)
 
 
 def test_the_first_step_has_scale_one_and_values_beyond_the_amax_saturate():
     x = torch.tensor([[1.0, -500.0, 3.0]])
     for amax, scale_inv, values in ((0.0, 1.0, [1.0, -448.0, 3.0]), (2.0, 2 / 448, [1.0, -2.0, 2.0])):
         format = parse("fp8_delayed")
-        made = format.encode(x, {"s": torch.full((1, 1), amax)})
-        assert made["s"].item() == pytest.approx(scale_inv, rel=1e-6)
-        torch.testing.assert_close(format.decode(made, (1, 3)), torch.tensor([values]))
+        operands = format.encode(x, {"s": torch.full((1, 1), amax)})
+        assert operands["s"].item() == pytest.approx(scale_inv, rel=1e-6)
+        torch.testing.assert_close(format.decode(operands, (1, 3)), torch.tensor([values]))
 
 
 def test_without_an_amax_it_cannot_encode():

@@ -57,11 +57,11 @@ def check_kernel(case: dict, arrays: Arrays, device: str) -> None:
     """All directions of the case from one call, and the golden codes decoded by the kernel."""
     x = as_matrix(arrays.raw(case["input_key"]))
     formats = {direction: format_of(case, direction) for direction in directions(arrays)}
-    made = quantize(x.to(device), *(formats.get(direction) for direction in DIRECTIONS), backend="kernel")
+    operands = quantize(x.to(device), *(formats.get(direction) for direction in DIRECTIONS), backend="kernel")
     for direction, format in formats.items():
         view = x if direction == "rowwise" else x.T
         golden = golden_buffers(case, arrays, direction, format, *view.shape)
-        got = {name: buffer.cpu() for name, buffer in getattr(made, direction).items()}
+        got = {name: buffer.cpu() for name, buffer in getattr(operands, direction).items()}
         check_encoded(case, arrays, direction, got, golden)
         on_device = {name: buffer.contiguous().to(device) for name, buffer in golden.items()}
         decoded = dequantize(on_device, format, tuple(view.shape), backend="kernel")
@@ -139,14 +139,14 @@ def check_nonfinite(case: dict, arrays: Arrays) -> None:
 
 def check_delayed(case: dict, arrays: Arrays) -> None:
     """Each slot of each case, step by step: history and scale after TransformerEngine's fused update."""
-    for name, facts in json.loads(str(arrays.file["__meta__"]))["cases"].items():
+    for name, description in json.loads(str(arrays.file["__meta__"]))["cases"].items():
         recorded, scales, histories = (torch.from_numpy(arrays[f"{name}/{k}"]) for k in ("amax", "scale", "history"))
-        scaled_max = ELEMENTS[facts["fp8"]].max * 2.0 ** -facts["margin"]
+        scaled_max = ELEMENTS[description["fp8"]].max * 2.0 ** -description["margin"]
         for slot in range(recorded.shape[1]):
-            history, amax = torch.zeros(facts["L"]), torch.zeros(1, 1)
+            history, amax = torch.zeros(description["L"]), torch.zeros(1, 1)
             for step in range(len(recorded)):
                 history[0] = recorded[step, slot]
-                history, amax = end_step(history, amax, most_recent=facts["algo"] == "most_recent")
+                history, amax = end_step(history, amax, most_recent=description["algo"] == "most_recent")
                 scale = fp8_scale(amax, fp8_max=scaled_max, epsilon=0.0, pow2=False, inf_value=FLT_MAX)
                 where = f"{name} slot {slot} after step {step}"
                 assert_same(history, histories[step, :, slot], f"{where}: history")

@@ -41,8 +41,8 @@ def values(codes: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_codes_and_values_are_ml_dtypes_under_one_scale(distribution, option, backend):
     format, x = parse(f"nvfp4+tensor{option}"), draw(distribution, *SHAPE, dtype=torch.float32)
-    made = quantize(x, format, format, backend=backend)
-    for buffers, matrix in ((made.rowwise, x), (made.columnwise, x.t())):
+    operands = quantize(x, format, format, backend=backend)
+    for buffers, matrix in ((operands.rowwise, x), (operands.columnwise, x.t())):
         wide = matrix.contiguous().numpy()
         scale = scale_of(wide, pow2=bool(option))
         codes = cast((wide * scale).astype(np.float32))

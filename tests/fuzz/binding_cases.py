@@ -116,9 +116,9 @@ class BindingCall:
             while fields["family"] in ("mx", "block"):
                 fields, spec = self.spec()
         sides = [self.direction(spec, rows, cols, find=find) for _ in range(2)]
-        kept = self.rng.choice((sides, [sides[0], None], [None, sides[1]]))
+        chosen = self.rng.choice((sides, [sides[0], None], [None, sides[1]]))
         data = {"data": self.address(rows, cols), "dtype": 0, "rows": rows, "cols": cols}
-        call = {"row": kept[0], "column": kept[1], "dequantized": kept[0] is not None and self.rng.random() < 0.5}
+        call = {"row": chosen[0], "column": chosen[1], "dequantized": chosen[0] is not None and self.rng.random() < 0.5}
         isa = self.rng.choice(("", *self.extension.build_info()["isas"].split()[:1]))
         threads = {"threads": self.rng.randint(1, 3), "isa": isa}
         return {**data, "row_stride": cols, "col_stride": 1, **call, **threads, **self.group(rows)}

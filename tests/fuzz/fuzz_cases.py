@@ -84,8 +84,8 @@ def subnormals(rng, shape, dtype):
 
 
 def zeros(rng, shape, dtype):
-    kept = rng.random(shape) < (0.0, 0.02, 0.3)[int(rng.integers(3))]
-    return np.where(kept, rng.standard_normal(shape), np.where(rng.random(shape) < 0.5, -0.0, 0.0))
+    mask = rng.random(shape) < (0.0, 0.02, 0.3)[int(rng.integers(3))]
+    return np.where(mask, rng.standard_normal(shape), np.where(rng.random(shape) < 0.5, -0.0, 0.0))
 
 
 def nonfinite(rng, shape, dtype):
@@ -163,21 +163,21 @@ def reference(case: Case, x: torch.Tensor) -> list[tuple]:
     row, column = case.formats()
     results, source = [(None, None)] * 2, x
     if row:
-        buffers, given = encode(row, x, case.given[0], case.keys()[0])
-        results[0] = output(row, buffers, x.shape, case.outputs[0]), given
+        buffers, grid = encode(row, x, case.given[0], case.keys()[0])
+        results[0] = output(row, buffers, x.shape, case.outputs[0]), grid
         source = row.decode(buffers, tuple(x.shape)).to(x.dtype) if case.dequantized else x
     if column:
-        buffers, given = encode(column, source.t(), case.given[1], case.keys()[1])
-        results[1] = output(column, buffers, source.t().shape, case.outputs[1]), given
+        buffers, grid = encode(column, source.t(), case.given[1], case.keys()[1])
+        results[1] = output(column, buffers, source.t().shape, case.outputs[1]), grid
     return results
 
 
 def encode(format: Format, x: torch.Tensor, factor: float | None, key: RngKey) -> tuple[dict, dict | None]:
     """Buffers, and the global amax if the case gives one: the true one times the factor."""
-    grid, name, given = format.grid(x), format.amax_name, None
+    grid, name, amax = format.grid(x), format.amax_name, None
     if factor is not None and name:
-        given = {name: (grid[name] * factor).nan_to_num(nan=0.0, posinf=torch.inf)}
-    return format.encode(x, grid | (given or {}), key), given
+        amax = {name: (grid[name] * factor).nan_to_num(nan=0.0, posinf=torch.inf)}
+    return format.encode(x, grid | (amax or {}), key), amax
 
 
 def output(format: Format, buffers: dict, shape, kind: str):

@@ -181,10 +181,10 @@ class Call:
         offsets, _ = self.members(rows)
         texts = [self.rng.choice(("fp8_current", "nvfp4", "nvfp4+row_scaled", "nvfp4+tensor")) for _ in range(2)]
         texts = [self.maybe(text, lambda _: self.rng.choice((*FORMATS, *NO_FORMATS))) for text in texts]
-        given, row, column = (self.amaxes(texts[i], rows, cols, bool(i), offsets) for i in (0, 0, 1))
-        given = given if self.rng.random() < 0.3 else None
+        amax, row, column = (self.amaxes(texts[i], rows, cols, bool(i), offsets) for i in (0, 0, 1))
+        amax = amax if self.rng.random() < 0.3 else None
         dequantized, key = self.rng.random() < 0.3, self.numbers([1, 2, 3])
-        return [self.tensor(self.matrix(rows, cols)), *texts, dequantized, key, given, row, column, offsets,
+        return [self.tensor(self.matrix(rows, cols)), *texts, dequantized, key, amax, row, column, offsets,
                 self.keys(offsets)]  # fmt: skip
 
     def _dequantize(self) -> list[Any]:

@@ -26,10 +26,12 @@ PARTS = 5
 
 def flags() -> dict[str, list[str]]:
     """Command -> its options."""
-    found = dict(typer.main.get_command(app).commands)
+    commands = dict(typer.main.get_command(app).commands)
     for group in ("recipe", "baseline"):
-        found |= {f"{group} {name}": command for name, command in found[group].commands.items()}
-    names = {name: [o for p in command.params for o in p.opts if o.startswith("-")] for name, command in found.items()}
+        commands |= {f"{group} {name}": command for name, command in commands[group].commands.items()}
+    names = {
+        name: [o for p in command.params for o in p.opts if o.startswith("-")] for name, command in commands.items()
+    }
     return {name: ["--help", *options] for name, options in names.items()}
 
 

@@ -45,7 +45,7 @@ def check(case: Case, device: str = "cpu") -> None:
     got = call(
         case,
         x if device == "cpu" else tensor(case, device),
-        [given and {k: v.to(device) for k, v in given.items()} for _, given in expected],
+        [grid and {k: v.to(device) for k, v in grid.items()} for _, grid in expected],
     )
     wrong = [differences(*pair) for pair in zip((got.rowwise, got.columnwise), (e for e, _ in expected), strict=True)]
     assert wrong == [[], []], f"check({case!r}, {device!r})"

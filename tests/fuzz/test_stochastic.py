@@ -40,9 +40,9 @@ def test_unbiased_to_four_standard_errors(backend, device):
     x = unit_scale_blocks(values).repeat(ROWS, 1).to(device)
     total = torch.zeros(len(values), dtype=torch.float64)
     for number in range(KEYS):
-        made = quantize(x, SR, None, rowwise_key=key(number), backend=backend).rowwise
-        assert (SR.scales(made)[:, 1:] == 1).all()
-        decoded = E2M1.decode(SR.codes(made)).view(ROWS, -1, 16)[:, 1:, 1:].flatten(1)[:, : len(values)]
+        operands = quantize(x, SR, None, rowwise_key=key(number), backend=backend).rowwise
+        assert (SR.scales(operands)[:, 1:] == 1).all()
+        decoded = E2M1.decode(SR.codes(operands)).view(ROWS, -1, 16)[:, 1:, 1:].flatten(1)[:, : len(values)]
         total += decoded.double().sum(0).cpu()
     step = CODES.diff().double().repeat_interleave(256).repeat(2)
     variance = (probability * (1 - probability)).double() / (KEYS * ROWS)

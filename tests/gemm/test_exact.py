@@ -137,8 +137,10 @@ def test_products_of_traced_graphs_have_the_shapes_of_real_ones(shapes):
     with torch._subclasses.FakeTensorMode():
         by_rows = [torch.empty(shape, **options) for shape in shapes]
         turned = [torch.empty(*shape[:-2], shape[-1], shape[-2], **options).mT for shape in shapes]
-        made = [(t, matrix_product(*pair, t)) for t in (torch.bfloat16, torch.float32) for pair in (by_rows, turned)]
-    for out_dtype, fake in made:
+        products = [
+            (t, matrix_product(*pair, t)) for t in (torch.bfloat16, torch.float32) for pair in (by_rows, turned)
+        ]
+    for out_dtype, fake in products:
         real = matrix_product(*(torch.ones(shape, dtype=torch.bfloat16) for shape in shapes), out_dtype)
         assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
         assert fake.device.type == "cuda"

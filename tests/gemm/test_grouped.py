@@ -44,19 +44,19 @@ def inputs():
     return x, draw("normal", E * N, K, 2) * loud.repeat_interleave(N)[:, None], draw("normal", M, N, 1)
 
 
-def operands(a, b, gemm, device="cpu", sizes=MULTIPLE_OF_16, given=None):
+def operands(a, b, gemm, device="cpu", sizes=MULTIPLE_OF_16, tensors=None):
     """Operands of x [M, K] and w [E, N, K], dy [M, N] and w, or dy and x; of equal splits as kernels take them."""
-    splits, experts, (x, w, dy) = Splits.of(sizes, M), Splits.uniform(E, N), given or inputs()
+    splits, experts, (x, w, dy) = Splits.of(sizes, M), Splits.uniform(E, N), tensors or inputs()
 
-    def made(tensor, splits, text):
+    def quantized(tensor, splits, text):
         exact = {"rowwise": "exact", "columnwise": "exact", "by_rows": sizes == EQUAL}
         return quantize_group(tensor.to(device), splits, HybridQuantizer.parse(text), **exact)
 
     if gemm == "fprop":
-        return made(x, splits, a).rowwise, made(w, experts, b).rowwise
+        return quantized(x, splits, a).rowwise, quantized(w, experts, b).rowwise
     if gemm == "dgrad":
-        return made(dy, splits, a).rowwise, made(w, experts, b).columnwise
-    return made(dy, splits, a).columnwise, made(x, splits, b).columnwise
+        return quantized(dy, splits, a).rowwise, quantized(w, experts, b).columnwise
+    return quantized(dy, splits, a).columnwise, quantized(x, splits, b).columnwise
 
 
 def reference(a, b, out_dtype):
@@ -85,9 +85,9 @@ def test_weights_on_float32_matrices(pair, sizes):
     a, b = (_float(group) for group in operands(*pair, "wgrad", sizes=sizes))
     loop = mm_t_weights(a, b, LOOP, out_dtype=torch.float32)
     assert all(map(torch.equal, loop, reference(a, b, torch.float32)))
-    made = weights_by_kernel(a, b, torch.float32, equal=sizes == EQUAL)
-    assert made.shape == (E, N, K) and made[1].any() == (sizes[1] > 0)
-    for own, expected in zip(made, loop, strict=True):
+    product = weights_by_kernel(a, b, torch.float32, equal=sizes == EQUAL)
+    assert product.shape == (E, N, K) and product[1].any() == (sizes[1] > 0)
+    for own, expected in zip(product, loop, strict=True):
         close(own, expected, 1e-5)
 
 
@@ -105,20 +105,20 @@ def test_bfloat16_matrices_lose_one_rounding_at_most(gemm, text, sizes):
     rounded = [replace(group, matrix=group.matrix.bfloat16()) for group in (a, b)]
     product = weights_by_kernel if gemm == "wgrad" else tokens_by_kernel
     expected = reference(a, b, torch.float32)
-    made = product(*rounded, torch.bfloat16, equal=sizes == EQUAL)
-    assert made.dtype == torch.bfloat16
-    close(made, torch.stack(expected) if gemm == "wgrad" else torch.cat(expected), 2**-7)
+    result = product(*rounded, torch.bfloat16, equal=sizes == EQUAL)
+    assert result.dtype == torch.bfloat16
+    close(result, torch.stack(expected) if gemm == "wgrad" else torch.cat(expected), 2**-7)
 
 
 def whole_numbers(largest):
     """x, w and dy of whole numbers, each with a 7 in every expert: scales are exact, and sums in any order."""
-    made = []
+    tensors = []
     for seed, (rows, cols) in enumerate(((M, K), (E * N, K), (M, N))):
         generator = torch.Generator().manual_seed(seed)
         tensor = torch.randint(-largest, largest + 1, (rows, cols), generator=generator).bfloat16()
         tensor.view(E, -1)[:, 5 + seed] = 7.0
-        made.append(tensor)
-    return made
+        tensors.append(tensor)
+    return tensors
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -144,10 +144,10 @@ def test_equal_experts_have_the_bytes_of_the_loop(pair, largest, out_dtypes, gem
         assert plan.kernel == "torch.bmm"
         expected = reference(a, b, out_dtype)
         if gemm == "wgrad":
-            made = mm_t_weights(a, b, plan, out_dtype=out_dtype)
+            product = mm_t_weights(a, b, plan, out_dtype=out_dtype)
         else:
-            made = mm_t_tokens(a, b, plan, out_dtype=out_dtype).split(EQUAL)
-        for own, single in zip(made, expected, strict=True):
+            product = mm_t_tokens(a, b, plan, out_dtype=out_dtype).split(EQUAL)
+        for own, single in zip(product, expected, strict=True):
             assert own.dtype == out_dtype and own.any() and torch.equal(own, single)
 
 
@@ -241,11 +241,13 @@ def test_products_of_a_gpu(pair, gemm, sizes):
         group = GroupGemm(gemm=gemm, out_dtype=out_dtype, sizes=(K, N), equal_splits=sizes == EQUAL)
         plan = gemm_plan(*formats, capability_of("cuda"), group=group)
         product = mm_t_weights if gemm == "wgrad" else mm_t_tokens
-        made = product(a, b, plan, out_dtype=out_dtype)
-        made = torch.stack(list(made)) if gemm == "wgrad" else made
-        assert made.dtype == out_dtype
+        result = product(a, b, plan, out_dtype=out_dtype)
+        result = torch.stack(list(result)) if gemm == "wgrad" else result
+        assert result.dtype == out_dtype
         rounded = out_dtype == torch.bfloat16 or plan.kernel == "torch._grouped_mm"
-        close(made.cpu(), torch.stack(expected) if gemm == "wgrad" else torch.cat(expected), 2**-7 if rounded else 1e-5)
+        close(
+            result.cpu(), torch.stack(expected) if gemm == "wgrad" else torch.cat(expected), 2**-7 if rounded else 1e-5
+        )
 
 
 @pytest.mark.gpu
@@ -259,10 +261,10 @@ def test_splits_of_a_device_are_multiplied_without_a_wait():
     on_device = replace(host, layout=layout)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        made = tokens_by_kernel(on_device, experts, torch.bfloat16)
+        product = tokens_by_kernel(on_device, experts, torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(made, tokens_by_kernel(host, experts, torch.bfloat16))
+    assert torch.equal(product, tokens_by_kernel(host, experts, torch.bfloat16))
 
 
 def test_an_expert_without_tokens_has_a_zero_gradient():

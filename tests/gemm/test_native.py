@@ -57,13 +57,15 @@ def test_swizzle_puts_every_scale_where_the_hardware_reads_it(rows, blocks):
     [t for t in EVERY_OPTION if parse(t).name in ("mxfp8", "nvfp4") and not (parse(t).rht or parse(t).stochastic)],
 )
 def test_operands_with_block_scales_decode_to_the_exact_matrix(text):
-    made = operand(text, 144, 288)
-    codes, scales = _ARRANGED[made.format.scaling](made)
-    blocks = 288 // made.format.tile[1]
+    quantized = operand(text, 144, 288)
+    codes, scales = _ARRANGED[quantized.format.scaling](quantized)
+    blocks = 288 // quantized.format.tile[1]
     plain = unswizzle(scales.view(torch.uint8), 144, blocks).view(scales.dtype)
-    matrix = made.format.element.decode(made.format.codes({"q": codes.view(torch.uint8)}))
-    exact = made.operand().matrix
-    assert torch.equal((matrix * expand_tiles(plain.float(), (144, 288), 1, made.format.tile[1])).bfloat16(), exact)
+    matrix = quantized.format.element.decode(quantized.format.codes({"q": codes.view(torch.uint8)}))
+    exact = quantized.operand().matrix
+    assert torch.equal(
+        (matrix * expand_tiles(plain.float(), (144, 288), 1, quantized.format.tile[1])).bfloat16(), exact
+    )
 
 
 @pytest.mark.parametrize("a, b", [*PAIRS, ("fp8_delayed", "fp8_delayed+e5m2"), ("fp8_current", "fp8_delayed")])
@@ -112,8 +114,8 @@ def test_untried_hardware_is_named():
     ],
 )
 def test_shapes(a, b, shape, words):
-    found = shape_fault(parse(a), parse(b), *shape)
-    assert found is None if words is None else words in found
+    fault_said = shape_fault(parse(a), parse(b), *shape)
+    assert fault_said is None if words is None else words in fault_said
 
 
 def test_nothing_falls_back():
@@ -137,9 +139,9 @@ def test_products_of_the_tensor_cores(a, b, shape):
     left, right = operand(a, m, k, device="cuda"), operand(b, n, k, 1, device="cuda")
     exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64).t()
     for dtype, bound in ((torch.float32, 5e-4), (torch.bfloat16, 5e-3)):
-        made = mm_t_native(left, right, out_dtype=dtype)
-        error = (made.double() - exact).norm() / exact.norm()
-        assert made.dtype == dtype
+        product = mm_t_native(left, right, out_dtype=dtype)
+        error = (product.double() - exact).norm() / exact.norm()
+        assert product.dtype == dtype
         assert error < bound, f"{error:.2e}"
 
 

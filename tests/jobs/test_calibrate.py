@@ -65,9 +65,9 @@ def test_one_scale_for_all_has_the_error_of_theory_under_the_amax_that_was_drawn
 
 
 def config(**section):
-    given = {"formats": ["mxfp8", "nvfp4"], "distributions": ["normal", "token_scale_2"], "shape": [256, 2048],
+    defaults = {"formats": ["mxfp8", "nvfp4"], "distributions": ["normal", "token_scale_2"], "shape": [256, 2048],
              "students": {"mxfp4": "mxfp4"}, "steps": 500, "device": "cpu"}  # fmt: skip
-    return parse_config({"job": "calibrate", "sweep": "calibrate", "calibrate": given | section})
+    return parse_config({"job": "calibrate", "sweep": "calibrate", "calibrate": defaults | section})
 
 
 def run(tmp_path, **section):

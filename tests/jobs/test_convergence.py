@@ -105,11 +105,11 @@ def test_plans_say_native_where_it_is(monkeypatch):
     cfg = config(schedule=schedule)
     trainer = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU)
     monkeypatch.setattr(native, "capability_of", lambda device: (10, 0))
-    facts = trainer_fields(trainer)
+    fields = trainer_fields(trainer)
     pair, exact = "fp8_current x fp8_current", "exact: bf16 operands, bfloat16 tensor cores, float32 accumulation"
     tensor_cores = "native: tensor cores of sm_100 through torch._scaled_mm, not yet run on such hardware"
-    assert facts["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {exact}"
-    second, third = (stage["gemm_plan"] for stage in facts["recipe_schedule"])
+    assert fields["gemm_plan"]["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {exact}"
+    second, third = (stage["gemm_plan"] for stage in fields["recipe_schedule"])
     assert second["layers.0.mlp.fc2"]["wgrad"] == f"{pair}: {tensor_cores}" and "head" not in second
     assert third["layers.0.attn.qkv"]["fprop"] == f"bf16 x bf16: {exact}"
     assert third["layers.0.attn.qkv"]["dgrad"] == f"{pair}: {tensor_cores}"
@@ -117,10 +117,10 @@ def test_plans_say_native_where_it_is(monkeypatch):
 
 def test_plans_are_those_of_quantized_attention_too():
     cfg = config(dpa="mxfp8", schedule=({"at": 2, "dpa": "bf16"},), context=32)
-    facts = trainer_fields(Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU))
-    plan = facts["gemm_plan"]["layers.0.attn.dpa"]
+    fields = trainer_fields(Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), CPU))
+    plan = fields["gemm_plan"]["layers.0.attn.dpa"]
     assert plan["pv"] == "mxfp8 x mxfp8: exact: bf16 operands, float32 GEMM" and len(plan) == 6
-    assert facts["recipe_schedule"] == [{"first_step": 3, "gemm_plan": {"layers.0.attn.dpa": {}}}]
+    assert fields["recipe_schedule"] == [{"first_step": 3, "gemm_plan": {"layers.0.attn.dpa": {}}}]
 
 
 def test_a_training_follows_the_schedule_of_modes(monkeypatch):
@@ -158,23 +158,23 @@ def test_a_training_on_tensor_cores_is_near_the_exact_one():
 
 
 def test_the_operands_of_a_step_are_written_for_the_probe(tmp_path):
-    given = config("mxfp8", stats={"every": 0, "capture_at": 2})
+    cfg = config("mxfp8", stats={"every": 0, "capture_at": 2})
     sink, whole = ListSink(), ListSink()
-    convergence.run(given, sink, tmp_path)
+    convergence.run(cfg, sink, tmp_path)
     convergence.run(config("mxfp8"), whole, tmp_path / "other")
     assert sink.metrics == whole.metrics
     file = tmp_path / "captured" / "step_2.safetensors"
     assert sorted(file.parent.iterdir()) == [file.with_suffix(".json"), file]
     linears = ("layers.0.attn.qkv", "layers.0.attn.proj", "layers.0.mlp.fc1", "layers.0.mlp.fc2", "head")
-    found = {matrix.name: matrix for matrix in find_matrices(file)[0]}
-    assert set(found) == {f"{name}.{tensor}" for name in linears for tensor in ("input", "weight", "grad_output")}
-    assert found["head.input"].shape == (4 * 36, 32) and found["head.weight"].shape == (16, 32)
+    matrices = {matrix.name: matrix for matrix in find_matrices(file)[0]}
+    assert set(matrices) == {f"{name}.{tensor}" for name in linears for tensor in ("input", "weight", "grad_output")}
+    assert matrices["head.input"].shape == (4 * 36, 32) and matrices["head.weight"].shape == (16, 32)
     sampled = [
         row for row in sink.tables["stats"] if row["layer"] == "layers.0.attn.proj" and row["direction"] != "output"
     ]
     assert len(sampled) == 6
     for row in sampled:  # made in the training, from the tensors themselves
-        rows = probe(found[f"layers.0.attn.proj.{row['tensor']}"], parse_quantizers(["mxfp8"]))
+        rows = probe(matrices[f"layers.0.attn.proj.{row['tensor']}"], parse_quantizers(["mxfp8"]))
         (same,) = (r for r in rows if r["direction"] == row["direction"])
         assert (same["sqnr_db"], same["amax"]) == (row["sqnr_db"], row["amax"])
 

@@ -67,10 +67,10 @@ def test_a_wrong_byte_in_a_kernel_is_found(tmp_path, monkeypatch):
     right = operators.quantize
 
     def wrong(x, rowwise, *arguments):
-        made = right(x, rowwise, *arguments)
-        if rowwise == "mxfp8" and made[0].dtype == torch.uint8:
-            made[0][3, 5] ^= 1
-        return made
+        buffers = right(x, rowwise, *arguments)
+        if rowwise == "mxfp8" and buffers[0].dtype == torch.uint8:
+            buffers[0][3, 5] ^= 1
+        return buffers
 
     monkeypatch.setattr(operators, "quantize", wrong)
     failed = [r for r in run("kernel", tmp_path=tmp_path) if r["status"] == "FAIL"]
@@ -83,11 +83,11 @@ def test_a_wrong_count_or_sum_in_the_statistics_is_found(tmp_path, monkeypatch):
     right, change = operators.quantize, {}
 
     def wrong(x, rowwise, *arguments):
-        made = right(x, rowwise, *arguments)
-        sums = [t for t in made if t.shape[-1] == 8 and t.dtype == torch.float32]
+        results = right(x, rowwise, *arguments)
+        sums = [t for t in results if t.shape[-1] == 8 and t.dtype == torch.float32]
         if rowwise == "mxfp8" and sums:
             sums[0][0, change["entry"]] = sums[0][0, change["entry"]] * change["factor"] + change["more"]
-        return made
+        return results
 
     monkeypatch.setattr(operators, "quantize", wrong)
     for change["entry"], change["factor"], change["more"] in ((5, 1, 1), (1, 1.001, 0)):
@@ -135,7 +135,7 @@ def test_a_router_that_reads_what_experts_read_is_found(tmp_path, monkeypatch):
     def wrong(self, x):
         read = self.fc1.quantizers.input.quantize(self.norm(x), columnwise=None, key=parity.KEY).rowwise.dequantize()
         with monkeypatch.context() as patch:
-            patch.setattr(self.norm, "forward", lambda given: read)
+            patch.setattr(self.norm, "forward", lambda stream: read)
             return right(self, x)
 
     monkeypatch.setattr(LayerNormMoE, "forward", wrong)

@@ -61,12 +61,14 @@ def test_rows_are_the_statistics_of_the_quantizer_however_the_file_is_read(file,
         numbers = [name for name, value in row.items() if isinstance(value, float)]
         assert [again[name] for name in numbers] == pytest.approx([row[name] for name in numbers], rel=1e-5)
     expected = HybridQuantizer.parse("nvfp4|mxfp8").statistics(draw("heavy", 320, 64))
-    found = {
+    statistics = {
         row["direction"]: row for row in whole if row["tensor"] == "layers.10.fc.weight" and "|" in row["quantizer"]
     }
-    assert {d: row["sqnr_db"] for d, row in found.items()} == {d: row["sqnr_db"] for d, row in expected.items()}
-    assert (found["rowwise"]["format"], found["columnwise"]["format"]) == ("nvfp4", "mxfp8")
-    assert found["rowwise"]["bits"] == 4 + 8 / 16 + 32 / (320 * 64) and found["columnwise"]["bits"] == 8 + 8 / 32
+    assert {d: row["sqnr_db"] for d, row in statistics.items()} == {d: row["sqnr_db"] for d, row in expected.items()}
+    assert (statistics["rowwise"]["format"], statistics["columnwise"]["format"]) == ("nvfp4", "mxfp8")
+    assert (
+        statistics["rowwise"]["bits"] == 4 + 8 / 16 + 32 / (320 * 64) and statistics["columnwise"]["bits"] == 8 + 8 / 32
+    )
 
 
 def test_what_cannot_be_measured_has_a_note_and_no_numbers(file):
@@ -91,14 +93,14 @@ def test_the_choice_is_the_best_of_all_that_fit():
         return sum(c.error * c.elements for c in choices)
 
     for budget in (4.5, 5.0, 6.0, 7.0, 8.25):
-        made = Suggestion(choices=tuple(choose(options, budget).values()), left_out=())
+        suggestion = Suggestion(choices=tuple(choose(options, budget).values()), left_out=())
         fitting = [
             choices for choices in itertools.product(*options.values())
             if sum(c.bits * c.elements for c in choices) <= budget * sum(sizes)
         ]  # fmt: skip
         best = min(map(total, fitting))
         step = max(n * (o[0].error - o[-1].error) for n, o in zip(sizes, options.values(), strict=True))
-        assert made.bits <= budget and best <= total(made.choices) + 1e-12 <= best + step
+        assert suggestion.bits <= budget and best <= total(suggestion.choices) + 1e-12 <= best + step
     assert total(choose(options, 8.25).values()) == pytest.approx(min(map(total, itertools.product(*options.values()))))
     with pytest.raises(UserError, match=r"--bits 4: the cheapest formats take 4.50 bits an element"):
         choose(options, 4)

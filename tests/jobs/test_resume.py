@@ -70,7 +70,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> SimpleNamespace:
+def origin(tmp_path_factory) -> SimpleNamespace:
     """whole: rows of the run left in peace; captured: what it captured; cut and other: interrupted ones, of two
     seeds."""
     root = tmp_path_factory.mktemp("resume")
@@ -84,9 +84,9 @@ def made(tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.fixture
-def run(made, tmp_path) -> RunDir:
+def run(origin, tmp_path) -> RunDir:
     """An interrupted run of its own for the test."""
-    return RunDir(shutil.copytree(made.cut.path, tmp_path / "cut" / made.cut.name))
+    return RunDir(shutil.copytree(origin.cut.path, tmp_path / "cut" / origin.cut.name))
 
 
 def lines(count: int) -> Callable[[bytes], bytes]:
@@ -129,25 +129,25 @@ ROWS = {
     ("table", "name"),
     [*(("metrics", name) for name in ROWS), *(("stats", name) for name in ("cut to step 5", "deleted", "edited"))],
 )
-def test_damaged_rows_are_written_again(run, made, table, name):
+def test_damaged_rows_are_written_again(run, origin, table, name):
     (damage, fault, way), path = ROWS[name], run.jsonl(table)
     if damage is None:
         path.unlink()
     else:
         path.write_bytes(damage(path.read_bytes()))
-    assert_made_good(run, made, fault and SIX + fault.format(table), way)
+    assert_made_good(run, origin, fault and SIX + fault.format(table), way)
 
 
-def test_rows_of_another_run_are_not_taken(run, made):
+def test_rows_of_another_run_are_not_taken(run, origin):
     for table in TABLES:
-        shutil.copy(made.other.jsonl(table), run.jsonl(table))
-    assert_made_good(run, made, SIX + EARLY.format("metrics"), START)
+        shutil.copy(origin.other.jsonl(table), run.jsonl(table))
+    assert_made_good(run, origin, SIX + EARLY.format("metrics"), START)
 
 
-def test_a_table_that_the_run_has_not_is_emptied(run, made):
+def test_a_table_that_the_run_has_not_is_emptied(run, origin):
     run.jsonl("parity").write_text('{"check": "kernel"}\n')
     run.parquet("parity").write_bytes(b"PAR1")
-    assert_made_good(run, made, None, None)
+    assert_made_good(run, origin, None, None)
     assert not run.jsonl("parity").exists() and not run.parquet("parity").exists()
 
 
@@ -160,16 +160,16 @@ FILES = {
 
 
 @pytest.mark.parametrize(("damage", "fault"), FILES.values(), ids=FILES)
-def test_a_damaged_checkpoint_is_not_taken(run, made, damage, fault):
+def test_a_damaged_checkpoint_is_not_taken(run, origin, damage, fault):
     path = run.checkpoint / "step_6.pt"
     path.write_bytes(damage(path.read_bytes()))
-    assert_made_good(run, made, SIX + fault, FOUR)
+    assert_made_good(run, origin, SIX + fault, FOUR)
 
 
-def test_without_a_sound_checkpoint_the_run_begins_again(run, made):
+def test_without_a_sound_checkpoint_the_run_begins_again(run, origin):
     for path in checkpoints(run.checkpoint).values():
         path.write_bytes(flip(path.read_bytes()))
-    repairs = assert_made_good(run, made, SIX + "its bytes are not those that were written", START)
+    repairs = assert_made_good(run, origin, SIX + "its bytes are not those that were written", START)
     assert [line.split(":")[0] for line in repairs] == ["checkpoint/step_6.pt", "checkpoint/step_4.pt"]
 
 
@@ -188,13 +188,13 @@ RECORDS = {
 
 
 @pytest.mark.parametrize(("damage", "fault"), RECORDS.values(), ids=RECORDS)
-def test_a_checkpoint_without_its_record_is_not_taken(run, made, damage, fault):
+def test_a_checkpoint_without_its_record_is_not_taken(run, origin, damage, fault):
     path = run.checkpoint / "step_6.json"
     if damage is None:
         path.unlink()
     else:
         path.write_bytes(damage(path.read_bytes()))
-    assert_made_good(run, made, SIX + fault, FOUR)
+    assert_made_good(run, origin, SIX + fault, FOUR)
 
 
 @pytest.mark.parametrize(
@@ -206,20 +206,20 @@ def test_a_checkpoint_without_its_record_is_not_taken(run, made, damage, fault):
     ],
     ids=["state", "record", "both"],
 )
-def test_a_checkpoint_of_another_run_is_not_taken(run, made, names, fault):
+def test_a_checkpoint_of_another_run_is_not_taken(run, origin, names, fault):
     for name in names:
-        shutil.copy(made.other.checkpoint / name, run.checkpoint / name)
-    assert_made_good(run, made, SIX + fault, FOUR)
+        shutil.copy(origin.other.checkpoint / name, run.checkpoint / name)
+    assert_made_good(run, origin, SIX + fault, FOUR)
 
 
-def test_a_checkpoint_of_another_step_is_not_taken(run, made):
+def test_a_checkpoint_of_another_step_is_not_taken(run, origin):
     for suffix in (".pt", ".json"):
         shutil.copy(run.checkpoint / f"step_4{suffix}", run.checkpoint / f"step_6{suffix}")
-    assert_made_good(run, made, SIX + r"its record step_6\.json is that of step_4\.pt", FOUR)
+    assert_made_good(run, origin, SIX + r"its record step_6\.json is that of step_4\.pt", FOUR)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "deleted", "a folder"])
-def test_damaged_operands_are_captured_again(run, made, damage):
+def test_damaged_operands_are_captured_again(run, origin, damage):
     path = run.path / "captured" / "step_3.safetensors"
     data = path.read_bytes()
     path.unlink()
@@ -228,19 +228,19 @@ def test_damaged_operands_are_captured_again(run, made, damage):
     if damage == "a folder":
         path.mkdir()
     fault = r"of the operands that were written before it, captured/step_3\.safetensors: "
-    assert_made_good(run, made, SIX + fault, START)
+    assert_made_good(run, origin, SIX + fault, START)
 
 
-def test_a_run_that_nobody_damaged_says_nothing(run, made):
-    assert assert_made_good(run, made, None, None) == []
+def test_a_run_that_nobody_damaged_says_nothing(run, origin):
+    assert assert_made_good(run, origin, None, None) == []
 
 
-def assert_made_good(run: RunDir, made: SimpleNamespace, fault: str | None, way: str | None) -> list[str]:
+def assert_made_good(run: RunDir, origin: SimpleNamespace, fault: str | None, way: str | None) -> list[str]:
     """The run goes on, ends with the bytes of the run left in peace, and says the fault and where it went on; returns
     all that it says."""
     assert worker.main([str(run.path)]) == 0
-    assert rows(run) == made.whole
-    assert (run.path / "captured" / "step_3.safetensors").read_bytes() == made.captured
+    assert rows(run) == origin.whole
+    assert (run.path / "captured" / "step_3.safetensors").read_bytes() == origin.captured
     assert list(checkpoints(run.checkpoint)) == [6, 8]
     repairs = run.manifest().get("repairs", [])
     named = [f"{run.name}: {line}" for line in repairs]
@@ -252,7 +252,7 @@ def assert_made_good(run: RunDir, made: SimpleNamespace, fault: str | None, way:
     return repairs
 
 
-def test_rows_that_change_while_the_run_writes_them_fail_it(tmp_path, made):
+def test_rows_that_change_while_the_run_writes_them_fail_it(tmp_path, origin):
     run = make_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         real = Trainer._advance
@@ -266,11 +266,11 @@ def test_rows_that_change_while_the_run_writes_them_fail_it(tmp_path, made):
         assert worker.main([str(run.path)]) == 3
     reason = run.status()["reason"]
     assert reason == f"{run.jsonl('metrics')}: was changed by another process while the run wrote it; run again"
-    assert_made_good(run, made, r"checkpoint/step_8\.pt: " + EARLY.format("metrics"), START)
+    assert_made_good(run, origin, r"checkpoint/step_8\.pt: " + EARLY.format("metrics"), START)
 
 
 @pytest.mark.slow
-def test_killed_between_a_checkpoint_and_its_record(tmp_path, made):
+def test_killed_between_a_checkpoint_and_its_record(tmp_path, origin):
     run = make_run(tmp_path)
     program = f"""
         import os, signal
@@ -289,4 +289,4 @@ def test_killed_between_a_checkpoint_and_its_record(tmp_path, made):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
     assert done.returncode == -signal.SIGKILL
     assert sorted(path.name for path in run.checkpoint.glob("step_6*")) == ["step_6.pt"]
-    assert_made_good(run, made, SIX + r"its record step_6\.json is not there", FOUR)
+    assert_made_good(run, origin, SIX + r"its record step_6\.json is not there", FOUR)

@@ -62,15 +62,15 @@ def run(rank: int) -> dict[str, dict]:
     for recipe in RECIPES:
         plain = model()
         conversion = hqsweep.convert(plain, recipe)
-        found = gradients(DistributedDataParallel(plain), rank)
-        seen[recipe] = {"gradients": found, "states": conversion.state_dict(), "names": _names(conversion)}
+        results = gradients(DistributedDataParallel(plain), rank)
+        seen[recipe] = {"gradients": results, "states": conversion.state_dict(), "names": _names(conversion)}
     wrapped = DistributedDataParallel(model())
     conversion = hqsweep.convert(wrapped, RECIPES[0])
     seen["converted later"] = {"gradients": gradients(wrapped, rank), "names": _names(conversion)}
     for dtype in DTYPES:
         module = sharded(dtype)
-        found = gradients(module, rank)
-        seen[f"sharded {dtype}"] = {"gradients": found, "unused": hqsweep.conversion_of(module).unused()}
+        results = gradients(module, rank)
+        seen[f"sharded {dtype}"] = {"gradients": results, "unused": hqsweep.conversion_of(module).unused()}
     return seen
 
 

@@ -7,18 +7,18 @@ from hqsweep.models.heads import output_projection
 
 
 def model(rows=48, said=None):
-    made = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48), nn.Linear(48, rows))
+    network = nn.Sequential(nn.Embedding(48, 16), nn.Linear(16, 48), nn.Linear(48, rows))
     if said:
-        made.get_output_embeddings = lambda: said(made)
-    return made
+        network.get_output_embeddings = lambda: said(network)
+    return network
 
 
-def refuses(made):
+def refuses(network):
     raise NotImplementedError
 
 
 @pytest.mark.parametrize(
-    ("made", "index"),
+    ("network", "index"),
     [
         (model(), 2),
         (model(rows=47), None),
@@ -30,5 +30,5 @@ def refuses(made):
         (nn.Sequential(nn.Embedding(48, 16), nn.LazyLinear(48)), 1),
     ],
 )
-def test_it_is_the_one_that_the_model_says_or_the_last_with_a_row_for_each_word(made, index):
-    assert output_projection(made) is (None if index is None else made[index])
+def test_it_is_the_one_that_the_model_says_or_the_last_with_a_row_for_each_word(network, index):
+    assert output_projection(network) is (None if index is None else network[index])

@@ -15,8 +15,8 @@ def both_ways(linear, x):
     x = x.clone().requires_grad_()
     y = linear(x)
     y.float().square().sum().backward()
-    found = {"y": y.detach(), "dx": x.grad, "dw": linear.weight.grad}
-    return found if linear.bias is None else found | {"db": linear.bias.grad}
+    tensors = {"y": y.detach(), "dx": x.grad, "dw": linear.weight.grad}
+    return tensors if linear.bias is None else tensors | {"db": linear.bias.grad}
 
 
 @pytest.mark.parametrize("recipe", [*LOW_BASES, RANDOM])

@@ -17,8 +17,8 @@ def stepped(model, steps=(1, 2)):
     """What the last step gives."""
     for step in steps:
         with quantization(seed=1, step=step):
-            found = results(model, step)
-    return found
+            outputs = results(model, step)
+    return outputs
 
 
 @pytest.mark.parametrize("recipe", [RANDOM, DELAYED])
@@ -53,10 +53,10 @@ def test_torch_checkpoint_changes_no_bit(reentrant):
     plain, again = nn.Sequential(*blocks), nn.Sequential(*map(partial(Checkpointed, reentrant=reentrant), blocks))
     hqsweep.convert(plain, "nvfp4+sr")
     x = torch.randn(32, 32)
-    found = []
+    runs = []
     for model in (plain, again):
         model.zero_grad()
         with quantization(seed=1, step=3):
             model(x.requires_grad_()).square().sum().backward()
-        found.append({name: p.grad.clone() for name, p in plain.named_parameters()})
-    assert not differences(*found)
+        runs.append({name: p.grad.clone() for name, p in plain.named_parameters()})
+    assert not differences(*runs)

@@ -35,19 +35,19 @@ def test_the_base_is_converted_and_frozen_and_adapters_are_neither(order):
     assert not any("lora" in name for name in names)
     probe = Probe(step=1)
     with quantization(seed=1, step=1, probe=probe):
-        found = results(model)
+        outputs = results(model)
     assert {row["tensor"] for row in probe.rows} >= {"fprop", "dgrad"}
     assert not [row for row in probe.rows if row["tensor"] == "wgrad"]
-    assert len(found) == 1 + 2 * 4 and all("lora_" in name for name in found if name != "loss")
-    assert all(found[name].any() for name in found)
+    assert len(outputs) == 1 + 2 * 4 and all("lora_" in name for name in outputs if name != "loss")
+    assert all(outputs[name].any() for name in outputs)
 
 
 def test_the_order_changes_no_bit():
-    found = []
+    runs = []
     for order in ("convert first", "adapters first"):
         with quantization(seed=1, step=1):
-            found.append(results(adapted(order)))
-    assert not differences(*found)
+            runs.append(results(adapted(order)))
+    assert not differences(*runs)
 
 
 def test_adapters_that_are_skipped_are_told():

@@ -29,9 +29,9 @@ def weight() -> Tensor:
 
 
 def exchange(rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-    made = rows.new_empty(sum(taken), rows.shape[1])
-    dist.all_to_all_single(made, rows.contiguous(), taken, sent)
-    return made
+    received = rows.new_empty(sum(taken), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), taken, sent)
+    return received
 
 
 def run(rank: int, recipe: dict) -> dict[str, Tensor]:

@@ -43,10 +43,10 @@ def recipe_of(quantizers, **options):
 def grouped(quantizers="mxfp8", gemm="exact", dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     recipe, options = recipe_of(quantizers, gemm=gemm), GroupedLinearOptions(**options)
-    made = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe, dtype=dtype, options=options)
-    for bias in made.biases:
+    module = GroupedLinear(EXPERTS, K, N, name="experts", recipe=recipe, dtype=dtype, options=options)
+    for bias in module.biases:
         torch.nn.init.normal_(bias)
-    return made
+    return module
 
 
 def held(quantizers, preserve=False, **options):
@@ -57,7 +57,7 @@ def held(quantizers, preserve=False, **options):
 
 def singles(module, **options):
     """A Linear for each expert, with the weights and quantizers of a grouped one."""
-    made, options = [], LinearOptions(fuse_wgrad_accumulation=module.fuse_wgrad_accumulation, **options)
+    linears, options = [], LinearOptions(fuse_wgrad_accumulation=module.fuse_wgrad_accumulation, **options)
     biases = [row for bias in module.biases for row in (bias if bias.dim() == 2 else [bias])]
     for expert, weight in enumerate(module.expert_weights()):
         shared = {"name": "experts", "recipe": module.quantizers, "dtype": module.dtype, "options": options}
@@ -67,8 +67,8 @@ def singles(module, **options):
             linear.weight.copy_(weight)
             if biases:
                 linear.bias.copy_(biases[expert])
-        made.append(linear)
-    return made
+        linears.append(linear)
+    return linears
 
 
 def train(module, linears, splits=SPLITS, steps=2, context=lambda step: quantization(seed=1, step=step), call=None):

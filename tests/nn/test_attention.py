@@ -31,8 +31,8 @@ def attention(texts, dtype=torch.bfloat16):
 
 def tensors(device="cpu"):
     generator = torch.Generator().manual_seed(0)
-    made = [torch.randn(SHAPE, generator=generator).bfloat16().to(device).requires_grad_() for _ in range(3)]
-    return made, torch.randn(SHAPE, generator=generator).bfloat16().to(device)
+    inputs = [torch.randn(SHAPE, generator=generator).bfloat16().to(device).requires_grad_() for _ in range(3)]
+    return inputs, torch.randn(SHAPE, generator=generator).bfloat16().to(device)
 
 
 def run(module, device="cpu", causal=True):
@@ -48,9 +48,9 @@ def by_formula(texts, device="cpu", causal=True):
     quantizer = {tensor: HybridQuantizer.parse(text) for tensor, text in texts.items()}
 
     def both(tensor, x):
-        made = quantizer[tensor].quantize(x.reshape(-1, x.shape[-1]))
-        row = made.rowwise.dequantize(torch.float64).view(x.shape)
-        column = made.columnwise.dequantize(torch.float64).t().reshape(x.shape)
+        operands = quantizer[tensor].quantize(x.reshape(-1, x.shape[-1]))
+        row = operands.rowwise.dequantize(torch.float64).view(x.shape)
+        column = operands.columnwise.dequantize(torch.float64).t().reshape(x.shape)
         return row, column
 
     row, column = both("qkv", torch.stack([q, k, v]).detach())

@@ -70,9 +70,9 @@ def test_a_captured_step_is_every_step(kind, counter):
             x.copy_(drawn(step))
         graph.replay()
         got = [tensor.detach().clone() for tensor in static]
-        kept = [p.grad for p in module.parameters()]
+        gradients = [p.grad for p in module.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(got, expected(module, call, step), strict=True))
-        for parameter, gradient in zip(module.parameters(), kept, strict=True):
+        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
 

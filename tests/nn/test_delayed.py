@@ -183,8 +183,8 @@ def test_histories_live_through_a_change_that_keeps_the_slot():
     new = {"input": "fp8_delayed+e5m2+most_recent|mxfp8", "weight": "fp8_delayed+history8", "grad_output": "bf16"}
     assert set_recipe(module, recipe(new)) == 3
     assert set(module.states) == {"input_rowwise", "weight_rowwise", "weight_columnwise"}
-    kept = snapshot(module)
-    assert all(torch.equal(kept[name], before[name]) for name in kept if "input" in name)
+    histories = snapshot(module)
+    assert all(torch.equal(histories[name], before[name]) for name in histories if "input" in name)
     for state in (module.states["weight_rowwise"], module.states["weight_columnwise"]):
         assert len(state.history) == 8 and state.step is None  # another length is another history
     train(module, 2)

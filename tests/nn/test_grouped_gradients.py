@@ -67,9 +67,9 @@ def test_main_grad_adds_up_in_float32(single):
             module(x, SPLITS).backward(dy)
         for e, (own, gradient) in enumerate(zip(x.split(SPLITS), dy.split(SPLITS), strict=True)):
             expected[e] += gradient.double().t() @ own.double()
-    made = torch.cat([weight.main_grad.view(-1, N, K) for weight in module.weights])
-    assert made.dtype == torch.float32 and all(weight.grad is None for weight in module.weights)
-    close(made, expected, 1e-6)
+    sums = torch.cat([weight.main_grad.view(-1, N, K) for weight in module.weights])
+    assert sums.dtype == torch.float32 and all(weight.grad is None for weight in module.weights)
+    close(sums, expected, 1e-6)
 
 
 @pytest.mark.parametrize("quantizers", [*BASES, *SECTIONS], ids=ids)
@@ -107,11 +107,11 @@ def test_held_weights_train_as_those_of_linears(quantizers, single):
     module = held(quantizers, preserve=True, single_grouped_weight=single)
     linears = singles(grouped(quantizers))
     with quantization(seed=1, step=0):
-        made = [held(quantizers, preserve=True, single_grouped_weight=single) for _ in linears]
-    weights = [m.expert_weights()[e] for e, m in enumerate(made)]  # as many copies, of which each gives one expert
+        modules = [held(quantizers, preserve=True, single_grouped_weight=single) for _ in linears]
+    weights = [m.expert_weights()[e] for e, m in enumerate(modules)]  # as many copies, of which each gives one expert
     for expert, (linear, weight) in enumerate(zip(linears, weights, strict=True)):
         linear.weight = torch.nn.Parameter(weight.detach())
-        linear.states = made[expert].states[expert]
+        linear.states = modules[expert].states[expert]
         linear.weight.states = weight.states
     optimizers = [FusedAdam(m.parameters(), lr=0.05) for m in (module, *linears)]
     for step in (1, 2, 3):

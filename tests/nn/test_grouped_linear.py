@@ -69,19 +69,19 @@ def test_recomputation_microbatches_and_cached_weights(quantizers):
 
 
 def test_a_weight_is_quantized_once_for_all_microbatches(monkeypatch):
-    place, made = hqsweep.quant.hybrid, []
+    place, sizes = hqsweep.quant.hybrid, []
     module, real = grouped(), place.quantize
 
     def spy(x, *targets, splits, **options):
-        made.append(splits.sizes)
+        sizes.append(splits.sizes)
         return real(x, *targets, splits=splits, **options)
 
     monkeypatch.setattr(place, "quantize", spy)
     for microbatch in range(3):
         with quantization(step=1, microbatch=microbatch, cache_weights=True):
             module(draw("normal", ROWS, K).requires_grad_(), SPLITS).float().sum().backward()
-    assert made.count((N,) * EXPERTS) == 1  # both directions; x and dy are the rest
-    assert len(made) == 1 + 3 * 2
+    assert sizes.count((N,) * EXPERTS) == 1  # both directions; x and dy are the rest
+    assert len(sizes) == 1 + 3 * 2
 
 
 def test_high_precision_is_torch():

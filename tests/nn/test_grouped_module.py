@@ -56,18 +56,18 @@ def test_experts_are_filled_up_with_zeros_where_blocks_need_it(quantizers):
         parts = zip(rows.split(splits), padded, strict=True)
         return torch.cat([torch.nn.functional.pad(p, (0, 0, 0, m - len(p))) for p, m in parts])
 
-    def kept(rows):
+    def without_zeros(rows):
         return torch.cat([p[:m] for p, m in zip(rows.split(padded), splits, strict=True)])
 
     runs = []
-    for rows, gradient, given in ((x, dy, splits), (filled(x), filled(dy), padded)):
+    for rows, gradient, sizes in ((x, dy, splits), (filled(x), filled(dy), padded)):
         module.zero_grad()
         rows = rows.clone().requires_grad_()
-        y = module(rows, given)
+        y = module(rows, sizes)
         y.backward(gradient)
         runs.append((y.detach(), rows.grad, gradients(module)))
     (y, dx, ours), (y_filled, dx_filled, theirs) = runs
-    assert torch.equal(y, kept(y_filled)) and torch.equal(dx, kept(dx_filled))
+    assert torch.equal(y, without_zeros(y_filled)) and torch.equal(dx, without_zeros(dx_filled))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     with torch.no_grad():
         assert torch.equal(module(x, splits), y)  # a forward alone needs no zeros
@@ -214,9 +214,9 @@ def test_a_boundary_is_rounded_expert_by_expert_also_where_a_device_alone_knows_
     plain, splits, format = grouped(quantizers, bias=True), (7, 0, 16, 33), parse("fp8_current")
     modules = [plain, *(bounded("fp8_current", quantizers, (slot,), bias=True) for _ in range(2))]
     results = []
-    for module, given in zip(modules, (splits, splits, hidden(splits)), strict=True):
+    for module, sizes in zip(modules, (splits, splits, hidden(splits)), strict=True):
         x = draw("heavy", sum(splits), K).clamp(-50, 50).requires_grad_()
-        y = module(x, list(given) if given is splits else given)
+        y = module(x, list(sizes) if sizes is splits else sizes)
         y.backward(draw("normal", sum(splits), N, 1))
         results.append({"output": y.detach(), "grad_input": x.grad})
     unrounded, *rounded = results

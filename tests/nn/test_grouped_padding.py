@@ -145,9 +145,9 @@ def test_a_graph_of_a_step_serves_other_splits(quantizers):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = step(module, splits, inputs)
+        outputs = step(module, splits, inputs)
     for sizes in (UNEVEN, UNEVEN[::-1], (1, 0, 55, 0), (14, 14, 14, 14)):
         splits.copy_(torch.tensor(sizes, dtype=torch.int32))
         graph.replay()
         expected = step(other, torch.tensor(sizes, device="cuda"), (x, other.weight, other.bias))
-        assert all(map(torch.equal, made, expected))
+        assert all(map(torch.equal, outputs, expected))

@@ -146,8 +146,8 @@ def test_tensor_parallel_attributes(single):
     for mode, cut, bias_is_cut in (("column", 0, True), ("row", 1, False), (None, None, False)):
         module.set_tensor_parallel_attributes(mode)
         for weight in module.weights:
-            facts = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride)
-            assert facts == (cut is not None, -1 if cut is None else cut + single, 1)
+            attributes = (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride)
+            assert attributes == (cut is not None, -1 if cut is None else cut + single, 1)
         for bias in module.biases:
             assert (bias.tensor_model_parallel, bias.partition_dim) == (bias_is_cut, int(single) if bias_is_cut else -1)
     with pytest.raises(UserError, match="parallel_mode is 'columns'"):

@@ -127,14 +127,14 @@ def test_a_batch_keeps_float32_gradients_unrounded(used, single):
     """Gradients of whole numbers are those of the loop to the byte, with weights or a main_grad in float32."""
     runs = []
     for build in (grouped, looped):
-        made = [build("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
-        for weight in made[1].to(torch.bfloat16).weights:
+        modules = [build("bf16", single_grouped_weight=single, fuse_wgrad_accumulation=fuse) for fuse in (0, 1)]
+        for weight in modules[1].to(torch.bfloat16).weights:
             weight.main_grad = torch.ones(weight.shape)
-        for module in made:
+        for module in modules:
             generator = torch.Generator().manual_seed(0)
             x, dy = (torch.randint(-99, 100, (ROWS, n), generator=generator).bfloat16() for n in (K, N))
             module(x, EQUAL).backward(dy)
-        runs.append([grad for module in made for grad in gradients(module).values()])
+        runs.append([grad for module in modules for grad in gradients(module).values()])
     assert used == ["bmm"] * 4
     assert all(map(torch.equal, *runs)) and any((grad != grad.bfloat16()).any() for grad in runs[0])
 
@@ -142,12 +142,12 @@ def test_a_batch_keeps_float32_gradients_unrounded(used, single):
 def test_plans_follow_the_splits_of_the_call(used):
     """One expert is as large as itself; all without tokens are no batch."""
     module = grouped("mxfp8", single_grouped_weight=True).to(torch.bfloat16)
-    kept = []
+    runs = []
     for splits, expected in ((EQUAL, ["bmm"] * 3), (SPLITS, [3, 3, 2]), (EQUAL, ["bmm"] * 3)):
         used.clear()
-        kept.append(run(module, splits))
+        runs.append(run(module, splits))
         assert used == expected
-    assert all(torch.equal(kept[0][name], kept[2][name]) for name in kept[0])
+    assert all(torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
     used.clear()
     assert module(torch.empty(0, K), [0] * EXPERTS).shape == (0, N) and "bmm" not in used
     used.clear()
@@ -171,14 +171,14 @@ def test_native_rows_of_e4m3_codes_are_one_kernel(native, single, held):
     forward = {"input": "fp8_current", "weight": "fp8_current", "grad_output": "fp8_current"}
     for gradient, count in (("fp8_current", 2), ("fp8_current+e5m2", 1)):
         with quantized_model_init(enabled=held):
-            made = [
+            modules = [
                 grouped(forward | {"grad_output": gradient}, single_grouped_weight=single, gemm=gemm)
                 for gemm in ("native", "exact")
             ]
-        made[1].plan_capability = None
-        expected = run(made[1], SPLITS)
+        modules[1].plan_capability = None
+        expected = run(modules[1], SPLITS)
         native.clear()
-        assert_close(run(made[0], SPLITS), expected, 2**-7)
+        assert_close(run(modules[0], SPLITS), expected, 2**-7)
         assert native == [(ROWS, N), (ROWS, K)][:count]
 
 

@@ -17,14 +17,14 @@ def test_rows_come_back_and_the_rest_is_zero():
 def test_gradients_are_those_of_torch():
     """Both have torch's gradients, and so do their gradients, of the cube of what comes back."""
     x, y = (torch.randn(rows, 2, requires_grad=True) for rows in (3, 6))
-    for given, ours, theirs in (
+    for tensor, ours, theirs in (
         (x, lambda t: place_rows(t, PLACES, 6), lambda t: torch.zeros(6, 2).index_put((PLACES,), t)),
         (y, lambda t: take_rows(t, PLACES), lambda t: t[PLACES]),
     ):
         grads = []
         for function in (ours, theirs):
-            (first,) = torch.autograd.grad((function(given) ** 3).sum(), given, create_graph=True)
-            (second,) = torch.autograd.grad((first**2).sum(), given)
+            (first,) = torch.autograd.grad((function(tensor) ** 3).sum(), tensor, create_graph=True)
+            (second,) = torch.autograd.grad((first**2).sum(), tensor)
             grads.append((first.detach(), second))
         assert all(map(torch.equal, *grads)) and grads[0][1].any()
 

@@ -22,7 +22,7 @@ WAYS_TO_WAIT = ("tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def made(experts, quantizers, *, single=False, main_grad=False, held=False):
+def build(experts, quantizers, *, single=False, main_grad=False, held=False):
     """With biases; weights that are not held are bfloat16."""
     torch.manual_seed(0)
     options = {"single_grouped_weight": single, "single_grouped_bias": single, "fuse_wgrad_accumulation": main_grad}
@@ -51,7 +51,7 @@ def step(module, sizes, number, *, on_device=True):
 def test_nothing_waits_for_splits(quantizers, options, monkeypatch):
     """And all bytes are those of splits that the host is given: states, and sums of biases of whole numbers."""
     sizes = (7, 0, 16, 33)
-    ours, theirs = made(4, quantizers, **options), made(4, quantizers, **options)
+    ours, theirs = build(4, quantizers, **options), build(4, quantizers, **options)
     expected = [step(theirs, sizes, number, on_device=False) for number in (1, 2)]
     for name in WAYS_TO_WAIT:
         monkeypatch.setattr(torch.Tensor, name, lambda *_, what=name: pytest.fail(f"{what} waits"))
@@ -84,7 +84,7 @@ class Launches(TorchDispatchMode):
 def test_nothing_is_launched_for_each_expert(quantizers, options):
     counts = []
     for experts in (3, 9):
-        module, sizes = made(experts, quantizers, **options), (7, 25, *[17] * (experts - 2))
+        module, sizes = build(experts, quantizers, **options), (7, 25, *[17] * (experts - 2))
         step(module, sizes, 1)
         with Launches() as launches:
             step(module, sizes, 2)
@@ -96,7 +96,7 @@ def test_nothing_is_launched_for_each_expert(quantizers, options):
 @pytest.mark.parametrize("single", [False, True])
 def test_gradients_of_biases_are_sums_of_rows(single, dtype):
     """In float32, one row after the other, rounded once to the dtype of the biases; zeros of an expert without rows."""
-    module, sizes = made(4, "bf16", single=single).to(dtype), (300, 0, 1, 33)
+    module, sizes = build(4, "bf16", single=single).to(dtype), (300, 0, 1, 33)
     dy = draw("normal", sum(sizes), N, 1)
     module(draw("normal", sum(sizes), K), hidden(sizes)).backward(dy)
     got = torch.cat([bias.grad.view(-1, N) for bias in module.biases])

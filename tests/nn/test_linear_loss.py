@@ -90,9 +90,9 @@ def test_an_amax_that_is_known_changes_no_byte(text):
     key = RngKey(seed=0, slot="x", step=1)
     x = draw("heavy", 64, 96).bfloat16()
     both = {"rowwise": "codes", "columnwise": "codes", "key": key}
-    found = quantizer.quantize(x, **both)
-    given = quantizer.quantize_under(x, x.float().abs().max().view(1, 1), **both)
-    for a, b in ((found.rowwise, given.rowwise), (found.columnwise, given.columnwise)):
+    searched = quantizer.quantize(x, **both)
+    told = quantizer.quantize_under(x, x.float().abs().max().view(1, 1), **both)
+    for a, b in ((searched.rowwise, told.rowwise), (searched.columnwise, told.columnwise)):
         assert all(torch.equal(a.buffers[name], b.buffers[name]) for name in a.buffers)
     assert quantizer.takes_amax == (text.split("+")[0] in ("fp8_current", "nvfp4"))
 

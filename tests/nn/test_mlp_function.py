@@ -47,7 +47,7 @@ def kernels(monkeypatch):
     return names
 
 
-def made(text, device="cpu", **options):
+def build(text, device="cpu", **options):
     torch.manual_seed(0)
     return LayerNormMLP(DIM, FFN, name="m", recipe=text, options=MLPOptions(**options)).to(device)
 
@@ -76,11 +76,11 @@ def equal(one, other):
 def test_it_is_its_linears_to_the_byte(kernels, monkeypatch, name, kind):
     text = RECIPES[name]
     with monkeypatch.context() as patch:
-        alone = trained(made(text, activation=kind), join=False, monkeypatch=patch)
+        alone = trained(build(text, activation=kind), join=False, monkeypatch=patch)
     assert set(kernels) == {"activation", "activation_backward"}
     kernels.clear()
     with monkeypatch.context() as patch:
-        assert equal(trained(made(text, activation=kind), join=True, monkeypatch=patch), alone)
+        assert equal(trained(build(text, activation=kind), join=True, monkeypatch=patch), alone)
     in_blocks = name in ("blocks", "exact columns", "another source")
     assert ("quantize_activated" in kernels) == in_blocks
 
@@ -92,7 +92,7 @@ def test_what_is_not_needed_is_not_made(kernels, monkeypatch):
     for names in frozen:
         results = []
         for join in (False, True):
-            mlp = made("mxfp8")
+            mlp = build("mxfp8")
             for name in names:
                 mlp.get_parameter(name).requires_grad_(False)
             x = torch.randn(32, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_(
@@ -116,7 +116,7 @@ def test_held_weights_and_main_grads(kernels, monkeypatch):
         results = []
         for join in (True, False):
             with quantized_model_init(enabled=held):
-                mlp = made("mxfp8")
+                mlp = build("mxfp8")
             if not held:
                 use_main_grads(mlp)
             with monkeypatch.context() as patch:
@@ -126,7 +126,7 @@ def test_held_weights_and_main_grads(kernels, monkeypatch):
 
 def test_an_input_that_is_saved_as_it_is(kernels, monkeypatch):
     """save_original of fc1; that of fc2 asks for what is not made."""
-    mlp = made("mxfp8")
+    mlp = build("mxfp8")
     mlp.fc1.save_original_input = True
     with monkeypatch.context() as patch:
         whole = trained(mlp, join=True, monkeypatch=patch)
@@ -142,19 +142,19 @@ def test_linears_that_are_more_than_their_products_run_by_themselves(kernels):
     def joined_by(mlp):
         return joins(mlp.fc1, mlp.fc2, mlp.activation, x)
 
-    assert joined_by(made("mxfp8"))
+    assert joined_by(build("mxfp8"))
     assert not joined_by(LayerNormMLP(DIM, FFN, name="m", recipe="mxfp8", bias=True))
     assert not joined_by(LayerNormMLP(DIM, FFN, name="m", recipe="mxfp8", dtype=torch.float32))
     assert not joined_by(LayerNormMLP(DIM, 100, name="m", recipe="fp8_current"))
-    hooked = made("mxfp8")
+    hooked = build("mxfp8")
     hooked.fc2.register_forward_hook(lambda *_: None)
     assert not joined_by(hooked)
-    bounded = made("mxfp8")
+    bounded = build("mxfp8")
     bounded.fc1.grad_input_quantizer_role = role
     set_recipe(bounded, Recipe(linear=LinearQuantizers.parse("mxfp8", "recipe.linear")))
     assert not joined_by(bounded)
     with quantization(probe=Probe(0)):
-        assert not joined_by(made("mxfp8"))
+        assert not joined_by(build("mxfp8"))
 
 
 def test_linears_without_a_norm(kernels):
@@ -169,7 +169,7 @@ def test_linears_without_a_norm(kernels):
 def test_gradients_of_gradients_are_refused(kernels):
     x = torch.randn(32, DIM, requires_grad=True)
     with pytest.raises(UserError, match=r"m\.fc1: create_graph=True asks for gradients of gradients"):
-        torch.autograd.grad(made("mxfp8")(x).sum(), x, create_graph=True)
+        torch.autograd.grad(build("mxfp8")(x).sum(), x, create_graph=True)
 
 
 @gpu
@@ -180,6 +180,6 @@ def test_on_a_gpu(deterministic, monkeypatch, name, kind, rows):
     results = []
     for join in (False, True):
         with monkeypatch.context() as patch:
-            mlp = made(RECIPES[name], "cuda", activation=kind)
+            mlp = build(RECIPES[name], "cuda", activation=kind)
             results.append(trained(mlp, join=join, monkeypatch=patch, device="cuda", rows=rows))
     assert equal(*results)

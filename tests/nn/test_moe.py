@@ -16,9 +16,9 @@ DIM, FFN, EXPERTS, TOKENS = 32, 32, 4, 96
 def mixture(linear="fp32", top_k=2, dtype=torch.float32, **options):
     torch.manual_seed(0)
     options = MoEOptions(experts=EXPERTS, top_k=top_k, **options)
-    made = LayerNormMoE(DIM, FFN, name="m", recipe=linear, dtype=dtype, options=options)
-    torch.nn.init.normal_(made.router.weight)
-    return made
+    module = LayerNormMoE(DIM, FFN, name="m", recipe=linear, dtype=dtype, options=options)
+    torch.nn.init.normal_(module.router.weight)
+    return module
 
 
 def test_routing_by_hand():
@@ -72,27 +72,27 @@ def by_hand(module, x):
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 def test_outputs_and_gradients_are_those_of_the_formula(top_k, shared):
     module = mixture(top_k=top_k, shared_expert=shared)
-    made = []
+    runs = []
     for function in (lambda x: module(x)[0], lambda x: by_hand(module, x)):
         x = draw("normal", TOKENS, DIM, 1).float().view(2, -1, DIM).requires_grad_()
         module.zero_grad()
         y = function(x)
         y.backward(draw("normal", TOKENS, DIM, 2).float().view(y.shape))
-        made.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
-    for a, b in zip(*made, strict=True):
+        runs.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("linear", ["mxfp8", "nvfp4+row_scaled|mxfp8@rowwise_dequantized"])
 def test_the_same_tokens_twice_give_the_same_bytes(linear):
     module = mixture({"input": linear, "weight": "nvfp4|mxfp8", "grad_output": "mxfp8"}, dtype=torch.bfloat16)
-    made = []
+    runs = []
     for _ in range(2):
         module.zero_grad()
         x = draw("normal", TOKENS, DIM, 1).requires_grad_()
         module(x)[0].backward(draw("normal", TOKENS, DIM, 2).float())
-        made.append([x.grad, *(p.grad for p in module.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+        runs.append([x.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_no_recipe_quantizes_the_router():
@@ -216,17 +216,17 @@ def test_experts_that_only_a_device_knows_are_filled_up_as_by_each_linear(kernel
     module = mixture("nvfp4", dtype=torch.bfloat16, shared_expert=True)
 
     def of_a_device(splits, rows, experts=None):
-        made = {"rows": rows, "count": EXPERTS, "sizes": None, "device_sizes": splits}
-        return splits if isinstance(splits, Splits) else Splits(**made)
+        splits_of_device = {"rows": rows, "count": EXPERTS, "sizes": None, "device_sizes": splits}
+        return splits if isinstance(splits, Splits) else Splits(**splits_of_device)
 
     monkeypatch.setattr(moe.Splits, "of", of_a_device)
-    made, calls = [], []
+    runs, calls = [], []
     right = grouped.place_rows
     monkeypatch.setattr(grouped, "place_rows", lambda *a: (calls.append(a), right(*a))[1])
     for moves in (moe.moves_by_kernels, lambda h, dtype: False):
         monkeypatch.setattr(moe, "moves_by_kernels", moves)
-        made.append((results(module), len(calls)))
-    (ours, none), (expected, two) = made
+        runs.append((results(module), len(calls)))
+    (ours, none), (expected, two) = runs
     assert all(map(torch.equal, ours, expected)) and (none, two) == (0, 2)
 
 

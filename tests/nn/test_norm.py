@@ -76,11 +76,11 @@ def gradients(norm, x, branch, *, use):
     """What Norm.added gives, and gradients, of a loss that reads what `use` names of the sum and the output."""
     x, branch = x.clone().requires_grad_(), None if branch is None else branch.clone().requires_grad_()
     norm.zero_grad()
-    made = dict(zip(("total", "h"), norm.added(x, branch, torch.bfloat16), strict=True))
+    tensors = dict(zip(("total", "h"), norm.added(x, branch, torch.bfloat16), strict=True))
     g = torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(x.shape, generator=g).to(x.device) for name in made}
-    sum((made[name].float() * weights[name]).sum() for name in use).backward()
-    return [*made.values(), x.grad, *([] if branch is None else [branch.grad]), *(p.grad for p in norm.parameters())]
+    weights = {name: torch.randn(x.shape, generator=g).to(x.device) for name in tensors}
+    sum((tensors[name].float() * weights[name]).sum() for name in use).backward()
+    return [*tensors.values(), x.grad, *([] if branch is None else [branch.grad]), *(p.grad for p in norm.parameters())]
 
 
 def assert_same_as_torchs(norm, x, branch, **tolerance):
@@ -153,13 +153,13 @@ def test_the_amaxes_that_the_norm_finds_are_those_that_the_quantizer_would(text,
     torch.manual_seed(0)
     build = {"linear": lambda: LayerNormLinear(64, 96, name="m", recipe=recipe)}
     build["mlp"] = lambda: LayerNormMLP(64, 128, name="m", recipe=recipe)
-    made, x, branch = [], torch.randn(2, 64, 64, device=device), torch.randn(2, 64, 64, device=device).bfloat16()
+    runs, x, branch = [], torch.randn(2, 64, 64, device=device), torch.randn(2, 64, 64, device=device).bfloat16()
     for measures in (norm_module.norm.measures, lambda *_: False):
         monkeypatch.setattr(norm_module.norm, "measures", measures)
         torch.manual_seed(1)
-        made.append(results(build[kind]().to(device), x, branch))
+        runs.append(results(build[kind]().to(device), x, branch))
     assert asked == [QUANTIZERS[text], (False, None)]
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def torchs_statistics(x, branch, gain, bias, epsilon):
@@ -194,13 +194,13 @@ def test_a_norm_quantized_as_it_is_computed_gives_the_same_bytes(text, kind, nor
     build = {"linear": lambda: LayerNormLinear(128, 96, name="m", recipe=recipe, options=LinearOptions(**options))}
     build["mlp"] = lambda: LayerNormMLP(128, 128, name="m", recipe=recipe, options=MLPOptions(**options))
     torch.manual_seed(0)
-    made, (x, branch) = [], torch.randn(2, 2, 128, 128, device=device).bfloat16()
+    runs, (x, branch) = [], torch.randn(2, 2, 128, 128, device=device).bfloat16()
     for takes in (norm_module.takes_normed, lambda _: False):
         monkeypatch.setattr(norm_module, "takes_normed", takes)
         torch.manual_seed(1)
-        made.append(results(build[kind]().to(device), x, branch))
+        runs.append(results(build[kind]().to(device), x, branch))
     assert calls == ["norm_statistics", "norm"]
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_a_norm_of_another_dtype_than_the_quantizer_reads_is_made(monkeypatch):

@@ -26,14 +26,14 @@ class Keep(torch.autograd.Function):
     """Saves tensors, and gives them back in backward."""
 
     @staticmethod
-    def forward(ctx, x, tensors, found):
+    def forward(ctx, x, tensors, received):
         ctx.save_for_backward(*tensors)
-        ctx.found = found
+        ctx.received = received
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        ctx.found.append(ctx.saved_tensors)
+        ctx.received.append(ctx.saved_tensors)
         return dy, None, None
 
 
@@ -43,14 +43,14 @@ def offload(model=None, device="cpu", *, min_bytes=1, **options):
 
 def there_and_back(tensors, device="cpu"):
     """What backward finds of saved tensors, which by then have left the device."""
-    away, found = offload(device=device, window_bytes=0), []
+    away, received = offload(device=device, window_bytes=0), []
     x = torch.zeros(1, device=device, requires_grad=True)
     with away.saving():
-        y = Keep.apply(x, [*tensors, x + 1], found)
+        y = Keep.apply(x, [*tensors, x + 1], received)
     assert away.host_bytes == sum(t.nbytes for t in tensors) + x.nbytes and len(away.leaving.held) == 1
     y.backward()
     assert away.host_bytes == 0
-    return found[0][:-1]
+    return received[0][:-1]
 
 
 def stack(text, device="cpu", *, held=False, layers=3, width=64):
@@ -101,8 +101,8 @@ def matrix(device):
 def test_both_operands_come_back_to_the_byte(rowwise, columnwise, source, device):
     """Every ordered pair of formats."""
     quantizer = HybridQuantizer.parse(f"{rowwise}|{columnwise}@{source}")
-    made = quantizer.quantize(matrix(device), key=KEY)
-    assert_comes_back([made.rowwise, made.columnwise], device)
+    operands = quantizer.quantize(matrix(device), key=KEY)
+    assert_comes_back([operands.rowwise, operands.columnwise], device)
 
 
 @devices
@@ -110,10 +110,10 @@ def test_both_operands_come_back_to_the_byte(rowwise, columnwise, source, device
 @pytest.mark.parametrize("format", OPERANDS)
 def test_one_direction_alone_comes_back(format, direction, device):
     row = format.replace("+rht", "")
-    made = HybridQuantizer.parse(f"{row}|{format}").quantize(
+    operands = HybridQuantizer.parse(f"{row}|{format}").quantize(
         matrix(device), **dict.fromkeys(("rowwise", "columnwise")) | {direction: "codes"}, key=KEY
     )
-    assert_comes_back([getattr(made, direction)], device)
+    assert_comes_back([getattr(operands, direction)], device)
 
 
 @devices
@@ -160,14 +160,14 @@ def test_attention_is_the_same_bytes(text, device):
     module = DotProductAttention(name="dpa", recipe=DpaQuantizers(**{t: HybridQuantizer.parse(text) for t in TENSORS}))
     model = nn.Linear(1, 1, device=device)
     qkv = [torch.randn(2, 64, 3, 32, device=device).bfloat16().transpose(1, 2) for _ in range(3)]
-    made = []
+    runs = []
     for away in (None, offload(model, window_bytes=0)):
         inputs = torch.stack(qkv).requires_grad_()
         with quantization(seed=1), away.saving() if away else torch.enable_grad():
             o = module(*inputs)
         o.backward(torch.ones_like(o))
-        made.append([o.detach(), inputs.grad])
-    assert same(*made)
+        runs.append([o.detach(), inputs.grad])
+    assert same(*runs)
 
 
 @devices
@@ -294,7 +294,7 @@ def test_copies_wait_for_the_computing_stream_and_it_waits_for_them(monkeypatch)
 @pytest.mark.gpu
 def test_nothing_waits_on_the_host_and_host_memory_is_used_again():
     model, x = stack("mxfp8", "cuda", width=1024), torch.randn(4096, 1024, device="cuda")
-    away, made = offload(model, window_bytes=2**20), []
+    away, allocations = offload(model, window_bytes=2**20), []
     for step in range(6):
         torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
         try:
@@ -302,8 +302,8 @@ def test_nothing_waits_on_the_host_and_host_memory_is_used_again():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        made.append(torch.cuda.host_memory_stats()["num_host_alloc"])
-    assert made[0] > 0 and made[2:] == made[2:3] * 4
+        allocations.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert allocations[0] > 0 and allocations[2:] == allocations[2:3] * 4
 
 
 @pytest.mark.gpu

@@ -85,11 +85,11 @@ def read_directions(case: dict) -> list[str]:
 
 def one_of_each() -> list[dict]:
     """One golden case for every pair of formats and dtype of the input."""
-    found = {}
+    rows = {}
     for case in QUANTIZER_CASES:
         names = tuple(str(format_of(case, direction)) for direction in read_directions(case))
-        found.setdefault((names, as_matrix(Arrays(case).raw(case["input_key"])).dtype), case)
-    return list(found.values())
+        rows.setdefault((names, as_matrix(Arrays(case).raw(case["input_key"])).dtype), case)
+    return list(rows.values())
 
 
 GOLDEN = one_of_each()
@@ -121,10 +121,10 @@ def test_gemms_receive_torchaos_bytes(text, slot):
     file, format = np.load(COMMITTED / "torchao_mx.npz"), parse(text)
     x = torch.from_numpy(file["bf16/input"]).view(torch.bfloat16)
     scale, data = (torch.from_numpy(file[f"bf16/{text}/rowwise_{name}"]) for name in ("scale", "data"))
-    kept = ~x.isnan().any(1) & (scale[:, 0] != 0)
-    golden = {"q": data[kept], "s": scale[kept]}
-    made = received(slot, x[kept], {"rowwise": format}, "native")["rowwise"].buffers
-    assert kept.sum() > 95 and all(torch.equal(made[name], golden[name]) for name in ("q", "s"))
+    rows = ~x.isnan().any(1) & (scale[:, 0] != 0)
+    golden = {"q": data[rows], "s": scale[rows]}
+    buffers = received(slot, x[rows], {"rowwise": format}, "native")["rowwise"].buffers
+    assert rows.sum() > 95 and all(torch.equal(buffers[name], golden[name]) for name in ("q", "s"))
 
 
 def assert_exact(got: Operand | ExactOperand, golden: Operand) -> None:
@@ -184,13 +184,13 @@ def theirs(text: str, matrix: Tensor) -> Theirs:
 
 def their_operands(recipe: str, tensors: dict[str, Tensor]) -> dict[str, list[Theirs]]:
     """GEMM -> its two operands."""
-    found = {gemm: [None, None] for gemm in ("fprop", "dgrad", "wgrad")}
+    operands = {gemm: [None, None] for gemm in ("fprop", "dgrad", "wgrad")}
     for (slot, direction), (gemm, index) in READS.items():
         quantizer, matrix = HybridQuantizer.parse(RECIPES[recipe][slot]), tensors[slot]
         if direction == "columnwise":
             matrix = matrix.t().contiguous()
-        found[gemm][index] = theirs(str(getattr(quantizer, direction)), matrix)
-    return found
+        operands[gemm][index] = theirs(str(getattr(quantizer, direction)), matrix)
+    return operands
 
 
 def drawn(device: str) -> dict[str, Tensor]:
@@ -199,9 +199,9 @@ def drawn(device: str) -> dict[str, Tensor]:
     return {slot: draw(kinds[slot], *shape, i).to(device) for i, (slot, shape) in enumerate(shapes.items())}
 
 
-def assert_bytes(made: Operand, expected: Theirs) -> None:
-    assert torch.equal(made.buffers["q"], expected.data.view(torch.uint8))
-    assert torch.equal(made.buffers["s"], expected.scales.view(made.buffers["s"].shape))
+def assert_bytes(operand: Operand, expected: Theirs) -> None:
+    assert torch.equal(operand.buffers["q"], expected.data.view(torch.uint8))
+    assert torch.equal(operand.buffers["s"], expected.scales.view(operand.buffers["s"].shape))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -211,10 +211,10 @@ def test_exact_products_are_those_of_their_operands_up_to_float32_accumulation(r
     outputs, gemms = train(RECIPES[recipe], tensors, "exact")
     for name, operands in their_operands(recipe, tensors).items():
         a, b = (each.values() for each in operands)
-        for made, values in zip(gemms[name], (a, b), strict=True):
-            made = made.operand() if isinstance(made, Operand) else made
-            factor = 1.0 if made.factor is None else made.factor.double()
-            assert torch.equal(made.matrix.double() * factor / made.divisor, values)
+        for operand, values in zip(gemms[name], (a, b), strict=True):
+            operand = operand.operand() if isinstance(operand, Operand) else operand
+            factor = 1.0 if operand.factor is None else operand.factor.double()
+            assert torch.equal(operand.matrix.double() * factor / operand.divisor, values)
         expected, accumulated = a @ b.t(), (a.shape[1] + 8) * 2.0**-23 * (a.abs() @ b.abs().t())
         rounded = (2.0**-8 if outputs[name].dtype == torch.bfloat16 else 0.0) * expected.abs()
         assert ((outputs[name].double() - expected).abs() <= accumulated + rounded).all(), name
@@ -225,8 +225,8 @@ def test_native_products_receive_their_bytes(recipe):
     tensors = drawn("cpu")
     _, gemms = train(RECIPES[recipe], tensors, "native")
     for name, expected in their_operands(recipe, tensors).items():
-        for made, other in zip(gemms[name], expected, strict=True):
-            assert_bytes(made, other)
+        for operand, other in zip(gemms[name], expected, strict=True):
+            assert_bytes(operand, other)
 
 
 @pytest.mark.gpu
@@ -237,8 +237,8 @@ def test_native_products_are_torchs_own_on_their_operands(recipe):
     tensors = drawn("cuda")
     outputs, gemms = train(RECIPES[recipe], tensors, "native", mm_t_native)
     for name, (a, b) in their_operands(recipe, tensors).items():
-        for made, other in zip(gemms[name], (a, b), strict=True):
-            assert_bytes(made, other)
+        for operand, other in zip(gemms[name], (a, b), strict=True):
+            assert_bytes(operand, other)
         scales = a.scales, b.scales.t() if b.scales.dim() else b.scales
         expected = torch._scaled_mm(a.data, b.data.t(), *scales, out_dtype=outputs[name].dtype)
         assert torch.equal(outputs[name], expected), name

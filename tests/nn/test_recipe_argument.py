@@ -51,11 +51,11 @@ NOT_STRICT = "fprop: input rowwise nvfp4 cannot meet weight rowwise mxfp8 under 
 
 def formats(module):
     """(module type, slot) -> texts of the quantizers that the modules have there."""
-    found = {}
+    texts = {}
     for each in quantized_modules(module):
         for slot in each.quantizers.tensors():
-            found.setdefault((each.module_type, slot), set()).add(str(getattr(each.quantizers, slot)))
-    return found
+            texts.setdefault((each.module_type, slot), set()).add(str(getattr(each.quantizers, slot)))
+    return texts
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -66,8 +66,8 @@ def run(module, inputs, call=lambda module, *x: module(*x), within=nullcontext):
         y = call(module, *inputs)
         y.backward(draw(*y.shape, seed=9, device=y.device).to(y.dtype))
     hook.remove()
-    made = {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)}
-    return made | {name: p.grad for name, p in module.named_parameters()}, len(runs)
+    tensors = {"y": y.detach()} | {f"d{i}": x.grad for i, x in enumerate(inputs)}
+    return tensors | {name: p.grad for name, p in module.named_parameters()}, len(runs)
 
 
 def assert_the_same(module, inputs, way, *more, **options):
@@ -154,16 +154,16 @@ def test_transformer_layer_with_everything(name, way, device):
 @pytest.mark.parametrize("part", ["layer", "attention"])
 def test_gpt(name, part, device):
     """The whole model with its own switch, against the one without."""
-    made = []
+    runs = []
     for recompute in ("none", part):
         model, tokens = gpt(name, recompute).to(device), torch.arange(256, device=device).view(2, 128) % 16
         nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator(device).manual_seed(0))
         with quantization(seed=1, step=5):
             y = model(tokens)
             y.backward(draw(*y.shape, device=device))
-        made.append({"y": y.detach()} | {name: p.grad for name, p in model.named_parameters()})
-    for name, tensor in made[0].items():
-        assert tensor.abs().sum() > 0 and torch.equal(tensor, made[1][name]), name
+        runs.append({"y": y.detach()} | {name: p.grad for name, p in model.named_parameters()})
+    for name, tensor in runs[0].items():
+        assert tensor.abs().sum() > 0 and torch.equal(tensor, runs[1][name]), name
 
 
 @pytest.mark.parametrize(("part", "layers", "cores"), [("none", 1, 1), ("layer", 2, 2), ("attention", 1, 2)])
@@ -205,14 +205,14 @@ def test_random_bits_are_replayed_and_not_drawn_again():
 @formats
 def test_ours_may_run_backward_outside_of_the_contexts(name):
     recipe = Recipe(linear=LinearQuantizers.parse(FORMATS[name], "test"))
-    made = []
+    runs = []
     for call in (lambda module, x: module(x), recomputed):
         module, x = linear("bf16"), draw(32, 64).requires_grad_()
         with quantization(seed=1, step=5), autocast(recipe=recipe):
             y = call(module, x)
         y.backward(draw(*y.shape, seed=9).to(y.dtype))
-        made.append((x.grad, module.weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+        runs.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant"])

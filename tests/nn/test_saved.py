@@ -32,13 +32,13 @@ def test_bytes_per_element_saved_for_backward(quantizers, original, held):
 
 
 def test_a_layer_keeps_less_in_lower_formats():
-    kept = {}
+    nbytes = {}
     for linear in ("bf16", "mxfp8", "bf16|nvfp4"):
         layer = TransformerLayer(64, 128, 2, name="l", recipe=Recipe.from_config({"linear": linear}))
         saved = SavedBytes(layer)
         with saved.counting():
             layer(torch.randn(2, 32, 64))
-        kept[linear] = saved.nbytes
+        nbytes[linear] = saved.nbytes
     inputs = 2 * 32 * (3 * 64 + 128)  # elements of the inputs of the four linears
-    assert kept["bf16"] - kept["mxfp8"] == inputs * (2 - 1 - 1 / 32)
-    assert kept["bf16"] - kept["bf16|nvfp4"] == inputs * (2 - 0.5 - 1 / 16) - 4 * 4
+    assert nbytes["bf16"] - nbytes["mxfp8"] == inputs * (2 - 1 - 1 / 32)
+    assert nbytes["bf16"] - nbytes["bf16|nvfp4"] == inputs * (2 - 0.5 - 1 / 16) - 4 * 4

@@ -89,7 +89,7 @@ def test_a_graph_replays_it():
     results(attend, *operands, is_causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = results(attend, *operands, is_causal=True)
+        outputs = results(attend, *operands, is_causal=True)
     operands[0].mul_(2)
     graph.replay()
-    assert all(map(torch.equal, made, results(attend, *operands, is_causal=True)))
+    assert all(map(torch.equal, outputs, results(attend, *operands, is_causal=True)))

@@ -21,7 +21,7 @@ SR = {"input": "nvfp4", "weight": "nvfp4+sr", "grad_output": "nvfp4"}
 
 
 @pytest.fixture
-def made(monkeypatch):
+def quantizations(monkeypatch):
     """The directions of every quantization of a weight."""
     seen, real = [], LinearCall.quantize
 
@@ -57,21 +57,21 @@ def assert_trained_alike(cached, plain, batches=3, **context):
 
 
 @pytest.mark.parametrize("quantizers", SOME, ids=str)
-def test_microbatches_share_operands_and_have_the_same_bits(made, quantizers):
+def test_microbatches_share_operands_and_have_the_same_bits(quantizations, quantizers):
     cached, plain = linear(quantizers), linear(quantizers)
     assert_trained_alike(cached, plain, seed=1, step=2)
-    assert made.count(BOTH) == 1  # and without, each direction of each batch by itself
-    assert made.count(["rowwise"]) == made.count(["columnwise"]) == 3 and len(made) == 7
+    assert quantizations.count(BOTH) == 1  # and without, each direction of each batch by itself
+    assert quantizations.count(["rowwise"]) == quantizations.count(["columnwise"]) == 3 and len(quantizations) == 7
 
 
-def test_a_written_weight_is_quantized_again(made):
+def test_a_written_weight_is_quantized_again(quantizations):
     module = linear()
     with quantization(cache_weights=True):
         before, _ = train(module, 0)
         with torch.no_grad():
             module.weight.mul_(2.0)
         after, _ = train(module, 0)
-    assert made == [BOTH, BOTH] and torch.equal(after, 2 * before)
+    assert quantizations == [BOTH, BOTH] and torch.equal(after, 2 * before)
 
 
 @pytest.mark.parametrize("text", [text for text in STATELESS if "+rht" not in text])  # which bf16 cannot meet
@@ -128,19 +128,19 @@ def test_columns_are_made_anew_where_a_product_takes_another_form():
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
-def test_nothing_is_made_ahead_that_backward_will_not_ask_for(made):
+def test_nothing_is_made_ahead_that_backward_will_not_ask_for(quantizations):
     """Backward asks for no columns in a first layer, without autograd, and where the scale depends on earlier steps."""
     with quantization(cache_weights=True):
         linear()(draw("normal", 32, 64)).sum().backward()
         with torch.no_grad():
             linear()(draw("normal", 32, 64).requires_grad_())
-        assert made == [["rowwise"], ["rowwise"]]
-        made.clear()
+        assert quantizations == [["rowwise"], ["rowwise"]]
+        quantizations.clear()
         train(linear("fp8_delayed"), 0)
-    assert made == [["rowwise"], ["columnwise"]]
+    assert quantizations == [["rowwise"], ["columnwise"]]
 
 
-def test_another_recipe_is_quantized_again(made):
+def test_another_recipe_is_quantized_again(quantizations):
     module = linear()
     with quantization(cache_weights=True):
         train(module, 0)
@@ -149,23 +149,23 @@ def test_another_recipe_is_quantized_again(made):
     assert torch.equal(y, train(linear("nvfp4"), 0)[0])
 
 
-def test_random_bits_are_those_of_the_step(made):
+def test_random_bits_are_those_of_the_step(quantizations):
     module = linear(SR)
     outputs = []
     for step in (1, 2, 2):
         with quantization(step=step, cache_weights=True):
             outputs.append(module(draw("normal", 32, 64)))
     assert not torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])
-    assert made.count(["rowwise"]) == 2
+    assert quantizations.count(["rowwise"]) == 2
 
 
-def test_inference_then_training_and_no_operand_outlives_its_context(made):
+def test_inference_then_training_and_no_operand_outlives_its_context(quantizations):
     module = linear()
     with quantization(cache_weights=True):
         with torch.no_grad():
             module(draw("normal", 32, 64))
         train(module, 0)
-    assert made == [["rowwise"], ["columnwise"]]
+    assert quantizations == [["rowwise"], ["columnwise"]]
     module(draw("normal", 32, 64))
     assert len(module.workspace) == 0
 
@@ -203,7 +203,7 @@ def test_an_update_within_one_step_is_seen_where_our_fused_optimizer_makes_it():
         assert torch.equal(later, module(x))
 
 
-def test_an_update_of_shards_within_one_step_is_seen(made, tmp_path):
+def test_an_update_of_shards_within_one_step_is_seen(quantizations, tmp_path):
     """fully_shard gathers the updated weight into a tensor of the same version, maybe where it was before."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -212,9 +212,9 @@ def test_an_update_of_shards_within_one_step_is_seen(made, tmp_path):
         module, x = linear(), draw("normal", 32, 64, 0)
         with quantization(step=1, cache_weights=True), torch.no_grad():
             module(x), module(x)
-            assert len(made) == 1
+            assert len(quantizations) == 1
             FusedAdam([p]).step()
             module(x)
-        assert len(made) == 2
+        assert len(quantizations) == 2
     finally:
         dist.destroy_process_group()

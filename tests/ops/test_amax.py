@@ -31,27 +31,27 @@ def sizes_of(case):
 def arguments(case, sizes, width, device):
     """Formats, and amaxes in which something stands already, some of it larger than what is there to be found."""
     row, column, source = (case[0] and parse(case[0])), (case[1] and parse(case[1])), case[2]
-    experts, made = len(sizes), {}
+    experts, amaxes = len(sizes), {}
     generator = torch.Generator().manual_seed(0)
     for name, format, lines in (("out_rowwise", row, sum(sizes)), ("out_columnwise", column, experts * width)):
         if format and spec_named(format.text).amax_name:
             count = lines if spec_named(format.text).row_scaled else experts
-            made[name] = (torch.rand(count, generator=generator) ** 8 * 1e3).to(device)
+            amaxes[name] = (torch.rand(count, generator=generator) ** 8 * 1e3).to(device)
     if source != "original" and spec_named(row.text).delayed:
-        made["rowwise_amax"] = torch.rand(experts, generator=generator).to(device) * 4
-    return (row, column), {"columnwise_source": source}, made
+        amaxes["rowwise_amax"] = torch.rand(experts, generator=generator).to(device) * 4
+    return (row, column), {"columnwise_source": source}, amaxes
 
 
-def one_by_one(x, sizes, formats, given, made):
+def one_by_one(x, sizes, formats, options, places):
     start, width = 0, x.shape[1]
     for e, size in enumerate(sizes):
         own = {}
-        for name, amaxes in made.items():
+        for name, amaxes in places.items():
             lines = (start, start + size) if name != "out_columnwise" else (e * width, (e + 1) * width)
             part = amaxes[e : e + 1] if len(amaxes) == len(sizes) else amaxes[slice(*lines)]
             own[name] = part
         if size:
-            find_amax(x[start : start + size], *formats, **given, rowwise_key=KEYS[e], **own)
+            find_amax(x[start : start + size], *formats, **options, rowwise_key=KEYS[e], **own)
         start += size
 
 
@@ -71,12 +71,12 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, 
     x = draw("heavy", sum(sizes), width, dtype=dtype).to(device)
     x[200, 3], x[250, 100] = float("nan"), float("inf")
     for splits in (Splits.of(sizes, len(x)), hidden(sizes, device)):
-        formats, given, ours = arguments(case, sizes, width, device)
+        formats, options, ours = arguments(case, sizes, width, device)
         theirs = {name: amaxes.clone() for name, amaxes in ours.items()}
-        one_by_one(x, sizes, formats, given, theirs)
+        one_by_one(x, sizes, formats, options, theirs)
         if backend == "auto":
             monkeypatch.setattr("hqsweep.ops.amax._own", lambda *_, **__: pytest.fail("a call for one expert"))
-        find_amax(x, *formats, splits=splits, **given, rowwise_key=KEYS, **ours, backend=backend)
+        find_amax(x, *formats, splits=splits, **options, rowwise_key=KEYS, **ours, backend=backend)
         monkeypatch.undo()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         assert splits.sizes or "host" not in vars(splits) or backend == "reference"
@@ -86,8 +86,10 @@ def test_one_call_finds_what_a_call_for_each_expert_finds(case, dtype, backend, 
 def test_rows_beyond_the_last_expert_are_not_read(device):
     sizes, x, out = (16, 0, 32), torch.ones(64, 32, device=device), torch.zeros(3, device=device)
     x[48:] = 9
-    given = torch.tensor(sizes, device=device)
-    find_amax(x, parse("fp8_delayed"), splits=Splits(rows=64, count=3, sizes=None, device_sizes=given), out_rowwise=out)
+    on_device = torch.tensor(sizes, device=device)
+    find_amax(
+        x, parse("fp8_delayed"), splits=Splits(rows=64, count=3, sizes=None, device_sizes=on_device), out_rowwise=out
+    )
     assert out.tolist() == [1, 0, 1]
 
 
@@ -120,10 +122,10 @@ def test_a_gpu_finds_the_amax_of_transformed_columns(shape, distribution):
     expected, host = torch.full((1,), 0.01), quantize(x, *formats, **keys)
     find_amax(x, None, formats[1], out_columnwise=expected)
     for on_gpu in (x.cuda(), wide[:, : shape[1]], x.t().contiguous().cuda().t()):
-        found = torch.full((1,), 0.01, device="cuda")
-        find_amax(on_gpu, None, formats[1], out_columnwise=found)
-        assert torch.equal(found.cpu(), expected)
-        made = quantize(on_gpu, *formats, **keys)
+        amax = torch.full((1,), 0.01, device="cuda")
+        find_amax(on_gpu, None, formats[1], out_columnwise=amax)
+        assert torch.equal(amax.cpu(), expected)
+        operands = quantize(on_gpu, *formats, **keys)
         for direction in ("rowwise", "columnwise"):
-            ours, theirs = getattr(made, direction), getattr(host, direction)
+            ours, theirs = getattr(operands, direction), getattr(host, direction)
             assert theirs is None or all(torch.equal(ours[name].cpu(), theirs[name]) for name in theirs)

@@ -30,8 +30,8 @@ def counted(key, counter):
 
 def both(x, pair, key, backend, **options):
     keys = {f"{direction}_key": key.under(direction) for direction in ("rowwise", "columnwise")}
-    made = quantize(x, *map(parse, pair), **keys, backend=backend, **options)
-    return [tensor for operand in made[:2] for tensor in operand.values()]
+    operands = quantize(x, *map(parse, pair), **keys, backend=backend, **options)
+    return [tensor for operand in operands[:2] for tensor in operand.values()]
 
 
 @devices
@@ -55,8 +55,8 @@ def test_members(device, backend):
     keys = RngKeys(seed=7, slots=tuple("abcd"), step=STEPS[1])
     expected = both(x, PAIR, keys, backend, splits=splits)
     counter = counter_at(STEPS[1], device)
-    for given in (counted(keys, counter), Keys(counted(key, counter) for key in keys)):
-        actual = both(x, PAIR, given, backend, splits=splits)
+    for own_keys in (counted(keys, counter), Keys(counted(key, counter) for key in keys)):
+        actual = both(x, PAIR, own_keys, backend, splits=splits)
         assert all(torch.equal(*tensors) for tensors in zip(actual, expected, strict=True))
 
 
@@ -73,13 +73,13 @@ def test_amaxes_of_decoded_rows(device, backend, members):
     splits = Splits.of([32, 64], 96) if members else None
     shape = (2,) if members else (1, 1)
     key = RngKeys(seed=7, slots=("a", "b"), step=9) if members else RngKey(seed=7, slot="a", step=9)
-    found = []
+    amaxes = []
     for own in (key, counted(key, counter_at(9, device)), counted(key, counter_at(10, device))):
         amax, out = torch.full(shape, 300.0, device=device), torch.zeros(shape, device=device)
         options = {"columnwise_source": "rowwise_dequantized", "splits": splits, "backend": backend}
         find_amax(x, *formats, rowwise_amax=amax, out_columnwise=out, rowwise_key=own, **options)
-        found.append(out)
-    assert torch.equal(found[0], found[1]) and found[0].min() > 0
+        amaxes.append(out)
+    assert torch.equal(amaxes[0], amaxes[1]) and amaxes[0].min() > 0
 
 
 def call(x, step):
@@ -126,9 +126,9 @@ def test_a_cuda_graph_draws_the_bits_of_each_step(pair, members):
     both(x, pair, counted(key, counter), "auto", splits=splits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = both(x, pair, counted(key, counter), "auto", splits=splits)
+        outputs = both(x, pair, counted(key, counter), "auto", splits=splits)
     for step in STEPS:
         counter.fill_(step)
         graph.replay()
         expected = both(x, pair, replace(key, step=step), "auto", splits=splits)
-        assert all(torch.equal(*tensors) for tensors in zip(made, expected, strict=True))
+        assert all(torch.equal(*tensors) for tensors in zip(outputs, expected, strict=True))

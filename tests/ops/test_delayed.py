@@ -25,14 +25,14 @@ def formats(*texts):
 
 
 def grids(*texts, amax, device="cpu"):
-    given = {"s": torch.full((1, 1), amax, device=device)}
+    grid = {"s": torch.full((1, 1), amax, device=device)}
     names = ("rowwise_grid", "columnwise_grid")
-    return {n: given for n, text in zip(names, texts, strict=True) if text and "delayed" in text}
+    return {n: grid for n, text in zip(names, texts, strict=True) if text and "delayed" in text}
 
 
-def bits(made):
+def bits(operand):
     """Bytes of the buffers, or of an exact operand."""
-    tensors = made.values() if isinstance(made, dict) else [made.matrix.float(), made.factor]
+    tensors = operand.values() if isinstance(operand, dict) else [operand.matrix.float(), operand.factor]
     return [t.cpu().contiguous().view(torch.uint8) for t in tensors if t is not None]
 
 
@@ -87,8 +87,8 @@ def test_the_tensors_own_amax_never_stands_in(backend):
 
 def test_statistics_are_those_of_the_given_amax():
     x, grid = draw("normal", 48, 80), {"s": torch.full((1, 1), 1.0)}
-    made = quantize(x, parse("fp8_delayed"), rowwise_grid=grid, statistics=True)
-    row = made.rowwise_statistics.row()
-    values = dequantize(made.rowwise, parse("fp8_delayed"), (48, 80))
+    operands = quantize(x, parse("fp8_delayed"), rowwise_grid=grid, statistics=True)
+    row = operands.rowwise_statistics.row()
+    values = dequantize(operands.rowwise, parse("fp8_delayed"), (48, 80))
     assert row["scale_max"] == pytest.approx(1 / 448) and values.abs().max() == pytest.approx(1.0)
     assert row["amax"] == x.abs().max() and row["saturation_pct"] > 20

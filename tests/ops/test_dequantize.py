@@ -36,8 +36,8 @@ def test_decoding_at_once_gives_the_bytes_of_each_operand(text, columnwise, widt
         keys = [RngKey(seed=7, slot=f"experts/{e}", step=5) for e in range(len(sizes))]
         own = {"rowwise_key": keys, "columnwise_key": keys}
         for splits in (Splits.of(sizes, len(x)), device_splits(sizes, device)):
-            made = quantize(x, splits=splits, **formats, **own)
-            packed = made[columnwise]
+            operands = quantize(x, splits=splits, **formats, **own)
+            packed = operands[columnwise]
             layout = GroupLayout(splits=splits, width=width, columnwise=columnwise)
             buffers = member_buffers(packed, format, layout)
             for exact, dtype in ((True, None), (False, torch.float32), (False, torch.bfloat16), (False, torch.float16)):
@@ -58,11 +58,11 @@ def test_what_decoding_at_once_refuses():
     format, splits = parse("mxfp8"), Splits.of((32, 16), 48)
     buffers = list(quantize(torch.zeros(48, 32), format, splits=splits).rowwise.values())
     rest, offsets = (48, 32, True, torch.float32), splits.offsets(torch.device("cpu"))
-    for message, tensors, given in (
+    for message, tensors, starts in (
         (r"buffer q is torch.uint8 \(1535,\) on cpu; it takes 1536", [buffers[0][1:], buffers[1]], offsets),
         (r"buffer s is torch.int32 .* contiguous torch.uint8", [buffers[0], buffers[1].int()], offsets),
         (r"offsets are torch.int32 \(3,\) on cpu; they take int64", buffers, offsets.int()),
         ("expert 0 has rows 0 to 64 of 48", buffers, torch.tensor([0, 64])),
     ):
         with pytest.raises(ValueError, match=message):
-            operators.dequantize(tensors, "mxfp8", *rest, given)
+            operators.dequantize(tensors, "mxfp8", *rest, starts)

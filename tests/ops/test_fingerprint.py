@@ -55,10 +55,10 @@ def test_one_other_bit_changes_the_hash(text, monkeypatch):
     real = module.quantize
 
     def broken(x, rowwise, columnwise, **options):
-        made = real(x, rowwise, columnwise, **options)
+        operands = real(x, rowwise, columnwise, **options)
         if str(rowwise.format) == text and rowwise.output == "codes":
-            made.rowwise["q"][-1, -1] ^= 1
-        return made
+            operands.rowwise["q"][-1, -1] ^= 1
+        return operands
 
     monkeypatch.setattr(module, "quantize", broken)
     assert fingerprint() != EXPECTED

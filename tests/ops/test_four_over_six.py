@@ -35,8 +35,8 @@ def test_a_gpu_makes_the_bytes_of_the_cpu(pair, distribution):
             values = (x.float() * factor).bfloat16()
             for output in ("codes", "exact"):
                 options = {"rowwise_output": output, "columnwise_output": output, **KEYS}
-                host, made = (quantize(t, row, column, **options) for t in (values, values.cuda()))
-                for ours, theirs in zip(made[:2], host[:2], strict=True):
+                host, device = (quantize(t, row, column, **options) for t in (values, values.cuda()))
+                for ours, theirs in zip(device[:2], host[:2], strict=True):
                     if theirs is None:
                         continue
                     ours, theirs = tensors(ours), tensors(theirs)
@@ -50,8 +50,8 @@ def test_a_gpu_makes_the_bytes_of_the_cpu(pair, distribution):
 def test_columns_of_decoded_rows(text):
     x = draw("heavy", 272, 256)
     for column in (text, "mxfp8"):
-        host, made = (
+        host, device = (
             quantize(t, parse(text), parse(column), columnwise_source="rowwise_dequantized") for t in (x, x.cuda())
         )
-        for ours, theirs in zip(made[:2], host[:2], strict=True):
+        for ours, theirs in zip(device[:2], host[:2], strict=True):
             assert all(torch.equal(ours[name].cpu(), theirs[name]) for name in theirs)

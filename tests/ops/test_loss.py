@@ -105,9 +105,9 @@ def test_the_amax_is_that_of_the_gradient(spread, vocabulary, device):
     targets[3] = logits[3].argmax()
     logits[5, 4] = torch.nan
     amax, larger = (torch.full((1, 1), start, device=device) for start in (0.0, 8.0))
-    for found in (amax, larger):
+    for place in (amax, larger):
         gradient = logits.clone()
-        cross_entropy_(gradient, targets, 1.0, gradient=True, amax=found)
+        cross_entropy_(gradient, targets, 1.0, gradient=True, amax=place)
     assert gradient[5].isnan().all()
     assert amax == gradient.float().abs().nan_to_num(0.0).max() and larger == 8.0
     sure, right = torch.full((4, vocabulary), -1000.0, device=device).bfloat16(), torch.arange(4, device=device)

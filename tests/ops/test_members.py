@@ -30,16 +30,16 @@ def formats_of(case):
 
 def one_by_one(x, sizes, case, **options):
     """Packed results of a call for each expert, {direction: {buffer: flat}}."""
-    made, start = [], 0
+    experts, start = [], 0
     per_expert = {name: options.pop(name) for name in list(options) if name.endswith("_grid")}
     for e, size in enumerate(sizes):
         own = {f"{d}_key": keys(len(sizes), d)[e] for d in ("rowwise", "columnwise")}
         own |= {name: grids[e] for name, grids in per_expert.items()}
-        made.append(quantize(x[start : start + size], **formats_of(case), **own, **options))
+        experts.append(quantize(x[start : start + size], **formats_of(case), **own, **options))
         start += size
     packed = {}
     for direction in ("rowwise", "columnwise"):
-        members = [tensors_of(getattr(each, direction)) for each in made]
+        members = [tensors_of(getattr(each, direction)) for each in experts]
         packed[direction] = {n: torch.cat([m[n].reshape(-1) for m in members]) for n in members[0]}
     return packed
 
@@ -55,9 +55,9 @@ def at_once(x, splits, case, monkeypatch, **options):
     """The same from one call, which must not fall back on calls for each expert."""
     monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_, **__: pytest.fail("a call for one expert"))
     own = {f"{d}_key": keys(splits.count, d) for d in ("rowwise", "columnwise")}
-    made = quantize(x, splits=splits, **formats_of(case), **own, **options)
+    operands = quantize(x, splits=splits, **formats_of(case), **own, **options)
     monkeypatch.undo()
-    return {direction: tensors_of(getattr(made, direction)) for direction in ("rowwise", "columnwise")}
+    return {direction: tensors_of(getattr(operands, direction)) for direction in ("rowwise", "columnwise")}
 
 
 def assert_same(actual, expected, what=""):
@@ -95,8 +95,8 @@ def test_one_call_gives_the_bytes_of_a_call_for_each_expert(case, width, device,
             for name, x in layouts(sum(sizes), width, device, dtype).items():
                 splits = Splits.of(sizes, sum(sizes))
                 expected = {
-                    direction: {buffer: tensor.to(device) for buffer, tensor in made.items()}
-                    for direction, made in one_by_one(x.cpu(), sizes, case).items()
+                    direction: {buffer: tensor.to(device) for buffer, tensor in buffers.items()}
+                    for direction, buffers in one_by_one(x.cpu(), sizes, case).items()
                 }
                 assert_same(at_once(x, splits, case, monkeypatch), expected, (name, dtype, sizes))
 
@@ -210,9 +210,9 @@ def test_gpu_graph_serves_other_splits_without_waiting(case):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = call()
+        outputs = call()
     for sizes in (SIXTEENS, SIXTEENS[::-1]):
         offsets.copy_(torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()]))
         graph.replay()
-        actual = {d: tensors_of(getattr(made, d)) for d in ("rowwise", "columnwise")}
+        actual = {d: tensors_of(getattr(outputs, d)) for d in ("rowwise", "columnwise")}
         assert_same(actual, one_by_one(x, sizes, case))

@@ -104,19 +104,19 @@ def test_a_row_depends_on_nothing_but_itself(x_dtype):
     alone = results(*(t[part] for t in (x, branch)), gain, bias, *(t[part] for t in (dh, dtotal)))
     assert same([alone[0], alone[2], alone[3], alone[5]], [t[part] for t in (h, total, dx, dbranch)])
     x[7, 5], x[8, 9] = torch.nan, torch.inf
-    made = results(x, branch, gain, bias, dh, dtotal)
-    for before, after in zip((h, total, dx, dbranch), (made[i] for i in (0, 2, 3, 5)), strict=True):
+    outputs = results(x, branch, gain, bias, dh, dtotal)
+    for before, after in zip((h, total, dx, dbranch), (outputs[i] for i in (0, 2, 3, 5)), strict=True):
         keep = [i for i in range(1000) if i not in (7, 8)]
         assert same([before[keep]], [after[keep]])
-    assert made[0][7].isnan().all() and made[3][7].isnan().all() and made[4][0].isnan().all()
-    assert made[0][8, 9].isnan() and made[3][8].isnan().all()
+    assert outputs[0][7].isnan().all() and outputs[3][7].isnan().all() and outputs[4][0].isnan().all()
+    assert outputs[0][8, 9].isnan() and outputs[3][8].isnan().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
 def test_without_rows_there_is_nothing_but_gradients_of_zero(centred):
-    made = results(*call(0, 384, centred=centred))
-    assert [len(t) for t in made] == [0, 1 + centred, 0, 0, 1 + centred, 0] and not made[4].any()
+    outputs = results(*call(0, 384, centred=centred))
+    assert [len(t) for t in outputs] == [0, 1 + centred, 0, 0, 1 + centred, 0] and not outputs[4].any()
 
 
 @pytest.mark.gpu
@@ -142,12 +142,12 @@ def test_twice_the_same_and_in_a_graph(rows, cols):
     static = [None if t is None else torch.zeros_like(t) for t in arguments]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = results(*static)
+        outputs = results(*static)
     for to, source in zip(static, arguments, strict=True):
         if to is not None:
             to.copy_(source)
     graph.replay()
-    assert same(made, expected)
+    assert same(outputs, expected)
 
 
 @pytest.mark.gpu
@@ -177,10 +177,10 @@ def test_the_operators_keep_the_rules_of_torch_library(centred):
     ],
 )
 def test_what_the_kernels_cannot_read_is_refused(message, change):
-    given = {"x": torch.ones(4, 8), "branch": None, "gain": torch.ones(8), "bias": None} | change
-    given = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    arguments = {"x": torch.ones(4, 8), "branch": None, "gain": torch.ones(8), "bias": None} | change
+    arguments = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
     with pytest.raises(ValueError, match=message):
-        norm.norm(*(given[name] for name in ("x", "branch", "gain", "bias")), EPSILON, given.get("dtype", BF16))
+        norm.norm(*(arguments[name] for name in ("x", "branch", "gain", "bias")), EPSILON, arguments.get("dtype", BF16))
 
 
 def test_a_tensor_of_the_cpu_is_refused():
@@ -214,8 +214,8 @@ def test_an_amax_leaves_nan_aside_and_of_nothing_it_is_zero():
     x[3, 5] = torch.nan
     h, _, _, own, transformed = norm.norm(x, branch, gain, None, EPSILON, BF16, True, True)
     assert own.item() == h.nan_to_num(nan=0).abs().max().item() and transformed.isfinite().all()
-    made = norm.norm(x[:0], branch[:0], gain, None, EPSILON, BF16, True, True)
-    assert made[3].item() == made[4].item() == 0
+    outputs = norm.norm(x[:0], branch[:0], gain, None, EPSILON, BF16, True, True)
+    assert outputs[3].item() == outputs[4].item() == 0
 
 
 @pytest.mark.gpu

@@ -32,29 +32,29 @@ def test_the_operator_keeps_the_rules_of_torch_library(pair, exact, statistics):
         torch.library.opcheck(torch.ops.hqsweep.quantize.default, arguments)
     with torch._subclasses.FakeTensorMode() as mode:
         expected = torch.ops.hqsweep.quantize(mode.from_tensor(x), *arguments[1:])
-    made = torch.ops.hqsweep.quantize(*arguments)
-    assert [(t.shape, t.dtype, t.device) for t in made] == [(t.shape, t.dtype, t.device) for t in expected]
+    operands = torch.ops.hqsweep.quantize(*arguments)
+    assert [(t.shape, t.dtype, t.device) for t in operands] == [(t.shape, t.dtype, t.device) for t in expected]
 
 
 def test_dequantize_and_find_amax_keep_the_rules_of_torch_library():
     buffers = list(parse("nvfp4").encode(draw("heavy", 32, 64)).values())
     torch.library.opcheck(torch.ops.hqsweep.dequantize.default, (buffers, "nvfp4", 32, 64, False, torch.bfloat16))
-    found = torch.zeros(1, 1)
-    arguments = (draw("heavy", 32, 64), "nvfp4", "", False, [0, 0, 0], None, found, None)
+    amax = torch.zeros(1, 1)
+    arguments = (draw("heavy", 32, 64), "nvfp4", "", False, [0, 0, 0], None, amax, None)
     torch.library.opcheck(torch.ops.hqsweep.find_amax_.default, arguments)
 
 
 def both_and_back(x, row, column):
-    made = quantize(x, row, column, rowwise_key=KEY, columnwise_key=KEY)
-    value = dequantize(made.rowwise, row, tuple(x.shape), torch.float32)
-    return list(made.rowwise.values()), list(made.columnwise.values()), value.sum() + x.sum()
+    operands = quantize(x, row, column, rowwise_key=KEY, columnwise_key=KEY)
+    value = dequantize(operands.rowwise, row, tuple(x.shape), torch.float32)
+    return list(operands.rowwise.values()), list(operands.columnwise.values()), value.sum() + x.sum()
 
 
 def by_operators(x, row, column):
-    made = torch.ops.hqsweep.quantize(*operator_arguments(x * 2, row, column))
+    operands = torch.ops.hqsweep.quantize(*operator_arguments(x * 2, row, column))
     count = len(parse(row).layout)
-    value = torch.ops.hqsweep.dequantize(made[:count], row, *x.shape, False, torch.float32)
-    return [*made, value + 1]
+    value = torch.ops.hqsweep.dequantize(operands[:count], row, *x.shape, False, torch.float32)
+    return [*operands, value + 1]
 
 
 @pairs
@@ -91,8 +91,8 @@ def test_a_dispatch_mode_sees_the_operator():
     names, x = [], draw("heavy", 32, 64)
     expected = quantize(x, parse("mxfp8"), None).rowwise
     with Seen():
-        made = quantize(x, parse("mxfp8"), None).rowwise
-    assert names == ["hqsweep::quantize"] and all(torch.equal(made[n], expected[n]) for n in expected)
+        operands = quantize(x, parse("mxfp8"), None).rowwise
+    assert names == ["hqsweep::quantize"] and all(torch.equal(operands[n], expected[n]) for n in expected)
 
 
 def test_find_amax_raises_what_stands_there():
@@ -111,9 +111,9 @@ def test_leading_axes_are_rows_and_gaps_between_rows_are_skipped():
     wide = torch.full((64, 200), torch.nan, dtype=x.dtype)
     wide[:, 8:168] = x
     for view in (x.view(4, 16, 160), wide[:, 8:168], x.view(2, 2, 16, 160)):
-        made = quantize(view, parse("mxfp8"), parse("nvfp4"), backend="kernel")
+        operands = quantize(view, parse("mxfp8"), parse("nvfp4"), backend="kernel")
         for direction in ("rowwise", "columnwise"):
-            got, wanted = getattr(made, direction), getattr(expected, direction)
+            got, wanted = getattr(operands, direction), getattr(expected, direction)
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
@@ -121,8 +121,8 @@ def test_leading_axes_are_rows_and_gaps_between_rows_are_skipped():
 def test_nothing_in_gives_nothing_out(shape):
     for text in KERNELS:
         x, format = torch.empty(shape, dtype=torch.bfloat16), parse(text)
-        made = quantize(x, format, format, rowwise_key=KEY, columnwise_key=KEY, backend="kernel")
-        assert made.rowwise["q"].numel() == 0 and made.columnwise["q"].numel() == 0
+        operands = quantize(x, format, format, rowwise_key=KEY, columnwise_key=KEY, backend="kernel")
+        assert operands.rowwise["q"].numel() == 0 and operands.columnwise["q"].numel() == 0
 
 
 COUNTS = slice(4, 7)
@@ -145,7 +145,7 @@ def test_statistics_of_the_kernel_are_those_of_the_reference(text):
     options = {"rowwise_key": KEY, "columnwise_key": KEY, "statistics": True}
     ours, theirs = (quantize(x, format, format, backend=b, **options) for b in ("kernel", "reference"))
     for direction in ("rowwise", "columnwise"):
-        got, wanted = (getattr(made, f"{direction}_statistics") for made in (ours, theirs))
+        got, wanted = (getattr(result, f"{direction}_statistics") for result in (ours, theirs))
         assert_same_statistics(got, wanted)
 
 
@@ -250,10 +250,10 @@ def test_a_format_without_a_global_amax_has_none_to_find():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_beyond_the_last_member_are_left_out(device):
     x = draw("heavy", 96, 128, dtype=torch.bfloat16).to(device)
-    made = torch.ops.hqsweep.quantize(*member_arguments(x, torch.tensor([0, 32, 80], device=device)))
+    operands = torch.ops.hqsweep.quantize(*member_arguments(x, torch.tensor([0, 32, 80], device=device)))
     alone = [quantize(part, parse("mxfp8"), parse("mxfp8")) for part in (x[:32], x[32:80])]
     pairs = [[getattr(each, d)[name] for each in alone] for d in ("rowwise", "columnwise") for name in "qs"]
-    for got, members in zip(made, pairs, strict=True):
+    for got, members in zip(operands, pairs, strict=True):
         wanted = torch.cat([member.reshape(-1) for member in members])
         assert torch.equal(got[: wanted.numel()], wanted)
 
@@ -306,11 +306,11 @@ def test_a_cuda_graph_replays_on_new_data(pair):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = both_and_back(x, row, column)
+        outputs = both_and_back(x, row, column)
     x.copy_(other)
     graph.replay()
     expected = both_and_back(other, row, column)
-    for a, b in zip(made[0] + made[1], expected[0] + expected[1], strict=True):
+    for a, b in zip(outputs[0] + outputs[1], expected[0] + expected[1], strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -333,11 +333,11 @@ def test_more_elements_than_32_bits_count(text):
     x = torch.zeros(rows, cols, dtype=torch.bfloat16, device="cuda")
     x[-128:] = draw("heavy", 128, cols).cuda()
     grid = {"g": format.grid(x[-128:])["g"]} if text == "nvfp4" else None
-    made = quantize(x, format, format, rowwise_grid=grid, columnwise_grid=grid, backend="kernel")
+    operands = quantize(x, format, format, rowwise_grid=grid, columnwise_grid=grid, backend="kernel")
     alone = quantize(x[-128:].cpu(), format, format, **_given(grid))
-    assert torch.equal(made.rowwise["q"][-128:].cpu(), alone.rowwise["q"])
+    assert torch.equal(operands.rowwise["q"][-128:].cpu(), alone.rowwise["q"])
     last = alone.columnwise["q"].shape[1]
-    assert torch.equal(made.columnwise["q"][:, -last:].cpu(), alone.columnwise["q"])
+    assert torch.equal(operands.columnwise["q"][:, -last:].cpu(), alone.columnwise["q"])
 
 
 def _given(grid):

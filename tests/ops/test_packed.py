@@ -31,15 +31,15 @@ def test_an_expert_among_others_has_the_golden_bytes(case, device):
     loud = draw("normal", 80, x.shape[1]).to(x.dtype) * 1024
     sizes = (0, 32, len(x), 0, 48)
     together = torch.cat([loud[:32], x, loud[32:]]).to(device)
-    given = torch.tensor(sizes, dtype=torch.int32, device=device)
+    on_device = torch.tensor(sizes, dtype=torch.int32, device=device)
     for splits in (
         Splits.of(sizes, len(together)),
-        Splits(rows=len(together), count=5, sizes=None, device_sizes=given),
+        Splits(rows=len(together), count=5, sizes=None, device_sizes=on_device),
     ):
-        made = quantize(together, *(formats.get(direction) for direction in DIRECTIONS), splits=splits)
+        operands = quantize(together, *(formats.get(direction) for direction in DIRECTIONS), splits=splits)
         for direction, format in formats.items():
             layout = GroupLayout.of(splits, x.shape[1], columnwise=direction == "columnwise")
-            own = member_buffers(getattr(made, direction), format, layout)[2]
+            own = member_buffers(getattr(operands, direction), format, layout)[2]
             got = {name: buffer.cpu() for name, buffer in own.items()}
             golden = golden_buffers(case, arrays, direction, format, *layout.shapes[2])
             check_encoded(case, arrays, direction, got, golden)

@@ -12,9 +12,9 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 
 def padded(sizes, multiple, device="cpu", dtype=torch.int32):
-    given = torch.tensor(sizes, dtype=dtype, device=device)
-    base = Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=given)
-    return PaddedSplits.over(base, multiple, given.device)
+    on_device = torch.tensor(sizes, dtype=dtype, device=device)
+    base = Splits(rows=sum(sizes), count=len(sizes), sizes=None, device_sizes=on_device)
+    return PaddedSplits.over(base, multiple, on_device.device)
 
 
 @devices

@@ -30,9 +30,11 @@ def both(x, area, pair, backend, grids, **options):
     formats = dict(zip(("rowwise", "columnwise"), map(parse, pair), strict=True))
     keys = {d: place.key(KEY.under(d), d) for d in formats}
     targets = [Target(format, key=keys[d], grid=grids.get(d)) for d, format in formats.items()]
-    made = quantize(x, *targets, backend=backend, **options)
+    operands = quantize(x, *targets, backend=backend, **options)
     shapes = {"rowwise": tuple(x.shape), "columnwise": tuple(x.shape)[::-1]}
-    return {d: Operand(format=formats[d], shape=shapes[d], dtype=x.dtype, buffers=getattr(made, d)) for d in formats}
+    return {
+        d: Operand(format=formats[d], shape=shapes[d], dtype=x.dtype, buffers=getattr(operands, d)) for d in formats
+    }
 
 
 def grids_of(operands, x):

@@ -54,8 +54,8 @@ def test_products_of_traced_graphs_have_the_shapes_of_real_ones(head):
     with torch._subclasses.FakeTensorMode():
         a, b = (torch.empty(*head, rows, 16, dtype=torch.bfloat16, device="cuda") for rows in (4, 6))
         factor = torch.empty(1, 1, device="cuda")
-        made = torch.ops.hqsweep.product(a, b, factor, None, 1.0, torch.float32)
-    assert (made.shape, made.dtype, made.device.type) == ((*head, 4, 6), torch.float32, "cuda")
+        result = torch.ops.hqsweep.product(a, b, factor, None, 1.0, torch.float32)
+    assert (result.shape, result.dtype, result.device.type) == ((*head, 4, 6), torch.float32, "cuda")
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
@@ -105,9 +105,9 @@ def test_the_sum_is_scaled_in_float32_and_rounded_once(shape, factors):
     for dtype in DTYPES:
         for left in lies(a):
             for right in lies(b):
-                made = product(left, right, on_gpu(factor_a), on_gpu(factor_b), constant, dtype)
-                assert made.is_contiguous()
-                assert torch.equal(made, scaled.to(dtype))
+                result = product(left, right, on_gpu(factor_a), on_gpu(factor_b), constant, dtype)
+                assert result.is_contiguous()
+                assert torch.equal(result, scaled.to(dtype))
 
 
 @gpu
@@ -131,8 +131,8 @@ def test_beside_the_float32_product_and_its_scaling(shape):
     scaled = torch.mm(a, b.t(), out_dtype=torch.float32) * alpha_of(*factors)
     slack = scaled.abs().mean() * 1e-5
     low, high = ((scaled + d).bfloat16() for d in (-slack, slack))
-    made = product(a, b, on_gpu(0.3), on_gpu(7.1), 1 / 2688, torch.bfloat16)
-    assert ((low <= made) & (made <= high)).all()
+    result = product(a, b, on_gpu(0.3), on_gpu(7.1), 1 / 2688, torch.bfloat16)
+    assert ((low <= result) & (result <= high)).all()
     wide = product(a, b, on_gpu(0.3), on_gpu(7.1), 1 / 2688, torch.float32).double()
     exact = a.double() @ b.double().t() * alpha_of(*factors).double()
     assert (wide - exact).norm() / exact.norm() < max(2e-6, 2e-9 * k)
@@ -171,9 +171,9 @@ def test_not_a_number_and_infinity_pass():
     a, b = whole_numbers(32, 64, seed=0), whole_numbers(16, 64, seed=1)
     assert product(a, b, on_gpu(torch.nan), None, 1.0, torch.bfloat16).isnan().all()
     a[3, 5], a[7, 9], b[:, 9] = torch.nan, torch.inf, 2.0
-    made = product(a, b, on_gpu(0.5), on_gpu(2.0), 1.0, torch.bfloat16)
-    assert made[3].isnan().all() and (made[7] == torch.inf).all()
-    assert made[[i for i in range(32) if i not in (3, 7)]].isfinite().all()
+    result = product(a, b, on_gpu(0.5), on_gpu(2.0), 1.0, torch.bfloat16)
+    assert result[3].isnan().all() and (result[7] == torch.inf).all()
+    assert result[[i for i in range(32) if i not in (3, 7)]].isfinite().all()
 
 
 @gpu
@@ -188,8 +188,8 @@ def test_threads_share_plans():
     a, b = whole_numbers(40, 56, seed=0), whole_numbers(24, 56, seed=1)
     expected = exact_sum(a, b) * 0.5
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda _: product(a, b, on_gpu(0.5), None, 1.0, torch.float32), range(64)))
-    assert all(torch.equal(each, expected) for each in made)
+        products = list(pool.map(lambda _: product(a, b, on_gpu(0.5), None, 1.0, torch.float32), range(64)))
+    assert all(torch.equal(each, expected) for each in products)
 
 
 @gpu
@@ -200,13 +200,13 @@ def test_a_cuda_graph_replays_on_new_matrices_and_factors():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = product(a, b, factor, None, 1.0, torch.bfloat16)
+        result = product(a, b, factor, None, 1.0, torch.bfloat16)
         add_product(total, a, b, factor, None, 1.0)
     a.copy_(whole_numbers(88, 104, seed=3))
     factor.fill_(0.25)
     graph.replay()
     expected = exact_sum(a, b) * 0.25
-    assert torch.equal(made, expected.bfloat16())
+    assert torch.equal(result, expected.bfloat16())
     assert torch.equal(total, expected)
 
 

@@ -33,9 +33,9 @@ def test_bytes_are_those_of_the_norm_quantized(row, column, dequantized, centred
         assert torch.equal(alone.nan_to_num(), statistics.nan_to_num())
         expected = operators.quantize(h, row, column, dequantized, *exact, NO_KEY, NO_KEY, None, None, False)
         of = (total, gain, bias, statistics, EPSILON)
-        made = torch.ops.hqsweep.quantize_normed(*of, row, column, dequantized, exact)
-        assert [(t.shape, t.dtype) for t in made] == [(t.shape, t.dtype) for t in expected]
-        for a, b in zip(made, expected, strict=True):
+        operands = torch.ops.hqsweep.quantize_normed(*of, row, column, dequantized, exact)
+        assert [(t.shape, t.dtype) for t in operands] == [(t.shape, t.dtype) for t in expected]
+        for a, b in zip(operands, expected, strict=True):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -67,10 +67,10 @@ def test_the_statistics_alone_leave_the_sum():
     ],
 )
 def test_what_it_cannot_read_is_refused(message, change):
-    given = {
+    arguments = {
         "total": torch.ones(128, 128).bfloat16(), "gain": torch.ones(128), "bias": None,
         "statistics": torch.ones(1, 128), "epsilon": EPSILON, "row": "mxfp8", "column": "", "decoded": False,
         "exact": [False, False],
     } | change  # fmt: skip
     with pytest.raises((ValueError, RuntimeError), match=message):
-        torch.ops.hqsweep.quantize_normed(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in given.values()))
+        torch.ops.hqsweep.quantize_normed(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments.values()))

@@ -92,9 +92,9 @@ def test_given_amaxes_of_any_two_dimensions_make_the_same_operands(texts, output
             grids[direction] = {name: format.grid(matrix)[name] * 3}
     reference = quantize(X, row, column, backend="reference", **options, **grids)
     flat = {direction: {n: t.flatten() for n, t in grid.items()} for direction, grid in grids.items()}
-    for given in (grids, flat):
-        made = quantize(X, row, column, backend="kernel", **options, **given)
-        for ours, theirs in zip(made[:2], reference[:2], strict=True):
+    for amaxes in (grids, flat):
+        operands = quantize(X, row, column, backend="kernel", **options, **amaxes)
+        for ours, theirs in zip(operands[:2], reference[:2], strict=True):
             ours, theirs = (
                 o if isinstance(o, dict) else {"matrix": o.matrix.float(), "factor": o.factor} for o in (ours, theirs)
             )
@@ -116,9 +116,9 @@ def test_a_found_amax_given_to_quantize_changes_nothing(texts, source):
     rows, columns = outs["kernel"]
     grids = {"columnwise_grid": {"s" if texts[1] == "fp8_current" else "g": columns}}
     grids |= {} if texts[0] == "mxfp8+2d" else {"rowwise_grid": {"g": rows}}
-    alone, given = (quantize(X, row, column, columnwise_source=source, **g) for g in ({}, grids))
+    alone, told = (quantize(X, row, column, columnwise_source=source, **g) for g in ({}, grids))
     for direction in ("rowwise", "columnwise"):
-        ours, theirs = getattr(given, direction), getattr(alone, direction)
+        ours, theirs = getattr(told, direction), getattr(alone, direction)
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
@@ -163,7 +163,7 @@ def test_one_direction_without_a_kernel_leaves_the_other_its_own():
                 for b in ("auto", "reference")
             )
             for direction in ("rowwise", "columnwise"):
-                made, wanted = getattr(ours, direction), getattr(theirs, direction)
-                assert all(torch.equal(made[n], wanted[n]) for n in wanted)
-                rows = [getattr(made, f"{direction}_statistics").row() for made in (ours, theirs)]
+                operand, wanted = getattr(ours, direction), getattr(theirs, direction)
+                assert all(torch.equal(operand[n], wanted[n]) for n in wanted)
+                rows = [getattr(result, f"{direction}_statistics").row() for result in (ours, theirs)]
                 assert rows[0] == pytest.approx(rows[1], rel=1e-5, nan_ok=True)

@@ -47,9 +47,9 @@ def test_the_largest_probabilities_are_chosen_and_weighed(shape):
     assert all(map(torch.equal, route(logits, k), (p, chosen, weights, balance, order, places, tokens)))
 
 
-@pytest.mark.parametrize("given", ["both", "weights", "balance"])
+@pytest.mark.parametrize("coming_back", ["both", "weights", "balance"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_its_way_back_is_autograds(shape, given):
+def test_its_way_back_is_autograds(shape, coming_back):
     m, e, k = shape
     logits = drawn(m, e)
     p, chosen, weights, _, _, _, tokens = route(logits, k)
@@ -59,12 +59,12 @@ def test_its_way_back_is_autograds(shape, given):
     probabilities.retain_grad()
     top = probabilities.gather(1, chosen)
     loss = 0
-    if given != "balance":
+    if coming_back != "balance":
         loss = loss + (top / top.sum(-1, keepdim=True) * dweights).sum()
-    if given != "weights":
+    if coming_back != "weights":
         loss = loss + 7 * e * (tokens.double() / (m * k) * probabilities.mean(dim=0)).sum()
     loss.backward()
-    gradients = (None if given == "balance" else dweights, None if given == "weights" else dbalance)
+    gradients = (None if coming_back == "balance" else dweights, None if coming_back == "weights" else dbalance)
     ours = route_backward(p, chosen, weights, tokens, *gradients)
     terms = float(probabilities.grad.abs().max())  # whose difference may cancel
     torch.testing.assert_close(ours.double(), exact.grad, rtol=1e-4, atol=terms * 2**-20 + 1e-12)
@@ -88,10 +88,10 @@ def test_a_graph_and_refusals():
     logits = drawn(100, 8)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made = route(logits, 2)
+        outputs = route(logits, 2)
     logits.copy_(drawn(101, 8)[1:])
     graph.replay()
-    assert all(map(torch.equal, made, route(logits, 2)))
+    assert all(map(torch.equal, outputs, route(logits, 2)))
     for wrong, k in (
         (logits.double(), 2),
         (logits[0], 2),
@@ -103,8 +103,8 @@ def test_a_graph_and_refusals():
         with pytest.raises(ValueError, match=r"^logits (is|are) "):
             route(wrong, k)
     with pytest.raises(ValueError, match="experts are 257; the kernels place 1 to 256"):
-        place_choices(made[1], 257)
+        place_choices(outputs[1], 257)
     with pytest.raises(ValueError, match=r"chosen is torch\.int32"):
-        place_choices(made[1].int(), 8)
+        place_choices(outputs[1].int(), 8)
     with pytest.raises(ValueError, match="dweights is "):
-        route_backward(made[0], made[1], made[2], made[6], made[2][:3], None)
+        route_backward(outputs[0], outputs[1], outputs[2], outputs[6], outputs[2][:3], None)

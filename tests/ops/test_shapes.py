@@ -59,8 +59,8 @@ def test_what_is_no_shape_is_refused(shapes, message):
     ],
 )
 def test_rows_are_those_of_a_narrower_matrix_where_blocks_fill_them(text, shapes, expected):
-    found = Shapes.of(shapes).folded(parse(text))
-    assert (found and (found[0], found[1].sizes)) == expected
+    folded = Shapes.of(shapes).folded(parse(text))
+    assert (folded and (folded[0], folded[1].sizes)) == expected
 
 
 def test_the_one_that_differs_is_named():

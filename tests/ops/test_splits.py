@@ -13,8 +13,8 @@ from hqsweep.ops.splits import Splits, splits_to_offsets
 def test_offsets_are_sums_times_the_stride(count, stride, device):
     sizes = torch.randint(-50, 1000, (count,), generator=torch.Generator().manual_seed(count))
     expected = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(sizes, 0)]) * stride
-    for given in (sizes.to(device), sizes.int().to(device), sizes.tolist()):
-        offsets = splits_to_offsets(given, stride)
+    for m_splits in (sizes.to(device), sizes.int().to(device), sizes.tolist()):
+        offsets = splits_to_offsets(m_splits, stride)
         assert offsets.dtype == torch.int64 and torch.equal(offsets.cpu(), expected)
 
 

@@ -99,7 +99,7 @@ def test_kernels_gather_what_the_reference_does(texts, output, source, device):
     options |= {"rowwise_output": output, "columnwise_output": output}
     ours, theirs = (quantize(x, *map(parse, texts), backend=b, **options) for b in ("kernel", "reference"))
     for direction in ("rowwise", "columnwise"):
-        got, wanted = (getattr(made, f"{direction}_statistics") for made in (ours, theirs))
+        got, wanted = (getattr(result, f"{direction}_statistics") for result in (ours, theirs))
         sums = got.sums.double()
         assert torch.equal(sums[:, 3:7], wanted.sums[:, 3:7])
         torch.testing.assert_close(sums[:, :3], wanted.sums[:, :3], rtol=1e-5, atol=0)

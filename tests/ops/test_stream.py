@@ -19,13 +19,13 @@ from hqsweep.ops.stream import stream_statistics
 def test_chunks_give_the_statistics_of_the_whole(texts, name):
     x, formats = draw(name, 416, 208), tuple(map(parse, texts))
     whole = quantize(x, *formats, statistics=True)
-    made = stream_statistics(lambda: x.split(128), *formats)
+    statistics = stream_statistics(lambda: x.split(128), *formats)
     for direction in ("rowwise", "columnwise"):
         expected = getattr(whole, f"{direction}_statistics").row()
-        assert made[direction] == pytest.approx(expected, rel=1e-5, nan_ok=True)
+        assert statistics[direction] == pytest.approx(expected, rel=1e-5, nan_ok=True)
 
 
 def test_stochastic_rounding_has_the_error_of_the_whole():
     x, format = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)), parse("nvfp4+sr")
-    made = stream_statistics(lambda: x.split(128), format, format, RngKey(seed=0, slot="s", step=0))
-    assert made["rowwise"]["sqnr_db"] == pytest.approx(17.25, abs=0.1)
+    statistics = stream_statistics(lambda: x.split(128), format, format, RngKey(seed=0, slot="s", step=0))
+    assert statistics["rowwise"]["sqnr_db"] == pytest.approx(17.25, abs=0.1)

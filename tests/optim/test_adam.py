@@ -25,8 +25,8 @@ def value(index=0):
 
 
 def quantized(text, **options):
-    made = HybridQuantizedTensor.quantize(value(), HybridQuantizer.parse(text), key=KEY, **options)
-    return nn.Parameter(made)
+    weight = HybridQuantizedTensor.quantize(value(), HybridQuantizer.parse(text), key=KEY, **options)
+    return nn.Parameter(weight)
 
 
 def adamw(start, steps=5, **options):
@@ -125,9 +125,9 @@ def test_resuming_from_a_state_dict_is_going_on(text, tmp_path):
     with torch.no_grad():
         q.copy_(state["p"])
     resumed.load_state_dict(state["optimizer"])
-    kept = state["optimizer"]["state"][0]["master_param"].clone()
+    master = state["optimizer"]["state"][0]["master_param"].clone()
     list(train(q, resumed, range(3, 6)))
-    assert torch.equal(kept, state["optimizer"]["state"][0]["master_param"])  # what was loaded is a copy
+    assert torch.equal(master, state["optimizer"]["state"][0]["master_param"])  # what was loaded is a copy
     assert optimizer.state[p].keys() == resumed.state[q].keys()
     for name, tensor in optimizer.state[p].items():
         assert tensor.dtype == resumed.state[q][name].dtype == torch.float32

@@ -11,17 +11,17 @@ from tests.ranks import run_ranks
 
 
 def _ranks(rank: int, cases: list[dict[str, int]]) -> list[tuple]:
-    found = []
+    places = []
     for case in cases:
         dims = ParallelConfig(**case)
         ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=torch.device("cpu"))
-        found.append((ranks.rank, ranks.data_rank, ranks.fsdp_mesh.shape, ranks.gather(rank), ranks.first(rank)))
+        places.append((ranks.rank, ranks.data_rank, ranks.fsdp_mesh.shape, ranks.gather(rank), ranks.first(rank)))
         experts = ranks.expert_mesh
         assert experts["ep"].size() == dims.ep and experts["efsdp"].size() == dims.dp_shard // dims.ep
         assert ranks.rank % dims.tp == experts.get_local_rank("tp")
     with pytest.raises(UserError, match=r"the process group gives 4 ranks, but .* dp_shard=3.* is 3"):
         build_mesh(ParallelConfig(dp_shard=3), "cpu")
-    return found
+    return places
 
 
 def test_axes():
@@ -29,9 +29,9 @@ def test_axes():
              {"dp_shard": 4, "ep": 2}]  # fmt: skip
     data_ranks = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 0, 1, 1), (0, 0, 0, 0), (0, 1, 2, 3)]
     shapes = [(4,), (2, 2), (2,), (1,), (4,)]
-    for rank, found in enumerate(run_ranks(4, _ranks, cases)):
+    for rank, places in enumerate(run_ranks(4, _ranks, cases)):
         expected = [(rank, data[rank], shape, [0, 1, 2, 3], 0) for data, shape in zip(data_ranks, shapes, strict=True)]
-        assert found == expected
+        assert places == expected
 
 
 def _disagree(rank: int) -> list[str]:
@@ -39,9 +39,9 @@ def _disagree(rank: int) -> list[str]:
     ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=torch.device("cpu"))
     agree(ranks, {"recipe": {"linear": "mxfp8"}, "seed": 0})
     said = []
-    for facts in ({"recipe": 1, "seed": int(rank == 2)}, {"recipe": 1, "data": "ab" if rank else "cd"}):
+    for settings in ({"recipe": 1, "seed": int(rank == 2)}, {"recipe": 1, "data": "ab" if rank else "cd"}):
         with pytest.raises(Disagreement) as refused:
-            agree(ranks, facts)
+            agree(ranks, settings)
         said.append(str(refused.value))
     return said
 

@@ -18,8 +18,8 @@ def sample(x, direction="rowwise", cut=None):
 
 
 def row(samples, *key):
-    (found,) = (r for r in rows_of(1, samples) if (r["layer"], r["tensor"], r["direction"]) == key)
-    return found
+    (row_of_key,) = (r for r in rows_of(1, samples) if (r["layer"], r["tensor"], r["direction"]) == key)
+    return row_of_key
 
 
 def assert_close(got, expected):

@@ -27,20 +27,20 @@ def tensors(shapes, seed=0, dtype=torch.bfloat16):
 
 def slot_states(quantizer, count, device="cpu"):
     """States of each member, with an amax of its own, of earlier steps."""
-    made = []
+    states = []
     for expert in range(count):
         own = {}
         for direction in ("rowwise", "columnwise"):
             if hasattr(getattr(quantizer, direction), "history"):
                 state = own[direction] = DelayedState(getattr(quantizer, direction).history, device)
                 state.amax.fill_(3.0 + expert)
-        made.append(SlotStates(states=own, step=2, record=True))
-    return made if quantizer.delayed else None
+        states.append(SlotStates(states=own, step=2, record=True))
+    return states if quantizer.delayed else None
 
 
 def alone(x, quantizer, states=False, key=KEY, **wanted):
     """ops.quantize of each tensor, and of nothing else: (rowwise, columnwise) of every one."""
-    made = []
+    operands = []
     for expert, part in enumerate(x):
         keys, grids = quantizer.direction_keys(key.under(str(expert))), {}
         formats = {d: getattr(quantizer, d) if wanted.get(d, True) else None for d in ("rowwise", "columnwise")}
@@ -48,8 +48,8 @@ def alone(x, quantizer, states=False, key=KEY, **wanted):
             amax = torch.full((1, 1), 3.0 + expert)  # what slot_states remembers
             grids = {f"{d}_grid": {"s": amax} for d, f in formats.items() if hasattr(f, "history")}
         options = {f"{d}_key": own for d, own in keys.items()} | grids
-        made.append(quantize(part, **formats, columnwise_source=quantizer.columnwise_source, **options))
-    return made
+        operands.append(quantize(part, **formats, columnwise_source=quantizer.columnwise_source, **options))
+    return operands
 
 
 def assert_members(group, expected, direction):

@@ -17,10 +17,10 @@ FP8, KEY = parse("fp8_delayed+history4"), RngKey(seed=0, slot="test", step=0)
 MOST_RECENT = parse("fp8_delayed+history4+most_recent")
 
 
-def states(quantizer, step=1, record=True, **given):
-    made = {d: getattr(quantizer, d) for d in ("rowwise", "columnwise")}
-    made = {d: given.get(d) or DelayedState(f.history) for d, f in made.items() if hasattr(f, "history")}
-    return SlotStates(states=made, step=step, record=record)
+def states(quantizer, step=1, record=True, **own):
+    slots = {d: getattr(quantizer, d) for d in ("rowwise", "columnwise")}
+    slots = {d: own.get(d) or DelayedState(f.history) for d, f in slots.items() if hasattr(f, "history")}
+    return SlotStates(states=slots, step=step, record=record)
 
 
 def at(slot, step, record=True):
@@ -42,9 +42,9 @@ def test_a_scale_comes_from_the_largest_amax_of_earlier_steps():
     quantizer = HybridQuantizer.parse("fp8_delayed+history4")
     slot, seen = states(quantizer), []
     for step, amax in enumerate([8.0, 2.0, 1.0, 1.0, 1.0, 4.0, 1.0], start=1):
-        made = quantizer.quantize(matrix(amax), states=at(slot, step))
-        assert made.rowwise.buffers["s"] == made.columnwise.buffers["s"].item()
-        seen.append(scale_amax(made.rowwise))
+        operands = quantizer.quantize(matrix(amax), states=at(slot, step))
+        assert operands.rowwise.buffers["s"] == operands.columnwise.buffers["s"].item()
+        seen.append(scale_amax(operands.rowwise))
     assert seen == pytest.approx([448, 8, 8, 8, 8, 2, 4])  # of four entries one is of the present step
     last = slot.states["rowwise"]
     assert last.step == 7 and last.history.tolist() == [1.0, 1.0, 1.0, 4.0]
@@ -83,8 +83,8 @@ def test_a_step_that_sees_only_zeros_is_no_step():
     quantizer = HybridQuantizer.parse("fp8_delayed+history4")
     slot = states(quantizer)
     for step, amax in ((1, 2.0), (2, 0.0), (3, 0.0)):
-        made = quantizer.quantize(matrix(amax) * (amax > 0), states=at(slot, step))
-    assert scale_amax(made.rowwise) == pytest.approx(2)
+        operands = quantizer.quantize(matrix(amax) * (amax > 0), states=at(slot, step))
+    assert scale_amax(operands.rowwise) == pytest.approx(2)
     assert slot.states["rowwise"].history.tolist() == [0, 0, 0, 2]
 
 
@@ -94,9 +94,9 @@ def test_the_columnwise_amax_is_that_of_what_is_encoded(row):
     quantizer = HybridQuantizer.parse(f"{row}|fp8_delayed+e5m2@rowwise_dequantized")
     slot = states(quantizer)
     for step, amax in ((1, 3.3), (2, 7.7)):
-        made = quantizer.quantize(matrix(amax), key=KEY, states=at(slot, step))
-        assert slot.states["columnwise"].history[0] == made.rowwise.dequantize().abs().max()
-    assert scale_amax(made.columnwise) == pytest.approx(3.3, rel=0.1)
+        operands = quantizer.quantize(matrix(amax), key=KEY, states=at(slot, step))
+        assert slot.states["columnwise"].history[0] == operands.rowwise.dequantize().abs().max()
+    assert scale_amax(operands.columnwise) == pytest.approx(3.3, rel=0.1)
     if row == "fp8_delayed":
         assert slot.states["columnwise"].history[0] < 4 < slot.states["rowwise"].history[0]
 
@@ -107,11 +107,11 @@ def test_only_what_is_made_is_recorded_and_other_directions_are_as_without(text)
     slot = states(quantizer)
     ((direction, state),) = slot.states.items()
     other = {"rowwise": "columnwise", "columnwise": "rowwise"}[direction]
-    made = getattr(quantizer.quantize(x, **{direction: None}, states=slot), other)
+    operands = getattr(quantizer.quantize(x, **{direction: None}, states=slot), other)
     alone = HybridQuantizer(*[getattr(quantizer, other)] * 2) if "rht" not in text else None
     if alone:
         expected = getattr(alone.quantize(x, **{direction: None}), other)
-        assert all(torch.equal(t, made.buffers[name]) for name, t in expected.buffers.items())
+        assert all(torch.equal(t, operands.buffers[name]) for name, t in expected.buffers.items())
     assert state.step is None and not state.history.any()
     quantizer.quantize(x, states=slot)
     assert state.step == 1 and state.history[0] == 3
@@ -142,13 +142,13 @@ def test_gpu_states_are_those_of_the_cpu():
     quantizer = HybridQuantizer.parse("fp8_delayed+history3|fp8_delayed+e5m2+history3@rowwise_dequantized")
     slots = {device: states(quantizer) for device in ("cpu", "cuda")}
     for step, distribution in enumerate(("normal", "heavy", "nonfinite", "tiny", "zeros"), start=1):
-        made = {}
+        operands = {}
         for device, slot in slots.items():
             for state in slot.states.values():
                 state.to(device)
-            made[device] = quantizer.quantize(draw(distribution, 48, 80).to(device), states=at(slot, step))
+            operands[device] = quantizer.quantize(draw(distribution, 48, 80).to(device), states=at(slot, step))
         for direction in ("rowwise", "columnwise"):
-            a, b = (getattr(made[device], direction).buffers for device in slots)
+            a, b = (getattr(operands[device], direction).buffers for device in slots)
             assert all(torch.equal(t.view(torch.uint8), b[name].cpu().view(torch.uint8)) for name, t in a.items())
             a, b = (slot.states[direction].history.cpu() for slot in slots.values())
             assert torch.equal(a.view(torch.int32), b.view(torch.int32))

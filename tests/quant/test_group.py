@@ -70,16 +70,16 @@ def test_only_what_is_asked_for_is_made(text):
 def capacity(format, sizes, width, columnwise):
     """Buffer -> entries that the kernel makes room for where it does not know the sizes; {} without a kernel."""
     matrices, wanted = Matrices(sum(sizes), width, len(sizes)), Wanted(format.text, columnwise, False, False)
-    made = allocations(matrices, wanted, False)
-    return {name: count for name, ((count,), _) in zip(format.layout, made, strict=True)}
+    outputs = allocations(matrices, wanted, False)
+    return {name: count for name, ((count,), _) in zip(format.layout, outputs, strict=True)}
 
 
 @pytest.mark.parametrize("text", STATELESS)
 def test_packed_buffers_are_compact_and_fit_the_capacity(text):
     """Members are views that follow each other; no buffer is larger than any splits of as many rows can need."""
     quantizer, x = HybridQuantizer.parse(text), draw("heavy", ROWS, WIDTH)
-    made = quantize_group(x, Splits.of(SPLITS, ROWS), quantizer, keys=KEYS)
-    for group, columnwise in ((made.rowwise, False), (made.columnwise, True)):
+    operands = quantize_group(x, Splits.of(SPLITS, ROWS), quantizer, keys=KEYS)
+    for group, columnwise in ((operands.rowwise, False), (operands.columnwise, True)):
         room = capacity(group.format, SPLITS, WIDTH, columnwise)
         for name, flat in group.buffers.items():
             address = flat.data_ptr()
@@ -152,8 +152,8 @@ def test_exact_operands_of_codes_are_those_of_the_members(text, splits):
     rows, quantizer = sum(splits), HybridQuantizer.parse(text)
     if any(size % quantizer.columnwise.column_multiple for size in splits):
         pytest.skip("its blocks do not fit")
-    made = quantize_group(draw("heavy", rows, WIDTH), Splits.of(splits, rows), quantizer, keys=KEYS)
-    for group in (made.rowwise, made.columnwise):
+    operands = quantize_group(draw("heavy", rows, WIDTH), Splits.of(splits, rows), quantizer, keys=KEYS)
+    for group in (operands.rowwise, operands.columnwise):
         exact, alone = group.operand(), [member.operand() for member in group.members]
         for own, expected in zip(exact.members, alone, strict=True):
             assert torch.equal(own.matrix, expected.matrix) and own.divisor == expected.divisor

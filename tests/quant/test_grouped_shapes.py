@@ -29,8 +29,8 @@ def test_members_have_the_bytes_of_ops_quantize_of_them_alone(name, text, device
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES[name])
     expected = alone(x, quantizer, states=quantizer.delayed)
     flat = torch.cat([part.flatten() for part in x] + [torch.full((7,), torch.nan, dtype=torch.bfloat16)]).to(device)
-    given = ([part.to(device) for part in x], {}), (flat, {"shapes": SHAPES[name]})
-    for source, how in given:
+    inputs = ([part.to(device) for part in x], {}), (flat, {"shapes": SHAPES[name]})
+    for source, how in inputs:
         states = slot_states(quantizer, len(x), device)
         w = GroupedTensor.quantize(source, quantizer, key=KEY, states=states, **how)
         assert w.shape == ((3, 32, 48) if name == "uniform" else (sum(part.numel() for part in x),))
@@ -57,15 +57,15 @@ def test_one_direction_alone_is_that_of_both(text, device):
         shapes = Shapes.of(SHAPES[name])
         flat = torch.cat([part.flatten() for part in tensors(SHAPES[name])]).to(device)
 
-        def made(shapes=shapes, flat=flat, **wanted):
+        def quantized(shapes=shapes, flat=flat, **wanted):
             options = {"keys": [KEY.under(str(e)) for e in range(shapes.count)]}
             return quantize_group(
                 flat, shapes, quantizer, **options, states=slot_states(quantizer, shapes.count, device), **wanted
             )
 
-        both = made()
+        both = quantized()
         for direction, other in (("rowwise", "columnwise"), ("columnwise", "rowwise")):
-            codes, exact = (made(**{direction: output, other: None}) for output in ("codes", "exact"))
+            codes, exact = (quantized(**{direction: output, other: None}) for output in ("codes", "exact"))
             assert getattr(codes, other) is None and getattr(exact, other) is None
             expected, codes, exact = (getattr(group, direction) for group in (both, codes, exact))
             again = unflatten(*pickle.loads(pickle.dumps(flatten(codes))))
@@ -105,11 +105,11 @@ def _counted(function, calls):
 
 def golden_cases():
     """The first two of every pair of formats."""
-    found = {}
+    by_format = {}
     for case in QUANTIZER_CASES:
         formats = tuple(str(format_of(case, d)) for d in directions(Arrays(case)))
-        found.setdefault(formats, []).append(case)
-    return [case for cases in found.values() for case in cases[:2]]
+        by_format.setdefault(formats, []).append(case)
+    return [case for cases in by_format.values() for case in cases[:2]]
 
 
 @devices
@@ -133,11 +133,11 @@ def test_a_member_among_others_of_unlike_shapes_has_the_golden_bytes(case, devic
 
 
 def test_packed_buffers_may_have_room():
-    made = quantize_group(
+    operands = quantize_group(
         torch.cat([x.flatten() for x in tensors(SHAPES["both"])]), Shapes.of(SHAPES["both"]), group().quantizer
     )
     for direction in ("rowwise", "columnwise"):
-        own = getattr(made, direction)
+        own = getattr(operands, direction)
         longer = {name: torch.cat([flat, flat.new_full((5,), 77)]) for name, flat in own.buffers.items()}
         roomy = replace(own, buffers=longer)
         for a, b in zip(roomy.members, own.members, strict=True):

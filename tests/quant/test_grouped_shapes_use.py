@@ -32,8 +32,8 @@ def test_it_is_written_in_place(name, text):
     """It is written as a whole, from tensors and member by member, and addresses stay."""
     w = group(text, name)
     before = {buffer: flat.data_ptr() for buffer, flat in w.buffers.items()}
-    for given in (tensors(SHAPES[name], 1), torch.cat([x.flatten() for x in tensors(SHAPES[name], 1)]).view(w.shape)):
-        assert w.quantize_(given, key=KEY) is w
+    for values in (tensors(SHAPES[name], 1), torch.cat([x.flatten() for x in tensors(SHAPES[name], 1)]).view(w.shape)):
+        assert w.quantize_(values, key=KEY) is w
         assert_same_bytes(w, group(text, name, 1))
         w.zero_()
     for expert, (member, x) in enumerate(zip(w.members, tensors(SHAPES[name], 2), strict=True)):
@@ -79,9 +79,9 @@ def test_files_and_states(name, text, tmp_path):
     """State dicts go to a group of the same members and to plain values, and from them."""
 
     def module(weight):
-        made = nn.Module()
-        made.weight = nn.Parameter(weight)
-        return made
+        holder = nn.Module()
+        holder.weight = nn.Parameter(weight)
+        return holder
 
     source, target, plain = (module(group(text, name, seed)) for seed in (0, 1, 2))
     file = io.BytesIO()

@@ -40,8 +40,8 @@ def test_rht_for_both_directions_means_columnwise():
 
 
 def test_dict_form():
-    given = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "rowwise_dequantized"}
-    assert HybridQuantizer.parse(given) == HybridQuantizer.parse("nvfp4|mxfp8@rowwise_dequantized")
+    section = {"rowwise": "nvfp4", "columnwise": "mxfp8", "columnwise_source": "rowwise_dequantized"}
+    assert HybridQuantizer.parse(section) == HybridQuantizer.parse("nvfp4|mxfp8@rowwise_dequantized")
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_statistics_are_errors_against_the_original_values_in_both_directions():
     x = draw("normal", 64, 96)
     for text in ("nvfp4|mxfp8", "nvfp4|mxfp8@rowwise_dequantized", "bf16|nvfp4"):
         quantizer = HybridQuantizer.parse(text)
-        made, rows = quantizer.quantize(x), quantizer.statistics(x)
+        operands, rows = quantizer.quantize(x), quantizer.statistics(x)
         for direction, source in (("rowwise", x), ("columnwise", x.t())):
-            operand = getattr(made, direction)
+            operand = getattr(operands, direction)
             wanted = tensor_error(source, operand.format, operand.buffers)
             assert rows[direction]["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=1e-3)
             assert rows[direction]["scale_max"] == pytest.approx(wanted["scale_max"], nan_ok=True)

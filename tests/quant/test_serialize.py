@@ -44,10 +44,10 @@ def assert_same(a, b):
 
 
 def model(texts=STATELESS):
-    made = nn.ModuleDict({str(i): nn.Linear(96, 64) for i in range(len(texts))})
+    linears = nn.ModuleDict({str(i): nn.Linear(96, 64) for i in range(len(texts))})
     for i, text in enumerate(texts):
-        made[str(i)].weight = nn.Parameter(quantized(text, preserve_high_precision_init_val=i == 1))
-    return made
+        linears[str(i)].weight = nn.Parameter(quantized(text, preserve_high_precision_init_val=i == 1))
+    return linears
 
 
 @pytest.mark.parametrize("copy", [by_pickle, by_torch_save])

@@ -30,10 +30,10 @@ def assert_same_bytes(a, b):
 @pytest.mark.parametrize("text", STATELESS)
 def test_it_holds_what_the_quantizer_makes(text):
     x, w = quantized(text)
-    made = HybridQuantizer.parse(text).quantize(x, key=KEY)
+    operands = HybridQuantizer.parse(text).quantize(x, key=KEY)
     for direction in ("rowwise", "columnwise"):
-        assert_same_bytes(getattr(w, direction).buffers, getattr(made, direction).buffers)
-    assert torch.equal(w.dequantize(), made.rowwise.dequantize())
+        assert_same_bytes(getattr(w, direction).buffers, getattr(operands, direction).buffers)
+    assert torch.equal(w.dequantize(), operands.rowwise.dequantize())
     assert (w.shape, w.dtype, w.device, w.is_contiguous()) == (x.shape, x.dtype, x.device, True)
 
 
@@ -222,7 +222,7 @@ def test_wrong_calls_say_what_is_allowed(call, message):
 @pytest.mark.parametrize("text", STATELESS)
 def test_gpu_has_the_bytes_of_the_cpu(text):
     x, w = quantized(text)
-    made = HybridQuantizedTensor.quantize(x.cuda(), w.quantizer, key=KEY)
-    assert_same_bytes({name: buffer.cpu() for name, buffer in made.buffers.items()}, w.buffers)
+    operands = HybridQuantizedTensor.quantize(x.cuda(), w.quantizer, key=KEY)
+    assert_same_bytes({name: buffer.cpu() for name, buffer in operands.buffers.items()}, w.buffers)
     assert_same_bytes(w.cuda().cpu().buffers, w.buffers)
-    assert torch.equal(made.dequantize().cpu(), w.dequantize())
+    assert torch.equal(operands.dequantize().cpu(), w.dequantize())

@@ -191,8 +191,8 @@ def test_new_zeros_are_zero_in_both_directions_and_draw_nothing(text):
 
 def test_state_that_an_optimizer_makes_is_plain():
     _, w = quantized("nvfp4|mxfp8")
-    for made in (torch.zeros_like(w), torch.ones_like(w), w.new_empty(256, 256), w + 1, w.float() * w):
-        assert type(made) is torch.Tensor and made.shape == w.shape
+    for state in (torch.zeros_like(w), torch.ones_like(w), w.new_empty(256, 256), w + 1, w.float() * w):
+        assert type(state) is torch.Tensor and state.shape == w.shape
 
 
 def test_empty_like_is_what_to_empty_needs():

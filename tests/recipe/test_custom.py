@@ -24,9 +24,9 @@ class Request:
         return HybridQuantizer.parse("mxfp8" if role.tensor_type == "input" else "mxfp8+e5m2")
 
 
-@pytest.mark.parametrize("made", [HybridQuantizer.parse("nvfp4|mxfp8"), "nvfp4|mxfp8"], ids=["value", "text"])
-def test_a_quantizer_or_its_text(made):
-    assert CustomRecipe(qfactory=lambda role: made).quantizer(FC) == HybridQuantizer.parse("nvfp4|mxfp8")
+@pytest.mark.parametrize("answer", [HybridQuantizer.parse("nvfp4|mxfp8"), "nvfp4|mxfp8"], ids=["value", "text"])
+def test_a_quantizer_or_its_text(answer):
+    assert CustomRecipe(qfactory=lambda role: answer).quantizer(FC) == HybridQuantizer.parse("nvfp4|mxfp8")
 
 
 def test_a_request_is_asked_for_the_quantizer_of_the_role():
@@ -78,7 +78,7 @@ def test_a_lambda_is_refused_where_it_would_have_to_be_found_again():
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("answer", "message"),
     [
         (
             lambda role: None,
@@ -88,9 +88,9 @@ def test_a_lambda_is_refused_where_it_would_have_to_be_found_again():
         (lambda role: 1 / 0, "fc/linear/input.* raised ZeroDivisionError"),
     ],
 )
-def test_wrong_factories_are_named_with_the_role(made, message):
+def test_wrong_factories_are_named_with_the_role(answer, message):
     with pytest.raises(UserError, match=message):
-        CustomRecipe(qfactory=made).quantizer(FC)
+        CustomRecipe(qfactory=answer).quantizer(FC)
 
 
 def test_unknown_roles_are_our_own_error():

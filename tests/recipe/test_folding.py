@@ -29,11 +29,11 @@ def test_parts_with_the_same_tensors_alike_are_named_once():
 
 
 def test_slots_of_overrides_and_of_changes_keep_their_place():
-    found = lines(
+    texts = lines(
         "mxfp8", overrides=[{"name": "layers.0.*", "linear": "bf16"}], schedule=[{"at": 0.5, "fprop": "bf16"}]
     )
-    assert found["linear, grouped_linear"] == "mxfp8|mxfp8"
-    assert any("overrides[0].linear" in name for name in found) and any("schedule[0]." in name for name in found)
+    assert texts["linear, grouped_linear"] == "mxfp8|mxfp8"
+    assert any("overrides[0].linear" in name for name in texts) and any("schedule[0]." in name for name in texts)
 
 
 def test_every_slot_is_on_exactly_one_line():
@@ -48,7 +48,7 @@ def test_every_slot_is_on_exactly_one_line():
 def test_a_difference_of_both_directions_is_one_row():
     mixed = {"input": "nvfp4|mxfp8", "weight": "nvfp4", "grad_output": "mxfp8"}
     a, b = parse_recipe({"name": "a", "linear": "mxfp8"}), parse_recipe({"name": "b", "linear": mixed, "dpa": "mxfp8"})
-    found = {(row["slot"], row["field"]): (row["a"], row["b"]) for row in of_both_directions(diff(a, b))}
-    assert found["linear.input", "rowwise"] == ("mxfp8", "nvfp4")
-    assert found["linear.weight", "rowwise, columnwise"] == ("mxfp8", "nvfp4")
-    assert found["dpa.s", "rowwise, columnwise"] == ("bf16", "mxfp8")
+    rows = {(row["slot"], row["field"]): (row["a"], row["b"]) for row in of_both_directions(diff(a, b))}
+    assert rows["linear.input", "rowwise"] == ("mxfp8", "nvfp4")
+    assert rows["linear.weight", "rowwise, columnwise"] == ("mxfp8", "nvfp4")
+    assert rows["dpa.s", "rowwise, columnwise"] == ("bf16", "mxfp8")

@@ -55,8 +55,8 @@ def test_overrides_and_stages_are_listed_under_their_key_paths():
     ],
 )  # fmt: skip
 def test_differences_are_by_value(a, b, rows):
-    found = diff(recipe(**a), recipe(**b))
-    assert [(row["slot"], row["field"], row["a"], row["b"]) for row in found] == rows
+    differences = diff(recipe(**a), recipe(**b))
+    assert [(row["slot"], row["field"], row["a"], row["b"]) for row in differences] == rows
     assert bool(rows) == (recipe(**a) != recipe(**b))
 
 

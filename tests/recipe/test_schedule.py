@@ -55,9 +55,9 @@ def test_a_change_keeps_what_it_does_not_say():
 def test_factories_and_sections_may_follow_each_other():
     path = f"{__name__}.factory"
     scheduled = recipe({"at": 1, "qfactory": path}, {"at": 2, "linear": "bf16"})
-    found = [stage.recipe for stage in stages(scheduled, 4)]
-    assert isinstance(found[1], CustomRecipe) and slots(found[1]) == ["mxfp8"] * 3
-    assert slots(found[2]) == ["bf16"] * 3
+    recipes = [stage.recipe for stage in stages(scheduled, 4)]
+    assert isinstance(recipes[1], CustomRecipe) and slots(recipes[1]) == ["mxfp8"] * 3
+    assert slots(recipes[2]) == ["bf16"] * 3
 
 
 def test_the_canonical_text_reads_back_and_equal_schedules_are_equal():

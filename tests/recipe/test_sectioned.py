@@ -84,11 +84,11 @@ def test_grouped_linears_follow_linear_unless_told_and_attention_stays_high_prec
 def test_layers_are_counted_over_the_whole_model():
     r = recipe(overrides=[{"layers": "last(0.15)", "linear": "bf16"}, {"layers": 0, "name": "*.fc1", "linear": "fp32"}])
     roles = [role for i in range(8) for n in ("fc1", "fc2") for role in module_roles("linear", f"layers.{i}.{n}")]
-    found = {role.name: str(q) for role, q in r.resolve([*roles, *module_roles("linear", "head")]).items()}
-    assert {name for name, q in found.items() if q == "bf16"} == {
+    texts = {role.name: str(q) for role, q in r.resolve([*roles, *module_roles("linear", "head")]).items()}
+    assert {name for name, q in texts.items() if q == "bf16"} == {
         "layers.6.fc1", "layers.6.fc2", "layers.7.fc1", "layers.7.fc2", "head"
     }  # fmt: skip
-    assert {name for name, q in found.items() if q == "fp32"} == {"layers.0.fc1"}
+    assert {name for name, q in texts.items() if q == "fp32"} == {"layers.0.fc1"}
 
 
 def test_an_override_of_linears_is_one_of_grouped_linears_unless_told():

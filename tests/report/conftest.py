@@ -276,11 +276,11 @@ def make_sweep(tmp_path: Path) -> Callable[..., list[RunDir]]:
 @pytest.fixture
 def fake() -> SimpleNamespace:
     """Names with which a test describes a sweep: fake.Run(...), fake.three_arms(...)."""
-    made = {
+    functions = {
         "seal_again": seal_again,
         "take_back": take_back,
         "Run": FakeRun,
         "three_arms": three_arms,
         "fork_study": fork_study,
     }
-    return SimpleNamespace(**made, entropy=VOCAB_ENTROPY, steps=STEPS)
+    return SimpleNamespace(**functions, entropy=VOCAB_ENTROPY, steps=STEPS)

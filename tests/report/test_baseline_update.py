@@ -75,8 +75,8 @@ def draw_of(make_sweep, fake, stored, name, shift, **changes):
     dirs = make_sweep(runs, name)
     ids = {key[:2]: entry["run_id"] for key, entry in read_baseline(stored).draws[0].items()}
     for run in dirs:
-        facts = run.manifest()
-        run.update_manifest(run_id=ids[facts["arm"], facts["seed"]])
+        manifest = run.manifest()
+        run.update_manifest(run_id=ids[manifest["arm"], manifest["seed"]])
         fake.seal_again(run)
     return dirs
 

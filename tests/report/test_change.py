@@ -29,8 +29,8 @@ def test_changes_are_against_the_mean_of_the_draws():
 
     runs = pd.DataFrame({"arm": ["a", "b", "c"], "seed": 3, "point": 40, "trunk": "t", "draw": "40"})
     stored = Baseline(path=None, recipes={}, draws=(entries(a=2.0, c=1.0), entries(a=4.0)), sweeps=((), ()))
-    found = changes(runs, entries(a=3.5, b=1.0), stored)
-    assert found.to_dict("records") == [{"arm": "a", "trunk": "t", "draw": "40", "change": 0.5, "stored": 3.0}]
+    moves = changes(runs, entries(a=3.5, b=1.0), stored)
+    assert moves.to_dict("records") == [{"arm": "a", "trunk": "t", "draw": "40", "change": 0.5, "stored": 3.0}]
 
 
 def test_a_fork_s_arm_is_judged_by_the_change_of_its_gap_trunk_by_trunk():
@@ -38,33 +38,33 @@ def test_a_fork_s_arm_is_judged_by_the_change_of_its_gap_trunk_by_trunk():
     trunk = rng.normal(0, 0.1, (4, 2))  # what the trunk moved, in every arm
     moved = {arm: trunk + rng.normal(gap, 0.001, (4, 2)) for arm, gap in
              {"bf16": 0, "null": 0, "mxfp8": 0, "nvfp4": 0.02}.items()}  # fmt: skip
-    found = judge(rows_of(moved), FAMILY, FORK, 0.25)
+    verdicts = judge(rows_of(moved), FAMILY, FORK, 0.25)
     gaps = {arm: 50 * (values - moved["bf16"]) for arm, values in moved.items()}  # in % of 2 nats
     expected = forks.judge({arm: gaps[arm] for arm in ("mxfp8", "nvfp4")}, margin=0.25)
     for arm, estimate in expected.items():
-        assert (found[arm].gap, found[arm].ci_low) == pytest.approx((estimate.gap, estimate.ci_low), rel=1e-12)
-    assert {arm: each.verdict for arm, each in found.items()} == {
+        assert (verdicts[arm].gap, verdicts[arm].ci_low) == pytest.approx((estimate.gap, estimate.ci_low), rel=1e-12)
+    assert {arm: each.verdict for arm, each in verdicts.items()} == {
         "bf16": "undecided", "null": "equivalent", "mxfp8": "equivalent", "nvfp4": "worse",
     }  # fmt: skip
-    assert found["bf16"].gap == pytest.approx(50 * trunk.mean(), rel=0.05)
+    assert verdicts["bf16"].gap == pytest.approx(50 * trunk.mean(), rel=0.05)
 
 
 def test_per_cent_are_of_the_baseline_s_stored_loss_at_that_fork():
     rows = rows_of({"bf16": np.zeros((3, 2)), "mxfp8": np.full((3, 2), 0.01)})
     rows.loc[rows["draw"] == "100", "stored"] = 1.0
-    found = judge(rows, Family(arms=("mxfp8",), baseline="bf16", null=None), FORK, 0.25)
-    assert found["mxfp8"].gap == pytest.approx((0.5 + 1.0) / 2)
+    verdicts = judge(rows, Family(arms=("mxfp8",), baseline="bf16", null=None), FORK, 0.25)
+    assert verdicts["mxfp8"].gap == pytest.approx((0.5 + 1.0) / 2)
 
 
 def test_whole_runs_are_judged_with_the_null_arm_as_second_control_and_pooled():
     rng = np.random.default_rng(1)
     moved = {arm: rng.normal(gap, 0.01, (5, 1)) for arm, gap in
              {"bf16": 0, "null": 0, "mxfp8": 0, "nvfp4": 0.2}.items()}  # fmt: skip
-    found = judge(rows_of(moved), FAMILY, WHOLE, 0.25)
+    verdicts = judge(rows_of(moved), FAMILY, WHOLE, 0.25)
     losses = {arm: 50 * values[:, 0] for arm, values in moved.items()}
     expected = whole_runs.judge(losses, baseline="bf16", null="null", margin=0.25)
-    assert found["nvfp4"] == expected["nvfp4"] and found["mxfp8"] == expected["mxfp8"]
-    assert found["nvfp4"].worse and not found["bf16"].worse
+    assert verdicts["nvfp4"] == expected["nvfp4"] and verdicts["mxfp8"] == expected["mxfp8"]
+    assert verdicts["nvfp4"].worse and not verdicts["bf16"].worse
 
 
 def test_only_what_all_arms_have_enters():

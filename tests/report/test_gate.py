@@ -219,9 +219,9 @@ def on_another_machine(make_sweep, fake, path, gaps, base):
     dirs = make_sweep(runs, "elsewhere")
     ids = {key: entry["run_id"] for key, entry in read_baseline(path).draws[0].items()}
     for run in dirs:
-        facts = run.manifest()
-        key = (facts["arm"], facts["seed"], facts.get("point", 0))
-        run.update_manifest(run_id=ids.get(key, facts["run_id"]))
+        manifest = run.manifest()
+        key = (manifest["arm"], manifest["seed"], manifest.get("point", 0))
+        run.update_manifest(run_id=ids.get(key, manifest["run_id"]))
         fake.seal_again(run)
     return dirs
 

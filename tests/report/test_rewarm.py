@@ -36,8 +36,8 @@ def test_a_loss_that_came_back_is_told_with_its_peak_its_steps_and_its_noise():
 def test_what_is_settled_follows_from_the_spread_of_the_trunks(spread, notes):
     """The same mean excess of 0.4 % is noise of loud trunks, and none of quiet ones."""
     pair = ({100: 3.3, 200: 3.012 + sign * spread} for sign in (-1, 1))
-    found = rewarm_notes(trunks(*pair), [200])
-    assert len(found) == notes and ("The re-warm has not settled" in found[-1]) == (notes == 2)
+    sentences = rewarm_notes(trunks(*pair), [200])
+    assert len(sentences) == notes and ("The re-warm has not settled" in sentences[-1]) == (notes == 2)
 
 
 def test_one_trunk_takes_the_noise_of_the_null_arm():

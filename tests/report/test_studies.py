@@ -23,8 +23,8 @@ def test_the_sweep_says_baseline_and_margin_and_the_call_overrides_them(make_swe
     comparison = compare(runs)
     assert comparison.baseline == "mxfp8" and comparison.margin_pct == 0.5
     assert comparison.estimates["nvfp4"].margin == 0.5
-    given = compare(runs, "bf16", margin="0.1%")
-    assert given.baseline == "bf16" and given.margin_pct == 0.1
+    overridden = compare(runs, "bf16", margin="0.1%")
+    assert overridden.baseline == "bf16" and overridden.margin_pct == 0.1
 
 
 def test_without_a_word_it_is_bf16_else_the_first_arm_and_a_quarter_of_a_percent(make_sweep, fake):

@@ -40,7 +40,7 @@ def expected(tokenizer: Path, texts: list[str]) -> set[tuple[int, ...]]:
     return {(*encoding.ids, library.token_to_id(END)) for encoding in library.encode_batch(texts)}
 
 
-def found(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+def documents_of(folder: Path) -> dict[str, list[tuple[int, ...]]]:
     """Documents of both splits, by the lengths in the .idx."""
     manifest, read = Shards(folder).manifest, {}
     for split in ("train", "val"):
@@ -66,7 +66,7 @@ def test_every_kind_of_file_gives_the_tokens_of_the_library(
 ) -> None:
     source = write(tmp_path / name, [*TEXTS, "", END])
     manifest = prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1)
-    splits = found(tmp_path / "out")
+    splits = documents_of(tmp_path / "out")
     assert sorted(splits["train"] + splits["val"]) == sorted(expected(tokenizer, TEXTS) | special(tokenizer))
     assert 40 < len(splits["val"]) < 120 and len(manifest.train) > 5 and manifest.source.empty == 1
     assert manifest.tokens("train") == sum(map(len, splits["train"]))
@@ -89,7 +89,7 @@ def test_files_of_text_are_documents(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in/.hidden").write_text("hidden")
     calls = [prepare(tmp_path / "in", tokenizer, tmp_path / "in/out", val_fraction=0.3, workers=1) for _ in range(2)]
     assert calls[0] == calls[1]  # the shards are no part of the source
-    splits = found(tmp_path / "in/out")
+    splits = documents_of(tmp_path / "in/out")
     assert sorted(splits["train"] + splits["val"]) == sorted(expected(tokenizer, TEXTS[:100]))
 
 
@@ -99,11 +99,11 @@ def test_a_long_text_is_cut_at_ends_of_lines(tmp_path: Path, tokenizer: Path, co
     source = write(tmp_path / f"in.txt{codec}", lines)
     prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1)
     library = Tokenizer.from_file(str(tokenizer))
-    splits = found(tmp_path / "out")
+    splits = documents_of(tmp_path / "out")
     stretches = [library.decode(list(part[:-1])) for part in splits["train"] + splits["val"]]
     assert sorted("".join(stretches).splitlines(keepends=True)) == sorted(lines) and len(stretches) > 5
     prepare(source, tokenizer, tmp_path / "lines", format="lines", val_fraction=0.2, workers=1)
-    splits = found(tmp_path / "lines")
+    splits = documents_of(tmp_path / "lines")
     texts = [line.rstrip("\n") for line in lines]
     assert sorted(splits["train"] + splits["val"]) == sorted(
         document for document in map(tuple, ((*e.ids, 0) for e in library.encode_batch(texts)))
@@ -113,8 +113,8 @@ def test_a_long_text_is_cut_at_ends_of_lines(tmp_path: Path, tokenizer: Path, co
 def test_a_document_stays_in_its_split_when_others_are_added(tmp_path: Path, tokenizer: Path) -> None:
     for name, texts in (("few", TEXTS[:200]), ("all", TEXTS[::-1])):
         prepare(write(tmp_path / f"{name}.jsonl", texts), tokenizer, tmp_path / name, val_fraction=0.2, workers=1)
-    assert set(found(tmp_path / "few")["val"]) < set(found(tmp_path / "all")["val"])
-    assert not set(found(tmp_path / "few")["train"]) & set(found(tmp_path / "all")["val"])
+    assert set(documents_of(tmp_path / "few")["val"]) < set(documents_of(tmp_path / "all")["val"])
+    assert not set(documents_of(tmp_path / "few")["train"]) & set(documents_of(tmp_path / "all")["val"])
 
 
 def test_a_large_vocabulary_has_wide_tokens(tmp_path: Path, tokenizer: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_large_vocabulary_has_wide_tokens(tmp_path: Path, tokenizer: Path) -> 
     source = write(tmp_path / "a.jsonl", [f"word{69_000 + i}" for i in range(300)])
     manifest = prepare(source, tmp_path / "wide.json", tmp_path / "out", val_fraction=0.2, workers=1)
     assert manifest.dtype == "int32" and manifest.vocab_size == library.get_vocab_size()
-    assert max(max(document) for document in found(tmp_path / "out")["train"]) > 69_000
+    assert max(max(document) for document in documents_of(tmp_path / "out")["train"]) > 69_000
 
 
 def test_the_same_bytes_for_any_number_of_workers_and_another_call_does_nothing(
@@ -132,10 +132,10 @@ def test_the_same_bytes_for_any_number_of_workers_and_another_call_does_nothing(
 ) -> None:
     source = write(tmp_path / "in/a.jsonl.zst", TEXTS).parent
     write(source / "b.jsonl", TEXTS[::-1])
-    made = [prepare(source, tokenizer, tmp_path / f"out{n}", val_fraction=0.2, workers=n) for n in (1, 3)]
-    assert made[0] == made[1] and contents(tmp_path / "out1") == contents(tmp_path / "out3")
+    summaries = [prepare(source, tokenizer, tmp_path / f"out{n}", val_fraction=0.2, workers=n) for n in (1, 3)]
+    assert summaries[0] == summaries[1] and contents(tmp_path / "out1") == contents(tmp_path / "out3")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out1").rglob("*")}
-    assert prepare(source, tokenizer, tmp_path / "out1", val_fraction=0.2) == made[0]
+    assert prepare(source, tokenizer, tmp_path / "out1", val_fraction=0.2) == summaries[0]
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out1").rglob("*")}
 
 
@@ -192,8 +192,10 @@ def test_a_killed_worker_ends_the_call_and_loses_nothing(
     source = write(tmp_path / "a.jsonl", TEXTS)
 
     def kill(done: preparing.Done) -> None:
-        found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "shards.worker"], capture_output=True, text=True)
-        for each in found.stdout.split():
+        listing = subprocess.run(
+            ["pgrep", "-P", str(os.getpid()), "-f", "shards.worker"], capture_output=True, text=True
+        )
+        for each in listing.stdout.split():
             os.kill(int(each), signal.SIGKILL)
 
     with pytest.raises(UserError, match=r"a worker was killed by signal 9, .* fewer --workers; what is done is kept"):
@@ -296,7 +298,7 @@ def test_a_share_of_unknown_tokens_may_be_allowed_and_is_counted(tmp_path: Path)
     letters = of_letters(tmp_path / "t.json", unknown="<unk>")
     manifest = prepare(source, letters, tmp_path / "out", val_fraction=0.2, allow_unknown=0.2, workers=1)
     unknown = Tokenizer.from_file(str(letters)).token_to_id("<unk>")
-    splits = found(tmp_path / "out")
+    splits = documents_of(tmp_path / "out")
     assert manifest.source.unknown == sum(document.count(unknown) for split in splits.values() for document in split)
 
 

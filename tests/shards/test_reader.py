@@ -76,8 +76,8 @@ def test_llm_c(tmp_path: Path, wide: bool) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_megatron(tmp_path: Path, wide: bool) -> None:
     path = write_megatron(tmp_path / "text_document.bin", [[1, 2, 3], [4], [5, 6, 7, 8, 9, 0]], wide=wide)
-    for given in (tmp_path, path, path.with_suffix(".idx")):
-        shards = Shards(given, val_fraction=0.2)
+    for place in (tmp_path, path, path.with_suffix(".idx")):
+        shards = Shards(place, val_fraction=0.2)
         assert shards.train.read(0, 8).tolist() == [1, 2, 3, 4, 5, 6, 7, 8] and shards.val.read(0, 2).tolist() == [9, 0]
         assert (shards.layout, shards.split) == ("megatron", "by position: val starts at token 8 of 10")
 

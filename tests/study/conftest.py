@@ -39,8 +39,8 @@ class Laboratory:
 
     def plan(self, *words: str) -> SweepPlan:
         """The plan of a tiny sweep; words win over those of TINY."""
-        given = {word.partition("=")[0]: word for word in (*TINY, f"runs_dir={self.folder / 'runs'}", *words)}
-        return launch.plan([*given.values()])
+        by_key = {word.partition("=")[0]: word for word in (*TINY, f"runs_dir={self.folder / 'runs'}", *words)}
+        return launch.plan([*by_key.values()])
 
     def grow(self, *words: str, force: bool = False) -> sequential.Growth:
         return sequential.grow(

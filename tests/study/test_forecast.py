@@ -37,25 +37,25 @@ def row(laboratory):
 
 
 def forks(row, **changes):
-    facts = {"design": "fork", "points": 2, "run_tokens": 2 * 20 * STEP, "trunk_tokens": 60 * STEP, "seconds": 220.0}
-    return row(**(facts | changes))
+    of_forks = {"design": "fork", "points": 2, "run_tokens": 2 * 20 * STEP, "trunk_tokens": 60 * STEP, "seconds": 220.0}
+    return row(**(of_forks | changes))
 
 
 def test_replicates_are_those_of_the_verdicts_and_minutes_those_of_the_tokens(laboratory, row):
-    (found,) = forecasts(laboratory.plan(*WORDS), 1.0, [row()])
-    assert found.replicates == power.replicates("whole runs", 1.0, 2, gap=1.0)
-    assert found.half_width == power.half_width("whole runs", 1.0, 2, int(found.replicates))
-    assert found.minutes == pytest.approx(found.replicates * 400 / 60)
-    assert (found.design, found.arms, found.sd_pct, found.estimate) == ("whole runs", 2, 1.0, False)
-    assert found.basis == "stdlib (4 seeds on cpu, 2026-11-22): the same model and data"
+    (estimate,) = forecasts(laboratory.plan(*WORDS), 1.0, [row()])
+    assert estimate.replicates == power.replicates("whole runs", 1.0, 2, gap=1.0)
+    assert estimate.half_width == power.half_width("whole runs", 1.0, 2, int(estimate.replicates))
+    assert estimate.minutes == pytest.approx(estimate.replicates * 400 / 60)
+    assert (estimate.design, estimate.arms, estimate.sd_pct, estimate.estimate) == ("whole runs", 2, 1.0, False)
+    assert estimate.basis == "stdlib (4 seeds on cpu, 2026-11-22): the same model and data"
     (more,) = forecasts(laboratory.plan("recipe=bf16,mxfp8,nvfp4,mxfp4", "null_arm=true"), 1.0, [row()])
     assert more.arms == 3 and more.minutes / more.replicates == pytest.approx(5 * 100 / 60)
 
 
 def test_of_forks_the_loudest_arm_of_the_plan_decides(laboratory, row):
-    (found,) = forecasts(laboratory.plan(*WORDS), 1.0, [forks(row)])
-    assert found.replicates == power.replicates("forks", 1.3, 2, gap=1.0)
-    assert found.minutes == pytest.approx(found.replicates * 220 / 60)
+    (estimate,) = forecasts(laboratory.plan(*WORDS), 1.0, [forks(row)])
+    assert estimate.replicates == power.replicates("forks", 1.3, 2, gap=1.0)
+    assert estimate.minutes == pytest.approx(estimate.replicates * 220 / 60)
     (quiet,) = forecasts(laboratory.plan("recipe=bf16,mxfp8"), 1.0, [forks(row)])
     assert quiet.sd_pct == 0.6 and quiet.replicates == power.replicates("forks", 0.6, 1, gap=1.0)
     assert quiet.minutes / quiet.replicates == pytest.approx((60 + 2 * 40) / 60), "a trunk and the forks of two arms"
@@ -78,8 +78,10 @@ def test_the_nearest_study_is_taken_and_an_estimate_says_so(laboratory, row):
     other = row(model={**row()["model"], "dim": 64}, sweeps=["other"], params=2 * row()["params"])
     far = row(model={**row()["model"], "dim": 640}, sweeps=["far"], params=90 * row()["params"])
     assert forecasts(plan, 1.0, [far, other, same, late])[0].basis.startswith("near (")
-    (found,) = forecasts(plan, 1.0, [far, same, other])
-    assert found.basis.startswith("late (") and found.basis.endswith("data, at 25.6k tokens where this is at 6.4k")
+    (forecast_of_plan,) = forecasts(plan, 1.0, [far, same, other])
+    assert forecast_of_plan.basis.startswith("late (") and forecast_of_plan.basis.endswith(
+        "data, at 25.6k tokens where this is at 6.4k"
+    )
     (estimate,) = forecasts(plan, 1.0, [far, other])
     assert estimate.estimate and estimate.basis.startswith("other (")
     assert "an estimate, of another model or other data, " in estimate.basis
@@ -98,15 +100,15 @@ def test_a_study_on_the_same_kind_of_device_goes_first_and_minutes_of_another_ar
 
 def test_a_gap_of_one_control_is_louder(laboratory, row):
     """Without a null arm a gap is to the baseline alone: 2 variances instead of 1.5."""
-    (found,) = forecasts(laboratory.plan("recipe=bf16,mxfp8,nvfp4"), 1.0, [row()])
-    assert found.sd_pct == pytest.approx(math.sqrt(2 / 1.5))
+    (estimate,) = forecasts(laboratory.plan("recipe=bf16,mxfp8,nvfp4"), 1.0, [row()])
+    assert estimate.sd_pct == pytest.approx(math.sqrt(2 / 1.5))
 
 
 def test_a_growing_study_is_planned_at_its_levels(laboratory, row):
     words = (*WORDS, "seeds.until=decided", "seeds.max=8")
-    (found,) = forecasts(laboratory.plan(*words), 3.0, [row()])
-    assert found.replicates == power.replicates("whole runs", 1.0, 2, gap=3.0, maximum=8)
-    assert found.half_width == power.half_width("whole runs", 1.0, 2, int(found.replicates), True, 8)
+    (estimate,) = forecasts(laboratory.plan(*words), 3.0, [row()])
+    assert estimate.replicates == power.replicates("whole runs", 1.0, 2, gap=3.0, maximum=8)
+    assert estimate.half_width == power.half_width("whole runs", 1.0, 2, int(estimate.replicates), True, 8)
 
 
 def test_a_plan_needs_two_arms_and_a_job_that_trains(laboratory, row):
@@ -129,8 +131,8 @@ def test_rows_of_the_package_come_after_those_measured_here(tmp_path, monkeypatc
 
 def test_a_fork_study_is_planned_from_its_own_points(laboratory, row):
     words = (*WORDS, "fork.at=40,80", "fork.steps=10", "fork.decay=10", "fork.warmup=5")
-    found = forecasts(laboratory.plan(*words), 1.0, [forks(row, tokens=80 * STEP), row()])
-    by_forks, from_scratch = sorted(found, key=lambda each: each.design)
+    estimates = forecasts(laboratory.plan(*words), 1.0, [forks(row, tokens=80 * STEP), row()])
+    by_forks, from_scratch = sorted(estimates, key=lambda each: each.design)
     assert by_forks.basis.endswith("the same model and data")
     assert by_forks.minutes / by_forks.replicates == pytest.approx((80 + 4 * 2 * 20) / 60)
     assert from_scratch.minutes / from_scratch.replicates == pytest.approx(4 * 80 / 60), "as long as trunk and fork"

@@ -83,9 +83,9 @@ def test_parameters_of_a_users_model_are_all_that_it_has(tmp_path):
     llama = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
     llama.save_pretrained(tmp_path)
     words = ["conf=convergence", "recipe=bf16,mxfp8", "model=hf", f"model.path={tmp_path}", "model.pretrained=false"]
-    made = plan([*words, "data=markov", "track=none", "train.context=32"])
-    assert noise.parameters(made.first) == LlamaForCausalLM(llama).num_parameters()
-    assert pace(made, registry(tmp_path)) is not None
+    sweep_plan = plan([*words, "data=markov", "track=none", "train.context=32"])
+    assert noise.parameters(sweep_plan.first) == LlamaForCausalLM(llama).num_parameters()
+    assert pace(sweep_plan, registry(tmp_path)) is not None
     factory = plan(["conf=convergence", "recipe=bf16,mxfp8", "model._target_=package.build", "track=none"])
     assert noise.parameters(factory.first) is None and pace(factory, registry(tmp_path)) is None
     with pytest.raises(UserError, match="a Python function builds the model, which only `hqsweep run` imports"):

@@ -66,8 +66,8 @@ def test_a_verdict_once_reached_stays_on_the_way(laboratory):
     """What an earlier look decided is not taken back, though the arm goes on with the others."""
     laboratory.gaps = {"mxfp8": (0.1, 1e-3), "nvfp4": (0.01, 0.1)}
     looks = laboratory.grow("recipe=bf16,mxfp8,nvfp4", "seeds.until=decided", "seeds.max=5", "seed=0,1").looks
-    found = [look.verdicts["mxfp8"] for look in looks]
-    assert found[-1] == "worse" and found == sorted(found, key=["undecided", "worse"].index)
+    verdicts = [look.verdicts["mxfp8"] for look in looks]
+    assert verdicts[-1] == "worse" and verdicts == sorted(verdicts, key=["undecided", "worse"].index)
 
 
 def test_a_diverged_arm_leaves_and_the_others_go_on(laboratory):
@@ -110,10 +110,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
 def test_what_cannot_grow_is_refused_before_anything_starts(laboratory, words, message):
-    given = {"recipe": "recipe=bf16,mxfp8", "seeds.until": "seeds.until=decided"}
-    given |= {word.partition("=")[0]: word for word in words}
+    by_key = {"recipe": "recipe=bf16,mxfp8", "seeds.until": "seeds.until=decided"}
+    by_key |= {word.partition("=")[0]: word for word in words}
     with pytest.raises(UserError, match=message):
-        laboratory.grow(*given.values())
+        laboratory.grow(*by_key.values())
     assert not laboratory.batches and not (laboratory.folder / "runs").exists()
 
 

@@ -97,8 +97,8 @@ def keep_state(run: RunDir, step: int, state: str | None = None) -> None:
     data, path = (state or f"state {step}").encode(), run.checkpoint / f"step_{step}.pt"
     run.checkpoint.mkdir(exist_ok=True)
     path.write_bytes(data)
-    facts = {"file": path.name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-    write_record(path, Record(**facts, run=run.manifest()["run_id"], point=True))
+    mark = {"file": path.name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    write_record(path, Record(**mark, run=run.manifest()["run_id"], point=True))
 
 
 def work(run: RunDir) -> int:

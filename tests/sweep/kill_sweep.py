@@ -161,9 +161,9 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--forks", action="store_true", help="a fork study")
-    given = parser.parse_args()
-    if given.kills is None:
-        runs, limits = RunStore(given.folder.parent).runs(given.folder.name), Limits(workers=WORKERS, threads=1)
+    arguments = parser.parse_args()
+    if arguments.kills is None:
+        runs, limits = RunStore(arguments.folder.parent).runs(arguments.folder.name), Limits(workers=WORKERS, threads=1)
         run_local(runs, display=PlainDisplay(Console()), limits=limits)
     else:
-        sys.exit(main(given.folder, given.kills, given.seed, make_study if given.forks else make_sweep))
+        sys.exit(main(arguments.folder, arguments.kills, arguments.seed, make_study if arguments.forks else make_sweep))

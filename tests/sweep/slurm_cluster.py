@@ -72,10 +72,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         (folder / name).mkdir(parents=True)
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
-    facts = {"host": socket.gethostname().partition(".")[0], "folder": folder, "cpus": CPUS,
+    machine = {"host": socket.gethostname().partition(".")[0], "folder": folder, "cpus": CPUS,
              "port": _free_port(), "node_port": _free_port()}  # fmt: skip
-    (folder / "slurm.conf").write_text(CONF.format(**facts))
-    (folder / "gres.conf").write_text(GRES.format(**facts))
+    (folder / "slurm.conf").write_text(CONF.format(**machine))
+    (folder / "gres.conf").write_text(GRES.format(**machine))
     environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
     paths = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",
              "seed-file": "munge.seed"}  # fmt: skip

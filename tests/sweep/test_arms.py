@@ -43,9 +43,9 @@ def test_all_labels_of_a_grid_take_a_shorter_form_where_one_is_long() -> None:
 
 
 def test_pairs_has_short_names_of_its_own() -> None:
-    found = {point.arm for point in expand("pairs").points}
-    assert len(found) == 18 and {"bf16", "bf16_xw-nvfp4-mxfp8-dq_dy-mxfp8"} < found
-    assert max(map(len, found)) <= LONGEST and not any(re.search(r"[^A-Za-z0-9._+-]", arm) for arm in found)
+    names = {point.arm for point in expand("pairs").points}
+    assert len(names) == 18 and {"bf16", "bf16_xw-nvfp4-mxfp8-dq_dy-mxfp8"} < names
+    assert max(map(len, names)) <= LONGEST and not any(re.search(r"[^A-Za-z0-9._+-]", arm) for arm in names)
 
 
 def test_what_is_too_long_or_would_be_the_same_gets_a_hash() -> None:
@@ -72,21 +72,21 @@ def test_a_setting_is_named_by_the_last_part_of_its_key(keys: tuple[tuple[str, s
 
 
 def test_folder_and_arm_are_called_the_same_and_the_id_is_as_before(tmp_path: Path) -> None:
-    made = plan([*GRID, f"runs_dir={tmp_path}"])
-    names = [row["run"] for row in made.rows()]
+    sweep_plan = plan([*GRID, f"runs_dir={tmp_path}"])
+    names = [row["run"] for row in sweep_plan.rows()]
     assert [name.rpartition("-s0-")[0] for name in names] == ["mxfp8", "mxfp8_input-nvfp4-mxfp8"]
-    assert [id_in(name) for name in names] == [id_in(run_name(point.config)) for point in made.points]
+    assert [id_in(name) for name in names] == [id_in(run_name(point.config)) for point in sweep_plan.points]
 
 
 def test_a_run_is_found_again_whatever_its_arm_was_called(tmp_path: Path) -> None:
-    store, made = RunStore(tmp_path), plan([*GRID, f"runs_dir={tmp_path}"])
-    for name in store.names("s", made.points):
+    store, sweep_plan = RunStore(tmp_path), plan([*GRID, f"runs_dir={tmp_path}"])
+    for name in store.names("s", sweep_plan.points):
         assert not (tmp_path / "s" / name).exists()
-    before = [run_name(point.config) for point in made.points]  # as earlier versions called them
+    before = [run_name(point.config) for point in sweep_plan.points]  # as earlier versions called them
     for name in before:
         (tmp_path / "s" / name).mkdir(parents=True)
-    asked = {"sweep": "s", "conf": "c", "overrides": [], "runs": made.points}
-    assert [run.name for run in store.create(**asked)] == before == store.names("s", made.points)
+    asked = {"sweep": "s", "conf": "c", "overrides": [], "runs": sweep_plan.points}
+    assert [run.name for run in store.create(**asked)] == before == store.names("s", sweep_plan.points)
     (_, run) = store.runs("s")
     assert run.manifest()["arm"] == "mxfp8_input-nvfp4-mxfp8"
     run.update_manifest(arm="mxfp8 input=nvfp4|mxfp8")
@@ -139,8 +139,8 @@ def test_named_arms_meet_other_swept_keys_and_the_null_arm(named: str) -> None:
 
 def test_forks_of_named_arms_share_their_trunk(named: str) -> None:
     words = ["fork.at=100", "seed=0"]
-    made = plan([f"conf={named}", *words, "arms={a:{recipe:bf16},b:{recipe:mxfp8}}"])
-    assert [row["run"].rpartition("-")[0] for row in made.rows()] == ["trunk-s0", "a-s0-at100", "b-s0-at100"]
+    sweep_plan = plan([f"conf={named}", *words, "arms={a:{recipe:bf16},b:{recipe:mxfp8}}"])
+    assert [row["run"].rpartition("-")[0] for row in sweep_plan.rows()] == ["trunk-s0", "a-s0-at100", "b-s0-at100"]
     with pytest.raises(UserError, match=r"arms.narrow: it changes what its trunk is trained with"):
         expand(named, words)
 

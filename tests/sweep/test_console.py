@@ -22,10 +22,10 @@ def terminal():
 
 
 def table():
-    made = Table(title=NASTY)
-    made.add_column(NASTY)
-    made.add_row(Text(NASTY, style="red"))
-    return made
+    content = Table(title=NASTY)
+    content.add_column(NASTY)
+    content.add_row(Text(NASTY, style="red"))
+    return content
 
 
 @pytest.mark.parametrize("shown", [NASTY, Text(NASTY), table(), Panel(Text(NASTY)), Syntax(f"x: {NASTY}", "yaml")])

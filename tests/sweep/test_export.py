@@ -94,8 +94,8 @@ def test_a_hugging_face_model_leaves_as_a_folder(model_type: str, tied: bool, tm
     """With the tokenizer that lies beside its config."""
     from transformers import AutoModelForCausalLM
 
-    made = tiny(model_type, tie_word_embeddings=tied)
-    made.save_pretrained(tmp_path / "m")
+    model = tiny(model_type, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "m")
     (tmp_path / "m/tokenizer.json").write_text("{}")
     run = trained(
         parse(config().model_dump() | {"model": {"kind": "hf", "path": str(tmp_path / "m")}}), tmp_path / "t/r"
@@ -104,7 +104,7 @@ def test_a_hugging_face_model_leaves_as_a_folder(model_type: str, tied: bool, tm
     state = read_state(run.checkpoint / "step_3.pt", torch.device("cpu"))["model"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
-    assert not equal(made, AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+    assert not equal(model, AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
     names = {path.name for path in (tmp_path / "m").iterdir()}
     assert names == {path.name for path in (tmp_path / "out").iterdir()}
     tiny(model_type, hidden_size=48).config.save_pretrained(tmp_path / "m")
@@ -122,9 +122,9 @@ def test_a_model_from_a_function_leaves_with_its_names(tmp_path: Path, monkeypat
     (tmp_path / "my_models.py").unlink()
     file, _ = export_run(run, tmp_path / "out")
     state = read_state(run.checkpoint / "step_3.pt", torch.device("cpu"))["model"]
-    found = load_file(file)
-    assert set(found) == set(state) - {"head.weight"}
-    assert all(torch.equal(found[name], state[name]) for name in found)
+    tensors = load_file(file)
+    assert set(tensors) == set(state) - {"head.weight"}
+    assert all(torch.equal(tensors[name], state[name]) for name in tensors)
 
 
 FACTORY = """

@@ -44,7 +44,7 @@ RUNNING = {"state": "running", "reason": None, "host": "elsewhere"}
 
 
 @pytest.mark.parametrize(
-    ("written", "found", "outcome"),
+    ("written", "state", "outcome"),
     [
         ({}, job("PENDING", reason="Priority"), ("pending", "Slurm job 5_0: Priority")),
         (RUNNING, job("RUNNING"), ("running", None)),
@@ -64,9 +64,9 @@ RUNNING = {"state": "running", "reason": None, "host": "elsewhere"}
         (RUNNING, None, ("failed", "its Slurm job 5_0 is over, and its run wrote no status")),
     ],
 )
-def test_a_run_is_what_it_said_or_what_its_job_became(run, slurm, written, found, outcome):
+def test_a_run_is_what_it_said_or_what_its_job_became(run, slurm, written, state, outcome):
     run.write_status(**written)
-    slurm(found)
+    slurm(state)
     (status,) = follow.observe([run])
     assert status["state"] == outcome[0]
     assert (status["reason"] or "").startswith(outcome[1] or "") and bool(status["reason"]) == bool(outcome[1])
@@ -75,7 +75,7 @@ def test_a_run_is_what_it_said_or_what_its_job_became(run, slurm, written, found
 
 
 @pytest.mark.parametrize(
-    ("trunk", "found", "outcome"),
+    ("trunk", "state", "outcome"),
     [
         ({}, job("PENDING", reason="Dependency"), ("pending", "waits for {}")),
         ({"state": "failed", "reason": "Oh"}, job("CANCELLED", ended_s=4e9), ("failed", "its trunk {} failed: Oh")),
@@ -84,11 +84,11 @@ def test_a_run_is_what_it_said_or_what_its_job_became(run, slurm, written, found
         ({"state": "finished"}, job("CANCELLED"), ("interrupted", "Slurm job 5_0: CANCELLED")),
     ],
 )  # fmt: skip
-def test_a_fork_that_was_not_started_says_what_became_of_its_trunk(make_forks, slurm, trunk, found, outcome):
+def test_a_fork_that_was_not_started_says_what_became_of_its_trunk(make_forks, slurm, trunk, state, outcome):
     first, fork, _ = make_forks("trunk", "quick")
     first.write_status(**trunk)
     write_json(fork.job_path, {"id": "5_0"})
-    slurm(found)
+    slurm(state)
     (status,) = follow.observe([fork])
     assert status["state"] == outcome[0] and status["reason"].startswith(outcome[1].format(first.name))
 

@@ -15,13 +15,13 @@ def planned(*words: str) -> SweepPlan:
     return plan(["conf=convergence", "recipe=bf16,mxfp8", *FORK, *words])
 
 
-def names(made: SweepPlan) -> list[str]:
-    return [row["run"] for row in made.rows()]
+def names(sweep_plan: SweepPlan) -> list[str]:
+    return [row["run"] for row in sweep_plan.rows()]
 
 
-def parts(made: SweepPlan) -> list[str]:
+def parts(sweep_plan: SweepPlan) -> list[str]:
     """Names without the id."""
-    return [name.rpartition("-")[0] for name in names(made)]
+    return [name.rpartition("-")[0] for name in names(sweep_plan)]
 
 
 def test_a_trunk_for_each_seed_and_a_fork_for_each_arm_seed_and_point() -> None:
@@ -34,15 +34,15 @@ def test_a_trunk_for_each_seed_and_a_fork_for_each_arm_seed_and_point() -> None:
 
 
 def test_a_trunk_is_in_the_recipe_of_the_baseline_and_a_fork_knows_it_and_its_own_end() -> None:
-    made = planned("baseline=mxfp8")
-    trunk, *forks = made.configs
+    sweep_plan = planned("baseline=mxfp8")
+    trunk, *forks = sweep_plan.configs
     assert trunk.recipe.name == "mxfp8" and trunk.fork.at == [100, 200] and trunk.train.steps == 200
     assert trunk.stats.every == 0 and not trunk.start
     fork = forks[1]
     assert (fork.fork.at, fork.train.steps, fork.start, fork.own_steps) == ([200], 270, 200, 70)
-    assert {each.fork.trunk for each in forks} == {names(made)[0]}
-    assert {row["trunk"] for row in made.rows()} == {None, names(made)[0]}
-    assert [point.arm for point in made.points] == ["trunk", "bf16", "bf16", "mxfp8", "mxfp8"]
+    assert {each.fork.trunk for each in forks} == {names(sweep_plan)[0]}
+    assert {row["trunk"] for row in sweep_plan.rows()} == {None, names(sweep_plan)[0]}
+    assert [point.arm for point in sweep_plan.points] == ["trunk", "bf16", "bf16", "mxfp8", "mxfp8"]
 
 
 def test_the_null_arm_is_the_baseline_with_noise_at_the_fork() -> None:
@@ -58,9 +58,9 @@ def test_points_are_written_as_a_list_or_as_values(word: str) -> None:
 
 
 def test_other_keys_that_are_swept_have_trunks_of_their_own_unless_they_change_no_number_of_it() -> None:
-    made = planned("train.lr=1e-3,2e-3")
-    assert [p.arm for p in made.points if p.trunk is None] == ["trunk_lr-0.001", "trunk_lr-0.002"]
-    assert len({c.fork.trunk for c in made.configs if c.start}) == 2
+    sweep_plan = planned("train.lr=1e-3,2e-3")
+    assert [p.arm for p in sweep_plan.points if p.trunk is None] == ["trunk_lr-0.001", "trunk_lr-0.002"]
+    assert len({c.fork.trunk for c in sweep_plan.configs if c.start}) == 2
     assert len([c for c in planned("train.log_every=5,10").configs if c.fork.is_trunk]) == 1
 
 

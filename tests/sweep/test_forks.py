@@ -16,15 +16,17 @@ WORDS = ["conf=convergence", "fork.steps=6", "fork.decay=4", "track=none", "mode
 
 
 def planned(root: Path, *words: str) -> SweepPlan:
-    given = {word.partition("=")[0] for word in words}
-    defaults = [word for word in (*WORDS, "recipe=bf16,mxfp8") if word.partition("=")[0] not in given]
+    keys = {word.partition("=")[0] for word in words}
+    defaults = [word for word in (*WORDS, "recipe=bf16,mxfp8") if word.partition("=")[0] not in keys]
     return plan([*defaults, f"runs_dir={root}", *words])
 
 
-def create(made: SweepPlan) -> dict[str, RunDir]:
+def create(sweep_plan: SweepPlan) -> dict[str, RunDir]:
     """Arm, and point of a fork -> run."""
-    study = made.study.model_dump(mode="json")
-    runs = RunStore(Path(made.first.runs_dir)).create(sweep="f", conf="c", overrides=[], runs=made.points, study=study)
+    study = sweep_plan.study.model_dump(mode="json")
+    runs = RunStore(Path(sweep_plan.first.runs_dir)).create(
+        sweep="f", conf="c", overrides=[], runs=sweep_plan.points, study=study
+    )
     return {f"{run.manifest()['arm']} {run.manifest().get('point', '')}".strip(): run for run in runs}
 
 
@@ -48,9 +50,9 @@ def test_a_fork_names_its_trunk_and_the_file_that_it_starts_from(tmp_path: Path)
     assert over["mxfp8 20"].trunk_state() == over["trunk"].checkpoint / "step_20"  # the folder that ranks write
     assert trunk.trunk() is None and trunk.trunk_state() is None and trunk.fork().is_trunk
     assert fork.manifest()["trunk"] == trunk.name and fork.manifest()["point"] == 20
-    facts = RunStore(tmp_path).facts("f")
-    assert facts["arms"] == ["bf16", "mxfp8"] and facts["runs"][0] == trunk.name
-    assert facts["study"]["fork"]["at"] == [10, 20]
+    entry = RunStore(tmp_path).facts("f")
+    assert entry["arms"] == ["bf16", "mxfp8"] and entry["runs"][0] == trunk.name
+    assert entry["study"]["fork"]["at"] == [10, 20]
     fork.reset()
     assert fork.manifest()["trunk"] == trunk.name
     whole = create(plan(["conf=convergence", "recipe=bf16", f"runs_dir={tmp_path}", "track=none"]))["bf16"]

@@ -41,8 +41,8 @@ def finished(words: list[str], *steps: int) -> tuple[launch.SweepPlan, list[RunD
         for step in steps:
             path = run.checkpoint / f"step_{step}.pt"
             path.write_bytes(b"state")
-            facts = {**mark_of(b"state"), "run": run_id(run.config()), "file": path.name}
-            write_record(path, Record(**{key: value for key, value in facts.items() if key != "rows"}))
+            record = {**mark_of(b"state"), "run": run_id(run.config()), "file": path.name}
+            write_record(path, Record(**{key: value for key, value in record.items() if key != "rows"}))
         run.write_status(state="finished")
     return plan, runs
 

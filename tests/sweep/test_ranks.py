@@ -42,16 +42,16 @@ def make_run(root: Path, **train) -> RunDir:
 
 def ranks_of(run: RunDir) -> dict[int, int]:
     """Rank -> process of the ranks of a run that are alive."""
-    found = {}
+    pids = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
             if b"--rank" in words and str(run.path).encode() in words:
                 variables = (process / "environ").read_bytes().split(b"\0")
-                found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(process.name)
+                pids[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = int(process.name)
         except (OSError, StopIteration):
             continue
-    return found
+    return pids
 
 
 def wait_for(condition, seconds=90.0):

@@ -73,18 +73,18 @@ def test_a_document_that_is_gone_is_said_and_written_anew(make_runs, cut, name):
 @pytest.mark.parametrize("name", [*DOCUMENTS, "log.txt", "metrics.jsonl", "seal.json", "stats.parquet", "checkpoint"])
 @pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
 def test_what_is_no_file_makes_room_and_what_a_link_led_to_stays(make_runs, cut, tmp_path, name, kind):
-    path, kept = cut.path / name, tmp_path / "kept"
-    kept.mkdir()
-    (kept / "step_9.pt").write_text("mine")
+    path, target = cut.path / name, tmp_path / "kept"
+    target.mkdir()
+    (target / "step_9.pt").write_text("mine")
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if kind == "folder":
         path.write_text("file") if name == "checkpoint" else (path / "inside").mkdir(parents=True)
     else:
-        path.symlink_to(kept) if kind == "link" else os.mkfifo(path)
+        path.symlink_to(target) if kind == "link" else os.mkfifo(path)
     said = mended(make_runs, cut)[0]
     was = {"link": "a link", "pipe": "no file", "folder": "a file" if name == "checkpoint" else "a folder"}[kind]
     assert said.startswith(f"{name} was {was} and is deleted")
-    assert (kept / "step_9.pt").read_text() == "mine" and not path.is_symlink()
+    assert (target / "step_9.pt").read_text() == "mine" and not path.is_symlink()
 
 
 def test_a_link_among_the_checkpoints_goes_and_what_it_led_to_stays(make_runs, cut, tmp_path):
@@ -136,5 +136,5 @@ def test_force_deletes_links_and_never_what_they_lead_to(make_runs, cut, tmp_pat
     (cut.checkpoint if what == "checkpoint" else cut.path).symlink_to(moved)
     (status,) = run_local([cut], display=Shown(), force=True)
     assert status["state"] == "finished" and (cut.path / "product").exists()
-    kept = moved / "step_10.pt" if what == "checkpoint" else moved / "checkpoint" / "step_10.pt"
-    assert kept.read_text() == "state" and not cut.checkpoint.exists() and not cut.path.is_symlink()
+    target = moved / "step_10.pt" if what == "checkpoint" else moved / "checkpoint" / "step_10.pt"
+    assert target.read_text() == "state" and not cut.checkpoint.exists() and not cut.path.is_symlink()

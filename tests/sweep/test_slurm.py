@@ -176,15 +176,20 @@ def test_slurm_that_refuses_is_one_sentence(make_runs, submit, capfd):
 
 def test_what_sbatch_is_given():
     section = SECTION | {"time_min": 90, "mem_gb": 1.5, "options": "--account=lab --exclusive"}
-    given = sbatch_parameters("grid", section, None, 4)
-    assert given["additional_parameters"] == {"requeue": True, "account": "lab", "exclusive": True}
+    parameters = sbatch_parameters("grid", section, None, 4)
+    assert parameters["additional_parameters"] == {"requeue": True, "account": "lab", "exclusive": True}
     after = sbatch_parameters("grid", section | {"options": "--dependency=singleton", "after": "7_2"}, None, 4)
     assert after["additional_parameters"] == {
         "requeue": True, "dependency": "afterok:7_2,singleton", "kill-on-invalid-dep": "yes"
     }  # fmt: skip
-    assert (given["time"], given["mem"], given["cpus_per_task"], given["job_name"]) == (90, "1536M", 4, "hqsweep-grid")
+    assert (parameters["time"], parameters["mem"], parameters["cpus_per_task"], parameters["job_name"]) == (
+        90,
+        "1536M",
+        4,
+        "hqsweep-grid",
+    )
     many = sbatch_parameters("grid", section | {"nodes": 3}, None, 4)
-    assert "nodes" not in given and (many["nodes"], many["ntasks_per_node"]) == (3, 1)
+    assert "nodes" not in parameters and (many["nodes"], many["ntasks_per_node"]) == (3, 1)
 
 
 def test_without_slurm_and_without_submitit_one_sentence_each(make_runs, monkeypatch, tmp_path):

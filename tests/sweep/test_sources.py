@@ -19,8 +19,8 @@ WORDS = ["conf=convergence", "recipe=bf16,mxfp8", "fork.at=300,600", "fork.steps
 
 
 def planned(trunk: object, *words: str) -> SweepPlan:
-    given = {word.partition("=")[0] for word in words}
-    defaults = [word for word in WORDS if word.partition("=")[0] not in given]
+    keys = {word.partition("=")[0] for word in words}
+    defaults = [word for word in WORDS if word.partition("=")[0] not in keys]
     return plan([*defaults, *words, *([f"fork.trunk={trunk}"] if trunk else [])])
 
 
@@ -48,28 +48,28 @@ def with_moments(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def test_every_seed_has_a_trunk_that_begins_from_the_file(file: Path) -> None:
-    made = planned(file, "seed=0,1", "null_arm=true")
-    trunks = [config.fork for config in made.configs if config.fork.is_trunk]
+    sweep_plan = planned(file, "seed=0,1", "null_arm=true")
+    trunks = [config.fork for config in sweep_plan.configs if config.fork.is_trunk]
     assert len(trunks) == 2 and {(trunk.source, trunk.warmup) for trunk in trunks} == {(str(file.resolve()), 100)}
-    forks = [config for config in made.configs if not config.fork.is_trunk]
+    forks = [config for config in sweep_plan.configs if not config.fork.is_trunk]
     assert len(forks) == 12 and {config.fork.source for config in forks} == {None}
-    assert {config.fork.trunk for config in forks} == {row["run"] for row in made.rows() if row["trunk"] is None}
-    assert made.lines[1] == (
+    assert {config.fork.trunk for config in forks} == {row["run"] for row in sweep_plan.rows() if row["trunk"] is None}
+    assert sweep_plan.lines[1] == (
         f"trunks begin from {file.resolve()}, without moments of an optimizer; the rate rises over 100 steps"
     )
     assert planned(None).begun == ""
 
 
 def test_ids_are_those_of_the_bytes_wherever_they_lie(file: Path, tmp_path: Path) -> None:
-    def names(made: SweepPlan) -> list[str]:
-        return [row["run"] for row in made.rows()]
+    def names(sweep_plan: SweepPlan) -> list[str]:
+        return [row["run"] for row in sweep_plan.rows()]
 
     other, known = tmp_path / "other.safetensors", names(planned(file))
     shutil.copy(file, other)
     assert names(planned(other, "fork.rewarm=100", "fork.warmup=5")) == known
     save_file(weights() | {"norm.weight": torch.ones(32)}, other)
-    for made in (planned(None), planned(other), planned(file, "fork.rewarm=50")):
-        assert not set(names(made)) & set(known)
+    for sweep_plan in (planned(None), planned(other), planned(file, "fork.rewarm=50")):
+        assert not set(names(sweep_plan)) & set(known)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_ids_are_those_of_the_bytes_wherever_they_lie(file: Path, tmp_path: Path
 def test_the_rewarm_is_as_long_as_the_second_moment_remembers(
     words: list[str], steps: int, says: str, file: Path
 ) -> None:
-    made = planned(file, *words)
-    assert {config.fork.warmup for config in made.configs} == {steps} and made.begun.endswith(says)
+    sweep_plan = planned(file, *words)
+    assert {config.fork.warmup for config in sweep_plan.configs} == {steps} and sweep_plan.begun.endswith(says)
     assert [rewarm_steps(beta2) for beta2 in (0.9, 0.95, 0.99, 0.999)] == [100, 100, 300, 3000]
 
 
@@ -143,14 +143,14 @@ def test_a_model_of_hugging_face_is_what_its_trunks_begin_from(tmp_path: Path) -
     folder = llama(tmp_path / "model")
     base = [word for word in WORDS if not word.startswith("model.")]
     words = [*base, "model=hf", f"model.path={folder}", "seed=0,1"]
-    made = plan(words)
-    trunks = [config.fork for config in made.configs if config.fork.is_trunk]
+    sweep_plan = plan(words)
+    trunks = [config.fork for config in sweep_plan.configs if config.fork.is_trunk]
     assert [(trunk.source, trunk.warmup) for trunk in trunks] == [(str(folder.resolve()), 100)] * 2
     again = plan([*words, f"fork.trunk={folder}"])
-    assert [row["run"] for row in again.rows()] == [row["run"] for row in made.rows()]
+    assert [row["run"] for row in again.rows()] == [row["run"] for row in sweep_plan.rows()]
     shutil.copytree(folder, tmp_path / "copy")
     copied = plan([*base, "model=hf", f"model.path={folder}", "seed=0,1", f"fork.trunk={tmp_path / 'copy'}"])
-    assert [row["run"] for row in copied.rows()] == [row["run"] for row in made.rows()]
+    assert [row["run"] for row in copied.rows()] == [row["run"] for row in sweep_plan.rows()]
     random = plan([*words, "model.pretrained=false"])
     assert random.begun == "" and {config.fork.source for config in random.configs} == {None}
     for changes, says in (

@@ -37,9 +37,9 @@ def disk(tmp_path):
     def mount(*words):
         return subprocess.run(["mount", *words, str(folder)], capture_output=True, text=True, check=False)
 
-    made = mount("-t", "tmpfs", "-o", "size=3m", "tmpfs")
-    if made.returncode:
-        pytest.skip(f"cannot mount a file system here: {made.stderr.strip()}")
+    mounted = mount("-t", "tmpfs", "-o", "size=3m", "tmpfs")
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a file system here: {mounted.stderr.strip()}")
     yield folder, lambda option: mount("-o", f"remount,{option}")
     subprocess.run(["umount", str(folder)], check=True)
 

@@ -42,7 +42,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> SimpleNamespace:
+def origin(tmp_path_factory) -> SimpleNamespace:
     """rows: of a trunk and its fork that were left in peace; root: the same with the fork to do; other: another seed's
     trunk."""
     folder = tmp_path_factory.mktemp("trunks")
@@ -52,35 +52,35 @@ def made(tmp_path_factory) -> SimpleNamespace:
 
 
 @pytest.fixture
-def root(made, tmp_path) -> Path:
-    return shutil.copytree(made.root, tmp_path / "runs")
+def root(origin, tmp_path) -> Path:
+    return shutil.copytree(origin.root, tmp_path / "runs")
 
 
-def flip(made: SimpleNamespace, state: Path) -> None:
+def flip(origin: SimpleNamespace, state: Path) -> None:
     data = state.read_bytes()
     state.write_bytes(data[:1000] + bytes([data[1000] ^ 4]) + data[1001:])
 
 
-def empty(made: SimpleNamespace, state: Path) -> None:
+def empty(origin: SimpleNamespace, state: Path) -> None:
     state.write_bytes(b"")
 
 
-def forget(made: SimpleNamespace, state: Path) -> None:
+def forget(origin: SimpleNamespace, state: Path) -> None:
     record_path(state).unlink()
 
 
-def delete(made: SimpleNamespace, state: Path) -> None:
+def delete(origin: SimpleNamespace, state: Path) -> None:
     discard(state)
 
 
-def swap(made: SimpleNamespace, state: Path) -> None:
+def swap(origin: SimpleNamespace, state: Path) -> None:
     for path in (state, record_path(state)):
-        shutil.copy(made.other.checkpoint / path.name, path)
+        shutil.copy(origin.other.checkpoint / path.name, path)
 
 
-def link(made: SimpleNamespace, state: Path) -> None:
+def link(origin: SimpleNamespace, state: Path) -> None:
     state.unlink()
-    state.symlink_to(made.other.checkpoint / state.name)
+    state.symlink_to(origin.other.checkpoint / state.name)
 
 
 FAULTS = {
@@ -94,10 +94,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("damage", "fault"), FAULTS.items(), ids=[damage.__name__ for damage in FAULTS])
-def test_a_damaged_state_is_trained_again_by_the_same_command(root, made, damage, fault):
+def test_a_damaged_state_is_trained_again_by_the_same_command(root, origin, damage, fault):
     trunk, fork = create(root)
-    theirs = (made.other.checkpoint / "step_6.pt").read_bytes()
-    damage(made, trunk.checkpoint / "step_6.pt")
+    theirs = (origin.other.checkpoint / "step_6.pt").read_bytes()
+    damage(origin, trunk.checkpoint / "step_6.pt")
     if fault:
         assert work(fork) == 3
         reason = fork.status()["reason"]
@@ -106,14 +106,14 @@ def test_a_damaged_state_is_trained_again_by_the_same_command(root, made, damage
     assert create(root) == (trunk, fork)
     assert trunk.status()["state"] == "pending" and list(checkpoints(trunk.checkpoint)) == [4]
     assert (work(trunk), work(fork)) == (0, 0)
-    assert kill_sweep.rows([trunk, fork]) == made.rows
-    assert (made.other.checkpoint / "step_6.pt").read_bytes() == theirs
+    assert kill_sweep.rows([trunk, fork]) == origin.rows
+    assert (origin.other.checkpoint / "step_6.pt").read_bytes() == theirs
     repairs = trunk.manifest().get("repairs", [])
     assert [line.split("; ")[-1] for line in repairs] == ["the trunk was trained again to that point"] * bool(fault)
     assert create(root) == (trunk, fork) and trunk.has_finished()
 
 
-def test_a_trunk_whose_rows_were_cut_begins_again_and_keeps_its_states(root, made):
+def test_a_trunk_whose_rows_were_cut_begins_again_and_keeps_its_states(root, origin):
     trunk, fork = create(root)
     trunk.write_status(state="interrupted")
     states = {path: path.read_bytes() for path in checkpoints(trunk.checkpoint).values()}
@@ -132,12 +132,12 @@ def test_a_trunk_whose_rows_were_cut_begins_again_and_keeps_its_states(root, mad
     assert len(trunk.manifest()["repairs"]) == 2
     assert {path: path.read_bytes() for path in checkpoints(trunk.checkpoint).values()} == states
     assert work(fork) == 0
-    assert kill_sweep.rows([trunk, fork]) == made.rows
+    assert kill_sweep.rows([trunk, fork]) == origin.rows
 
 
-def test_a_point_before_a_sound_state_is_made_up_for(root, made):
+def test_a_point_before_a_sound_state_is_made_up_for(root, origin):
     trunk, fork = create(root)
-    flip(made, trunk.checkpoint / "step_4.pt")
+    flip(origin, trunk.checkpoint / "step_4.pt")
     trunk.write_status(state="interrupted")
     assert work(trunk) == 0
     assert list(checkpoints(trunk.checkpoint)) == [4, 6]
@@ -145,5 +145,5 @@ def test_a_point_before_a_sound_state_is_made_up_for(root, made):
     fault = "checkpoint/step_4.pt: its bytes are not those that were written"
     assert line == f"{fault}; the trunk was trained again to that point"
     assert work(fork) == 0
-    assert kill_sweep.rows([trunk, fork]) == made.rows
+    assert kill_sweep.rows([trunk, fork]) == origin.rows
     assert fork.manifest()["trunk_sha256"] and fork.manifest()["trunk_val_loss"] > 0

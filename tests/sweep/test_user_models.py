@@ -44,10 +44,10 @@ def copy(llama, tmp_path) -> Path:
 
 def words(path: object, *more: str) -> list[str]:
     """The words of a study of a Hugging Face model; a key of `more` replaces that of BASE."""
-    return given("model=hf", f"model.path={path}", *more)
+    return study_words("model=hf", f"model.path={path}", *more)
 
 
-def given(*more: str) -> list[str]:
+def study_words(*more: str) -> list[str]:
     return [f"{key}={value}" for key, value in (BASE | dict(word.split("=", 1) for word in more)).items()]
 
 
@@ -167,19 +167,20 @@ def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     mine = ("model._target_=mine_20.build",)
     assert (
-        len(plan(given(*mine, "model.width=32,64"), config_dir=tmp_path).points) == 2 and "mine_20" not in sys.modules
+        len(plan(study_words(*mine, "model.width=32,64"), config_dir=tmp_path).points) == 2
+        and "mine_20" not in sys.modules
     )
     said: list[str] = []
-    ready = plan(given(*mine, "model.width=32,64"), config_dir=tmp_path, importer=Importer(said.append))
+    ready = plan(study_words(*mine, "model.width=32,64"), config_dir=tmp_path, importer=Importer(said.append))
     assert said == ["importing mine_20 for model._target_=mine_20.build"]
     assert ready.imports == ("--import=mine_20.build", f"--import-from={tmp_path}")
     check(ready)
     with pytest.raises(UserError, match=r"'mine_20\.build' is a Python factory, refused"):
-        plan(given(*mine), config_dir=tmp_path, importer=Importer(said.append, allowed=(), refusal="refused"))
+        plan(study_words(*mine), config_dir=tmp_path, importer=Importer(said.append, allowed=(), refusal="refused"))
     with pytest.raises(UserError, match=r"model: the data has 16 tokens, but its embedding has 8 rows"):
-        check(plan(given(*mine, "model.vocab=8"), config_dir=tmp_path, importer=Importer(said.append)))
+        check(plan(study_words(*mine, "model.vocab=8"), config_dir=tmp_path, importer=Importer(said.append)))
     with pytest.raises(UserError, match=r"mine_20.build\(depth=2\) raised TypeError"):
-        plan(given(*mine, "model.depth=2"), config_dir=tmp_path, importer=Importer(said.append))
+        plan(study_words(*mine, "model.depth=2"), config_dir=tmp_path, importer=Importer(said.append))
 
 
 @pytest.mark.slow
@@ -187,7 +188,7 @@ def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
 def test_runs_from_the_command_line(kind, llama, tmp_path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "mine_21.py").write_text(FACTORY)
-    model = words(llama) if kind == "hf" else given("model._target_=mine_21.build", "model.width=64")
+    model = words(llama) if kind == "hf" else study_words("model._target_=mine_21.build", "model.width=64")
     command = [sys.executable, "-m", "hqsweep", "run", *model, "recipe=bf16,mxfp8", "--json"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

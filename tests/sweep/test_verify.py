@@ -32,9 +32,9 @@ def runs(make_runs) -> list[RunDir]:
 def look(folder: Path, **keys) -> tuple[list[tuple[str, str]], list[Path]]:
     """((file, fault) of each fault, what was sealed); it says how many runs it has read."""
     said = []
-    found = verify([folder], done=lambda *numbers: said.append(numbers), **keys)
-    assert said == [(number, found.runs) for number in range(1, found.runs + 1)]
-    return [(Path(fault.file).name, fault.fault) for fault in found.faults], found.sealed
+    faults = verify([folder], done=lambda *numbers: said.append(numbers), **keys)
+    assert said == [(number, faults.runs) for number in range(1, faults.runs + 1)]
+    return [(Path(fault.file).name, fault.fault) for fault in faults.faults], faults.sealed
 
 
 def test_what_was_written_has_no_fault(runs):

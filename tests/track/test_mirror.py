@@ -43,7 +43,7 @@ def test_wandb_gets_the_verdicts_and_the_report(runs_of, tmp_path):
     runs = runs_of("wandb")
     assert mirror.mirror_report(runs, report, [ARM])
     (folder,) = (runs[0].sweep_path / "wandb").glob("offline-run-*")
-    kept = wandb_file.load(folder)
-    assert kept.summary["verdict/nvfp4"] == "worse" and kept.summary["gap_pct/nvfp4"] == 1.5
-    (table,) = [row["verdicts.path"] for row in kept.history if "verdicts.path" in row]
+    record = wandb_file.load(folder)
+    assert record.summary["verdict/nvfp4"] == "worse" and record.summary["gap_pct/nvfp4"] == 1.5
+    (table,) = [row["verdicts.path"] for row in record.history if "verdicts.path" in row]
     assert json.loads((folder / "files" / table).read_text())["data"] == [list(ARM.values())]

@@ -74,10 +74,10 @@ def test_metrics_statistics_config_and_tables_are_there(run):
     assert "er:\n  - 1\n  - 2.5" in text(loaded, "config") and "kind: tensorboard" in text(loaded, "config")
     assert text(loaded, "parity") == "| check | case |\n| --- | --- |\n| kernel | a\\|b |\n| routing |  |"
     assert sorted(loaded.Tags()["tensors"]) == ["config/text_summary", "parity/text_summary"]
-    found = hyperparameters(loaded)
-    named = found["_hparams_/session_start_info"].session_start_info.hparams
+    parameters = hyperparameters(loaded)
+    named = parameters["_hparams_/session_start_info"].session_start_info.hparams
     assert (named["seed"].number_value, named["deep.flag"].string_value) == (3, "true")
-    assert "deep.none" not in named and found["_hparams_/session_end_info"].session_end_info.status == 1
+    assert "deep.none" not in named and parameters["_hparams_/session_end_info"].session_end_info.status == 1
 
 
 def test_a_run_that_failed_has_no_successful_end(run):

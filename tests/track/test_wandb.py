@@ -139,7 +139,7 @@ def test_training_does_not_wait_for_a_server_that_never_answers(run, monkeypatch
 
 
 def test_no_tracker_at_all_is_better_than_no_run(run, monkeypatch, capsys):
-    def broken(**facts):
+    def broken(**fields):
         raise OSError("disk\nfull")
 
     monkeypatch.setattr(mirror.wandb, "init", broken)

@@ -27,13 +27,13 @@ CASES = {
 
 
 def config(case, dim=32, **train):
-    given = CASES[case]
+    changes = CASES[case]
     options = {"steps": 12, "batch": 4, "context": 32, "eval_batches": 1, "eval_every": 4, "log_every": 3, "lr": 1e-2}
     return parse(
         {
-            "job": "convergence", "sweep": "t", "recipe": {"name": "r", **given["recipe"]},
-            "model": {"dim": dim, "layers": 1, "heads": 2, **given.get("model", {})},
-            "stats": given.get("stats", {"every": 0}), "data": {"source": "markov", "markov": {"length": 20000}},
-            "train": {**options, **given.get("train", {}), **train},
+            "job": "convergence", "sweep": "t", "recipe": {"name": "r", **changes["recipe"]},
+            "model": {"dim": dim, "layers": 1, "heads": 2, **changes.get("model", {})},
+            "stats": changes.get("stats", {"every": 0}), "data": {"source": "markov", "markov": {"length": 20000}},
+            "train": {**options, **changes.get("train", {}), **train},
         }
     )  # fmt: skip

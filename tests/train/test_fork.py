@@ -50,15 +50,15 @@ def run(cfg: ConvergenceConfig, folder) -> ListSink:
     return sink
 
 
-def held(made: Trainer) -> dict[str, torch.Tensor]:
+def held(training: Trainer) -> dict[str, torch.Tensor]:
     """Every byte of model and optimizer."""
-    found = {}
-    for name, value in made.model.state_dict().items():
+    tensors = {}
+    for name, value in training.model.state_dict().items():
         parts = value.buffers if isinstance(value, HybridQuantizedTensor) else {"": value}
-        found |= {f"{name}.{part}": buffer.clone() for part, buffer in parts.items()}
-    for index, p in enumerate(made.model.parameters()):
-        found |= {f"{index}.{key}": value.clone() for key, value in made.optimizer.state[p].items()}
-    return found
+        tensors |= {f"{name}.{part}": buffer.clone() for part, buffer in parts.items()}
+    for index, p in enumerate(training.model.parameters()):
+        tensors |= {f"{index}.{key}": value.clone() for key, value in training.optimizer.state[p].items()}
+    return tensors
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -67,9 +67,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def forked(cfg: ConvergenceConfig, folder) -> Trainer:
     """A fork of the trunk in `folder`/trunk, before its first step."""
-    made = trainer(cfg)
-    made.fork_from(read_state(cfg.fork.state_path(folder / "fork"), torch.device("cpu")))
-    return made
+    training = trainer(cfg)
+    training.fork_from(read_state(cfg.fork.state_path(folder / "fork"), torch.device("cpu")))
+    return training
 
 
 BASELINES = {
@@ -85,10 +85,10 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("made", BASELINES.values(), ids=BASELINES)
-def test_the_baselines_fork_is_the_trunk_that_goes_on(made, tmp_path):
-    run(config(trunk=None, **made), tmp_path / "trunk")
-    fork, longer = forked(config(**made), tmp_path), trainer(config(trunk=None, at=[AT, AT + STEPS], **made))
+@pytest.mark.parametrize("baseline", BASELINES.values(), ids=BASELINES)
+def test_the_baselines_fork_is_the_trunk_that_goes_on(baseline, tmp_path):
+    run(config(trunk=None, **baseline), tmp_path / "trunk")
+    fork, longer = forked(config(**baseline), tmp_path), trainer(config(trunk=None, at=[AT, AT + STEPS], **baseline))
     for done in longer.steps():
         if done.step == AT:
             assert same(held(fork), held(longer))
@@ -104,13 +104,13 @@ ARMS = {
 }
 
 
-@pytest.mark.parametrize("made", ARMS.values(), ids=ARMS)
-def test_an_arms_fork_is_a_run_whose_schedule_changes_to_its_recipe_at_the_point(made, tmp_path):
-    model = {key: value for key, value in made.items() if key != "linear"}
+@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS)
+def test_an_arms_fork_is_a_run_whose_schedule_changes_to_its_recipe_at_the_point(arm, tmp_path):
+    model = {key: value for key, value in arm.items() if key != "linear"}
     run(config(trunk=None, **model), tmp_path / "trunk")
-    fork, other = forked(config(**made), tmp_path), trainer(config(trunk=None, at=AT + STEPS, **model))
+    fork, other = forked(config(**arm), tmp_path), trainer(config(trunk=None, at=AT + STEPS, **model))
     list(other.steps(last=AT))
-    changed = trainer(config(**made))
+    changed = trainer(config(**arm))
     assert not same(held(fork), held(changed))
     set_recipe(other.model, changed.stage.recipe)
     list(other.steps())
@@ -156,7 +156,7 @@ def test_delayed_states_go_on_where_the_slot_is_the_same_and_else_begin_anew(tmp
     run(config(DELAYED, trunk=None), tmp_path / "trunk")
     other = {"input": "fp8_delayed|mxfp8", "weight": "mxfp8", "grad_output": "fp8_delayed+e5m2+history2|mxfp8"}
     fork, trunk = forked(config(other), tmp_path), forked(config(DELAYED), tmp_path)
-    states, before = (dict(made.model.layers[0].mlp.fc1.states.items()) for made in (fork, trunk))
+    states, before = (dict(training.model.layers[0].mlp.fc1.states.items()) for training in (fork, trunk))
     assert set(before) == {"input_rowwise", "weight_columnwise", "grad_output_rowwise"}
     assert set(states) == {"input_rowwise", "grad_output_rowwise"}
     assert torch.equal(states["input_rowwise"].history, before["input_rowwise"].history)
@@ -235,8 +235,8 @@ def test_a_schedule_of_an_arm_counts_the_forks_own_steps(tmp_path):
     for at in (0.5, 3):
         fork = forked(config(schedule=[{"at": at, "linear": "mxfp8"}]), tmp_path)
         assert [stage.first_step for stage in fork.stages] == [AT + 1, AT + 4]
-        found = [done.step for done in fork.steps() if "recipe_stage" in done.metrics]
-        assert found == [AT + 1, AT + 4] and str(fork.model.layers[0].mlp.fc1.quantizers.input) == "mxfp8"
+        steps = [done.step for done in fork.steps() if "recipe_stage" in done.metrics]
+        assert steps == [AT + 1, AT + 4] and str(fork.model.layers[0].mlp.fc1.quantizers.input) == "mxfp8"
 
 
 def test_a_trunk_keeps_its_points_and_a_fork_nothing(tmp_path):
@@ -250,11 +250,11 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("made", [config(NVFP4, trunk=None, at=[3, 8]), config(NVFP4)], ids=["trunk", "fork"])
-def test_killed_and_resumed_is_uninterrupted(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cfg", [config(NVFP4, trunk=None, at=[3, 8]), config(NVFP4)], ids=["trunk", "fork"])
+def test_killed_and_resumed_is_uninterrupted(cfg, tmp_path, monkeypatch):
     run(config(trunk=None), tmp_path / "trunk")
-    whole = run(made, tmp_path / "whole")
-    sink, real, stop = ListSink(), Trainer._advance, made.start + 5
+    whole = run(cfg, tmp_path / "whole")
+    sink, real, stop = ListSink(), Trainer._advance, cfg.start + 5
 
     def killed(self):
         if self.step == stop:
@@ -264,15 +264,15 @@ def test_killed_and_resumed_is_uninterrupted(made, tmp_path, monkeypatch):
     monkeypatch.setattr(Trainer, "_advance", killed)
     (tmp_path / "half").mkdir()
     with pytest.raises(Killed):
-        convergence.run(made, sink, tmp_path / "half")
+        convergence.run(cfg, sink, tmp_path / "half")
     monkeypatch.undo()
-    assert max(checkpoints(tmp_path / "half" / "checkpoint")) == made.start + 4
-    convergence.run(made, sink, tmp_path / "half")
+    assert max(checkpoints(tmp_path / "half" / "checkpoint")) == cfg.start + 4
+    convergence.run(cfg, sink, tmp_path / "half")
     assert sink.metrics == whole.metrics
     ours, theirs = (checkpoints(tmp_path / name / "checkpoint") for name in ("half", "whole"))
-    assert list(ours) == list(theirs) == ([3, 6, 8] if made.fork.is_trunk else [])
+    assert list(ours) == list(theirs) == ([3, 6, 8] if cfg.fork.is_trunk else [])
     for step in ours:
-        a, b = trainer(made), trainer(made)
+        a, b = trainer(cfg), trainer(cfg)
         a.load_state(read_state(ours[step], a.device))
         b.load_state(read_state(theirs[step], b.device))
         assert same(held(a), held(b))
@@ -292,8 +292,8 @@ def test_a_trunk_makes_up_for_points_that_are_asked_for_later(tmp_path):
     ours, theirs = checkpoints(folder), checkpoints(tmp_path / "all" / "checkpoint")
     assert list(ours) == list(theirs) == [2, 3, 6, 8, 9]
     for step in ours:
-        made = [trainer(first) for _ in range(2)]
-        for each, path in zip(made, (ours[step], theirs[step]), strict=True):
+        trainings = [trainer(first) for _ in range(2)]
+        for each, path in zip(trainings, (ours[step], theirs[step]), strict=True):
             each.load_state(read_state(path, each.device))
-        assert same(*map(held, made)), step
+        assert same(*map(held, trainings)), step
         assert read_state(ours[step], "cpu")["val_loss"] == read_state(theirs[step], "cpu")["val_loss"]

@@ -66,21 +66,21 @@ def source(folder):
 
 
 @pytest.fixture(scope="module")
-def found(folder, source):
+def results(folder, source):
     """What ranks return, for which they are launched once."""
     return run_ranks(2, ranked, folder, list(CASES.values()), source)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fork_study_over_ranks_has_the_losses_of_one_process(found, name, tmp_path):
-    (case, parallel), sinks = CASES[name], found[0]["studies"][list(CASES).index(name)]
+def test_a_fork_study_over_ranks_has_the_losses_of_one_process(results, name, tmp_path):
+    (case, parallel), sinks = CASES[name], results[0]["studies"][list(CASES).index(name)]
     for own, expected in zip(sinks, study(tmp_path, case, None), strict=True):
         if "ep" in parallel:  # whose gradients of experts are one sum over the tokens of all ranks
             assert [row.pop("value") for row in own] == pytest.approx([row.pop("value") for row in expected], rel=5e-3)
         assert own == expected
 
 
-def test_a_point_is_a_folder_whose_record_names_its_run(found, folder):
+def test_a_point_is_a_folder_whose_record_names_its_run(results, folder):
     for index in range(len(CASES)):
         points = checkpoints(folder / str(index) / "trunk" / "checkpoint")
         assert list(points) == [2, AT] and points[AT].is_dir() and is_point(points[AT]) and not is_point(points[2])
@@ -88,24 +88,24 @@ def test_a_point_is_a_folder_whose_record_names_its_run(found, folder):
         assert not (folder / str(index) / "fork" / "checkpoint").exists()
 
 
-def test_one_process_and_ranks_fork_what_the_other_wrote(found, folder, source, tmp_path):
+def test_one_process_and_ranks_fork_what_the_other_wrote(results, folder, source, tmp_path):
     """A state of one process on two ranks, and the folder of two ranks in one process."""
-    assert found[0]["from a file"] == rows(run(config(**source["fork"]), tmp_path / "from_file"))
+    assert results[0]["from a file"] == rows(run(config(**source["fork"]), tmp_path / "from_file"))
     path = folder / str(list(CASES).index("held")) / "trunk" / "checkpoint" / f"step_{AT}"
     linear = {"linear": "mxfp8", "quantized": True, "noise": 0.01}
     outside = {"trunk": str(path), "fork": {"trunk_hash": check_recorded(path).sha256}}
-    expected = found[0]["studies"][list(CASES).index("held")][1]
+    expected = results[0]["studies"][list(CASES).index("held")][1]
     assert rows(run(config(**linear, **outside), tmp_path / "outside")) == expected
 
 
-def test_trunks_over_ranks_begin_from_checkpoints_of_others(found, source, tmp_path):
-    assert found[0]["source"] == rows(run(config(trunk=None, fork=source["source"]), tmp_path))
+def test_trunks_over_ranks_begin_from_checkpoints_of_others(results, source, tmp_path):
+    assert results[0]["source"] == rows(run(config(trunk=None, fork=source["source"]), tmp_path))
 
 
-def test_a_fork_study_of_a_hugging_face_model_has_the_losses_of_one_process(found, source, tmp_path):
-    assert found[0]["own model"] == study(tmp_path, source["own model"], None)
+def test_a_fork_study_of_a_hugging_face_model_has_the_losses_of_one_process(results, source, tmp_path):
+    assert results[0]["own model"] == study(tmp_path, source["own model"], None)
 
 
-def test_a_trunk_over_ranks_makes_up_for_points_that_it_has_passed(found, folder):
+def test_a_trunk_over_ranks_makes_up_for_points_that_it_has_passed(results, folder):
     points = checkpoints(folder / "more" / "checkpoint")
     assert list(points) == [2, 4] and all(map(is_point, points.values()))

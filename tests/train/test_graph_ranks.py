@@ -44,8 +44,8 @@ def configs(cases):
 def test_bits_are_those_of_eager_steps(backend):
     assert set(SHARED) == set(CASES) - {"delayed microbatches"}
     cases = FEW if backend == "gloo" else list(SHARED)
-    for found in run_ranks(2, ranks.train_both, configs(cases), "graph", backend=backend):
-        for case, (eager, graphed) in zip(cases, found, strict=True):
+    for runs in run_ranks(2, ranks.train_both, configs(cases), "graph", backend=backend):
+        for case, (eager, graphed) in zip(cases, runs, strict=True):
             assert_same(eager, graphed)
             assert graphed[2] is None or backend == "gloo", (case, graphed[2])
             assert graphed[3], case
@@ -53,7 +53,7 @@ def test_bits_are_those_of_eager_steps(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_go_on_eagerly_after_a_capture_that_fails(backend):
-    for found in run_ranks(2, ranks.train_both, configs(["held", "microbatches"]), "failing", backend=backend):
-        for eager, failed in found:
+    for runs in run_ranks(2, ranks.train_both, configs(["held", "microbatches"]), "failing", backend=backend):
+        for eager, failed in runs:
             assert_same(eager, failed)
             assert "not today" in failed[2]

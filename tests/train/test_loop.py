@@ -246,7 +246,7 @@ def test_manifest_facts(tmp_path):
 
 
 def test_the_manifest_says_what_is_kept_for_backward(tmp_path):
-    kept = {}
+    nbytes = {}
     for linear, train in (
         ("bf16", {}),
         ("mxfp8", {}),
@@ -255,15 +255,15 @@ def test_the_manifest_says_what_is_kept_for_backward(tmp_path):
     ):
         sink = ListSink()
         convergence.run(config(linear, steps=1, **train), sink, tmp_path / f"{linear}{train}")
-        kept[linear, *train] = sink.facts["saved_for_backward"]
+        nbytes[linear, *train] = sink.facts["saved_for_backward"]
     names = ["layers.*.attn.qkv", "layers.*.attn.proj", "layers.*.mlp.fc1", "layers.*.mlp.fc2", "head"]
-    assert kept["mxfp8",]["input_bytes_per_element"] == dict.fromkeys(names[:4], 1 + 1 / 32) | {"head": 2.0}
+    assert nbytes["mxfp8",]["input_bytes_per_element"] == dict.fromkeys(names[:4], 1 + 1 / 32) | {"head": 2.0}
     tokens, elements = 4 * 32, 3 * 32 + 96  # a token: three inputs of width 32, and of fc2 the hidden width
-    saved = kept["bf16",]["bytes"] - kept["mxfp8",]["bytes"]
+    saved = nbytes["bf16",]["bytes"] - nbytes["mxfp8",]["bytes"]
     assert saved == tokens * elements * (2 - 1 - 1 / 32)
-    assert kept["mxfp8",]["bytes_per_token"] == kept["mxfp8",]["bytes"] / tokens
-    assert kept["mxfp8", "microbatches"]["bytes"] < 0.52 * kept["mxfp8",]["bytes"]
-    assert set(kept["mxfp8", "recompute"]) == {"input_bytes_per_element"}
+    assert nbytes["mxfp8",]["bytes_per_token"] == nbytes["mxfp8",]["bytes"] / tokens
+    assert nbytes["mxfp8", "microbatches"]["bytes"] < 0.52 * nbytes["mxfp8",]["bytes"]
+    assert set(nbytes["mxfp8", "recompute"]) == {"input_bytes_per_element"}
 
 
 def test_throughput_counts_tokens_since_its_start():
@@ -292,9 +292,9 @@ def test_packaged_recipes_with_delayed_scaling_see_every_step(name, tmp_path):
     fields = config(stats={"every": 2}, microbatches=2).model_dump(mode="json")
     cfg, sink = parse(fields | {"recipe": load_recipe(name)}), ListSink()
     convergence.run(cfg, sink, tmp_path)
-    made = trainer(cfg)
-    assert load_checkpoint(made, tmp_path / "checkpoint")
-    states = {key: module for key, module in made.model.named_modules() if isinstance(module, DelayedState)}
+    training = trainer(cfg)
+    assert load_checkpoint(training, tmp_path / "checkpoint")
+    states = {key: module for key, module in training.model.named_modules() if isinstance(module, DelayedState)}
     slots = {key.partition(".states.")[2].rpartition("_")[0] for key in states}
     assert slots == ({"s", "dp"} if "dpa" in name else {"input", "weight", "grad_output"})
     for key, state in states.items():

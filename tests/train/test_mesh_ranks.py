@@ -87,7 +87,7 @@ def test_a_first_step_with_experts_over_two_ranks(of_two, case):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_statistics_and_operands_of_a_first_step(of_two, of_four, ranks, case):
     """One process has the same, with a microbatch for each group of ep in experts, and for each rank in all else."""
-    found, (linear, changes) = (of_two, OF_TWO[case]) if ranks == 2 else (of_four, OF_FOUR[case])
+    results, (linear, changes) = (of_two, OF_TWO[case]) if ranks == 2 else (of_four, OF_FOUR[case])
     one = {key: value for key, value in changes.items() if key != "parallel"}
     parts = {False: ranks, True: ranks // 2}
     rows, operands = zip(
@@ -99,7 +99,7 @@ def test_statistics_and_operands_of_a_first_step(of_two, of_four, ranks, case):
         ),
         strict=True,
     )  # fmt: skip
-    (stats, captured), *others = (each[2][case] for each in found)
+    (stats, captured), *others = (each[2][case] for each in results)
     assert {name(row): row for row in stats} == rows[0] | rows[1] and len(stats) == len(rows[0] | rows[1])
     assert captured.keys() == operands[0].keys() | operands[1].keys()
     assert all(torch.equal(captured[key], x) for each in operands for key, x in each.items())

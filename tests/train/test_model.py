@@ -99,7 +99,7 @@ def test_the_loss_on_kernels_is_that_of_torchs_operators(grad_output, vocab):
     model = randomise_head(model).cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     tokens = torch.randint(0, vocab, (4, 64), device="cuda", generator=generator)
-    found = {}
+    results = {}
     for kernels in (True, False):
         with quantization(step=1, kernels=kernels):
             loss, _ = model.loss(tokens, tokens.roll(-1, 1))
@@ -107,8 +107,8 @@ def test_the_loss_on_kernels_is_that_of_torchs_operators(grad_output, vocab):
             with torch.no_grad():
                 evaluated, _ = model.loss(tokens, tokens.roll(-1, 1))
         torch.testing.assert_close(evaluated, loss.detach(), rtol=1e-4, atol=0)
-        found[kernels] = loss.detach(), [p.grad for p in model.parameters()]
+        results[kernels] = loss.detach(), [p.grad for p in model.parameters()]
         model.zero_grad()
-    torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-3, atol=0)
-    for ours, expected in zip(found[True][1], found[False][1], strict=True):
+    torch.testing.assert_close(results[True][0], results[False][0], rtol=1e-3, atol=0)
+    for ours, expected in zip(results[True][1], results[False][1], strict=True):
         assert (ours - expected).norm() <= 0.1 * expected.norm()

@@ -43,11 +43,11 @@ def trainer(cfg):
     return Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device("cpu"))
 
 
-def trained(cfg, made=None):
+def trained(cfg, training=None):
     """Metrics of every step, and the masters at the end."""
-    made = made or trainer(cfg)
-    metrics = [done.metrics for done in made.steps()]
-    return metrics, [made.optimizer.master_param(p).detach().clone() for p in made.model.parameters()]
+    training = training or trainer(cfg)
+    metrics = [done.metrics for done in training.steps()]
+    return metrics, [training.optimizer.master_param(p).detach().clone() for p in training.model.parameters()]
 
 
 def assert_same(a, b):
@@ -100,13 +100,13 @@ def test_a_resumed_training_is_the_uninterrupted_one(grouped, held, tmp_path):
 @pytest.mark.parametrize("grouped", [COMPOSER2, "nvfp4"], ids=["composer2", "nvfp4"])
 def test_held_weights_train_as_those_quantized_at_every_use(grouped):
     stats = {"every": 4}
-    made = [trainer(config(grouped, stats=stats, model={"quantized_weights": held})) for held in (False, True)]
+    trainings = [trainer(config(grouped, stats=stats, model={"quantized_weights": held})) for held in (False, True)]
     rows = []
-    for each in made:
+    for each in trainings:
         *_, last = each.steps()
         rows.append(last.stats)
-    for a, b in zip(*(each.model.parameters() for each in made), strict=True):
-        assert torch.equal(made[0].optimizer.master_param(a), made[1].optimizer.master_param(b))
+    for a, b in zip(*(each.model.parameters() for each in trainings), strict=True):
+        assert torch.equal(trainings[0].optimizer.master_param(a), trainings[1].optimizer.master_param(b))
     assert rows[0] == rows[1] and any(row["layer"] == "layers.1.mlp.fc2.0" for row in rows[0])
 
 
@@ -130,10 +130,10 @@ def test_the_auxiliary_loss_is_trained_on_and_no_part_of_val_loss():
     even = config("fp32", model={"load_balance": 1.0}, steps=30, lr=1e-2)
     loads = []
     for cfg in (uneven, even):
-        made = trainer(cfg)
+        training = trainer(cfg)
         with torch.no_grad():
-            made.model.layers[1].mlp.router.weight[0] += 0.3 * made.model.layers[1].mlp.router.weight[1].sign()
-        *_, last = (done.metrics for done in made.steps())
+            training.model.layers[1].mlp.router.weight[0] += 0.3 * training.model.layers[1].mlp.router.weight[1].sign()
+        *_, last = (done.metrics for done in training.steps())
         loads.append(last["expert_load_max"])
         assert 1 <= last["expert_load_max"] <= EXPERTS
     assert last["val_loss"] < last["train_loss"] - 0.5 and loads[1] < loads[0]
@@ -149,12 +149,12 @@ def test_recipes_change_experts_by_schedule_name_and_layer():
         "overrides": [{"name": "layers.1.mlp.fc2", "grouped_linear": "bf16"}, {"layers": "last(1)", "linear": "fp32"}],
         "schedule": [{"at": 2, "grouped_linear": "nvfp4"}],
     }
-    made = trainer(config(recipe=recipe, model={"first_moe_layer": 0}))
-    grouped = {module.name: module for module in made.model.modules() if isinstance(module, GroupedLinear)}
+    training = trainer(config(recipe=recipe, model={"first_moe_layer": 0}))
+    grouped = {module.name: module for module in training.model.modules() if isinstance(module, GroupedLinear)}
     assert {name: str(module.quantizers.input) for name, module in grouped.items()} == {
         "layers.0.mlp.fc1": "mxfp8", "layers.0.mlp.fc2": "mxfp8", "layers.1.mlp.fc1": "fp32", "layers.1.mlp.fc2": "fp32"
     }  # fmt: skip
-    list(made.steps())
+    list(training.steps())
     assert str(grouped["layers.0.mlp.fc1"].quantizers.weight) == "nvfp4"
 
 
@@ -163,8 +163,8 @@ def test_a_run_says_how_experts_are_multiplied_and_what_they_keep(tmp_path):
     convergence.run(config(COMPOSER2, stats={"every": 4}), sink, tmp_path)
     plan = sink.facts["gemm_plan"]["layers.1.mlp.fc1"]
     assert plan["fprop"] == "nvfp4+row_scaled x nvfp4: exact: bf16 operands, float32 GEMM, for each expert"
-    kept = sink.facts["saved_for_backward"]["input_bytes_per_element"]
-    assert kept["layers.*.mlp.shared.fc1"] == kept["layers.*.mlp.fc1"] == 1 + 1 / 32
+    nbytes = sink.facts["saved_for_backward"]["input_bytes_per_element"]
+    assert nbytes["layers.*.mlp.shared.fc1"] == nbytes["layers.*.mlp.fc1"] == 1 + 1 / 32
     routed = [row for row in sink.tables["stats"] if row["tensor"] == "routed"]
     assert [row["layer"] for row in routed] == [f"layers.1.mlp.{e}" for e in range(EXPERTS)]
     assert sum(row["tokens"] for row in routed) == 4 * 32 * 2

@@ -38,11 +38,11 @@ def trainer(cfg, device="cpu"):
 
 def held(model):
     """Every byte that a model holds."""
-    made = {}
+    buffers = {}
     for name, p in model.state_dict().items():
         parts = p.buffers if isinstance(p, HybridQuantizedTensor) else {"": p}
-        made |= {f"{name}.{part}": buffer.clone() for part, buffer in parts.items()}
-    return made
+        buffers |= {f"{name}.{part}": buffer.clone() for part, buffer in parts.items()}
+    return buffers
 
 
 def assert_same(a, b):

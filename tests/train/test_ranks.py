@@ -32,7 +32,7 @@ OFFLOADED = [(linear, changes | {"offload": True}) for linear, changes in (CLOSE
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     """What both ranks return of all cases, for which they are launched once."""
     return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED, *OFFLOADED])
 
@@ -57,11 +57,11 @@ def assert_close_rows(got, expected, rel):
 
 
 @pytest.mark.parametrize("case", range(len(EXACT)))
-def test_two_ranks_are_two_microbatches(found, case):
+def test_two_ranks_are_two_microbatches(results, case):
     """Losses, weights and moments to the byte, since a sum of two has one order; the norm of the gradients is a sum
     over more parts."""
     metrics, stats, state = alone(*EXACT[case])
-    for theirs, _, own in (each[case] for each in found):
+    for theirs, _, own in (each[case] for each in results):
         for step, expected in zip(theirs, metrics, strict=True):
             assert step.pop("grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-6)
             assert step == {name: value for name, value in expected.items() if name != "grad_norm"}
@@ -69,25 +69,25 @@ def test_two_ranks_are_two_microbatches(found, case):
             assert torch.equal(values(own["model"][name]), values(value)), name
         for index, moments in state["optimizer"]["state"].items():
             assert all(torch.equal(own["optimizer"]["state"][index][name], v) for name, v in moments.items())
-    assert [each[case][1] for each in found] == [stats, [[]] * len(stats)]
+    assert [each[case][1] for each in results] == [stats, [[]] * len(stats)]
     assert {row["step"] for rows in stats for row in rows} == {2}
 
 
 @pytest.mark.parametrize("case", range(len(CLOSE)))
-def test_sums_in_another_order_stay_close(found, case):
+def test_sums_in_another_order_stay_close(results, case):
     metrics, stats, state = alone(*CLOSE[case])
-    assert_close_rows(found[0][len(EXACT) + case][1], stats, rel=1e-2)
-    for theirs, _, own in (each[len(EXACT) + case] for each in found):
+    assert_close_rows(results[0][len(EXACT) + case][1], stats, rel=1e-2)
+    for theirs, _, own in (each[len(EXACT) + case] for each in results):
         for step, expected in zip(theirs, metrics, strict=True):
             assert step == pytest.approx(expected, rel=1e-5)
         for name, value in state["model"].items():
             assert torch.allclose(own["model"][name], value, rtol=1e-3, atol=2e-5), name
 
 
-def test_shared_matrices_stay_close(found):
+def test_shared_matrices_stay_close(results):
     """Parts of products are rounded before their sum, and Adam's first steps take signs of gradients that are noise."""
     metrics, stats, _ = ranks.train(ranks.config(SHARED[0]))
-    (own, rows, _), (other, _, _) = (each[len(EXACT) + len(CLOSE)] for each in found)
+    (own, rows, _), (other, _, _) = (each[len(EXACT) + len(CLOSE)] for each in results)
     assert_close_rows(rows, stats, rel=0.1)
     assert own == other
     for step, expected in zip(own, metrics, strict=True):
@@ -95,9 +95,9 @@ def test_shared_matrices_stay_close(found):
         assert step["train_loss"] == pytest.approx(expected["train_loss"], rel=2e-4)
 
 
-def test_offloading_changes_no_byte_over_other_axes(found):
+def test_offloading_changes_no_byte_over_other_axes(results):
     """Over copies, and over parts of matrices."""
-    for each in found:
+    for each in results:
         for (metrics, stats, state), (other, rows, whole) in zip(each[-4:-2], each[-2:], strict=True):
             assert metrics == other and stats == rows
             for name, value in state["model"].items():
@@ -105,5 +105,5 @@ def test_offloading_changes_no_byte_over_other_axes(found):
 
 
 def test_a_training_goes_on_from_its_checkpoint(tmp_path):
-    for found in run_ranks(2, ranks.resume_all, tmp_path, [TWO, HELD, SHARED[1]]):
-        assert all(through == again for through, again in found)
+    for results in run_ranks(2, ranks.resume_all, tmp_path, [TWO, HELD, SHARED[1]]):
+        assert all(through == again for through, again in results)

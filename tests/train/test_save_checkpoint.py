@@ -104,13 +104,13 @@ def test_everything_is_on_the_disk_before_the_next_file_tells_of_it(tmp_path, mo
 def test_one_that_is_damaged_is_passed_over(tmp_path):
     save(tmp_path, 2, 4)
     (tmp_path / "step_4.pt").write_bytes(b"")
-    made = Counter()
-    assert load_checkpoint(made, tmp_path) and made.loaded["step"] == 2
+    counter = Counter()
+    assert load_checkpoint(counter, tmp_path) and counter.loaded["step"] == 2
     path, faults = newest(tmp_path, lambda path, record: None)
     assert path == tmp_path / "step_2.pt"
     assert [fault.split(": ")[1][:11] for fault in faults.values()] == ["it is empty"]
     assert newest(tmp_path, lambda path, record: "no")[0] is None
-    assert not load_checkpoint(made, tmp_path, before=2)
+    assert not load_checkpoint(counter, tmp_path, before=2)
 
 
 def test_a_file_by_its_hash(tmp_path):

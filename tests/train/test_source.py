@@ -66,9 +66,9 @@ def same(a: object, b: object) -> bool:
 
 
 def trained(steps: int = 5, **more: object) -> Trainer:
-    made = trainer(config(**more))
-    list(made.steps(last=steps))
-    return made
+    training = trainer(config(**more))
+    list(training.steps(last=steps))
+    return training
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +79,12 @@ def weights(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("made", [{}, {"linear": "mxfp8"}, {"linear": "mxfp8", "quantized": True}], ids=str)
-def test_initial_weights_from_a_file_are_the_trunk_that_begins_with_them(made, tmp_path):
-    plain = {key: value for key, value in made.items() if key != "quantized"}
+@pytest.mark.parametrize("options", [{}, {"linear": "mxfp8"}, {"linear": "mxfp8", "quantized": True}], ids=str)
+def test_initial_weights_from_a_file_are_the_trunk_that_begins_with_them(options, tmp_path):
+    plain = {key: value for key, value in options.items() if key != "quantized"}
     save_file(trainer(config(**plain)).model.state_dict(), tmp_path / "w.safetensors")
-    run(config(**made), tmp_path / "own")
-    run(config(tmp_path / "w.safetensors", noise=0.5, **made), tmp_path / "foreign")
+    run(config(**options), tmp_path / "own")
+    run(config(tmp_path / "w.safetensors", noise=0.5, **options), tmp_path / "foreign")
     own, foreign = states(tmp_path / "own"), states(tmp_path / "foreign")
     assert own.keys() == foreign.keys() == set(AT)
     assert all(same(own[at][part], foreign[at][part]) for at in AT for part in ("model", "optimizer"))

@@ -20,7 +20,7 @@ def wholes(folder):
 
 
 @pytest.fixture(scope="module")
-def found(folder, wholes):
+def results(folder, wholes):
     return run_ranks(2, train_all, folder)
 
 
@@ -33,10 +33,10 @@ def assert_same(parts, whole):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stages_train_as_one_process_does(found, wholes, name):
+def test_stages_train_as_one_process_does(results, wholes, name):
     """Metrics are those of all stages on each rank; the first has the statistics and operands of one process."""
     metrics, stats, whole = wholes[name]
-    parts = [rank[name][0] for rank in found]
+    parts = [rank[name][0] for rank in results]
     assert [theirs for theirs, _, _ in parts] == [metrics] * 2
     assert_same([own for _, _, own in parts], whole)
     assert [sorted(own) for _, own, _ in parts] == [sorted(stats), []]
@@ -44,15 +44,15 @@ def test_stages_train_as_one_process_does(found, wholes, name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("source", ["stages", "one process"])
-def test_stages_go_on_from_a_checkpoint(found, wholes, name, source):
+def test_stages_go_on_from_a_checkpoint(results, wholes, name, source):
     metrics, _, whole = wholes[name]
-    parts = [rank[name][1 if source == "stages" else 2] for rank in found]
+    parts = [rank[name][1 if source == "stages" else 2] for rank in results]
     assert [later for later, _ in parts] == [metrics[BREAK:]] * 2
     assert_same([own for _, own in parts], whole)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process_goes_on_from_the_checkpoint_of_stages(found, wholes, folder, name):
+def test_one_process_goes_on_from_the_checkpoint_of_stages(results, wholes, folder, name):
     metrics, _, whole = wholes[name]
     later, own = resumed(staged(name, pp=1), folder / name)
     assert later == metrics[BREAK:]
@@ -60,13 +60,13 @@ def test_one_process_goes_on_from_the_checkpoint_of_stages(found, wholes, folder
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_the_manifest_has_the_facts_of_all_layers(found, name):
-    assert [rank["facts"][name] for rank in found] == [facts_of(trainer(staged(name, pp=1)))] * 2
+def test_the_manifest_has_the_facts_of_all_layers(results, name):
+    assert [rank["facts"][name] for rank in results] == [facts_of(trainer(staged(name, pp=1)))] * 2
 
 
-def test_a_tied_head_has_one_weight_on_two_ranks(found, folder):
+def test_a_tied_head_has_one_weight_on_two_ranks(results, folder):
     metrics, _, whole = trained(staged(TIED, pp=1), folder / "one" / TIED)
-    (first, last), table = ([rank[TIED][i] for rank in found] for i in (0, 1)), "embedding.weight"
+    (first, last), table = ([rank[TIED][i] for rank in results] for i in (0, 1)), "embedding.weight"
     for theirs, _, _ in first:
         for step, expected in zip(theirs, metrics, strict=True):
             assert step == pytest.approx(expected, rel=1e-5)
@@ -80,9 +80,9 @@ def test_a_tied_head_has_one_weight_on_two_ranks(found, folder):
 
 
 @pytest.mark.slow
-def test_stages_of_shards_train_as_shards_alone_do(found, folder):
+def test_stages_of_shards_train_as_shards_alone_do(results, folder):
     """On four ranks: what FSDP sums is summed in the same order, and so is the norm."""
-    metrics, _, whole = found[0]["shards"]
+    metrics, _, whole = results[0]["shards"]
     every = run_ranks(4, train_shards, folder, 2)
     assert [theirs for theirs, _, _ in every] == [metrics] * 4
     for parts in (every[::2], every[1::2]):

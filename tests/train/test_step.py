@@ -32,21 +32,24 @@ def deterministic(request):
 
 
 def trainer(cfg, device, *, graph):
-    made = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device(device))
+    training = Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), torch.device(device))
     if not graph:
-        made.runner.pool = None
+        training.runner.pool = None
     elif device == "cpu":
-        made.runner.pool = EagerPool(made)
-    return made
+        training.runner.pool = EagerPool(training)
+    return training
 
 
-def known(made):
+def known(training):
     """All that a step leaves: tensors, and what Python remembers."""
-    state = [value for each in made.optimizer.state.values() for value in each.values()]
-    steps = [part.step for part in made.model.modules() if isinstance(part, DelayedState)]
-    keys = [p.metadata.key for p in made.model.parameters() if isinstance(p, HybridQuantizedTensor)]
+    state = [value for each in training.optimizer.state.values() for value in each.values()]
+    steps = [part.step for part in training.model.modules() if isinstance(part, DelayedState)]
+    keys = [p.metadata.key for p in training.model.parameters() if isinstance(p, HybridQuantizedTensor)]
     assert all(key is None or key.counter is None for key in keys)
-    return [tensor.detach().clone() for tensor in (*tensors_of(made.model), *state, made.loss_sum)], (steps, keys)
+    return [tensor.detach().clone() for tensor in (*tensors_of(training.model), *state, training.loss_sum)], (
+        steps,
+        keys,
+    )
 
 
 def assert_same(one, other):
@@ -92,9 +95,9 @@ def test_what_stays_alive_in_the_memory_of_the_graph_gives_up_the_graph():
     assert_same(plain, graphed)
 
 
-def broken(made, error):
+def broken(training, error):
     """Capturing fails midway."""
-    graph = made.runner.pool
+    graph = training.runner.pool
 
     def capture(function):
         function()
@@ -112,7 +115,7 @@ def broken(made, error):
                     tensor.copy_(value)
 
     graph.capture = undone
-    return made
+    return training
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once():
@@ -129,39 +132,39 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why_once():
 
 
 def test_a_step_that_has_to_be_captured_and_cannot_is_refused():
-    made = broken(trainer(config("mxfp8"), "cpu", graph=True), RuntimeError("no such thing"))
-    made.runner.mode = "graph"
+    training = broken(trainer(config("mxfp8"), "cpu", graph=True), RuntimeError("no such thing"))
+    training.runner.mode = "graph"
     with pytest.raises(UserError, match=r"train.compile: graph, but the step cannot be captured: no such thing; give"):
-        list(made.steps())
+        list(training.steps())
 
 
 def test_the_keys_of_experts_live_as_long_as_the_graph():
-    made = trainer(config("experts"), "cpu", graph=True)
-    list(made.steps(last=4))
-    assert made.runner._update.tables
-    tables = {id(table) for table in made.runner._update.tables}
+    training = trainer(config("experts"), "cpu", graph=True)
+    list(training.steps(last=4))
+    assert training.runner._update.tables
+    tables = {id(table) for table in training.runner._update.tables}
     addresses._key_table.results.clear()
-    list(made.steps(last=5))
-    assert {id(table) for table in made.runner._update.tables} == tables
+    list(training.steps(last=5))
+    assert {id(table) for table in training.runner._update.tables} == tables
 
 
 def test_held_weights_that_were_written_more_often_than_there_were_steps():
     plain, graphed = (trainer(config("held"), "cpu", graph=graph) for graph in (False, True))
-    for made in (plain, graphed):
-        weight = made.model.layers[0].mlp.fc1.weight
+    for training in (plain, graphed):
+        weight = training.model.layers[0].mlp.fc1.weight
         for _ in range(3):
             weight.quantize_(weight.dequantize())
-        list(made.steps())
+        list(training.steps())
     assert weight.metadata.key.step == 12 + 3
     assert_same(plain, graphed)
 
 
 def test_a_held_weight_that_is_written_twice_a_step_is_no_graph():
-    made = trainer(config("held"), "cpu", graph=True)
-    update, weight = made._update, made.model.layers[0].mlp.fc1.weight
-    made._update = lambda *batch: (update(*batch), weight.quantize_(weight.dequantize()))[0]
+    training = trainer(config("held"), "cpu", graph=True)
+    update, weight = training._update, training.model.layers[0].mlp.fc1.weight
+    training._update = lambda *batch: (update(*batch), weight.quantize_(weight.dequantize()))[0]
     with pytest.warns(UserWarning, match="cannot be captured: a held weight is not written once a step"):
-        list(made.steps(last=4))
+        list(training.steps(last=4))
 
 
 @pytest.mark.parametrize(
@@ -174,9 +177,9 @@ def test_a_held_weight_that_is_written_twice_a_step_is_no_graph():
     ],
 )
 def test_why_steps_are_no_graph(device, train, reason):
-    made = Trainer(cfg := config("bf16", **train), data.load(cfg.data), cfg.recipe.build(), torch.device(device))
-    assert (made.runner.pool is None) == (reason is not None)
-    assert made.runner.reason is None if reason is None else made.runner.reason.startswith(reason)
+    training = Trainer(cfg := config("bf16", **train), data.load(cfg.data), cfg.recipe.build(), torch.device(device))
+    assert (training.runner.pool is None) == (reason is not None)
+    assert training.runner.reason is None if reason is None else training.runner.reason.startswith(reason)
 
 
 @pytest.mark.gpu
@@ -187,13 +190,13 @@ def test_graph_and_eager_work_share_memory_that_does_not_grow(case):
     for graph in (False, True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        made, grown = trainer(cfg, "cuda", graph=graph), []
-        for done in made.steps():
+        training, grown = trainer(cfg, "cuda", graph=graph), []
+        for done in training.steps():
             grown.append(torch.cuda.memory_reserved() - before)
             if done.step == 32:
                 settled = grown[-1]
         sizes[graph] = grown[-1]
         assert grown[-1] <= settled + 2**22
-        assert made.runner.has_graph == graph
-        del made
+        assert training.runner.has_graph == graph
+        del training
     assert sizes[True] <= 1.3 * sizes[False] + 2**25

@@ -119,8 +119,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_a_run_of_a_hugging_face_model_learns(folders, tmp_path):
     sink = ListSink()
     convergence.run(config(folders / "llama", steps=30, lr=1e-2, eval_every=15), sink, tmp_path)
-    found = [row["value"] for row in sink.metrics if row["metric"] == "val_loss"]
-    assert found[-1] < found[0] and found[-1] < sink.facts["data"]["unigram_entropy_nats"]
+    values = [row["value"] for row in sink.metrics if row["metric"] == "val_loss"]
+    assert values[-1] < values[0] and values[-1] < sink.facts["data"]["unigram_entropy_nats"]
     assert "unused" not in sink.facts and not [line for line in sink.facts.get("warnings", []) if "converted" in line]
     assert sink.facts["saved_for_backward"]["input_bytes_per_element"]["model.layers.*.mlp.down_proj"] == 1 + 1 / 32
     assert sink.facts["gemm_plan"]["model.layers.0.self_attn.q_proj"]["fprop"].startswith("mxfp8 x mxfp8")

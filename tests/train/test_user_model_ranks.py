@@ -49,22 +49,22 @@ def cases(folder: Path) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def found(folder):
+def results(folder):
     """What both ranks return, for which they are launched once."""
     return run_ranks(2, train_all, folder / "ranks", cases(folder))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_are_two_microbatches(found, folder, name, tmp_path):
+def test_two_ranks_are_two_microbatches(results, folder, name, tmp_path):
     """Losses and statistics to the byte, and the weights that are exported at the end."""
     index = list(CASES).index(name)
     model, linear, _, *more = cases(folder)[index]
     metrics, stats = train(config(model, linear, None, *more), tmp_path)
-    for theirs, _ in (each[index] for each in found):
+    for theirs, _ in (each[index] for each in results):
         for step, expected in zip(theirs, metrics, strict=True):
             assert step.pop("grad_norm") == pytest.approx(expected["grad_norm"], rel=1e-6)
             assert step == {name: value for name, value in expected.items() if name != "grad_norm"}
-    assert found[0][index][1] == stats and any(stats)
+    assert results[0][index][1] == stats and any(stats)
     folders = folder / "ranks" / str(index), tmp_path
     ours, theirs = (load_file(inspect_checkpoint(path / "out").files[0]) for path in folders)
     assert ours.keys() == theirs.keys()

@@ -13,18 +13,18 @@ NVFP4 = [[1.0, 1.4, 1.2], [1.3, 1.5, 1.7], [0.9, 1.1, 1.0], [1.2, 1.3, 1.4]]
 
 
 def test_forks_are_averaged_within_a_trunk_and_trunks_have_the_t():
-    found = judge({"mxfp8": MXFP8, "nvfp4": NVFP4}, margin=0.25)
+    verdicts = judge({"mxfp8": MXFP8, "nvfp4": NVFP4}, margin=0.25)
     for name, gaps in (("mxfp8", MXFP8), ("nvfp4", NVFP4)):
         means = np.mean(gaps, axis=1)
         test = stats.ttest_1samp(means, 0)
         low, high = test.confidence_interval(1 - 0.05 / 2)
-        assert (found[name].ci_low, found[name].ci_high) == pytest.approx((low, high))
-        assert (found[name].eq_low, found[name].eq_high) == pytest.approx(test.confidence_interval(0.9))
-        assert (found[name].n, found[name].df, found[name].se) == (4, 3, pytest.approx(stats.sem(means)))
-    assert found["mxfp8"].verdict == "worse" and found["mxfp8"].within_margin
-    assert found["nvfp4"].verdict == "worse" and not found["nvfp4"].within_margin
+        assert (verdicts[name].ci_low, verdicts[name].ci_high) == pytest.approx((low, high))
+        assert (verdicts[name].eq_low, verdicts[name].eq_high) == pytest.approx(test.confidence_interval(0.9))
+        assert (verdicts[name].n, verdicts[name].df, verdicts[name].se) == (4, 3, pytest.approx(stats.sem(means)))
+    assert verdicts["mxfp8"].verdict == "worse" and verdicts["mxfp8"].within_margin
+    assert verdicts["nvfp4"].verdict == "worse" and not verdicts["nvfp4"].within_margin
     p = sorted(stats.ttest_1samp(np.mean(gaps, axis=1), 0).pvalue for gaps in (MXFP8, NVFP4))
-    assert sorted(each.p for each in found.values()) == pytest.approx([2 * p[0], max(2 * p[0], p[1])])
+    assert sorted(each.p for each in verdicts.values()) == pytest.approx([2 * p[0], max(2 * p[0], p[1])])
 
 
 def test_points_that_differ_truly_widen_nothing():
@@ -42,9 +42,9 @@ def test_the_null_arm_is_judged_alone():
 
 
 def test_two_trunks_have_an_interval_and_no_verdict():
-    found = judge({"nvfp4": NVFP4[:2]}, margin=10)["nvfp4"]
-    assert found.verdict == "undecided" and found.n == 2 and found.needed >= 3
-    assert found.eq_high < 10 and not found.within_margin
+    verdict = judge({"nvfp4": NVFP4[:2]}, margin=10)["nvfp4"]
+    assert verdict.verdict == "undecided" and verdict.n == 2 and verdict.needed >= 3
+    assert verdict.eq_high < 10 and not verdict.within_margin
     single = judge({"nvfp4": NVFP4[:1]}, margin=10)["nvfp4"]
     assert single.verdict == "undecided" and single.gap == pytest.approx(1.2) and math.isnan(single.ci_low)
     assert judge({"nvfp4": NVFP4[:3]}, margin=10)["nvfp4"].verdict == "worse"
@@ -52,12 +52,12 @@ def test_two_trunks_have_an_interval_and_no_verdict():
 
 def test_these_forks_of_one_trunk():
     gaps = {"a": [[1.0, 2.0, 3.0]], "b": [[1.0, 1.0, 1.3]], "null": [[0.1, -0.1, 0.2]]}
-    found = these_forks(gaps, null="null")
+    interval = these_forks(gaps, null="null")
     half = stats.t.isf(0.05 / 4, 2) * math.sqrt(1 / 3)
-    assert found["a"] == pytest.approx((2 - half, 2 + half))
+    assert interval["a"] == pytest.approx((2 - half, 2 + half))
     floor, own = 0.06 / 3, np.var([1.0, 1.0, 1.3], ddof=1)
     half = stats.t.isf(0.05 / 4, 2) * math.sqrt(max(floor, own) / 3)
-    assert found["b"] == pytest.approx((1.1 - half, 1.1 + half))
+    assert interval["b"] == pytest.approx((1.1 - half, 1.1 + half))
     assert all(map(math.isnan, these_forks({"a": [[1.0]]})["a"]))
 
 

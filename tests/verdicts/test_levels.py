@@ -23,8 +23,8 @@ EQUIVALENCE_16 = [0.00078, 0.00102, 0.00165, 0.00227, 0.00330, 0.00443, 0.00589,
 
 @pytest.mark.parametrize("arms", LOOKS_8)
 def test_levels_of_eight_looks(arms):
-    found = [levels.two_sided(0.05 / arms, n, 8) for n in range(2, 9)]
-    assert found == pytest.approx(LOOKS_8[arms], rel=0.07)
+    bounds = [levels.two_sided(0.05 / arms, n, 8) for n in range(2, 9)]
+    assert bounds == pytest.approx(LOOKS_8[arms], rel=0.07)
 
 
 def test_levels_of_equivalence_and_of_sixteen_looks():

@@ -25,16 +25,16 @@ def test_intervals_have_the_level_of_the_last_look():
 
 def test_whole_runs_are_looked_at_from_two_seeds_on_at_the_joint_level():
     losses = {"bf16": [2.0, 2.1], "a": [4.0, 4.1001], "b": [2.01, 2.1]}
-    found = whole_runs.judge(losses, baseline="bf16", margin=0.1, maximum=16)
-    assert found["a"].worse and not found["b"].worse and found["a"].p < levels.two_sided(0.05, 2, 16)
+    verdicts = whole_runs.judge(losses, baseline="bf16", margin=0.1, maximum=16)
+    assert verdicts["a"].worse and not verdicts["b"].worse and verdicts["a"].p < levels.two_sided(0.05, 2, 16)
 
 
 def test_a_flag_stays_and_the_other_may_join_it():
     fit, design = partial(forks.fit, np.array([FALLING])[..., None]), Forks(arms=1, maximum=8)
     assert [bool(flags(fit, design, n, 2.0)[0][0]) for n in (2, 3, 4, 6)] == [False, True, True, True]
     assert not flags(fit, Forks(arms=1), 6, 2.0)[0][0] and flags(fit, design, 6, 2.0)[2][0]
-    found = forks.judge({"a": [[gap] for gap in FALLING]}, margin=2.0, maximum=8)["a"]
-    assert found.verdict == "worse" and found.ci_low < 0 and np.isnan(found.needed)
+    verdict = forks.judge({"a": [[gap] for gap in FALLING]}, margin=2.0, maximum=8)["a"]
+    assert verdict.verdict == "worse" and verdict.ci_low < 0 and np.isnan(verdict.needed)
 
 
 def test_of_worse_and_better_the_first_stays():

@@ -71,8 +71,8 @@ def test_power_is_the_share_of_simulated_studies_that_find_the_gap(arms, effect)
     losses = np.random.default_rng(arms).normal(size=(8000, arms + 2, seeds))
     losses[:, 2] += effect * math.sqrt(1.5)
     gap, error = fit(losses, 2, seeds)
-    found = np.mean(np.abs(gap[:, 0]) > design.critical(seeds) * error[:, 0])
-    assert found == pytest.approx(power_of_claim(design, seeds, effect), abs=0.015)
+    share = np.mean(np.abs(gap[:, 0]) > design.critical(seeds) * error[:, 0])
+    assert share == pytest.approx(power_of_claim(design, seeds, effect), abs=0.015)
 
 
 def test_whichever_verdict_comes_first():

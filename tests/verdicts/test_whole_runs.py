@@ -15,41 +15,44 @@ BASELINE = [2.00, 2.10, 2.05, 1.98]
 
 def test_one_arm_is_scipys_paired_test():
     arm = [2.03, 2.12, 2.09, 2.01]
-    found = judge({"bf16": BASELINE, "mxfp8": arm}, baseline="bf16", margin=0.01)["mxfp8"]
+    verdict = judge({"bf16": BASELINE, "mxfp8": arm}, baseline="bf16", margin=0.01)["mxfp8"]
     gaps = np.subtract(arm, BASELINE)
     expected = stats.ttest_rel(arm, BASELINE)
     low, high = expected.confidence_interval(0.95)
-    assert found.gap == pytest.approx(gaps.mean()) and found.p == pytest.approx(expected.pvalue)
-    assert (found.ci_low, found.ci_high) == pytest.approx((low, high))
-    assert (found.eq_low, found.eq_high) == pytest.approx(expected.confidence_interval(0.9))
-    assert (found.n, found.df, found.verdict) == (4, 3, "worse") and math.isnan(found.needed)
+    assert verdict.gap == pytest.approx(gaps.mean()) and verdict.p == pytest.approx(expected.pvalue)
+    assert (verdict.ci_low, verdict.ci_high) == pytest.approx((low, high))
+    assert (verdict.eq_low, verdict.eq_high) == pytest.approx(expected.confidence_interval(0.9))
+    assert (verdict.n, verdict.df, verdict.verdict) == (4, 3, "worse") and math.isnan(verdict.needed)
 
 
 def test_guarded_pooling_by_hand():
     """Three arms and one control at two seeds: residuals about rows and columns, and the larger of both variances."""
     losses = {"bf16": [1.0, 2.0], "a": [1.0, 2.0], "b": [1.5, 2.5], "c": [1.1, 2.5]}
-    found = judge(losses, baseline="bf16", margin=0.1)
+    verdicts = judge(losses, baseline="bf16", margin=0.1)
     y = np.array(list(losses.values()))
     residual = y - y.mean(1, keepdims=True) - y.mean(0) + y.mean()
     pooled = 2 * (residual**2).sum() / 3
     own = np.var([0.1, 0.5], ddof=1)
-    assert found["a"].se == found["b"].se == pytest.approx(math.sqrt(pooled / 2)) and own > pooled
-    assert found["c"].se == pytest.approx(math.sqrt(own / 2)) and found["c"].df == 1.5
-    half = multivariate_t.critical(0.05, 3, 0.5, 1.5) * found["a"].se
-    assert (found["a"].ci_low, found["a"].ci_high) == pytest.approx((-half, half))
+    assert verdicts["a"].se == verdicts["b"].se == pytest.approx(math.sqrt(pooled / 2)) and own > pooled
+    assert verdicts["c"].se == pytest.approx(math.sqrt(own / 2)) and verdicts["c"].df == 1.5
+    half = multivariate_t.critical(0.05, 3, 0.5, 1.5) * verdicts["a"].se
+    assert (verdicts["a"].ci_low, verdicts["a"].ci_high) == pytest.approx((-half, half))
 
 
 def test_gap_is_to_the_mean_of_baseline_and_null_arm_and_the_null_arm_has_its_own_line():
     losses = {"bf16": BASELINE, "null": [2.01, 2.09, 2.06, 1.98], "mxfp8": [2.2, 2.32, 2.26, 2.18]}
-    found = judge(losses, baseline="bf16", null="null", margin=0.02)
-    assert found["mxfp8"].gap == pytest.approx(np.mean(losses["mxfp8"]) - np.mean([BASELINE, losses["null"]]))
-    assert found["null"].p == pytest.approx(stats.ttest_rel(losses["null"], BASELINE).pvalue)
-    assert [each.verdict for each in found.values()] == ["equivalent", "worse"] and list(found) == ["null", "mxfp8"]
+    verdicts = judge(losses, baseline="bf16", null="null", margin=0.02)
+    assert verdicts["mxfp8"].gap == pytest.approx(np.mean(losses["mxfp8"]) - np.mean([BASELINE, losses["null"]]))
+    assert verdicts["null"].p == pytest.approx(stats.ttest_rel(losses["null"], BASELINE).pvalue)
+    assert [each.verdict for each in verdicts.values()] == ["equivalent", "worse"] and list(verdicts) == [
+        "null",
+        "mxfp8",
+    ]
 
 
 def test_a_resolved_gap_may_lie_within_the_margin():
-    found = judge({"bf16": [1.0, 1.1, 1.2], "a": [1.0101, 1.1100, 1.2099]}, baseline="bf16", margin=0.02)["a"]
-    assert found.verdict == "worse" and found.within_margin and not found.better
+    verdict = judge({"bf16": [1.0, 1.1, 1.2], "a": [1.0101, 1.1100, 1.2099]}, baseline="bf16", margin=0.02)["a"]
+    assert verdict.verdict == "worse" and verdict.within_margin and not verdict.better
     assert judge({"bf16": [1.1, 1.2], "a": [1.0, 1.101]}, baseline="bf16", margin=0.02)["a"].verdict == "better"
 
 
@@ -63,9 +66,11 @@ def test_common_effects_of_seeds_cancel_exactly():
 
 
 def test_one_seed_gives_a_gap_and_no_verdict():
-    found = judge({"bf16": [2.0], "a": [2.5], "b": [2.1]}, baseline="bf16", margin=0.1)["a"]
-    assert (found.gap, found.n, found.verdict) == (0.5, 1, "undecided")
-    assert all(math.isnan(x) for x in (found.se, found.df, found.ci_low, found.eq_high, found.p, found.needed))
+    verdict = judge({"bf16": [2.0], "a": [2.5], "b": [2.1]}, baseline="bf16", margin=0.1)["a"]
+    assert (verdict.gap, verdict.n, verdict.verdict) == (0.5, 1, "undecided")
+    assert all(
+        math.isnan(x) for x in (verdict.se, verdict.df, verdict.ci_low, verdict.eq_high, verdict.p, verdict.needed)
+    )
 
 
 def test_arms_equal_in_every_digit_are_equivalent_and_a_constant_gap_has_no_test():
@@ -77,8 +82,8 @@ def test_arms_equal_in_every_digit_are_equivalent_and_a_constant_gap_has_no_test
 
 
 def test_undecided_says_how_many_seeds_would_do():
-    found = judge({"bf16": BASELINE, "a": [2.05, 2.09, 2.08, 2.00]}, baseline="bf16", margin=0.01)["a"]
-    assert found.verdict == "undecided" and 5 <= found.needed < 20 and found.needed == int(found.needed)
+    verdict = judge({"bf16": BASELINE, "a": [2.05, 2.09, 2.08, 2.00]}, baseline="bf16", margin=0.01)["a"]
+    assert verdict.verdict == "undecided" and 5 <= verdict.needed < 20 and verdict.needed == int(verdict.needed)
 
 
 def test_what_is_refused():
