@@ -20,16 +20,20 @@ from hqsweep.checkpoints.sharded_state import (
     DELAYED,
     EXTRA,
     FACTS,
+    LOCAL_DELAYED,
     OWN,
     PLANES,
     RANDOM,
+    RANKS,
     buffers_of,
+    delayed_leads,
     delayed_owners,
     from_text,
     key_of,
+    local_leads,
     parameters_of,
 )
-from hqsweep.dist.agreed import gathered, rank_in, together
+from hqsweep.dist.agreed import count_in, gathered, rank_in, together
 from hqsweep.dist.local import is_in_pieces, is_spread, local, note_update, spread_like, spread_out, write_held
 from hqsweep.errors import UserError
 from hqsweep.formats import RngKey
@@ -62,8 +66,9 @@ def load_sharded(
     of torchtitan with the model's own names is read too: weights and moments; all else begins anew. optimizer: None for
     the weights alone.
 
-    Raises UserError on all ranks: before anything is written for names and shapes that are not the model's and for an
-    incomplete checkpoint; afterwards for bytes that are no tensor, and then the model must be loaded again.
+    Raises UserError on all ranks: before anything is written for names and shapes that are not the model's, for an
+    incomplete checkpoint, and for histories of +local_amax that another number of ranks wrote; afterwards for bytes
+    that are no tensor, and then the model must be loaded again.
     """
     extra, held = load_but_codes(model, optimizer, folder, group=group)
     for weight in held:
@@ -94,7 +99,9 @@ def load_but_codes(
     params, buffers = parameters_of(model), buffers_of(model)
     everywhere = {name for names in gathered([*params, *buffers], group) for name in names}
     together(lambda: content.check({**params, **buffers}, everywhere), group)
-    return together(lambda: _load(content, model, params, optimizer, rank_in(group)), group)
+    rank, ranks = rank_in(group), count_in(group)
+    together(lambda: content.check_ranks(local_leads(model), ranks), group)
+    return together(lambda: _load(content, model, params, optimizer, rank, ranks), group)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,6 +142,17 @@ class Content:
             if there[name][0] != tuple(value.shape):
                 refuse_shape(self.checkpoint, name, there[name][0], tuple(value.shape))
 
+    def check_ranks(self, own: tuple[str, ...], ranks: int) -> None:
+        """UserError where states of the model of which every rank has its own were those of another number of
+        ranks."""
+        stored, saved = f"{OWN}.{LOCAL_DELAYED}.", self._saved_by
+        names = (n.removeprefix(stored).partition(".")[2] for n in self.stored if n.startswith(stored))
+        if saved != ranks and any(name.startswith(own) for name in names):
+            raise UserError(
+                f"{self.checkpoint.path}: +local_amax keeps amaxes of each rank, and {saved} ranks wrote it, but"
+                f" {ranks} load it; take {saved}, or a format without +local_amax"
+            )
+
     def part(self, saved: str, like: Tensor) -> Tensor:
         """This rank's part of a tensor that is cut as `like` is, on its device."""
         if is_in_pieces(like):
@@ -152,6 +170,17 @@ class Content:
         tensors = {name: tensor for name, tensor in self.stored.items() if name.startswith(lead)}
         return {n.removeprefix(lead): read_part(self.checkpoint.path, n, tensor) for n, tensor in tensors.items()}
 
+    def delayed_of(self, rank: int, ranks: int, shared: tuple[str, ...]) -> dict[str, Tensor]:
+        """The states of delayed scaling that only this one of `ranks` had, less those whose names begin as in `shared`;
+        none where another number of ranks wrote them."""
+        of_rank = self.beside(f"{LOCAL_DELAYED}.{rank}") if self._saved_by == ranks else {}
+        return {name: state for name, state in of_rank.items() if not name.startswith(shared)}
+
+    @property
+    def _saved_by(self) -> int | None:
+        """The number of ranks that wrote the folder; None where that is not known."""
+        return (self.facts or {}).get(RANKS)
+
     def moments(self, name: str) -> dict[str, str]:
         """The entries "exp_avg" and so on of a parameter -> their saved names."""
         return self._moments.get(name, {})
@@ -167,12 +196,12 @@ class Content:
 
 
 def _load(
-    content: Content, model: nn.Module, params: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int
+    content: Content, model: nn.Module, params: Mapping[str, nn.Parameter], optimizer: Optimizer, rank: int, ranks: int
 ) -> tuple[dict[str, Any], list[Held]]:
     """Load all but the codes of held weights, which ranks make together."""
     for name, buffer in buffers_of(model).items():
         local(buffer).copy_(content.weight(name, buffer))
-    _load_delayed(model, content.beside(DELAYED) if content.facts else {})
+    _load_delayed(model, content.beside(DELAYED), content.delayed_of(rank, ranks, local_leads(model, local=False)))
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
     values = []
     for name, p in params.items():
@@ -251,10 +280,14 @@ def _load_options(groups: list[dict[str, Any]], params: Mapping[str, Tensor], op
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _load_delayed(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _load_delayed(model: nn.Module, shared: Mapping[str, Tensor], of_rank: Mapping[str, Tensor]) -> None:
+    """Load the states that all ranks share, and those that are this rank's own."""
+    tensors = {**shared, **of_rank}
     for name, states in delayed_owners(model).items():
         own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
         states.load_state_dict(own, strict=False)
+    for lead, state in delayed_leads(model).items():
+        state.is_local |= f"{lead}history" in of_rank
     link_held(model)
 
 

@@ -2,8 +2,9 @@
 
 Weights stand under the names of the plain model, each as its FP32 master where it has one; moments stand under
 optimizer, as torchtitan names them. The rest, under hqsweep, is small and equal on all ranks: the histories of delayed
-scaling, and one text of numbers: keys of random bits, options of the optimizer's groups, and what the caller adds. All
-are tensors, as any other object would be a pickle. Codes of held weights are made again from their masters; only
+scaling, and one text of numbers: keys of random bits, options of the optimizer's groups, and what the caller adds.
+Histories of +local_amax and states of generators are those of each rank, under its number. All are tensors, as any
+other object would be a pickle. Codes of held weights are made again from their masters; only
 weights without a master are stored as codes.
 """
 
@@ -25,6 +26,7 @@ from hqsweep.nn.delayed import DelayedStates, ExpertStates
 from hqsweep.nn.grouped_linear import GroupedLinear
 from hqsweep.nn.module import PARTS
 from hqsweep.optim import MASTER
+from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.grouped import GroupedTensor
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
@@ -34,6 +36,10 @@ Params = Mapping[str, nn.Parameter]
 OWN = "hqsweep"
 """The top name of what stands beside weights and moments: "facts", and tensors under the other names."""
 FACTS, DELAYED, RANDOM, EXTRA, PLANES = "facts", "delayed", "random", "extra", "planes"
+LOCAL_DELAYED = "local_delayed"
+"""The name before the number of a rank, of the histories that are its own."""
+RANKS = "ranks"
+"""The key of the number of ranks in the text."""
 TENSOR = "tensor"
 """The key of a tensor in the text of extra: {"tensor": "extra.a.b"} stands for a tensor by its name under hqsweep."""
 
@@ -72,7 +78,9 @@ def collect(model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, A
         raise UserError(
             f"save_sharded: the model has a module {taken.pop()!r}, a name that the checkpoint needs itself"
         )
-    beside |= {f"{DELAYED}.{name}": value for name, value in delayed_tensors(model).items()}
+    own, of_rank = local_leads(model), f"{LOCAL_DELAYED}.{rank}"
+    for name, value in delayed_tensors(model).items():
+        beside[f"{of_rank if name.startswith(own) else DELAYED}.{name}"] = value
     beside |= {f"{RANDOM}.{rank}.{device}": state for device, state in generators().items()}
     facts = {"held": held, "groups": _groups(params, optimizer), EXTRA: _as_text(extra, EXTRA, beside)}
     return Collected(weights=weights, moments=dict(_moments(params, optimizer)), beside=beside, facts=facts)
@@ -84,6 +92,7 @@ def joined(own: Collected, group: Any) -> dict[str, Any]:
     facts = own.facts | {
         "held": {name: told for rank in of_ranks for name, told in rank["held"].items()},
         "groups": [_one_group(parts) for parts in zip(*(rank["groups"] for rank in of_ranks), strict=True)],
+        RANKS: len(of_ranks),
     }
     text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
     weights, moments = ({n: _storable(x) for n, x in tensors.items()} for tensors in (own.weights, own.moments))
@@ -179,6 +188,21 @@ def delayed_tensors(model: nn.Module) -> dict[str, Tensor]:
     owners, elsewhere = delayed_owners(model), _written_elsewhere(model)
     every = {f"{name}.{key}": value for name, states in owners.items() for key, value in states.state_dict().items()}
     return {name: value for name, value in every.items() if not (elsewhere and name.startswith(elsewhere))}
+
+
+def delayed_leads(model: nn.Module) -> dict[str, DelayedState]:
+    """The beginnings of the names of the tensors of a state, "NAME.states.input_rowwise." -> the state."""
+    return {
+        f"{owner}.{name}.": state
+        for owner, states in delayed_owners(model).items()
+        for name, state in states.named_modules()
+        if isinstance(state, DelayedState)
+    }
+
+
+def local_leads(model: nn.Module, *, local: bool = True) -> tuple[str, ...]:
+    """delayed_leads of the states of which every rank has its own, or of the others."""
+    return tuple(lead for lead, state in delayed_leads(model).items() if state.is_local == local)
 
 
 def _written_elsewhere(model: nn.Module) -> tuple[str, ...]:

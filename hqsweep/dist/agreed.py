@@ -20,6 +20,11 @@ def rank_in(group: Any = None) -> int:
     return dist.get_rank(group) if is_many(group) else 0
 
 
+def count_in(group: Any = None) -> int:
+    """The number of ranks in the group; 1 where there is none."""
+    return dist.get_world_size(group) if is_many(group) else 1
+
+
 def gathered(value: Any, group: Any = None) -> list[Any]:
     """The value of each rank, in order; it may be any that pickle takes."""
     if not is_many(group):

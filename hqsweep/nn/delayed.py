@@ -44,10 +44,13 @@ class DelayedStates(nn.ModuleDict):
 
     def add(self, quantizers: Quantizers) -> None:
         """Make the states that these quantizers need and that are not there, on torch's default device."""
-        missing = {n: f for n, f in _formats(quantizers).items() if n not in self or not _fits(self[n], f.history)}
+        needed = _formats(quantizers)
+        missing = {n: f for n, f in needed.items() if n not in self or not _fits(self[n], f.history)}
         with torch.inference_mode(False):  # a training may go on with what an evaluation made
             for name, format in missing.items():
                 self[name] = DelayedState(format.history)
+        for name, format in needed.items():
+            self[name].is_local = _is_local(name, format)
 
     def keep(self, quantizers: Quantizers) -> None:
         """Keep the states that these quantizers need, make those that are missing, and give up all others."""
@@ -73,6 +76,7 @@ class DelayedStates(nn.ModuleDict):
                     stacklevel=2,
                 )
             self[name] = DelayedState(format.history, device)
+            self[name].is_local = _is_local(name, format)
         return self[name]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -156,6 +160,11 @@ def _formats(quantizers: Quantizers) -> dict[str, Fp8Delayed]:
     """Name of a state -> the format that it serves."""
     formats = {f"{slot}_{d}": getattr(q, d) for slot, q in quantizers.items() if q for d in DIRECTIONS}
     return {name: format for name, format in formats.items() if format.delayed}
+
+
+def _is_local(name: str, format: Fp8Delayed) -> bool:
+    """Whether ranks differ in a state; all that have a weight have the same one."""
+    return format.local_amax and not name.startswith("weight_")
 
 
 def _fits(state: DelayedState, length: int) -> bool:

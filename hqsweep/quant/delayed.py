@@ -38,6 +38,8 @@ class DelayedState(nn.Module):
 
     history: Tensor
     amax: Tensor
+    is_local: bool = False
+    """Whether every rank has amaxes of its own, as +local_amax keeps them."""
 
     def __init__(self, length: int, device: torch.device | str | None = None) -> None:
         super().__init__()

@@ -11,11 +11,17 @@ from sharded_training import assert_same
 from torch import nn
 from training_ranks import config, trainer
 
+from hqsweep.errors import UserError
 from hqsweep.train.checkpoint import go_on_from, newest, save_checkpoint
 from hqsweep.train.record import NotAsWritten, check_recorded, checkpoints, record_path
 
 DELAYED = DELAYED_IN_PARTS
-CASES = [(DELAYED, {"parallel": {"dp_shard": 2}, "log_every": 3}), ("mxfp8", {"parallel": {"dp_replicate": 2}})]
+LOCAL = "fp8_delayed+local_amax+history16"
+CASES = [
+    (DELAYED, {"parallel": {"dp_shard": 2}, "log_every": 3}),
+    ("mxfp8", {"parallel": {"dp_replicate": 2}}),
+    (LOCAL, {"parallel": {"dp_shard": 2}}),
+]
 
 
 def test_a_resumed_run_over_ranks_is_the_one_without_a_break(tmp_path):
@@ -31,6 +37,8 @@ def test_a_resumed_run_over_ranks_is_the_one_without_a_break(tmp_path):
     other = trainer(config(DELAYED, steps=4))
     go_on_from(other, folder / "step_3")
     assert_same(content(one), content(other))
+    with pytest.raises(UserError, match=r"2 ranks wrote it, but 1 load it; take 2, or a format without \+local_amax"):
+        go_on_from(trainer(config(LOCAL, steps=4)), tmp_path / "2" / "step_3")
 
 
 @dataclass
