@@ -178,10 +178,10 @@ DELAYED_IN_PARTS = {
 """Delayed scaling in one direction of each tensor, and a plain format in the other."""
 
 
-def fitting(texts: tuple[str, ...], positions: int) -> list[str]:
-    """The quantizers whose blocks divide a context of so many positions, as attention wants it."""
+def fitting(texts: tuple[str, ...], length: int) -> list[str]:
+    """The quantizers whose blocks divide a context, or a part of a matrix, of this length."""
 
     def fits(quantizer: HybridQuantizer) -> bool:
-        return all(positions % (format.tile[1] or 1) == 0 for format in (quantizer.rowwise, quantizer.columnwise))
+        return all(length % (format.tile[1] or 1) == 0 for format in (quantizer.rowwise, quantizer.columnwise))
 
     return [text for text in texts if fits(HybridQuantizer.parse(text))]
