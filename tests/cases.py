@@ -141,7 +141,7 @@ def first(**answers: object) -> str:
     return next(text for text, f in formats if all(getattr(f, name) == value for name, value in answers.items()))
 
 
-PLAIN = min((text for text in BASES if text in LOW and not parse(text).amax_name), key=lambda text: parse(text).tile)
+PLAIN = min((text for text in LOW_BASES if not parse(text).amax_name), key=lambda text: parse(text).tile)
 """The format with codes of which small blocks tell everything: it needs no amax of the whole, and no step."""
 RANDOM, DELAYED = first(stochastic=True), first(delayed=True)
 """Formats whose codes depend on the step: by random bits, and by the amaxes of earlier steps."""
@@ -162,9 +162,10 @@ def _recipe_section(name: str) -> dict[str, str] | str:
     """How the first recipe of conf/recipe whose formats all have this name quantizes a linear; or the name alone."""
     for file in sorted((Path(__file__).parents[1] / "conf/recipe").glob("*.yaml")):
         section = yaml.safe_load(file.read_text()).get("linear", {})
-        quantizers = [HybridQuantizer.parse(text) for text in section.values()]
+        texts = set(section.values() if isinstance(section, dict) else [section])
+        quantizers = [HybridQuantizer.parse(text) for text in texts]
         if {format.name for q in quantizers for format in (q.rowwise, q.columnwise)} == {name}:
-            return section if len(set(section.values())) > 1 else section["input"]
+            return section if len(texts) > 1 else texts.pop()
     return name
 
 
