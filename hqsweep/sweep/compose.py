@@ -226,7 +226,7 @@ class Composer:
 
     def _merge(self, overrides: Sequence[str]) -> DictConfig:
         """The config under the overrides, not resolved."""
-        parsed = self.overrides.parsed(overrides)
+        parsed = self.overrides.parse_checked(overrides)
         groups = tuple(o.input_line for o in parsed if self.overrides.is_group(o))
         if groups not in self.bases:
             self.bases[groups] = self._other_model(groups, self._load(groups, RunMode.RUN))

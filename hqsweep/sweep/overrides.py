@@ -33,7 +33,7 @@ class Overrides:
         self.parser = OverridesParser.create(config_loader=loader)
         self.groups = set(loader.list_groups(""))
 
-    def parsed(self, texts: Sequence[str]) -> list[Override]:
+    def parse_checked(self, texts: Sequence[str]) -> list[Override]:
         """Texts that have been checked, such as choices() gives them."""
         return self.parser.parse_overrides(list(texts))
 

@@ -89,7 +89,7 @@ class UserAdapter:
 
     def begin(self, key: tuple[int, int, int]) -> None:
         """Seed torch's generators by the key, lest the model draws from them: a resumed run, and every arm, drops what
-        an uninterrupted one does. UserError in a CUDA graph for a model that draws."""
+        an uninterrupted one does. Raises NotCapturable in a CUDA graph for a model that draws."""
         if not is_captured(self.device):
             torch.manual_seed(keyed_seed(*key))
         elif self.draws:

@@ -1,6 +1,6 @@
 """A CUDA graph of a converted model: forward and backward of a step, which draws the random bits of every step.
 
-Attention is that of plain products: for the fused one transformers makes a mask in a graph alone (test_unpacked.py).
+For fused attention transformers makes a mask in a graph alone, but not for rows that are unpacked (test_unpacked.py).
 """
 
 import pytest
@@ -13,8 +13,9 @@ from hqsweep.nn import quantization
 pytestmark = pytest.mark.gpu
 
 
-def test_a_captured_step_is_every_step(deterministic):
-    model = llama(layers=1, attn_implementation="eager").cuda().train()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_captured_step_is_every_step(attention, deterministic):
+    model = llama(layers=1, attn_implementation=attention).cuda().train()
     conversion = hqsweep.convert(model, "nvfp4+sr")
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     batch, side = tokens(1).cuda(), torch.cuda.Stream()
@@ -26,7 +27,7 @@ def test_a_captured_step_is_every_step(deterministic):
         loss.backward()
         return loss
 
-    with quantization(seed=1, counter=counter):
+    with hqsweep.unpacked(), quantization(seed=1, counter=counter):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             forward_and_backward()
@@ -39,7 +40,7 @@ def test_a_captured_step_is_every_step(deterministic):
         batch.copy_(tokens(step))
         graph.replay()
         got = {"loss": loss.detach().clone()} | {name: p.grad.clone() for name, p in model.named_parameters()}
-        eager = llama(layers=1, attn_implementation="eager").cuda().train()
+        eager = llama(layers=1, attn_implementation=attention).cuda().train()
         hqsweep.convert(eager, "nvfp4+sr")
         with quantization(seed=1, step=step):
             assert not differences(results(eager, step), got)
