@@ -13,6 +13,7 @@ E5M2 never meets E5M2.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hqsweep.errors import UserError
@@ -32,6 +33,8 @@ UNTRIED = (10,)
 """Majors for which the product was built from documents and has not been run."""
 Capability = tuple[int, int] | None
 """Compute capability of a GPU; None for a CPU."""
+TILES = 4
+"""Rows of scales of 128x128 tiles lie a multiple of so many (16 bytes) apart, as cuBLAS reads them."""
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -91,8 +94,6 @@ def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
     uneven = [f"{name} ({size})" for name, size in sizes.items() if size % 16]
     if uneven:
         return f"tensor cores take multiples of 16, which {' and '.join(uneven)} is not"
-    if a.scaling == "block" and (a.two_d or b.two_d) and k % 512:  # rows of tiles lie a multiple of 16 bytes apart
-        return f"tensor cores take 128x128 tiles where the contracted axis is a multiple of 512; it has {k}"
     return None
 
 
@@ -151,7 +152,11 @@ def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
 
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:
     scales = operand.buffers["s"]
-    return _float8(operand), scales if operand.format.two_d else scales.t().contiguous().t()  # rows run fastest
+    if not operand.format.two_d:
+        return _float8(operand), scales.t().contiguous().t()  # rows run fastest
+    tiles = scales.shape[1]
+    padded = F.pad(scales, (0, -tiles % TILES)) if tiles % TILES else scales
+    return _float8(operand), padded[:, :tiles]
 
 
 def _mx(operand: Operand) -> tuple[Tensor, Tensor]:

@@ -95,8 +95,7 @@ def test_native_tells_all_that_the_device_has_no_product_for():
     ):
         assert part in text
     assert text.count("fprop: input rowwise fp8_block cannot") == 1  # of the second stage only what is new
-    with pytest.raises(UserError, match="128x128 tiles where the contracted axis is a multiple of 512; it has 128"):
-        check(FP8_BLOCK, gemm="native", device_fault=ON_HOPPER)
+    check(FP8_BLOCK, gemm="native", device_fault=ON_HOPPER)  # rows of one tile
 
 
 def test_native_has_no_product_for_quantized_attention():
