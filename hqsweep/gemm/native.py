@@ -33,8 +33,12 @@ UNTRIED = (10,)
 """Majors for which the product was built from documents and has not been run."""
 Capability = tuple[int, int] | None
 """Compute capability of a GPU; None for a CPU."""
+ALIGNMENT = 16
+"""Bytes to a multiple of which cuBLAS wants the address of a scale."""
 TILES = 4
-"""Rows of scales of 128x128 tiles lie a multiple of so many (16 bytes) apart, as cuBLAS reads them."""
+"""Rows of scales of 128x128 tiles lie a multiple of so many apart, as cuBLAS reads them."""
+SCALING_TYPES = (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+"""By Format.two_d."""
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -116,8 +120,9 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if a.format.high_precision:
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))
-    if right_scale.dim() == 2:
-        right_scale = right_scale.t()
+    if a.format.scaling == "block":
+        recipes = [SCALING_TYPES[operand.format.two_d] for operand in (a, b)]
+        return F.scaled_mm(left, right.t(), left_scale, recipes[0], right_scale, recipes[1], output_dtype=out_dtype)
     factors = a.format.scaling == "nvfp4"
     product = torch._scaled_mm(
         left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype
@@ -147,16 +152,17 @@ def _float8(operand: Operand) -> Tensor:
 
 
 def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
-    return _float8(operand), operand.buffers["s"].view(())
+    scale = operand.buffers["s"].view(())
+    if scale.data_ptr() % ALIGNMENT:  # of one expert among many
+        scale = scale.clone()
+    return _float8(operand), scale
 
 
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:
     scales = operand.buffers["s"]
-    if not operand.format.two_d:
-        return _float8(operand), scales.t().contiguous().t()  # rows run fastest
-    tiles = scales.shape[1]
-    padded = F.pad(scales, (0, -tiles % TILES)) if tiles % TILES else scales
-    return _float8(operand), padded[:, :tiles]
+    if operand.format.two_d:
+        return _float8(operand), F.pad(scales, (0, -scales.shape[1] % TILES)).t()
+    return _float8(operand), scales.t().contiguous().t()  # rows run fastest
 
 
 def _mx(operand: Operand) -> tuple[Tensor, Tensor]:

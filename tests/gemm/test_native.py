@@ -1,5 +1,7 @@
 """gemm=native: what tensor cores take, the operands as they take them, and on a GPU the product itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import EVERY_OPTION
@@ -70,11 +72,22 @@ def test_operands_with_block_scales_decode_to_the_exact_matrix(text):
 
 @pytest.mark.parametrize("columns, stride", [(128, 4), (512, 4), (704, 8), (2048, 16)])
 def test_rows_of_tiles_lie_a_multiple_of_16_bytes_apart(columns, stride):
-    """For any number of tiles in a row, with their scales unchanged."""
+    """For any number of tiles in a row, with their scales unchanged; tiles of a row run fastest."""
     quantized = operand("fp8_block+2d", 272, columns)
     _, scales = _ARRANGED["block"](quantized)
-    assert scales.stride() == (stride, 1)
-    assert torch.equal(scales, quantized.buffers["s"])
+    own = quantized.buffers["s"]
+    assert scales.shape == (stride, 3) and scales.stride() == (1, stride)
+    assert torch.equal(scales.t()[:, : own.shape[1]], own)
+
+
+def test_scales_of_experts_have_addresses_that_cublas_takes():
+    """Each has one of an array of float32, of which every fourth lies at a multiple of 16 bytes."""
+    whole = operand("fp8_current", 16, 32)
+    scales = torch.arange(8, dtype=torch.float32)
+    for expert in range(8):
+        own = replace(whole, buffers=whole.buffers | {"s": scales[expert : expert + 1]})
+        _, scale = _ARRANGED["tensor"](own)
+        assert scale.data_ptr() % 16 == 0 and scale.dim() == 0 and scale.item() == expert
 
 
 @pytest.mark.parametrize("a, b", [*PAIRS, ("fp8_delayed", "fp8_delayed+e5m2"), ("fp8_current", "fp8_delayed")])
@@ -139,7 +152,9 @@ def test_high_precision_is_the_same_product():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(256, 272, 512), (512, 384, 1024), (64, 128, 1536), (256, 144, 384), (128, 704, 704)])
+@pytest.mark.parametrize(
+    "shape", [(256, 272, 512), (512, 384, 1024), (64, 128, 1536), (256, 144, 384), (128, 704, 704)]
+)
 @pytest.mark.parametrize("a, b", PAIRS)
 def test_products_of_the_tensor_cores(a, b, shape):
     if torch.cuda.get_device_capability() != HOPPER:
