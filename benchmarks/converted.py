@@ -1,6 +1,6 @@
 """A training step of a converted Llama of Hugging Face beside one of hqsweep's own GPT of the same shape and recipe.
 
-    python -m benchmarks.converted [--size M] [--recipes bf16 mxfp8 ...] [--modes eager compiled blocks] [--quick]
+    python -m benchmarks.converted [--size M] [--recipes bf16 mxfp8 ...] [--modes eager compiled graphs] [--quick]
 
 Both have FP32 parameters, products in bfloat16 (the Llama's by torch.autocast), as many parameters in products, and the
 same tokens, clipping and AdamW. The GPT's step is its Trainer's, train.compile=auto. The Llama's is what a user writes;
@@ -13,6 +13,7 @@ converted  the same model converted: gpt_ms is of the GPT in turn with it, share
 
 A recipe is a name of conf/recipe, with ":native" for gemm=native. blocks: each decoder layer compiled by itself.
 chunks: the body compiled, and projection and loss by chunks of tokens, as `hqsweep run` has them (models.head_loss).
+graphs: chunks, with torch.compile's mode "reduce-overhead", whose CUDA graphs need little of the host.
 --quick: a tiny shape, for a look at any machine.
 """
 
@@ -37,8 +38,8 @@ from hqsweep.models.hf import causal_lm_loss
 from hqsweep.nn import quantization
 
 SECTIONS = ("gpt", "plain", "converted")
-MODES = ("eager", "compiled", "blocks", "chunks")
-JUDGED = ("compiled", "chunks")
+MODES = ("eager", "compiled", "blocks", "chunks", "graphs")
+JUDGED = ("compiled", "chunks", "graphs")
 CHUNK = 128
 """The rows of a chunk on a CPU, which has no kernels and would form none."""
 RECIPES = ("bf16", "mxfp8", "nvfp4", "float8_block_scaling", "current_scaling:native")
@@ -80,13 +81,14 @@ class LlamaStep:
             for layer in self.model.model.layers:
                 layer.compile()
         self.around = nullcontext
-        if mode == "chunks":
-            self.model.model.compile()
+        if mode in ("chunks", "graphs"):
+            self.model.model.compile(mode="reduce-overhead" if mode == "graphs" else None)
             self.around = HeadLoss(self.model, CHUNK if device == "cpu" else None)
         self.forward = torch.compile(self.model) if mode == "compiled" else self.model
 
     def __call__(self) -> Tensor:
         self.step += 1
+        torch.compiler.cudagraph_mark_step_begin()
         inputs, targets = (tokens.to(self.device, non_blocking=True) for tokens in self.data())
         with quantization(seed=0, step=self.step):
             with torch.autocast(self.device, torch.bfloat16):
@@ -142,7 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=[name for name in SIZES if name != "moe"], default="M")
     parser.add_argument("--quick", action="store_true", help="a tiny shape instead of --size")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compiled", "chunks"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager", "compiled", "chunks", "graphs"])
     parser.add_argument("--turns", type=int, default=5, help="of each case beside the GPT")
     parser.add_argument("--steps", type=int, help="in a turn (default: of the size)")
     rows.add_arguments(parser, SECTIONS)
