@@ -98,7 +98,14 @@ def shape_fault(a: Format, b: Format, m: int, n: int, k: int) -> str | None:
     uneven = [f"{name} ({size})" for name, size in sizes.items() if size % 16]
     if uneven:
         return f"tensor cores take multiples of 16, which {' and '.join(uneven)} is not"
+    if _has_uneven_tiles(a, b, k) and "e5m2" in (a.element_name, b.element_name):
+        return f"beside E5M2 tensor cores take a multiple of {TILES} tiles of 128x128 in a row; {k} columns have others"
     return None
+
+
+def _has_uneven_tiles(a: Format, b: Format, k: int) -> bool:
+    """Whether rows of 128x128 tiles have to be padded: torch.nn.functional.scaled_mm takes them so, of E4M3 alone."""
+    return a.scaling == "block" and (a.two_d or b.two_d) and -(-k // 128) % TILES != 0
 
 
 def refusal(capability: Capability, a: Format, b: Format, m: int, n: int, k: int) -> str | None:
@@ -120,9 +127,11 @@ def mm_t_native(a: Operand, b: Operand, *, out_dtype: torch.dtype) -> Tensor:
     if a.format.high_precision:
         return mm_t(a, b, out_dtype=out_dtype)
     (left, left_scale), (right, right_scale) = map(_operand, (a, b))
-    if a.format.scaling == "block":
+    if _has_uneven_tiles(a.format, b.format, k):
         recipes = [SCALING_TYPES[operand.format.two_d] for operand in (a, b)]
         return F.scaled_mm(left, right.t(), left_scale, recipes[0], right_scale, recipes[1], output_dtype=out_dtype)
+    if right_scale.dim() == 2:
+        right_scale = right_scale.t()
     factors = a.format.scaling == "nvfp4"
     product = torch._scaled_mm(
         left, right.t(), left_scale, right_scale, out_dtype=torch.float32 if factors else out_dtype
@@ -160,9 +169,10 @@ def _per_tensor(operand: Operand) -> tuple[Tensor, Tensor]:
 
 def _block(operand: Operand) -> tuple[Tensor, Tensor]:
     scales = operand.buffers["s"]
-    if operand.format.two_d:
-        return _float8(operand), F.pad(scales, (0, -scales.shape[1] % TILES)).t()
-    return _float8(operand), scales.t().contiguous().t()  # rows run fastest
+    if not operand.format.two_d:
+        return _float8(operand), scales.t().contiguous().t()  # rows run fastest
+    missing = -scales.shape[1] % TILES
+    return _float8(operand), F.pad(scales, (0, missing)).t() if missing else scales
 
 
 def _mx(operand: Operand) -> tuple[Tensor, Tensor]:

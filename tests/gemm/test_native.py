@@ -70,7 +70,7 @@ def test_operands_with_block_scales_decode_to_the_exact_matrix(text):
     )
 
 
-@pytest.mark.parametrize("columns, stride", [(128, 4), (512, 4), (704, 8), (2048, 16)])
+@pytest.mark.parametrize("columns, stride", [(128, 4), (384, 4), (704, 8)])
 def test_rows_of_tiles_lie_a_multiple_of_16_bytes_apart(columns, stride):
     """For any number of tiles in a row, with their scales unchanged; tiles of a row run fastest."""
     quantized = operand("fp8_block+2d", 272, columns)
@@ -78,6 +78,8 @@ def test_rows_of_tiles_lie_a_multiple_of_16_bytes_apart(columns, stride):
     own = quantized.buffers["s"]
     assert scales.shape == (stride, 3) and scales.stride() == (1, stride)
     assert torch.equal(scales.t()[:, : own.shape[1]], own)
+    whole = operand("fp8_block+2d", 272, 512)
+    assert _ARRANGED["block"](whole)[1] is whole.buffers["s"]
 
 
 def test_scales_of_experts_have_addresses_that_cublas_takes():
@@ -132,6 +134,8 @@ def test_untried_hardware_is_named():
         ("fp8_current", "fp8_current", (16, 16, 40), "the contracted axis (40)"),
         ("fp8_block", "fp8_block", (17, 16, 128), "rows of the first operand (17)"),
         ("fp8_block", "fp8_block+2d", (16, 16, 640), None),
+        ("fp8_block+e5m2", "fp8_block+2d", (16, 16, 512), None),
+        ("fp8_block+e5m2", "fp8_block+2d", (16, 16, 640), "beside E5M2 tensor cores take a multiple of 4 tiles"),
         ("bf16", "bf16", (3, 5, 7), None),
     ],
 )
@@ -153,13 +157,15 @@ def test_high_precision_is_the_same_product():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(256, 272, 512), (512, 384, 1024), (64, 128, 1536), (256, 144, 384), (128, 704, 704)]
+    "shape", [(256, 272, 512), (512, 384, 1024), (64, 128, 1536), (256, 144, 384), (128, 704, 704), (64, 144, 496)]
 )
 @pytest.mark.parametrize("a, b", PAIRS)
 def test_products_of_the_tensor_cores(a, b, shape):
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("the table of sm_90")
     m, n, k = shape
+    if shape_fault(parse(a), parse(b), m, n, k):
+        pytest.skip("refused, see test_shapes")
     left, right = operand(a, m, k, device="cuda"), operand(b, n, k, 1, device="cuda")
     exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64).t()
     for dtype, bound in ((torch.float32, 5e-4), (torch.bfloat16, 5e-3)):
