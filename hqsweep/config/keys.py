@@ -88,10 +88,10 @@ def check_possible(training: Training) -> None:
                 f"train.parallel.{axis}: {getattr(dims, axis)}, but ranks of a model of your own have a copy each"
                 f" (dp_replicate) or share out one (dp_shard); give {axis}=1"
             )
-    if dims.tp > 1:
-        check_shared_matrices(training)
     if dims.pp > 1:
         check_stages(training)
+    if dims.tp > 1:
+        check_shared_matrices(training)
     if train.offload and dims.pp > 1:
         raise UserError("train.parallel.pp: several stages, but train.offload is true; give one of them")
     if train.compile == "graph" and dims.pp > 1:
@@ -117,12 +117,11 @@ def check_shared_matrices(training: Training) -> None:
 def check_stages(training: Training) -> None:
     """UserError for what a training with pp cannot have."""
     dims = training.train.parallel
-    faults = {
-        "train.parallel.tp; give tp=1": dims.tp > 1,
-        "train.parallel.ep; give ep=1": dims.ep > 1,
-    }
-    if fault := next((fault for fault, there in faults.items() if there), None):
-        raise UserError(f"train.parallel.pp: {dims.pp} does not go with {fault}")
+    if dims.tp > 1 and training.model.experts:
+        raise UserError(
+            f"train.parallel.pp: {dims.pp} does not go with both train.parallel.tp and model.experts; give tp=1, or"
+            " experts=0"
+        )
 
 
 def check_keys(config: Mapping[str, Any]) -> None:

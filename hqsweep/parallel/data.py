@@ -34,7 +34,8 @@ def shard(model: nn.Module, ranks: Ranks, methods: Iterable[str] = (), apart: Co
     from hqsweep.parallel.tensor import fsdp_placement
 
     # Layers and heads of hqsweep give views of their products, which nothing here changes in place.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP(TransformerLayer|Head)\) returned a view")
+    modules = r"\(FSDP(TransformerLayer|MoELayer|Head)\)"
+    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module {modules} returned a view")
     options = {"mesh": ranks.fsdp_mesh, "ignored_params": set(apart), "shard_placement_fn": fsdp_placement}
     for block in blocks(model):
         fully_shard(block, reshard_after_forward=True, **options)

@@ -91,6 +91,7 @@ class Pipeline:
         self.same_stage = peers(mesh, AXIS)
         self.width, self.dtype = model.embedding.weight.shape[1], model.embedding.weight.dtype
         self.device, layers = model.embedding.weight.device, len(model.layers)
+        self._tokens_over = model.embedding.part.group.size() if getattr(model.embedding, "split", False) else 1
         setattr(model, WHOLE_ROLES, roles_of(model))
         self._order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         self._mixtures = [index for index, layer in enumerate(model.layers) if isinstance(layer, MoELayer)]
@@ -212,6 +213,8 @@ class Pipeline:
 
     def _schedule(self, shape: tuple[int, int], microbatches: int, *, training: bool = True) -> Any:
         """The schedule for microbatches of tokens of this shape; without a loss it computes forward only."""
+        if shape[1] % self._tokens_over:
+            raise UserError(f"Pipeline: a sequence of {shape[1]} tokens does not divide by tp={self._tokens_over}")
         stages = [self._stage(index, part, shape) for index, part in self.parts.items()]
         loss = _loss if training else None
         if len(stages) > 1:
@@ -231,7 +234,8 @@ class Pipeline:
 
     def _stream(self, layer: int, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         """The tensors that go from the stage before a layer to the one that begins with it."""
-        stream = torch.empty(*shape, self.width, dtype=self.dtype, device="meta", requires_grad=True)
+        batch, length = shape[0], shape[1] // self._tokens_over
+        stream = torch.empty(batch, length, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         balances = sum(index < layer for index in self._mixtures)
         return (stream, torch.empty(balances, device="meta", requires_grad=True)) if balances else (stream,)
 

@@ -1,4 +1,4 @@
-"""A model over the ranks of a mesh: its matrices, its experts, then its parameters."""
+"""A model over the ranks of a mesh: its matrices, its layers, its experts, then its parameters."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,37 +13,50 @@ from hqsweep.parallel.mesh import Ranks
 def spread(model: nn.Module, ranks: Ranks, methods: Iterable[str] = ()) -> None:
     """Share out a GPT, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard. methods:
     of the model, that compute as its forward does."""
-    if ranks.dims.tp > 1:
-        from hqsweep.parallel.tensor import tensor_parallel
-
-        tensor_parallel(model, ranks.mesh)
-    apart = spread_experts(model, ranks) if ranks.dims.ep > 1 else set()
+    spread_matrices(model, ranks)
+    apart = spread_experts(model, ranks)
     if ranks.data_size > 1:
         shard(model, ranks, methods, apart)
 
 
 def spread_layers(model: nn.Module, ranks: Ranks, microbatches: int, load_balance: float) -> Any:
-    """Share out the layers of a GPT, in place, over the ranks along pp, then the parameters of each stage along
-    dp_shard. Returns the Pipeline that trains it."""
+    """Share out the matrices of a GPT, in place, along tp, its layers along pp, then the experts and the parameters of
+    each stage along ep and dp_shard. Returns the Pipeline that trains it."""
     from hqsweep.parallel.pipeline import Pipeline
 
     dims = ranks.dims
+    spread_matrices(model, ranks)
     options = {"stages_per_rank": dims.stages_per_rank, "copies": ranks.data_size, "load_balance": load_balance}
     pipeline = Pipeline(model, ranks.mesh, microbatches, **options)
+    apart = spread_experts(model, ranks)
     for part in pipeline.parts.values() if ranks.data_size > 1 else ():
-        shard(part, ranks)
+        shard(part, ranks, apart=apart)
     return pipeline
 
 
+def spread_matrices(model: nn.Module, ranks: Ranks) -> None:
+    """Give each rank its part of the matrices, if tp has several ranks."""
+    if ranks.dims.tp > 1:
+        from hqsweep.parallel.tensor import tensor_parallel
+
+        tensor_parallel(model, ranks.mesh)
+
+
 def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
-    """Give each rank its part of the experts; ranks that hold the same ones share out their parameters. Returns the
-    parameters that no other rank has, and so no fully_shard gathers. Gradients are sums over all ranks."""
+    """Give each rank its part of the experts, if ep has several ranks; ranks that hold the same ones share out their
+    parameters. Returns the parameters that no other rank has, and so no fully_shard gathers. Gradients are sums over
+    all ranks. A stage of a pipeline may have no experts."""
+    if ranks.dims.ep == 1:
+        return set()
+    mesh = ranks.expert_mesh["dp_replicate", "efsdp", "ep"]  # which the ranks of all stages make together
+    mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
+    if not mixtures:
+        return set()
     from torch.distributed.fsdp import fully_shard
 
     from hqsweep.parallel.expert import expert_parallel
 
-    expert_parallel(model, ranks.expert_mesh["dp_replicate", "efsdp", "ep"], average=False)
-    mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
+    expert_parallel(model, mesh, average=False)
     experts = [grouped for mixture in mixtures for grouped in (mixture.fc1, mixture.fc2)]
     if ranks.data_size == ranks.dims.ep:
         return {parameter for grouped in experts for parameter in grouped.parameters()}

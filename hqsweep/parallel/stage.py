@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from hqsweep.nn.layer_stack import through
-from hqsweep.nn.linear_loss import cross_entropy, forms_loss
+from hqsweep.nn.linear_loss import cross_entropy, forms_loss, vocabulary_group
 from hqsweep.nn.residual import add_branch
 
 
@@ -44,7 +44,10 @@ class StageOfLayers(nn.Module):
             x = add_branch(stream.x, stream.branch)
             return (x, torch.cat(every)) if every else x
         h = self.norm.added(stream.x, stream.branch, self.head.dtype)[1]
-        loss = self.head.loss(h, targets) if forms_loss(self.head, h) else cross_entropy(self.head(h), targets)
+        if forms_loss(self.head, h):
+            loss = self.head.loss(h, targets)
+        else:
+            loss = cross_entropy(self.head(h), targets, vocabulary_group(self.head))
         if self.share is None:
             return torch.stack([loss])  # which is no view, as fully_shard asks for
         if every:

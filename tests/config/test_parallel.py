@@ -36,12 +36,20 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             r"train.microbatches: 3 do not divide into rounds of train.parallel.pp=2",
         ),
         (
-            {"train": {"parallel": {"pp": 2, "tp": 2}, "microbatches": 2}},
-            r"train.parallel.pp: 2 does not go with train.parallel.tp",
+            {"train": {"parallel": {"pp": 2, "tp": 2}, "microbatches": 2}, "model": {"experts": 4}},
+            r"train.parallel.pp: 2 does not go with both train.parallel.tp and model.experts",
         ),
         (
-            {"train": {"parallel": {"pp": 2, "dp_shard": 2, "ep": 2}, "microbatches": 2}, "model": {"experts": 4}},
-            r"train.parallel.pp: 2 does not go with train.parallel.ep",
+            {"train": {"parallel": {"pp": 2, "tp": 3}, "microbatches": 2}},
+            r"train.parallel.tp: 3 does not divide the model's heads \(4\)",
+        ),
+        (
+            {"train": {"parallel": {"pp": 2, "dp_shard": 2, "ep": 2}, "microbatches": 2}, "model": {"experts": 3}},
+            r"train.parallel.ep: 2 does not divide model.experts \(3\)",
+        ),
+        (
+            {"train": {"parallel": {"pp": 2, "dp_shard": 2, "ep": 2}}, "model": {"experts": 4}},
+            r"train.microbatches: 1 for the stages of train.parallel.pp=2",
         ),
         (
             {"train": {"parallel": {"ep": 2, "dp_shard": 4}}, "model": {"experts": 6}},

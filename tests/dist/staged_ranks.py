@@ -9,6 +9,7 @@ from checkpointed import content
 from training_ranks import config, trainer
 
 from hqsweep.checkpoints.sharded import save_sharded
+from hqsweep.config.parallel import ONE_RANK
 from hqsweep.jobs.trainer_fields import saved_fields, trainer_fields
 from hqsweep.train.checkpoint import go_on_from, save_checkpoint
 
@@ -36,6 +37,34 @@ TIED = "tied"
 
 
 FACTS = ("recipe that changes", "experts")
+DELAYED_LAYERS = {"linear": DELAYED, "overrides": [{"layers": "last(1)", "linear": "nvfp4"}]}
+MATRICES = {"parallel": {"tp": 2}, "clip": 0.01}
+TWO_SHARDS = {"parallel": {"dp_shard": 2}, "clip": 0.01, "microbatches": 2}
+EXPERTS = {"parallel": {"dp_shard": 2, "ep": 2}, "clip": 0.01, "microbatches": 2}
+BESIDE = {
+    "shards": (NVFP4, TWO_SHARDS | {"model": FOUR | {"quantized_weights": True}, "stages": 2}),
+    "matrices": (NVFP4, MATRICES | {"model": FOUR | {"ffn": 128}, "recompute": "layer", "stages": 2}),
+    "held matrices": (DELAYED_LAYERS, MATRICES | {"model": {"ffn": 128, "quantized_weights": True}}),
+    "tied matrices": ("mxfp8", MATRICES | {"model": {"ffn": 128, "tied": True}}),
+    "experts over ranks": (DELAYED_LAYERS, EXPERTS | {"model": FOUR | {"experts": 4, "first_moe_layer": 2}}),
+    "held experts": (
+        NVFP4,
+        EXPERTS | {"model": FOUR | {"experts": 4, "quantized_weights": True}, "stages": 2, "recompute": "layer"},
+    ),
+}
+"""Over two ranks of other axes, and over two stages of such ranks, of which one may have no experts."""
+ON_FOUR = [name for name in BESIDE if name != "tied matrices"]
+"""Those whose sums have one order with stages and without."""
+RESUMED = ("held matrices", "tied matrices", "experts over ranks")
+
+
+def beside(name: str, pp: int):
+    """The config of a case of BESIDE, without stages (pp=1) or with some."""
+    recipe, changes = BESIDE[name]
+    changes = BASE | changes
+    stages, dims = changes.pop("stages", 1), changes.pop("parallel")
+    parallel = dims | ({"pp": pp, "stages_per_rank": stages} if pp > 1 else {})
+    return config(recipe, **changes, parallel=parallel, stats={"capture_at": STEPS})
 
 
 def staged(name: str, pp: int = 2, **dims):
@@ -82,6 +111,13 @@ def resumed(cfg, folder: Path) -> tuple:
     return [done.metrics for done in run.steps()], content(run)
 
 
+def loaded(cfg, folder: Path) -> dict:
+    """Weights and moments that one process reads there, whatever ranks the config says."""
+    run = trainer(cfg.model_copy(update={"train": cfg.train.model_copy(update={"parallel": ONE_RANK})}))
+    go_on_from(run, folder / f"step_{BREAK}")
+    return content(run)
+
+
 def train_all(rank: int, folder: Path) -> dict:
     """Case -> what is trained, and what goes on from its checkpoint and from that of one process."""
     results = {}
@@ -90,11 +126,13 @@ def train_all(rank: int, folder: Path) -> dict:
         results[name] = trained(cfg, own), resumed(cfg, own), resumed(cfg, folder / "one" / name)
     results["facts"] = {name: facts_of(trainer(staged(name))) for name in FACTS}
     tied, own = staged(TIED), folder / TIED
-    return results | {TIED: (trained(tied, own), resumed(tied, own)), "shards": train_shards(rank, folder, 1)}
+    return results | {TIED: (trained(tied, own), resumed(tied, own))}
 
 
-def train_shards(rank: int, folder: Path, pp: int) -> tuple:
-    """trained() of two shards, without stages or with two of them."""
-    model, parallel = FOUR | {"quantized_weights": True}, {"dp_shard": 2, "pp": pp, "stages_per_rank": pp}
-    changes = {"clip": 0.01, "microbatches": 2, "model": model, "parallel": parallel}
-    return trained(config(NVFP4, **BASE | changes), folder / f"shards {pp}")
+def train_beside(rank: int, folder: Path, pp: int) -> dict:
+    """Case -> what is trained beside other axes; with stages also what goes on from their checkpoint."""
+    results = {}
+    for name in BESIDE:
+        cfg, own = beside(name, pp), folder / f"{name} {pp}"
+        results[name] = trained(cfg, own), resumed(cfg, own) if pp > 1 and name in RESUMED else None
+    return results
