@@ -58,9 +58,11 @@ class Pipeline:
     other, or one more; rank r has the stages r, r + n and so on. The schedule is 1F1B, interleaved for several stages.
     Microbatch j of a step under quantization(microbatch=i) draws its random bits as microbatch i + j, so losses and
     gradients are to the byte those of one process that computes the microbatches one after the other. Ranks along
-    other axes of the mesh share the amaxes of delayed scaling of a stage. Stages recompute as the model does. A head
-    that is tied to the embedding is on the first rank and on the last; each microbatch adds to both gradients, which
-    become their sum at the end of the step, where one process adds both of a microbatch at a time.
+    other axes of the mesh share the amaxes of delayed scaling of a stage. tensor_parallel has shared out the model's
+    matrices before, if at all; expert_parallel takes the model, with what this rank keeps, afterwards. Stages recompute
+    as the model does. A head that is tied to the embedding is on the first rank and on the last; each microbatch adds
+    to both gradients, which become their sum at the end of the step, where one process adds both of a microbatch at a
+    time.
 
     `parts` are the modules of this rank's stages, each of which may be given to fully_shard, its layers first. What is
     minimized is the mean cross entropy over `copies` ranks with other tokens, plus load_balance times the mean balance
@@ -68,7 +70,7 @@ class Pipeline:
 
     Raises:
         UserError: for a model that is no GPT; fewer layers than stages; fewer microbatches than ranks, or with several
-            stages a number that ranks do not divide.
+            stages a number that ranks do not divide. At a call: for tokens that ranks of "tp" do not divide.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from hqsweep.errors import UserError
 from hqsweep.nn import quantization
 from hqsweep.nn.call import Call
 from hqsweep.parallel.pipeline import Pipeline
+from hqsweep.parallel.tensor import tensor_parallel
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
 
@@ -136,6 +137,13 @@ def raised_in_a_layer() -> None:
     pipeline.step(*batch(1))
 
 
+def cut_between_tokens() -> None:
+    """A pipeline of one rank whose matrices, and tokens between them, two share."""
+    mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("pp", "tp"))
+    tokens = torch.zeros(1, 31, dtype=torch.int64)
+    Pipeline(tensor_parallel(gpt("stochastic", ffn=64), mesh), mesh, 1).step(tokens, tokens)
+
+
 def refusals(mesh) -> list[str]:
     said, stages = [], {"stages_per_rank": 2}
     batch_of_three = torch.zeros(3, 32, dtype=torch.int64)
@@ -146,6 +154,7 @@ def refusals(mesh) -> list[str]:
         lambda: Pipeline(gpt("stochastic"), mesh, 3, **stages),
         lambda: Pipeline(gpt("stochastic"), mesh, 2).step(batch_of_three, batch_of_three),
         raised_in_a_layer,
+        cut_between_tokens,
     ):
         try:
             call()

@@ -35,10 +35,11 @@ def test_weights_are_quantized_once_a_step(staged, name):
 
 
 def test_what_cannot_be_staged_is_refused(staged):
-    other, shallow, few, odd, batch, layer = staged[0]["refused"]
+    other, shallow, few, odd, batch, layer, tokens = staged[0]["refused"]
     assert other == "Pipeline: Linear has no embedding; it takes hqsweep's own GPT"
     assert shallow == "Pipeline: 4 stages of 3 layers; lower pp, or stages_per_rank"
     assert few == "Pipeline: 1 microbatches over 2 ranks; it takes 2 or more"
     assert odd == "Pipeline: 3 microbatches over 2 ranks; it takes a multiple of 2"
     assert layer == "this layer refuses"
+    assert tokens == "Pipeline: a sequence of 31 tokens does not divide by tp=2"
     assert batch == "Pipeline: a batch of 3 sequences for 2 microbatches"
