@@ -144,9 +144,12 @@ class Splits:
 
     @cached_property
     def host(self) -> tuple[int, ...]:
-        """The sizes; waits for the device where only that knows them."""
+        """The sizes; waits for the device where only that knows them. RuntimeError while a CUDA graph is captured, in
+        which nothing can wait."""
         if self.sizes is not None:
             return self.sizes
+        if self.device_sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a product for each expert needs the host to know its rows, and only the GPU does")
         sizes = tuple(self.device_sizes.tolist())
         self._check(sizes)
         return sizes

@@ -1,5 +1,7 @@
 """Splits and their offsets."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -47,6 +49,14 @@ def test_sizes_that_were_waited_for_are_checked(sizes, message):
     splits = Splits(rows=8, count=2, sizes=None, device_sizes=torch.tensor(sizes))
     with pytest.raises(UserError, match=message):
         _ = splits.spans
+
+
+def test_a_graph_cannot_wait_for_sizes(monkeypatch):
+    """The error is what the run says of steps that are no graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert Splits.of([4, 4], 8).host == (4, 4)
+    with pytest.raises(RuntimeError, match="a product for each expert needs the host to know its rows"):
+        _ = Splits(rows=8, count=2, sizes=None, device_sizes=SimpleNamespace(is_cuda=True)).host
 
 
 @pytest.mark.gpu
