@@ -148,7 +148,8 @@ class Splits:
         which nothing can wait."""
         if self.sizes is not None:
             return self.sizes
-        if self.device_sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+        on_gpu = self.device_sizes.is_cuda and not torch.compiler.is_compiling()
+        if on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a product for each expert needs the host to know its rows, and only the GPU does")
         sizes = tuple(self.device_sizes.tolist())
         self._check(sizes)
