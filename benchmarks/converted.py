@@ -117,12 +117,13 @@ class Bench:
                 yield named, partial(self._measured, section, recipe, mode)
 
     def _measured(self, section: str, recipe: str | None, mode: str) -> rows.Row:
-        device, beside = self.args.device, []
-        if section != "plain":
+        device, both = self.args.device, []
+        if section != "gpt":
+            both.append(self._llama(recipe, mode))
+        if section != "plain":  # after graphs of torch.compile, which would spoil the GPT's own (docs/performance.md)
             gpt = Prepared(lambda: Ours(self.size, self.data, recipe, "auto", device), device, is_deterministic=True)
-            beside = [gpt]
-        own = beside[0] if section == "gpt" else self._llama(recipe, mode)
-        both = beside if section == "gpt" else [own, *beside]
+            both.append(gpt)
+        own = both[0]
         seconds, *others = alternated(both, self.args.steps or self.size.turn, self.args.turns)
         row = {"ms": seconds * 1e3, "ktokens_s": self.size.tokens / seconds * 1e-3} | own.facts
         row |= {"tflops": self.size.flop() / seconds * 1e-12, "ran": getattr(own.call, "ran", mode)}
