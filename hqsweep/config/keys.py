@@ -106,7 +106,8 @@ def check_shared_matrices(training: Training) -> None:
     faults = {
         "both model.quantized_weights and several copies or shards of the model; give false, or dp_replicate=1 and"
         " dp_shard=1": model.quantized_weights and dims.data > 1,
-        "model.experts; give 0": model.experts > 0,
+        "both model.quantized_weights and model.experts; give false, or experts=0": model.quantized_weights
+        and model.experts > 0,
     }
     if fault := next((fault for fault, there in faults.items() if there), None):
         raise UserError(f"train.parallel.tp: {dims.tp} does not go with {fault}")

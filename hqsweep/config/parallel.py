@@ -85,10 +85,11 @@ class ParallelConfig(Section):
             )
         if self.ep > 1 and not model.experts:
             raise UserError(f"train.parallel.ep: {self.ep}, but model.experts is 0; give experts, or ep=1")
-        if self.ep > 1 and model.experts % self.dp_shard:
+        shared = f"ep={self.ep}" if self.ep > 1 else f"tp={self.tp}"
+        if max(self.ep, self.tp) > 1 and model.experts % self.dp_shard:
             raise UserError(
                 f"train.parallel.dp_shard: {self.dp_shard} does not divide model.experts ({model.experts}), which with"
-                f" ep={self.ep} all of its ranks share out; give a divisor, or dp_replicate for the rest"
+                f" {shared} all of its ranks share out; give a divisor, or dp_replicate for the rest"
             )
         stages = self.pp * self.stages_per_rank
         if self.pp > 1 and stages > model.layers:

@@ -81,7 +81,7 @@ def whole_tensor(x: Tensor) -> Tensor:
     if not is_in_pieces(x):
         return x.full_tensor()
     joined = x.to_local()
-    for axis, placement in enumerate(x.placements):
+    for axis, placement in reversed(list(enumerate(x.placements))):  # the last cut is within those before it
         if placement.is_replicate():
             continue
         parts = gather_bytes(joined, x.device_mesh.get_group(axis)).view(joined.dtype).unbind()

@@ -18,7 +18,8 @@ from hqsweep.nn.slot_numbers import SlotNumbers
 from hqsweep.ops.request import Output
 from hqsweep.ops.splits import Splits
 from hqsweep.quant.delayed import SlotStates
-from hqsweep.quant.group import quantize_group
+from hqsweep.quant.group import Wanted, quantize_group
+from hqsweep.quant.group_part import quantize_group_part
 from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.quant.operand import HybridOperand
 from hqsweep.quant.part import Part, quantize_part
@@ -147,13 +148,24 @@ class Call:
         return quantizer.quantize_under(x, amax, rowwise=rowwise, columnwise=columnwise, key=key, states=states)
 
     def quantize_part(
-        self, tensor: str, x: Tensor, part: Part, *, rowwise: Output | None = None, columnwise: Output | None = None
+        self,
+        tensor: str,
+        x: Tensor,
+        part: Part,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        by_rows: bool = False,
     ) -> HybridOperand:
-        """quantize() for one matrix, of which this rank has a part."""
-        quantizer = self.quantizer(tensor)
-        options = {"key": self.key(tensor) if quantizer.reads_key else None, "states": self.states_of(tensor, x)}
+        """quantize() for one matrix, of which this rank has a part, or for a part of every expert's."""
+        quantizer, outputs = self.quantizer(tensor), {"rowwise": rowwise, "columnwise": columnwise}
+        key, states = self.key(tensor) if quantizer.reads_key else None, self.states_of(tensor, x)
+        splits = self.weight_splits if tensor == "weight" else self.splits
         try:
-            return quantize_part(quantizer, x, part, rowwise=rowwise, columnwise=columnwise, **options)
+            if splits is None:
+                return quantize_part(quantizer, x, part, key=key, states=states, **outputs)
+            wanted = Wanted(**outputs, keys=key, states=states, by_rows=by_rows)
+            return quantize_group_part(quantizer, x, splits, part, wanted)
         except UserError as error:
             raise UserError(f"{self.layer}: {tensor}: {error}") from None
 

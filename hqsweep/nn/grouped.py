@@ -21,6 +21,7 @@ from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
 from hqsweep.nn.products import outside_autocast
 from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
+from hqsweep.nn.tensor_parallel import TensorParallel
 from hqsweep.nn.token_codes import sends_codes
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.padding import PaddedSplits
@@ -111,6 +112,19 @@ class GroupedBase(LinearBase):
         self._last_splits, self._plans = None, (None, "", {})
         self.workspace.clear()
 
+    def share_features(self, parallel: TensorParallel) -> None:
+        """Compute with this rank's part of every expert: of its output features ("column"), or of its input features
+        ("row"). Every rank has all rows; what ranks sum has the sums of all."""
+        ranks = parallel.group.size()
+        if parallel.mode == "column":
+            self.out_features //= ranks
+        else:
+            self.in_features //= ranks
+        self.parallel = parallel
+        self._weight_splits = Splits.uniform(self.num_experts, self.out_features)
+        self._plans = (None, "", {})
+        self.workspace.clear()
+
     def linear_facts(self) -> dict[str, Any]:
         return super().linear_facts() | {"first_expert": self.first_expert, "mean_over": self.mean_over}
 
@@ -193,6 +207,8 @@ class GroupedBase(LinearBase):
         self, x: Tensor, splits: Splits, parameters: ExpertParameters, codes: Codes | None = None
     ) -> Tensor:
         fields = self.linear_facts() | ({} if codes is None else {"codes": codes})
+        if self.parallel is not None:
+            fields["exchange"] = self.parallel.exchange(x)
         plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
         call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
         weights, biases = parameters

@@ -108,7 +108,8 @@ class LinearCall(Call):
             return self._of_codes(tensor, rowwise, columnwise, **options)
         part = self.part_of(tensor, x)
         if part is not None:
-            return self.quantize_part(tensor, x, part, rowwise=rowwise, columnwise=columnwise)
+            by_rows = options.get("by_rows", False)
+            return self.quantize_part(tensor, x, part, rowwise=rowwise, columnwise=columnwise, by_rows=by_rows)
         return super().quantize(tensor, x, rowwise=rowwise, columnwise=columnwise, **options)
 
     def part_of(self, tensor: str, x: Tensor) -> Part | None:
@@ -230,7 +231,8 @@ class LinearCall(Call):
             outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
             return self.quantize("input", self.gathered("input", tensors[0]), **outputs).columnwise
         operand = unflatten(tensors, skeleton)
-        part = None if self.exchange is None else self.exchange.tokens("input", operand.shape[1])
+        alone = self.exchange is None or self.splits is not None  # experts have all tokens
+        part = None if alone else self.exchange.tokens("input", operand.shape[1])
         return operand if part is None else gather_operand(operand, 1, part)
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -16,6 +16,7 @@ from hqsweep.nn.options import GroupedLinearOptions, MoELayerOptions, MoEOptions
 from hqsweep.nn.recipe_argument import RecipeArgument, whole_recipe
 from hqsweep.nn.residual import AddsBranch, add_branch, is_observed
 from hqsweep.nn.router import Router, Routing, moves_by_kernels
+from hqsweep.nn.tensor_parallel import SplitTokens
 from hqsweep.ops.padding import PaddedSplits
 from hqsweep.ops.splits import Splits
 
@@ -70,18 +71,24 @@ class LayerNormMoE(AddsBranch):
         self.shared = SharedExpert(dim, ffn, name=f"{name}.shared", **shared) if options.shared_expert else None
         self.dispatcher: Dispatcher | None = None
         """How tokens reach experts that are spread over ranks (hqsweep.parallel.expert)."""
+        self.tokens: SplitTokens | None = None
+        """How tokens lie split over the ranks that share every expert (hqsweep.parallel.tensor); None: each rank has
+        them all."""
 
     def forward(self, x: Tensor) -> Routed:
         return self._added(x, None)[1:]
 
     def _added(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         total, h = self.norm.added(x, branch)
-        h = h.flatten(0, -2)
+        if self.tokens is not None:
+            h = self.tokens.whole(h)
+        shape, h = h.shape, h.flatten(0, -2)
         routing = self.router(h)
         if probe := current().probe:
             probe.experts(self.name, routing.tokens.tolist(), current().microbatch)
         y = self._mixed(routing, h) if self.dispatcher is None else self._mixed_over_ranks(routing, h, self.dispatcher)
-        return total, y.view(x.shape), routing.balance, routing.tokens
+        y = y.view(shape)
+        return total, y if self.tokens is None else self.tokens.own(y), routing.balance, routing.tokens
 
     def _mixed(self, routing: Routing, h: Tensor) -> Tensor:
         splits = self._splits(routing, h)

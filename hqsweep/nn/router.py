@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from hqsweep.memo import cached_property
 from hqsweep.nn.context import use_kernels
+from hqsweep.nn.tensor_parallel import local
 from hqsweep.ops.experts import combine_rows, combine_rows_backward, dispatch_rows, sum_rows, takes
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.padding import PaddedSplits
@@ -105,7 +106,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, dim), std=ROUTER_STD))
 
     def forward(self, x: Tensor) -> Routing:
-        logits = _Logits.apply(x.float(), self.weight.float())
+        logits = _Logits.apply(x.float(), local(self.weight).float())
         if use_kernels(logits) and routes(logits, self.top_k):
             weights, balance, chosen, order, places, tokens = _Route.apply(logits, self.top_k)
             return Routing(chosen=chosen, weights=weights, tokens=tokens, balance=balance, placed=(order, places))

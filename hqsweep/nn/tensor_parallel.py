@@ -137,6 +137,60 @@ def sum_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
     return _SumGradient.apply(x, group)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitTokens:
+    """How tokens lie split over the ranks of a group, where each rank computes all that follows with every token."""
+
+    group: ProcessGroup
+    axis: int
+    """The axis of x along which each rank has an equal part of the tokens."""
+
+    def whole(self, x: Tensor) -> Tensor:
+        """x of all ranks' tokens. Each rank has the whole gradient, and takes that of its own."""
+        return _WholeTokens.apply(x, self)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of an x that all ranks have alike. Its gradient is gathered."""
+        return _OwnTokens.apply(x, self)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x of all ranks."""
+        lead, shape = math.prod(x.shape[: self.axis]), list(x.shape)
+        shape[self.axis] *= self.group.size()
+        return gather_rows(x.flatten(0, self.axis), self.group, lead).view(shape)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """A copy of this rank's part of x."""
+        return x.chunk(self.group.size(), self.axis)[self.group.rank()].clone(memory_format=torch.contiguous_format)
+
+    def __deepcopy__(self, memo: Any) -> "SplitTokens":
+        return self  # a group has no copies
+
+
+class _WholeTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, tokens: SplitTokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.gathered(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.cut(gradient), None
+
+
+class _OwnTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, tokens: SplitTokens) -> Tensor:
+        ctx.tokens = tokens
+        return tokens.cut(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.gathered(gradient), None
+
+
 class _WholeFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -13,6 +13,8 @@ from hqsweep.nn.parameter import link_states
 from hqsweep.parallel.peers import axis_of, peers
 
 AXIS = "ep"
+SHARED = "tp"
+"""The axis over which tensor_parallel has cut each expert, if it has."""
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True) -> nn.Module:
@@ -25,9 +27,9 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True)
     Outputs and gradients of inputs are to the byte what experts compute there, scales and random bits included; so are
     gradients of the experts' weights, but divided by n, as gradients are that are averaged over data-parallel ranks;
     not with average=False, for losses that are divided by the number of ranks and gradients that are summed over them.
-    Random bits are those of the first rank's microbatch. Ranks along other axes of the mesh hold the same experts, and
-    share their amaxes of delayed scaling. Every rank calls the model as often as the others; it may have no tokens for
-    some experts, or none at all.
+    Random bits are those of the first rank's microbatch. Ranks along other axes of the mesh hold the same experts, or,
+    along "tp" after tensor_parallel, parts of the same, and share their amaxes of delayed scaling. Every rank calls the
+    model as often as the others; it may have no tokens for some experts, or none at all.
 
     Raises:
         UserError: for a mesh of several axes without "ep", a number of experts that ranks do not divide, a model
@@ -46,19 +48,31 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, average: bool = True)
                 f"{mixture.name}: {mixture.fc1.num_experts} experts over {ranks} ranks; ep takes a number that divides"
                 " the experts"
             )
+        if mixture.fc1.parallel is not None and not {AXIS, SHARED} <= {*(mesh.mesh_dim_names or ())}:
+            raise UserError(
+                f"{mixture.name}: its experts are cut over '{SHARED}'; expert_parallel takes a mesh with that axis"
+                f" beside '{AXIS}'"
+            )
     dispatcher = Dispatcher(group=along.get_group(), same_experts=peers(mesh, AXIS))
     for mixture in mixtures:
         mixture.dispatcher = dispatcher
         for grouped in (mixture.fc1, mixture.fc2):
-            _hold_own(grouped, along, along.size() if average else 1)
+            _hold_own(grouped, mesh, along, along.size() if average else 1)
     return model
 
 
-def _hold_own(grouped: GroupedLinear, along: DeviceMesh, mean_over: int) -> None:
-    """The part of the experts that is this rank's."""
-    count = grouped.num_experts // along.size()
+def _hold_own(grouped: GroupedLinear, mesh: DeviceMesh, along: DeviceMesh, mean_over: int) -> None:
+    """The part of the experts that is this rank's, of parameters of which tensor_parallel may have cut each expert."""
+    count, wholes = grouped.num_experts // along.size(), dict(grouped.named_parameters(recurse=False))
+    for name, whole in wholes.items():
+        part = nn.Parameter(local(whole.detach()), requires_grad=whole.requires_grad)
+        grouped.register_parameter(name, part)
     grouped.hold_experts(along.get_local_rank() * count, count, mean_over)
     for name, parameter in list(grouped.named_parameters(recurse=False)):
-        whole = DTensor.from_local(parameter.detach(), along, [Shard(0)], run_check=False)
+        over, cuts, of_whole = along, [Shard(0)], {}
+        if isinstance(wholes[name], DTensor):
+            over, cuts = mesh[AXIS, SHARED], [*cuts, *wholes[name].placements]
+            of_whole = {"shape": wholes[name].shape, "stride": wholes[name].stride()}
+        whole = DTensor.from_local(parameter.detach(), over, cuts, run_check=False, **of_whole)
         grouped.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     link_states([local(weight) for weight in grouped.weights], grouped.states)  # which copies do not have

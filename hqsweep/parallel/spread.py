@@ -48,7 +48,7 @@ def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:
     all ranks. A stage of a pipeline may have no experts."""
     if ranks.dims.ep == 1:
         return set()
-    mesh = ranks.expert_mesh["dp_replicate", "efsdp", "ep"]  # which the ranks of all stages make together
+    mesh = ranks.expert_mesh["dp_replicate", "efsdp", "ep", "tp"]  # which the ranks of all stages make together
     mixtures = [module for module in model.modules() if isinstance(module, LayerNormMoE)]
     if not mixtures:
         return set()

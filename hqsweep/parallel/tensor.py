@@ -15,11 +15,11 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from hqsweep.errors import UserError
 from hqsweep.nn.layernorm_linear import LayerNormLinear
 from hqsweep.nn.layernorm_mlp import LayerNormMLP
-from hqsweep.nn.linear import Linear
+from hqsweep.nn.linear import Linear, LinearBase
 from hqsweep.nn.moe import LayerNormMoE
 from hqsweep.nn.multihead_attention import MultiheadAttention
 from hqsweep.nn.norm import Norm
-from hqsweep.nn.tensor_parallel import TensorParallel
+from hqsweep.nn.tensor_parallel import SplitTokens, TensorParallel
 from hqsweep.nn.weight import QuantizedWeight
 from hqsweep.ops.activation import INPUTS
 from hqsweep.quant.held_part import hold_part
@@ -57,7 +57,7 @@ class ColwiseLinear(SequenceStyle):
         check_linear(module, device_mesh, 0, self.pieces)
         group, options = device_mesh.get_group(), {"sequence": self.sequence, "pieces": self.pieces}
         module.parallel = TensorParallel(group=group, mode="column", **options)
-        rows = Shard(0) if self.pieces == 1 else _StridedShard(0, split_factor=self.pieces)
+        rows = _cut(0, self.pieces)
         distribute(module, device_mesh, {"weight": rows, "bias": rows}, self.src_data_rank)
         if self.sequence is not None and isinstance(module, LayerNormLinear):
             module.norm.tokens_group = group
@@ -122,6 +122,37 @@ class SharedMLP(SequenceStyle):
         return module
 
 
+class SharedMixture(SequenceStyle):
+    """A LayerNormMoE of which each rank computes an equal number of inner features of every expert. With sequence the
+    tokens of all ranks are gathered behind the norm; the router then chooses for all of them, on every rank alike.
+    UserError for a width of experts that ranks do not divide, for experts that are held quantized, and for ones that
+    are spread over ranks already."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = device_mesh.get_group()
+        if module.dispatcher is not None or module.fc1.parallel is not None:
+            raise UserError(f"{module.name}: its experts lie over ranks already; tensor_parallel comes first")
+        if any(isinstance(weight, HybridQuantizedTensor) for fc in (module.fc1, module.fc2) for weight in fc.weights):
+            raise UserError(
+                f"{module.name}: weights of experts that are held quantized are not cut; build the model outside of"
+                " quantized_model_init, or give tp=1"
+            )
+        check_divides(module.fc2.name, module.fc2.in_features, "input features of each expert", device_mesh)
+        cuts = {"fc1": ("column", INPUTS["swiglu"], -2), "fc2": ("row", 1, -1)}
+        for name, (mode, pieces, axis) in cuts.items():
+            grouped = module.get_submodule(name)
+            placements = {n: _cut(axis % p.dim(), pieces) for n, p in grouped.named_parameters()}
+            grouped.share_features(TensorParallel(group=group, mode=mode, pieces=pieces))
+            distribute(grouped, device_mesh, placements, self.src_data_rank)
+        if module.shared is not None:
+            ColwiseLinear(pieces=INPUTS["swiglu"])._apply(module.shared.fc1, device_mesh)
+            RowwiseLinear()._apply(module.shared.fc2, device_mesh)
+        if self.sequence is not None:
+            module.tokens, module.norm.tokens_group = SplitTokens(group=group, axis=self.sequence), group
+        distribute(module, device_mesh, {}, self.src_data_rank)
+        return module
+
+
 class SharedVocabulary(SequenceStyle):
     """An embedding of which each rank has an equal number of entries of the table [V, D]. With sequence each returns
     its part of the tokens. UserError for a vocabulary that ranks do not divide."""
@@ -136,18 +167,18 @@ class SharedVocabulary(SequenceStyle):
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> nn.Module:
     """Share a model's matrices over the ranks along an axis of the mesh: "tp", or the only one. Returns the model.
 
-    model: hqsweep's GPT, or any of its modules: a TransformerLayer, a MultiheadAttention or a LayerNormMLP. Before this
-    call all ranks have it whole. Rank 0's values are taken, except for weights that are held quantized: each rank takes
-    its own, which have to be the same. Every rank is then called with the same tokens.
+    model: hqsweep's GPT, or any of its modules: a TransformerLayer or MoELayer, a MultiheadAttention, a LayerNormMLP or
+    a LayerNormMoE. Before this call all ranks have it whole. Rank 0's values are taken, except for weights that are
+    held quantized: each rank takes its own, which have to be the same. Every rank is then called with the same tokens.
     sequence: tokens lie split over ranks between matrices, so that norms and what is kept for backward cost 1 / ranks;
     a module that is no GPT takes and returns its part of the tokens of x [B, T, D]. A GPT's loss is that of all tokens
     on every rank, and no rank ever has all logits of a token; its forward gathers them.
 
     Raises:
         UserError: for a mesh of several axes without "tp", heads, widths or a vocabulary that ranks do not divide,
-            held weights whose parts cut a block, weights that lie over ranks already, and modules that have no such
-            form: mixtures of experts, and linears outside of attention and MLP but the head. At a call: for tokens
-            that ranks do not divide, and parts of matrices that cut a block.
+            held weights whose parts cut a block, experts that are held, weights that lie over ranks already, and
+            linears outside of attention, MLP and mixture but the head. At a call: for tokens that ranks do not divide,
+            and parts of matrices that cut a block.
     """
     axes = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and AXIS not in axes:
@@ -164,13 +195,20 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
-    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for weights
-    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others.
+    """The shard_placement_fn of torch's fully_shard for a model that tensor_parallel has shared: Shard(1) for matrices
+    whose pieces are cut each for itself, as q, k and v are; None, which is Shard(0), for all others, and for experts.
 
     If such a part were cut along rows once more, its rows would no longer be those that its DTensor names.
     """
     spread = parameter.placements if isinstance(parameter, DTensor) else ()
-    return Shard(1) if any(isinstance(placement, _StridedShard) for placement in spread) else None
+    return (
+        Shard(1) if any(isinstance(placement, _StridedShard) and placement.dim == 0 for placement in spread) else None
+    )
+
+
+def _cut(axis: int, pieces: int) -> Placement:
+    """The placement of parts along an axis, of each of so many pieces that follow each other there."""
+    return Shard(axis) if pieces == 1 else _StridedShard(axis, split_factor=pieces)
 
 
 def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, ParallelStyle]]:
@@ -184,9 +222,11 @@ def _plan(model: nn.Module, sequence: int | None) -> list[tuple[nn.Module, Paral
         if style is not None:
             styles.append((module, style))
             within |= set(module.modules())
-        elif isinstance(module, LayerNormMoE | Linear):
-            what = "mixtures of experts" if isinstance(module, LayerNormMoE) else "linears outside of attention and MLP"
-            raise UserError(f"{module.name}: tensor_parallel does not share {what}; give tp=1, or styles of your own")
+        elif isinstance(module, LinearBase):
+            raise UserError(
+                f"{module.name}: tensor_parallel does not share linears outside of attention and MLP; give tp=1, or"
+                " styles of your own"
+            )
     if not styles:
         raise UserError(f"tensor_parallel: {type(model).__name__} has no module of hqsweep.nn that ranks can share")
     return styles
@@ -197,6 +237,8 @@ def _style(module: nn.Module, sequence: int | None, *, is_head: bool) -> Paralle
         return SharedAttention(sequence=sequence)
     if isinstance(module, LayerNormMLP):
         return SharedMLP(sequence=sequence)
+    if isinstance(module, LayerNormMoE):
+        return SharedMixture(sequence=sequence)
     if is_head:
         return ColwiseLinear(sequence=sequence)
     if isinstance(module, Norm):

@@ -229,8 +229,10 @@ def _to_decode_by(
         return (amaxes[0] if splits is None else torch.cat([amax.view(-1) for amax in amaxes])), None
     if not format.amax_name:
         return None, None
-    if splits is None and row.grid is not None:
-        return row.grid[format.amax_name], None
+    if row.grid is not None:
+        given = [row.grid] if splits is None else row.grid
+        amaxes = [grid[format.amax_name] for grid in given]
+        return (amaxes[0] if splits is None else torch.cat(amaxes).view(-1)), None
     whole = (len(x) if format.row_scaled else len(slots),)
     shape = format.layout[format.amax_name].shape(*x.shape) if splits is None else whole
     return None, x.new_zeros(shape, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Quantize the matrices of a group, each by itself, into packed operands; all have one quantizer, or equal ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from hqsweep.quant.hybrid import DIRECTIONS, HybridQuantizer
 from hqsweep.quant.operand import HybridOperand, Operand
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """The arguments of quantize_group after its first three."""
 
     rowwise: Output | None
@@ -48,7 +48,7 @@ def quantize_group(
     the expert.
     """
     states = states if states and all(states) else None
-    wanted = _Wanted(rowwise=rowwise, columnwise=columnwise, keys=keys, states=states, by_rows=by_rows)
+    wanted = Wanted(rowwise=rowwise, columnwise=columnwise, keys=keys, states=states, by_rows=by_rows)
     if isinstance(splits, Shapes):
         return _of_shapes(x, splits, quantizer, wanted)
     return _of_splits(x, splits, quantizer, wanted)
@@ -59,22 +59,21 @@ def has_own_quantize(quantizer: HybridQuantizer) -> bool:
     return type(quantizer).quantize is not HybridQuantizer.quantize
 
 
-def _of_splits(x: Tensor, splits: Splits, quantizer: HybridQuantizer, wanted: _Wanted) -> HybridOperand:
+def _of_splits(x: Tensor, splits: Splits, quantizer: HybridQuantizer, wanted: Wanted) -> HybridOperand:
     if has_own_quantize(quantizer):
-        layouts = [GroupLayout.of(splits, x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS]
-        return _one_by_one([x[start:end] for start, end in splits.spans], layouts, quantizer, wanted)
+        return quantize_one_by_one(x, splits, quantizer, wanted, quantizer.quantize)
     directions = {"rowwise": wanted.rowwise, "columnwise": wanted.columnwise}
     slots = {"key": wanted.keys, "states": wanted.states}
     return quantizer.quantize(x, **directions, **slots, splits=splits, by_rows=wanted.by_rows)
 
 
-def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: _Wanted) -> HybridOperand:
+def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: Wanted) -> HybridOperand:
     matrix = None if shapes.width is None else (shapes.width, shapes.splits)
     if matrix is None and wanted.rowwise and not wanted.columnwise and not has_own_quantize(quantizer):
         matrix = shapes.folded(quantizer.rowwise)
     if matrix is None:
         layouts = [shapes.layout(columnwise=direction == "columnwise") for direction in DIRECTIONS]
-        return _one_by_one(shapes.parts(x), layouts, quantizer, wanted)
+        return _packed(shapes.parts(x), layouts, quantizer, wanted, quantizer.quantize)
     width, splits = matrix
     operands = _of_splits(x[: shapes.total].view(splits.rows, width), splits, quantizer, wanted)
     if width == shapes.width:
@@ -82,15 +81,29 @@ def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: _W
     return replace(operands, rowwise=replace(operands.rowwise, layout=shapes.layout(columnwise=False)))
 
 
-def _one_by_one(
-    parts: Sequence[Tensor], layouts: Sequence[Layout], quantizer: HybridQuantizer, wanted: _Wanted
+def quantize_one_by_one(
+    x: Tensor, splits: Splits, quantizer: HybridQuantizer, wanted: Wanted, quantize: Callable[..., HybridOperand]
 ) -> HybridOperand:
+    """quantize_group by a call for each expert, quantize(x[a:b], rowwise=, columnwise=, key=, states=), which waits for
+    splits that only a device knows."""
+    layouts = [GroupLayout.of(splits, x.shape[1], columnwise=d == "columnwise") for d in DIRECTIONS]
+    return _packed([x[start:end] for start, end in splits.spans], layouts, quantizer, wanted, quantize)
+
+
+def _packed(
+    parts: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    quantizer: HybridQuantizer,
+    wanted: Wanted,
+    quantize: Callable[..., HybridOperand],
+) -> HybridOperand:
+    """What quantize makes of every part, in one memory."""
     nothing, directions = [None] * len(parts), {"rowwise": wanted.rowwise, "columnwise": wanted.columnwise}
     slots = zip(parts, wanted.keys or nothing, wanted.states or nothing, strict=True)
     members = []
     for expert, (part, key, states) in enumerate(slots):
         try:
-            members.append(quantizer.quantize(part, **directions, key=key, states=states))
+            members.append(quantize(part, **directions, key=key, states=states))
         except UserError as error:
             raise UserError(f"expert {expert}: {error}") from None
     groups = {}

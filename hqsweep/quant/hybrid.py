@@ -205,6 +205,23 @@ class HybridQuantizer:
         results = self._quantize(x, row, column, key, states, place=place)
         return self._operands(results, tuple(x.shape), x.dtype, None, rowwise)
 
+    def quantize_members_under(
+        self,
+        x: Tensor,
+        amaxes: Mapping[str, Tensor | None],
+        splits: Splits,
+        *,
+        rowwise: Output | None = None,
+        columnwise: Output | None = None,
+        states: Sequence[SlotStates] | None = None,
+        by_rows: bool = False,
+    ) -> HybridOperand:
+        """quantize() with splits, without random bits, under known amaxes of each direction: float32 [members], or for
+        +row_scaled [rows], for which the host waits for the splits. What x has itself is not looked at."""
+        row, column = _with_amaxes(*self._targets(rowwise, columnwise, by_rows), amaxes, splits)
+        results = self._quantize(x, row, column, None, states, splits=splits)
+        return self._operands(results, tuple(x.shape), x.dtype, splits, rowwise)
+
     def quantize_activated(
         self,
         z: Tensor,
@@ -381,11 +398,21 @@ def _signs_of(format: Format | None) -> bool | None:
     return format.rht_signed if _takes_amax(format) and format.rht else None
 
 
-def _with_amaxes(row: Target, column: Target, amaxes: Mapping[str, Tensor | None]) -> tuple[Target, Target]:
-    """The targets with the amax of each direction, where it is known."""
+def _with_amaxes(
+    row: Target, column: Target, amaxes: Mapping[str, Tensor | None], splits: Splits | None = None
+) -> tuple[Target, Target]:
+    """The targets with the amax of each direction, or of every member, where it is known."""
     row_amax, column_amax = amaxes["rowwise"], amaxes["columnwise"]
-    row = row if row_amax is None else row._replace(grid={row.format.amax_name: row_amax})
-    return row, column if column_amax is None else column._replace(grid={column.format.amax_name: column_amax})
+    row = row if row_amax is None else row._replace(grid=_grid(row.format, row_amax, splits))
+    return row, column if column_amax is None else column._replace(grid=_grid(column.format, column_amax, splits))
+
+
+def _grid(format: Format, amaxes: Tensor, splits: Splits | None) -> Buffers | list[Buffers]:
+    """The grid of these amaxes, or those of all members."""
+    if splits is None:
+        return {format.amax_name: amaxes}
+    of_members = amaxes.view(-1, 1).split(list(splits.host) if format.row_scaled else 1)
+    return [{format.amax_name: own} for own in of_members]
 
 
 def _under(target: Target, amax: Tensor) -> Target:

@@ -157,7 +157,8 @@ def _block(format: Format, axis: int) -> int:
     return max(size if size != WHOLE else 1 for size in sizes)
 
 
-def _has_amax(format: Format | None) -> bool:
+def has_amax(format: Format | None) -> bool:
+    """Whether a format scales by an amax of the matrix, or of its rows, that this call finds."""
     return format is not None and format.amax_name is not None and not format.delayed
 
 
@@ -175,11 +176,11 @@ def _agreed(
     first, count = pieces[0][0], len(pieces)
     has_own = row is not None and row.row_scaled and part.axis == 0  # a row is on one rank, and in one piece
     row_amaxes: Sequence[Tensor | None] = [None] * count
-    if _has_amax(row):
+    if has_amax(row):
         rows = (count if has_own else 1) * (len(first) if row.row_scaled else 1)
         row_amax = first.new_zeros((rows, 1), dtype=torch.float32)
         row_amaxes = row_amax.chunk(count) if has_own else [row_amax] * count
-    column_amax = first.new_zeros((1, 1), dtype=torch.float32) if _has_amax(column) else None
+    column_amax = first.new_zeros((1, 1), dtype=torch.float32) if has_amax(column) else None
     of_row = [] if row_amaxes[0] is None or has_own else [row_amaxes[0]]
     of_column = [] if column_amax is None else [column_amax]
     columnwise = NO_SEARCH if column_amax is None else Search(column, column_amax)
@@ -187,18 +188,18 @@ def _agreed(
     for (x, _), row_amax in zip(pieces, row_amaxes, strict=True):
         rowwise = NO_SEARCH if row_amax is None else Search(row, row_amax)
         find_amax(x, rowwise, NO_SEARCH if decodes else columnwise)
-    _largest(of_row if decodes else of_row + of_column, part.group)
+    largest(of_row if decodes else of_row + of_column, part.group)
     if decodes:
         delayed = grids_of([states], {"rowwise": row})["rowwise"][0]["s"] if row.delayed else None
         for (x, place), row_amax in zip(pieces, row_amaxes, strict=True):
             known = delayed if row.delayed else row_amax
             by = Search(row, None, known, quantizer.direction_keys(key, place)["rowwise"])
             find_amax(x, by, columnwise, columnwise_source="rowwise_dequantized")
-        _largest(of_column, part.group)
+        largest(of_column, part.group)
     return [{"rowwise": row_amax, "columnwise": column_amax} for row_amax in row_amaxes]
 
 
-def _largest(amaxes: list[Tensor], group: ProcessGroup) -> None:
+def largest(amaxes: list[Tensor], group: ProcessGroup) -> None:
     """The largest of each over the group, in one collective."""
     if group.size() > 1:
         maximum_(amaxes, group)

@@ -56,6 +56,14 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             r"dp_shard: 4 does not divide model.experts \(6\), which with ep=2 all of its ranks share out",
         ),
         (
+            {"train": {"parallel": {"tp": 2, "dp_shard": 2}}, "model": {"experts": 5}},
+            r"dp_shard: 2 does not divide model.experts \(5\), which with tp=2 all of its ranks share out",
+        ),
+        (
+            {"train": {"parallel": {"tp": 2}}, "model": {"experts": 4, "quantized_weights": True}},
+            r"tp: 2 does not go with both model.quantized_weights and model.experts; give false, or experts=0",
+        ),
+        (
             {"train": {"parallel": {"tp": 2, "dp_shard": 2}}, "model": {"quantized_weights": True}},
             r"tp: 2 does not go with both model.quantized_weights and several copies or shards of the model",
         ),

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hqsweep.config.model import ModelConfig
 from hqsweep.config.parallel import ParallelConfig
@@ -17,9 +19,10 @@ from hqsweep.dist.local import whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import Probe, quantization
+from hqsweep.nn import Probe, quantization, quantized_model_init
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.parallel.data import gather_in_linear_dtype
+from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
 from hqsweep.parallel.tensor import fsdp_placement, tensor_parallel
@@ -74,14 +77,20 @@ def split_product(world: int) -> Callable[..., Tensor]:
         if gemm != ("fprop" if kind in ROW else "dgrad"):
             return product(call, gemm, a, b, dtype)
         a, b = (x.operand() if isinstance(x, Operand) else x for x in (a, b))
-        total = None
-        for rank in range(world):
-            parts = (replace(x, matrix=own_columns(x.matrix, world, rank, PIECES.get(kind, 1))) for x in (a, b))
-            part = mm_t(*parts, out_dtype=dtype).float()
-            total = part if total is None else total + part
-        return total.to(dtype)
+        pairs = [(a, b)] if call.splits is None else zip(a.members, b.members, strict=True)
+        return torch.cat([split_sum(*pair, world, PIECES.get(kind, 1), dtype) for pair in pairs])
 
     return run
+
+
+def split_sum(a: ExactOperand, b: ExactOperand, world: int, pieces: int, dtype: torch.dtype) -> Tensor:
+    """The sum of the products of each rank's columns, in order."""
+    total = None
+    for rank in range(world):
+        parts = (replace(x, matrix=own_columns(x.matrix, world, rank, pieces)) for x in (a, b))
+        part = mm_t(*parts, out_dtype=dtype).float()
+        total = part if total is None else total + part
+    return total.to(dtype)
 
 
 def own_columns(matrix: Tensor, world: int, rank: int, pieces: int) -> Tensor:
@@ -177,10 +186,16 @@ def refusals(rank: int, world: int) -> list[str]:
     mesh, said = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
     two = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
     high = {"linear": "bf16"}
+    with quantized_model_init():
+        held = build(high, experts=2)
+    mixture = build(high, experts=2).layers[0].mlp
     for refused in (
         lambda: tensor_parallel(build(high, heads=1), mesh),
         lambda: tensor_parallel(build(high, ffn=97), mesh),
-        lambda: tensor_parallel(build(high, experts=2), mesh),
+        lambda: tensor_parallel(build(high, experts=2, expert_ffn=97), mesh),
+        lambda: tensor_parallel(held, mesh),
+        lambda: expert_parallel(tensor_parallel(build(high, experts=2), mesh), mesh),
+        lambda: tensor_parallel(tensor_parallel(mixture, mesh), mesh),
         lambda: tensor_parallel(build(high), two),
         lambda: tensor_parallel(torch.nn.Linear(2, 2), mesh),
         lambda: tensor_parallel(build(high), mesh)(torch.zeros(1, 3, dtype=torch.long)),
@@ -190,6 +205,18 @@ def refusals(rank: int, world: int) -> list[str]:
         except UserError as error:
             said.append(str(error))
     return said
+
+
+def mixtures(rank: int, world: int, cases: list[dict]) -> tuple[list[str], bool]:
+    """compare(), and whether a mixture without the rest of a model has the output of this rank's tokens."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mixture = build({"linear": "mxfp8"}, experts=4).layers[0].mlp
+    x = torch.randn(BATCH, CONTEXT, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), quantization(step=1), split_sums(world):
+        whole, *_ = mixture(x)
+    with torch.no_grad(), quantization(step=1):
+        part, *_ = tensor_parallel(mixture, mesh)(x.chunk(world, 1)[rank])
+    return compare(rank, world, cases), torch.equal(part, whole.chunk(world, 1)[rank])
 
 
 def everything(rank: int, world: int, cases: list[dict]) -> tuple[list[str], list[str]]:
@@ -223,7 +250,17 @@ def over_fsdp(rank: int, world: int) -> list[str]:
         faults.append("rows of pieces")
     except UserError as error:
         faults += [] if "fsdp_placement" in str(error) else [str(error)]
-    return faults
+    return faults + ([] if _experts_are_whole(rank, world) else ["experts"])
+
+
+def _experts_are_whole(rank: int, world: int) -> bool:
+    """Whether the whole is put together of parts of experts that ep, and fully_shard within that, have shared out."""
+    axes, whole = ("efsdp", "ep", "tp"), torch.arange(8 * 6).view(8, 6)
+    mesh = init_device_mesh("cpu", (2, world // 2, 1), mesh_dim_names=axes)
+    own = whole.view(world // 2, 2, -1, 6)[mesh["ep"].get_local_rank(), mesh["efsdp"].get_local_rank()]
+    cuts = [_StridedShard(0, split_factor=world // 2), Shard(0), _StridedShard(1, split_factor=2)]
+    spread = DTensor.from_local(own, mesh, cuts, run_check=False, shape=whole.shape, stride=whole.stride())
+    return torch.equal(whole_tensor(spread), whole)
 
 
 def _cut(model: gpt.GPT, mesh: DeviceMesh, placement: Callable | None) -> gpt.GPT:

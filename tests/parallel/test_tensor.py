@@ -75,10 +75,25 @@ MODELS = [
     {"recipe": {"linear": "fp8_delayed", "dpa": "nvfp4"}, "steps": 2, "layers": 2},
     {"recipe": {"linear": "nvfp4+sr|nvfp4+sr@rowwise_dequantized", "dpa": "nvfp4+sr", "embedding": "nvfp4+sr"}},
 ]
+NVFP4 = {"input": "nvfp4|nvfp4+rht", "weight": "nvfp4+2d", "grad_output": "nvfp4+sr|nvfp4+rht+sr"}
+FP8 = {"input": "fp8_current|fp8_delayed@rowwise_dequantized", "weight": "fp8_current",
+       "grad_output": "fp8_delayed|fp8_current@rowwise_dequantized"}  # fmt: skip
+ROWS = {"input": "nvfp4+row_scaled|mxfp8", "weight": "nvfp4+row_scaled|mxfp8", "grad_output": "mxfp8"}
+MIXTURES = [
+    {"recipe": {"linear": "bf16"}, "sequence": False, "shared_expert": True, "tied": True},
+    {"recipe": {"linear": "bf16", "grouped_linear": ROWS}, "shared_expert": True},
+    {"recipe": {"linear": "bf16", "grouped_linear": NVFP4}, "experts": 32, "top_k": 1},
+    {"recipe": {"linear": "bf16", "grouped_linear": FP8}, "steps": 2},
+]
+"""Of 32 experts some have no tokens."""
 UNSHARED = [
     "layers.0.attn.qkv: 1 heads do not divide by tp=2",
     "layers.0.mlp.fc1: 97 output features do not divide by tp=2",
-    "layers.0.mlp: tensor_parallel does not share mixtures of experts; give tp=1, or styles of your own",
+    "layers.0.mlp.fc2: 97 input features of each expert do not divide by tp=2",
+    "layers.0.mlp: weights of experts that are held quantized are not cut; build the model outside of"
+    " quantized_model_init, or give tp=1",
+    "layers.0.mlp: its experts are cut over 'tp'; expert_parallel takes a mesh with that axis beside 'ep'",
+    "layers.0.mlp: its experts lie over ranks already; tensor_parallel comes first",
     "tensor_parallel: the mesh has axes ('dp', 'cp'); it takes one that is named 'tp', or one axis",
     "tensor_parallel: Linear has no module of hqsweep.nn that ranks can share",
     "a sequence of 3 tokens does not divide by tp=2",
@@ -87,6 +102,10 @@ UNSHARED = [
 
 def test_models_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED)] * 2
+
+
+def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
+    assert run_ranks(2, shared_models.mixtures, 2, [{"experts": 4} | case for case in MIXTURES]) == [([], True)] * 2
 
 
 @pytest.mark.slow

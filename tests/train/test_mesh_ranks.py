@@ -32,21 +32,28 @@ OF_FOUR = [
     for mesh, model in zip(MESHES, (HELD, EXPERTS, EXPERTS), strict=True)
 ]
 SHARED = {"model": {"ffn": 128}, "clip": 1e9}
+MIXTURE = {"ffn": 128, "experts": 4, "first_moe_layer": 1}
 MATRICES = [("mxfp8", SHARED | {"model": {"ffn": 128, "tied": True}}), (DELAYED, SHARED), (NVFP4, SHARED)]
+MATRICES += [(NVFP4, {"model": MIXTURE | {"shared_expert": True}, "clip": 1e9})]
 """Over 2 ranks of tp with as many microbatches, and over tp and the axes that follow."""
 TP_ALONE = [(r, c | {"parallel": {"tp": 2}, "microbatches": 2}) for r, c in MATRICES]
-HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE]
-BESIDE = ({"dp_shard": 2}, {"dp_shard": 2}, {"dp_replicate": 2})
+HELD_PARTS = [(r, c | {"model": c["model"] | {"quantized_weights": True}}) for r, c in TP_ALONE[:3]]
+BESIDE = ({"dp_shard": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"dp_shard": 2})
 OF_FOUR += [(r, c | {"parallel": d | {"tp": 2}}) for (r, c), d in zip(MATRICES, BESIDE, strict=True)]
+PARTS_OF_EXPERTS = TWO | {"tp": 2}
+OF_FOUR += [("mxfp8", {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS} | FIRST)]
+WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatches": m} | FIRST) for m in (1, 2)]
 RESUMES = [
     (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
     (DELAYED, {"model": {"ffn": 128}, "parallel": {"dp_shard": 2, "tp": 2}}),
+    (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
 ]
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory):
-    return run_ranks(2, run, tmp_path_factory.mktemp("two"), [*OF_TWO, *CLOSE, *TP_ALONE, *HELD_PARTS], HELD_PARTS[1:2])
+    cases = [*OF_TWO, *CLOSE, *TP_ALONE, *HELD_PARTS, *WHOLE_EXPERTS]
+    return run_ranks(2, run, tmp_path_factory.mktemp("two"), cases, HELD_PARTS[1:2])
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +142,8 @@ def test_matrices_over_ranks_whose_parts_other_ranks_share_out(of_two, of_four, 
 def test_held_weights_over_ranks_train_as_plain_ones(of_two, case):
     """To the byte, as operands are made of the same masters under amaxes of the whole."""
     for outcomes, *_ in of_two:
-        (metrics, expected), (own, held) = (outcomes[n + case] for n in (-2 * len(HELD_PARTS), -len(HELD_PARTS)))
+        first = len(OF_TWO) + len(CLOSE)
+        (metrics, expected), (own, held) = (outcomes[first + n + case] for n in (0, len(TP_ALONE)))
         assert own == metrics
         compared = [name for name in held if ".states." not in name]
         assert all(torch.equal(held[name], expected[name]) for name in compared)
@@ -164,6 +172,16 @@ def test_experts_over_ranks_that_share_out_their_parameters(of_four, case):
                 assert torch.equal(value, of_experts[name]), name
             elif "exp_avg" in name:
                 assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-9), name
+
+
+def test_parts_of_experts_over_ranks_that_share_out_the_experts(of_two, of_four):
+    """A first step is to the byte that of tp alone: experts have the tokens of both groups in one microbatch."""
+    (_, of_experts), (metrics, expected) = of_two[0][0][-2:]
+    expected = expected | {name: value for name, value in of_experts.items() if is_of_experts(name)}
+    for own, whole in (each[0][-1] for each in of_four):
+        assert own[0].pop("grad_norm") == pytest.approx(metrics[0]["grad_norm"], rel=1e-6)
+        assert own == [{name: value for name, value in metrics[0].items() if name != "grad_norm"}]
+        assert_same(whole, expected)
 
 
 @pytest.mark.parametrize("case", range(len(RESUMES)))
