@@ -88,8 +88,6 @@ def check_possible(training: Training) -> None:
                 f"train.parallel.{axis}: {getattr(dims, axis)}, but ranks of a model of your own have a copy each"
                 f" (dp_replicate) or share out one (dp_shard); give {axis}=1"
             )
-    if dims.pp > 1:
-        check_stages(training)
     if dims.tp > 1:
         check_shared_matrices(training)
     if train.offload and dims.pp > 1:
@@ -113,16 +111,6 @@ def check_shared_matrices(training: Training) -> None:
         raise UserError(f"train.parallel.tp: {dims.tp} does not go with {fault}")
     if training.train.context % dims.tp:
         raise UserError(f"train.parallel.tp: {dims.tp} does not divide train.context ({training.train.context})")
-
-
-def check_stages(training: Training) -> None:
-    """UserError for what a training with pp cannot have."""
-    dims = training.train.parallel
-    if dims.tp > 1 and training.model.experts:
-        raise UserError(
-            f"train.parallel.pp: {dims.pp} does not go with both train.parallel.tp and model.experts; give tp=1, or"
-            " experts=0"
-        )
 
 
 def check_keys(config: Mapping[str, Any]) -> None:

@@ -36,10 +36,6 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
             r"train.microbatches: 3 do not divide into rounds of train.parallel.pp=2",
         ),
         (
-            {"train": {"parallel": {"pp": 2, "tp": 2}, "microbatches": 2}, "model": {"experts": 4}},
-            r"train.parallel.pp: 2 does not go with both train.parallel.tp and model.experts",
-        ),
-        (
             {"train": {"parallel": {"pp": 2, "tp": 3}, "microbatches": 2}},
             r"train.parallel.tp: 3 does not divide the model's heads \(4\)",
         ),

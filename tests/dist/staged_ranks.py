@@ -39,11 +39,12 @@ TIED = "tied"
 FACTS = ("recipe that changes", "experts")
 DELAYED_LAYERS = {"linear": DELAYED, "overrides": [{"layers": "last(1)", "linear": "nvfp4"}]}
 MATRICES = {"parallel": {"tp": 2}, "clip": 0.01}
+CUT_EXPERTS = {"ffn": 128, "experts": 4, "expert_ffn": 128, "first_moe_layer": 2}
 TWO_SHARDS = {"parallel": {"dp_shard": 2}, "clip": 0.01, "microbatches": 2}
 EXPERTS = {"parallel": {"dp_shard": 2, "ep": 2}, "clip": 0.01, "microbatches": 2}
 BESIDE = {
     "shards": (NVFP4, TWO_SHARDS | {"model": FOUR | {"quantized_weights": True}, "stages": 2}),
-    "matrices": (NVFP4, MATRICES | {"model": FOUR | {"ffn": 128}, "recompute": "layer", "stages": 2}),
+    "matrices": (NVFP4, MATRICES | {"model": FOUR | CUT_EXPERTS, "recompute": "layer", "stages": 2}),
     "held matrices": (DELAYED_LAYERS, MATRICES | {"model": {"ffn": 128, "quantized_weights": True}}),
     "tied matrices": ("mxfp8", MATRICES | {"model": {"ffn": 128, "tied": True}}),
     "experts over ranks": (DELAYED_LAYERS, EXPERTS | {"model": FOUR | {"experts": 4, "first_moe_layer": 2}}),
@@ -61,10 +62,10 @@ RESUMED = ("held matrices", "tied matrices", "experts over ranks")
 def beside(name: str, pp: int):
     """The config of a case of BESIDE, without stages (pp=1) or with some."""
     recipe, changes = BESIDE[name]
-    changes = BASE | changes
+    changes = BASE | {"steps": 2} | changes
     stages, dims = changes.pop("stages", 1), changes.pop("parallel")
     parallel = dims | ({"pp": pp, "stages_per_rank": stages} if pp > 1 else {})
-    return config(recipe, **changes, parallel=parallel, stats={"capture_at": STEPS})
+    return config(recipe, **changes, parallel=parallel, stats={"capture_at": 2})
 
 
 def staged(name: str, pp: int = 2, **dims):
