@@ -40,10 +40,8 @@ FACTS = ("recipe that changes", "experts")
 DELAYED_LAYERS = {"linear": DELAYED, "overrides": [{"layers": "last(1)", "linear": "nvfp4"}]}
 MATRICES = {"parallel": {"tp": 2}, "clip": 0.01}
 CUT_EXPERTS = {"ffn": 128, "experts": 4, "expert_ffn": 128, "first_moe_layer": 2}
-TWO_SHARDS = {"parallel": {"dp_shard": 2}, "clip": 0.01, "microbatches": 2}
 EXPERTS = {"parallel": {"dp_shard": 2, "ep": 2}, "clip": 0.01, "microbatches": 2}
 BESIDE = {
-    "shards": (NVFP4, TWO_SHARDS | {"model": FOUR | {"quantized_weights": True}, "stages": 2}),
     "matrices": (NVFP4, MATRICES | {"model": FOUR | CUT_EXPERTS, "recompute": "layer", "stages": 2}),
     "held matrices": (DELAYED_LAYERS, MATRICES | {"model": {"ffn": 128, "quantized_weights": True}}),
     "tied matrices": ("mxfp8", MATRICES | {"model": {"ffn": 128, "tied": True}}),
@@ -56,7 +54,7 @@ BESIDE = {
 """Over two ranks of other axes, and over two stages of such ranks, of which one may have no experts."""
 ON_FOUR = [name for name in BESIDE if name != "tied matrices"]
 """Those whose sums have one order with stages and without."""
-RESUMED = ("held matrices", "tied matrices", "experts over ranks")
+RESUMED = ("held matrices", "experts over ranks")
 
 
 def beside(name: str, pp: int):
