@@ -164,7 +164,7 @@ def test_a_run_in_one_process_waits_for_no_module_of_ranks():
 
 
 MANY_ARGUMENTS = {
-    "ops.operators", "ops.norm", "ops.library", "compat",
+    "ops.operators", "ops.adam", "ops.norm", "ops.library", "compat",
     "cli.main", "cli.compare", "cli.data", "cli.gate", "cli.status", "cli.probe", "cli.recipe",
 }  # fmt: skip
 """Modules whose signatures are not ours to choose: operators, TransformerEngine's names, options of commands."""

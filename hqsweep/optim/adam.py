@@ -1,7 +1,7 @@
 """FusedAdam: AdamW on FP32 masters, whose result is written back to bf16 or quantized parameters.
 
-The arithmetic is torch's own (torch.optim.adamw, by its foreach or fused kernels), so that masters follow
-torch.optim.AdamW to the byte.
+The arithmetic is torch's own (torch.optim.adamw), so that masters follow torch.optim.AdamW to the byte; on CUDA one
+kernel (hqsweep.ops.adam) reads and writes each array once, with the arithmetic of torch on a CPU.
 """
 
 import sys
@@ -15,7 +15,9 @@ from torch.optim.adamw import adamw
 
 from hqsweep.dist.local import is_spread, local, note_update, part_as, spread_like, whole_group
 from hqsweep.errors import UserError
-from hqsweep.optim.gradients import clip_, gradient, norm_of
+from hqsweep.ops.adam import adamw_
+from hqsweep.ops.library import has_kernels
+from hqsweep.optim.gradients import clip_, clip_factor, gradient, norm_of
 from hqsweep.quant.agree import quantize_shards_
 from hqsweep.quant.tensor import HybridQuantizedTensor
 
@@ -36,13 +38,15 @@ class FusedAdam(torch.optim.AdamW):
     parameter is overwritten, so a checkpoint is loaded into the model and the optimizer.
 
     The gradient is param.main_grad where there is one, else param.grad; moments have the master's dtype. foreach and
-    fused choose torch's kernels: by default the fused one where all is on CUDA, elsewhere as AdamW does.
+    fused choose torch's kernels. Without them groups of FP32 masters on CUDA are updated by hqsweep.ops.adam.adamw_,
+    other groups by torch's fused kernel where all is on CUDA, elsewhere as AdamW does. adamw_ takes no amsgrad, no
+    maximize, no differentiable, no rate in a tensor, and no parameters with gaps.
     master_weights=False updates plain low-precision parameters in place.
 
     Of a DTensor, such as fully_shard makes, each rank updates its part: masters and moments are DTensors that are
     spread as the parameter is, so that torch.distributed.checkpoint saves and loads them.
 
-    The fused kernel reads the learning rate and counts the steps on the device, and nothing waits for it, so that a
+    Kernels on CUDA read the learning rate and count the steps on the device, and nothing waits for them, so that a
     CUDA graph can hold a step; whoever replays one gives rates by set_lr().
 
     Raises UserError for quantized parameters with master_weights=False, and for a parameter with both a grad and a
@@ -99,18 +103,19 @@ class FusedAdam(torch.optim.AdamW):
         """A step with the gradients times min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ scales
         them. Returns their norm, float32 [], which counts DTensors over all ranks.
 
-        The fused kernel divides by the inverse as it reads a gradient, and stores the quotient: one pass less.
+        adamw_ multiplies a gradient as it reads it, and leaves the gradient as it is; elsewhere gradients are scaled in
+        place.
         parameters: the norms of the gradients are summed in their order, by default that of the groups. norm: gives the
         norm of these gradients of these parameters together with the norms of others'; by default of these alone.
         """
         if parameters is None:
             parameters = [p for group in self.param_groups for p in group["params"]]
         parameters = list(parameters)
-        if all(self._is_fused(group) for group in self.param_groups):
+        if all(map(self._is_own, self.param_groups)):
             gradients = self._gradients()
             every = {p: g for grads in gradients for p, g in grads.items()}
             total = _norm({p: spread_like(p, every[p]) for p in parameters if p in every}, norm)
-            self._update_all(gradients, ((total + 1e-6) / max_norm).clamp(min=1.0))
+            self._update_all(gradients, clip_factor(total, max_norm))
             return total
         own = {p: g for p in parameters if (g := gradient(p)) is not None}
         total = _norm(own, norm)
@@ -126,58 +131,77 @@ class FusedAdam(torch.optim.AdamW):
             {p: part_as(p, g).to(self._dtype(p)) for p in params if (g := gradient(p)) is not None} for params in groups
         ]
 
-    def _update_all(self, gradients: list[dict[Tensor, Tensor]], divisor: Tensor | None = None) -> None:
-        """One update of all groups; divisor: what gradients of fused groups are divided by."""
+    def _update_all(self, gradients: list[dict[Tensor, Tensor]], factor: Tensor | None = None) -> None:
+        """One update of all groups; factor: what gradients are multiplied by, of groups that adamw_ updates."""
         written: dict[Tensor, Tensor] = {}
         for index, grads in enumerate(gradients):
             if grads:
-                written |= self._update(index, grads, divisor)
+                written |= self._update(index, grads, factor)
         _quantize({p: master for p, master in written.items() if _is_held(p)})
 
+    def _is_own(self, group: dict[str, Any]) -> bool:
+        """Whether adamw_ updates a group."""
+        if group["fused"] is not None or group["foreach"] is not None or not has_kernels("cuda"):
+            return False
+        if any(group[name] for name in ("amsgrad", "maximize", "differentiable")):
+            return False
+        if any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"])):
+            return False
+        parts = [local(p) for p in group["params"]]
+        one_gpu = len({part.device for part in parts}) == 1 and parts[0].is_cuda
+        return one_gpu and all(self._dtype(part) == torch.float32 and part.is_contiguous() for part in parts)
+
     def _is_fused(self, group: dict[str, Any]) -> bool:
-        """Whether torch's fused kernel updates a group."""
+        """Whether torch's fused kernel updates a group that adamw_ does not."""
         if group["fused"] is not None or group["foreach"] is not None:
             return bool(group["fused"])
         return all(p.is_cuda for p in group["params"])
 
     def _rate(self, index: int) -> float | Tensor:
-        """The learning rate of a group. On a GPU it is float32 in memory that stays, which takes the group's own rate
-        unless a graph is captured."""
+        """The learning rate of a group. On a GPU it stands in memory that stays, float64 for adamw_ and else float32,
+        which takes the group's own rate unless a graph is captured."""
         group = self.param_groups[index]
+        dtype = torch.float64 if self._is_own(group) else torch.float32
         rate, first = group["lr"], group["params"][0]
         if isinstance(rate, Tensor) or not first.is_cuda or first.dtype == torch.float64:
             return rate
         held, value = self._rates.get(index, (None, None))
-        if held is None or held.device != first.device:
-            held = torch.empty((), dtype=torch.float32, device=first.device)
+        if held is None or (held.device, held.dtype) != (first.device, dtype):
+            held = torch.empty((), dtype=dtype, device=first.device)
         elif value == rate or torch.cuda.is_current_stream_capturing():
             return held
         self._rates[index] = held.fill_(rate), rate
         return held
 
-    def _update(self, index: int, grads: dict[Tensor, Tensor], divisor: Tensor | None) -> dict[Tensor, Tensor]:
+    def _update(self, index: int, grads: dict[Tensor, Tensor], factor: Tensor | None) -> dict[Tensor, Tensor]:
         """Update the parameters of a group, except those that are held quantized; returns parameter -> master, or this
         rank's part of it."""
         group = self.param_groups[index]
-        fused = self._is_fused(group)
-        states = [self._state(p, fused) for p in grads]
+        own, fused = self._is_own(group), self._is_fused(group)
+        states = [self._state(p, own or fused) for p in grads]
         masters = [local(self.master_param(p)) for p in grads]
-        adamw(
-            masters,
-            list(grads.values()),
-            *([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")),
-            [],
-            [state["step"] for state in states],
-            foreach=group["foreach"],
-            fused=fused,
-            lr=self._rate(index) if fused else group["lr"],
-            grad_scale=divisor,
-            **{name: group[name] for name in ("capturable", "differentiable")},
-            **{name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")},
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-        )
-        if fused:  # whose kernel leaves versions as they are, by which kept operands of weights are known to be old
+        averages = [[local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")]
+        steps, options = [state["step"] for state in states], {name: group[name] for name in ("weight_decay", "eps")}
+        if own:
+            torch._foreach_add_(steps, 1)
+            rule = {"lr": self._rate(index), "factor": factor, "betas": group["betas"]}
+            adamw_(masters, [gradient.contiguous() for gradient in grads.values()], *averages, steps, **rule, **options)
+        else:
+            adamw(
+                masters,
+                list(grads.values()),
+                *averages,
+                [],
+                steps,
+                foreach=group["foreach"],
+                fused=fused,
+                lr=self._rate(index) if fused else group["lr"],
+                **{name: group[name] for name in ("capturable", "differentiable", "amsgrad", "maximize")},
+                **options,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+            )
+        if own or fused:  # kernels leave versions as they are, by which kept operands of weights are known to be old
             torch.autograd.graph.increment_version(masters)
         plain = [(local(p), m) for p, m in zip(grads, masters, strict=True) if not (local(p) is m or _is_held(p))]
         if plain:
@@ -192,11 +216,11 @@ class FusedAdam(torch.optim.AdamW):
         """The dtype of the update: the master's."""
         return torch.float32 if self.master_weights and not _is_own_master(p) else p.dtype
 
-    def _state(self, p: Tensor, fused: bool) -> dict[str, Tensor]:
-        """The state of one parameter, made when it is first asked for. The fused kernel counts steps on the device, the
-        other kernels on the CPU."""
+    def _state(self, p: Tensor, counts_on_device: bool) -> dict[str, Tensor]:
+        """The state of one parameter, made when it is first asked for. The foreach kernels and single tensors have
+        their steps on the CPU."""
         state, master = self.state[p], self.master_param(p)
-        device = p.device if fused else torch.device("cpu")
+        device = p.device if counts_on_device else torch.device("cpu")
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state |= {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
@@ -220,7 +244,7 @@ class FusedAdam(torch.optim.AdamW):
         if isinstance(part, HybridQuantizedTensor):
             preserved = part.get_high_precision_init_val()
             part = part.dequantize(torch.float32) if preserved is None else preserved.to(p.device)
-        return spread_like(p, part.detach().to(torch.float32, copy=True))
+        return spread_like(p, part.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as torch has it."""

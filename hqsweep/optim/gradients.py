@@ -27,9 +27,14 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     return total_norm(gradients) if any(map(is_spread, gradients)) else get_total_norm(gradients)
 
 
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """[]: min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grads_with_norm_ computes it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def clip_(gradients: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiply gradients in place by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grads_with_norm_ does."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     alike: dict[tuple, list[Tensor]] = {}
     for part in map(local, gradients):
         alike.setdefault((part.device, part.dtype), []).append(part)

@@ -25,14 +25,25 @@ _LEFT: list[torch.cuda.MemPool] = []
 """The pools whose owners are gone, which torch cannot free while another one is in use: it would end the process."""
 
 
-@cache
-def _stream_of(device: int) -> torch.cuda.Stream:
-    """The stream of all pools of a device. There is one, because cuBLAS keeps memory for each stream that it has worked
-    on: it takes none from a pool then, which could never be given up."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        torch.cuda.current_blas_handle()
-    return stream
+class _Stream:
+    """The stream of all pools of a device, and cuBLAS's workspace for it.
+
+    There is one stream, because torch keeps a workspace for each that cuBLAS has worked on: a pool that held it could
+    never be given up. The workspace lies in a pool of its own, which stays: graphs have its address, and torch gives
+    all workspaces up when a graph of torch.compile is captured (`torch._C._cuda_clearCublasWorkspaces`)."""
+
+    def __init__(self, device: int) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.MemPool()
+
+    def hold_workspace(self) -> None:
+        """Take the workspace, at the address that it always has, if torch has given it up; the stream is the current
+        one."""
+        with torch.cuda.use_mem_pool(self._pool):
+            torch.cuda.current_blas_handle()
+
+
+_stream_of = cache(_Stream)
 
 
 class CudaGraph:
@@ -51,7 +62,8 @@ class GraphPool:
     autograd's threads would allocate elsewhere, so backward runs in the thread that calls it."""
 
     def __init__(self) -> None:
-        self.stream = _stream_of(torch.cuda.current_device())
+        self._shared = _stream_of(torch.cuda.current_device())
+        self.stream = self._shared.stream
         self._open()
 
     def _open(self) -> None:
@@ -80,6 +92,8 @@ class GraphPool:
         _INSIDE.append(self)
         try:
             with torch.cuda.stream(self.stream):
+                if len(_INSIDE) == 1:  # inside another one's memory would come from that one's pool
+                    self._shared.hold_workspace()
                 yield
         finally:
             _INSIDE.pop()

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from adam_cases import OPTIONS, mixed_parameters, quantized, value
 from cases import FEW
 from torch import nn
 
@@ -13,20 +14,8 @@ from hqsweep.formats import RngKey
 from hqsweep.formats.inputs import draw
 from hqsweep.nn import Linear, quantization, quantized_model_init
 from hqsweep.optim import FusedAdam, use_main_grads
-from hqsweep.quant import HybridQuantizedTensor, HybridQuantizer
+from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.recipe import LinearQuantizers, Recipe
-
-OPTIONS = {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-KEY = RngKey(seed=0, slot="w", step=1)
-
-
-def value(index=0):
-    return draw("normal", 64, 96, index, torch.float32)
-
-
-def quantized(text, **options):
-    weight = HybridQuantizedTensor.quantize(value(), HybridQuantizer.parse(text), key=KEY, **options)
-    return nn.Parameter(weight)
 
 
 def adamw(start, steps=5, **options):
@@ -235,38 +224,11 @@ def test_loss_falls_at_every_step_with_mixed_formats(text):
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [{}, {"fused": True}, {"foreach": True}], ids=str)
-@pytest.mark.parametrize("text", FEW)
-def test_gpu_masters_are_adamw(text, kernels):
-    p = nn.Parameter(quantized(text, preserve_high_precision_init_val=True).detach().cuda())
-    q = nn.Parameter(value().cuda())
-    optimizers = FusedAdam([p], **OPTIONS, **kernels), torch.optim.AdamW([q], **OPTIONS, **(kernels or {"fused": True}))
-    for step in range(5):
-        p.grad, q.grad = value(step + 1).cuda(), value(step + 1).cuda()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert torch.equal(optimizers[0].state[p]["master_param"], q)
-        again = HybridQuantizedTensor.quantize(q.detach(), p.quantizer)
-        for name, buffer in again.buffers.items():
-            assert torch.equal(p.buffers[name], buffer), name
-
-
-def model(device="cpu"):
-    """A bf16 weight, an FP32 one, a quantized one, and one whose gradient is a main_grad."""
-    parts = [value().bfloat16(), value(), quantized("mxfp8").detach(), value()]
-    parameters = [nn.Parameter(part.to(device)) for part in parts]
-    for index, p in enumerate(parameters[:-1]):
-        p.grad = (0.1 * value(index + 1)).to(device, p.dtype)
-    parameters[-1].main_grad = 0.1 * value(9).to(device)
-    return parameters
-
-
 @pytest.mark.parametrize("max_norm", [1.0, 100.0])
 @pytest.mark.parametrize("main_grads", [False, True])
 def test_clipping_is_torchs_own(main_grads, max_norm):
     """On a CPU to the byte, in the order of the parameters that are given."""
-    (ours, theirs), count = (model(), model()), 4 if main_grads else 3
+    (ours, theirs), count = (mixed_parameters(), mixed_parameters()), 4 if main_grads else 3
     optimizers = [FusedAdam(ours[:count], **OPTIONS), FusedAdam(theirs[:count], **OPTIONS)]
     norm = optimizers[0].clip_and_step(max_norm, ours[count - 1 :: -1])
     for p in theirs[3:count]:
@@ -277,82 +239,6 @@ def test_clipping_is_torchs_own(main_grads, max_norm):
     assert torch.equal(norm, expected) and norm > 5
     for p, q in zip(ours[:count], theirs[:count], strict=True):
         assert torch.equal(optimizers[0].master_param(p), optimizers[1].master_param(q))
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("max_norm", [1.0, 100.0])
-def test_clipping_within_the_fused_kernel_is_torchs_own_up_to_rounding(max_norm, device):
-    ours, theirs = model(device), model()
-    options = {"fused": True} if device == "cpu" else {}
-    optimizers = FusedAdam(ours, **OPTIONS, **options), FusedAdam(theirs, **OPTIONS)
-    for step in range(2):
-        for p, q in zip(ours, theirs, strict=True):
-            for name in ("main_grad",) if hasattr(p, "main_grad") else ("grad",):
-                gradient = getattr(p, name).mul_(step + 1)
-                setattr(q, name, gradient.to("cpu", copy=True))
-        norm, expected = (optimizer.clip_and_step(max_norm) for optimizer in optimizers)
-        torch.testing.assert_close(norm.cpu(), expected, rtol=2**-8, atol=0)  # torch rounds norms of bf16 gradients
-        for p, q in zip(ours, theirs, strict=True):
-            masters = (
-                optimizer.master_param(w).detach().cpu() for optimizer, w in zip(optimizers, (p, q), strict=True)
-            )
-            torch.testing.assert_close(*masters, rtol=1e-5, atol=3e-5)
-            assert optimizers[0].state[p]["step"].device.type == device
-
-
-@pytest.mark.gpu
-def test_gpu_specials_reach_the_weights():
-    for special in (torch.nan, torch.inf):
-        parameters = model("cuda")
-        parameters[1].grad[3, 4] = special
-        optimizer = FusedAdam(parameters, **OPTIONS)
-        norm = optimizer.clip_and_step(1.0)
-        assert not norm.isfinite() and parameters[1][3, 4].isnan()
-
-
-@pytest.mark.gpu
-def test_gpu_graphs_hold_a_step_and_follow_the_rate():
-    """Captured once, replayed under other gradients and rates: the bytes of as many steps without a graph."""
-
-    def train(steps):
-        parameters = model("cuda")
-        optimizer = FusedAdam(parameters, **OPTIONS)
-        static, graph = [p.main_grad if p.grad is None else p.grad for p in parameters], None
-        for step in range(6):
-            optimizer.set_lr(3e-2 / (step + 1))
-            for index, gradient in enumerate(static):
-                gradient.copy_(value(10 * step + index))
-            if graph is None and step == steps:
-                graph = torch.cuda.CUDAGraph()
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    norm = optimizer.clip_and_step(1.0)
-            if graph is None:
-                norm = optimizer.clip_and_step(1.0)
-            else:
-                graph.replay()
-        return norm, parameters, optimizer
-
-    (norm, parameters, optimizer), (other, copies, again) = train(2), train(None)
-    assert torch.equal(norm, other)
-    for p, q in zip(parameters, copies, strict=True):
-        assert torch.equal(optimizer.master_param(p), again.master_param(q))
-        assert optimizer.state[p]["step"] == again.state[q]["step"] == 6
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernels", [{}, {"foreach": True}], ids=str)
-def test_gpu_states_of_other_kernels_are_gone_on_with(kernels):
-    """Steps counted on the CPU, as the foreach kernels do, and on a GPU."""
-    parameters, copies = model("cuda"), model("cuda")
-    first = FusedAdam(parameters, foreach=True, **OPTIONS)
-    first.clip_and_step(1.0)
-    state = first.state_dict()
-    state["param_groups"][0]["foreach"] = kernels.get("foreach")
-    second = FusedAdam(copies, **OPTIONS, **kernels)
-    second.load_state_dict(state)
-    second.clip_and_step(1.0)
-    assert all(second.state[p]["step"] == 2 and second.state[p]["step"].is_cuda != bool(kernels) for p in copies)
 
 
 def test_a_rate_is_that_of_every_group():

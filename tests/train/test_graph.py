@@ -83,6 +83,22 @@ def test_work_of_other_streams_is_waited_for():
         assert (y + x)[-1].item() == 3 * value
 
 
+def test_cublas_works_in_memory_that_nothing_else_takes_when_torch_gives_workspaces_up():
+    """As it does where torch.compile captures a graph (mode="reduce-overhead"). The product has one tile and many
+    terms, so that cuBLAS splits its sum and adds the parts up in its workspace."""
+    torch.cuda.empty_cache()
+    pool, x = GraphPool(), torch.randn(64, 2**19, dtype=torch.bfloat16, device="cuda")
+    graph = pool.capture(lambda: [x @ x.t()])
+    pool.settle()
+    expected = graph.replay()[0].clone()
+    torch._C._cuda_clearCublasWorkspaces()
+    others = [torch.zeros(SIZE // 2, device="cuda") for _ in range(64)]
+    with pool.eager():
+        eager = (x @ x.t()).equal(expected)
+    assert eager and graph.replay()[0].equal(expected)
+    assert all(other.count_nonzero() == 0 for other in others) and not pool.grown()
+
+
 @pytest.mark.parametrize("inside", ["eager work", "a capture"])
 def test_pools_that_are_garbage_do_not_end_the_process_that_uses_another(inside):
     """In a process of its own, which torch would abort."""

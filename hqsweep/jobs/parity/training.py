@@ -41,6 +41,9 @@ RECIPES = {
 
 GRAPH_STEPS = 12
 LOSS_STEPS = 100
+LOSS_BATCH = {"batch": 32, "context": 128}
+"""The batches of the training whose losses are compared: a mean over 4,096 tokens. Over the 128 of the other trainings
+it moves by up to 7e-3 in NVFP4 when sums have another order, as few tokens do not average what their roundings do."""
 LOSS_RTOL = 2e-3
 """The relative tolerance of losses whose sums have another order, over LOSS_STEPS steps of a training."""
 
@@ -63,7 +66,7 @@ def graph_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[s
 
 def operators_row(config: ParityConfig, recipe: str, device: torch.device) -> dict[str, object]:
     """A row with PASS where the loss of no step differs by more than LOSS_RTOL from the loss by torch's operators."""
-    options = {"steps": LOSS_STEPS, "log_every": 1}
+    options = {"steps": LOSS_STEPS, "log_every": 1, **LOSS_BATCH}
     ours, torchs = (_losses(_trainer(config, recipe, device, compile=mode, **options)) for mode in ("auto", "off"))
     errors = (ours / torchs - 1).abs()
     note = f"largest relative difference {errors.max():.1e}, allowed {LOSS_RTOL:g}"
