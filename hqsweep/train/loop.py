@@ -171,7 +171,8 @@ class Trainer:
         copies, first = (self.ranks.data_size, self.ranks.data_rank * parts) if self.ranks else (1, 0)
         losses_of, balances = [], []
         call = {"seed": self.config.seed, "step": at.step, "counter": at.counter, "probe": at.probe}
-        call |= {"cache_weights": parts > 1, "kernels": self.kernels}
+        read_once = parts > 1 or self.config.recipe.gemm == "native"  # codes are half as large as exact operands
+        call |= {"cache_weights": read_once, "kernels": self.kernels}
         if self.pipeline is not None:
             with quantization(microbatch=first, **call):
                 step_losses = self.pipeline.step(inputs, targets)

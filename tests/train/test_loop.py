@@ -1,21 +1,24 @@
 """The loop: schedules, identical batches, resume, divergence, and what a run leaves in its sink."""
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
 from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.config.job import parse
+from hqsweep.errors import UserError
 from hqsweep.jobs import convergence
 from hqsweep.jobs.sink import Diverged, ListSink
+from hqsweep.nn import quantization
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.ops import fingerprint
 from hqsweep.quant import HybridQuantizedTensor
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.recipe.factories import find_factory
 from hqsweep.sweep.compose import load_recipe
-from hqsweep.train import data
+from hqsweep.train import data, loop
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 from hqsweep.train.loop import Trainer
 from hqsweep.train.model import build_model
@@ -52,6 +55,22 @@ def test_training_learns_the_source(linear, tmp_path):
     losses = [m["value"] for m in sink.metrics if m["metric"] == "val_loss"]
     assert losses[0] > losses[-1] and losses[-1] < sink.facts["data"]["unigram_entropy_nats"]
     assert losses[-1] > sink.facts["data"]["entropy_rate_nats"]
+
+
+@pytest.mark.parametrize("gemm", ["exact", "native"])
+def test_a_weight_is_read_once_a_step_where_its_codes_are_multiplied(gemm, monkeypatch):
+    """On a CPU, which has no tensor cores, the step ends at its first product."""
+    asked, cfg = [], config("mxfp8")
+    cfg = cfg.model_copy(update={"recipe": cfg.recipe.model_copy(update={"gemm": gemm})})
+
+    def recorded(**options):
+        asked.append(options["cache_weights"])
+        return quantization(**options)
+
+    monkeypatch.setattr(loop, "quantization", recorded)
+    with suppress(UserError):
+        next(trainer(cfg).steps())
+    assert asked[0] == (gemm == "native")
 
 
 def test_first_loss_is_the_logarithm_of_the_vocabulary():
