@@ -1,6 +1,7 @@
 """The section `model` of the config for models that are the user's own: one of Hugging Face, or one that a Python
 function builds. Nothing here reads a file or imports code."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from hqsweep.config.types import Section
 from hqsweep.errors import UserError
 
 TARGET = "_target_"
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 HELD = (
     "model.quantized_weights: is for hqsweep's own GPT; a model of your own keeps its weights as they are, so leave it"
     " out"
@@ -56,7 +58,7 @@ class FactoryModelConfig(UserModel):
 
     _factory: Callable[..., Any] | None = PrivateAttr(default=None)
     kind: Literal["factory"]
-    target: Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+    target: str
     args: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     @model_validator(mode="before")
@@ -71,6 +73,8 @@ class FactoryModelConfig(UserModel):
         own.setdefault("kind", "factory")
         if TARGET in section:
             own["target"] = section[TARGET]
+        if isinstance(named := own.get("target"), str) and not _PATH.fullmatch(named):
+            raise UserError(f"model.{TARGET}: {named!r} is no package.module.function, such as my_models.build")
         args = {key: value for key, value in section.items() if key not in (*cls.model_fields, TARGET)}
         return own | ({"args": {**own.get("args", {}), **args}} if args else {})
 

@@ -72,7 +72,7 @@ def _called(config: FactoryModelConfig) -> nn.Module:
         model = config.factory(**config.args)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{where}: {call} raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise UserError(f"{where}: {call} gave {type(model).__name__}; it must give a torch.nn.Module")

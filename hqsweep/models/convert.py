@@ -252,6 +252,6 @@ def _nothing(model: nn.Module, skipped: Sequence[Skipped], filter_fn: Filter | N
         names = "; ".join(f"{module.name}: {module.why}" for module in skipped[:3])
         more = f", and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         return f"{start}: {names}{more}"
-    kinds = ", ".join(kind.name for kind in KINDS)
+    kinds = ", ".join(dict.fromkeys(kind.name for kind in KINDS))
     leaves = dict.fromkeys(type(module).__name__ for module in model.modules() if not list(module.children()))
     return f"{start}: it has no module of a kind that can be ({kinds}), but {', '.join(list(leaves)[:3])}"

@@ -12,6 +12,8 @@ from hqsweep.errors import UserError
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WANTED = "give the folder of a Hugging Face model, or its config.json"
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""The endings of files of tensors."""
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 """The keys of the largest number of positions of a sequence, by families of models."""
 WRITER = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -84,6 +86,11 @@ def read_hf_config(path: str | Path, where: str = "model.path") -> HFConfig:
         raise UserError(
             f"{where}: '{path}' has {ADAPTER}, so its weights are an adapter's or have one beside them; merge it into"
             " the model (merge_and_unload), and save that"
+        )
+    if file.suffix in WEIGHTS:
+        raise UserError(
+            f"{where}: '{file}' is a checkpoint, and does not say of which model; give the folder of a Hugging Face"
+            f" model, or its {CONFIG} with model.pretrained=false, and for forks fork.trunk={file}"
         )
     try:
         keys = json.loads(file.read_text())

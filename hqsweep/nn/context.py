@@ -1,6 +1,6 @@
 """What a forward pass needs beside its tensors: the key of stochastic rounding, a probe on sampled steps, a recipe."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +15,10 @@ from hqsweep.formats import RngKey, RngNumbers
 from hqsweep.nn.probe import Probe
 from hqsweep.nn.scoped import Entered, Scoped
 from hqsweep.ops.library import has_kernels
+from hqsweep.quant.hybrid import HybridQuantizer
 from hqsweep.recipe.base import AnyRecipe
 from hqsweep.recipe.sectioned import Recipe
-from hqsweep.recipe.sections import LinearQuantizers
+from hqsweep.recipe.sections import LinearQuantizers, Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +134,20 @@ def quantization(
 
 
 @contextmanager
-def autocast(enabled: bool = True, *, recipe: AnyRecipe | None = None) -> Iterator[None]:
+def autocast(
+    enabled: bool = True, *, recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Modules called inside run on `recipe` instead of their own; the innermost autocast decides.
 
-    enabled=False is high precision (bf16 operands). Backward needs no autocast; recomputation in backward does.
+    recipe: what modules take; the text or section of a linear is for all products. enabled=False is high precision
+    (bf16 operands). Backward needs no autocast; recomputation in backward does.
     """
     if enabled and recipe is None:
         raise UserError("autocast: recipe is missing; give a Recipe or a CustomRecipe, or enabled=False")
+    if enabled and not hasattr(recipe, "resolve"):
+        from hqsweep.nn.recipe_argument import whole_recipe  # the parser of recipes is not for every call
+
+        recipe = whole_recipe(recipe, "autocast")
     with _RECIPE.entered(recipe if enabled else HIGH_PRECISION):
         yield
 

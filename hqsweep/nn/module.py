@@ -238,9 +238,9 @@ def _roles(modules: Sequence[QuantizedModule]) -> list[QuantizerRole]:
     return list(dict.fromkeys(role for module in modules for role in module.slot_roles().values() if role is not None))
 
 
-def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
+def set_recipe(model: nn.Module, recipe: AnyRecipe | Section | HybridQuantizer | str | Mapping[str, Any]) -> int:
     """Give every slot of the model the recipe's quantizer, and every module its mode of GEMMs; returns how many slots
-    have changed by value.
+    have changed by value. The text or section of a linear is for all products.
 
     Each role is resolved once, and layers are counted over the whole model. A schedule is not followed here.
 
@@ -249,13 +249,15 @@ def set_recipe(model: nn.Module, recipe: AnyRecipe) -> int:
             modules of one name that would draw the same random bits, and a model without modules of hqsweep.nn. The
             model is then as it was.
     """
+    from hqsweep.nn.recipe_argument import whole_recipe  # the parser of recipes is not for every module
+
     modules = quantized_modules(model)
     if not modules:
         raise UserError(
             f"set_recipe: {type(model).__name__} has no module of hqsweep.nn; build it of these, or give it to"
             " hqsweep.convert first"
         )
-    return set_recipe_of(modules, recipe, getattr(model, WHOLE_ROLES, None))
+    return set_recipe_of(modules, whole_recipe(recipe, "set_recipe"), getattr(model, WHOLE_ROLES, None))
 
 
 def set_recipe_of(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from hqsweep.errors import UserError, nearest
@@ -61,9 +62,17 @@ def _find(path: str, where: str, places: str = "") -> Callable[..., Any]:
     module_name, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except (ModuleNotFoundError, ValueError) as error:
+        missing = getattr(error, "name", None) or module_name
+        if missing != module_name and not module_name.startswith(f"{missing}."):  # it is there, and imports another
+            raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
         raise UserError(
             f"{where}: '{path}' cannot be imported ({error}); it takes package.module.function{places}"
+        ) from None
+    except SystemExit as error:
+        raise UserError(
+            f"{where}: importing '{module_name}' ended the program (SystemExit: {error}), as a script does that reads"
+            " its command line; keep that under if __name__ == '__main__'"
         ) from None
     except Exception as error:
         raise UserError(f"{where}: importing '{module_name}' raised {type(error).__name__}: {error}") from error
@@ -90,16 +99,20 @@ class Importer:
     refusal: str = ""
     """The end of the error for all other paths."""
     imported: list[str] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set)
 
     def __call__(self, path: str, where: str) -> Callable[..., Any]:
         """find_factory(), for paths that are allowed; UserError for all others."""
         factory_name(path, where)
         if self.allowed is not None and path not in self.allowed:
             raise UserError(f"{where}: '{path}' is a Python factory, {self.refusal}")
-        if path not in self.imported:
+        if path not in self._said:
+            self._said.add(path)
             self.say(f"importing {path.rpartition('.')[0]} for {where}={path}")
         with _searched(self.folders):
-            factory = _find(path, where, f", from {' or '.join(['the installed packages', *self.folders])}")
+            factory = _find(
+                path, where, f", from {' or '.join(['the installed packages', *self.folders])}{_here(path)}"
+            )
         if path not in self.imported:
             self.imported.append(path)
         return factory
@@ -109,6 +122,13 @@ class Importer:
         """The words that let a worker (python -m hqsweep.worker) import the same, and nothing else."""
         folders = [f"--import-from={folder}" for folder in self.folders] if self.imported else []
         return [*(f"--import={path}" for path in self.imported), *folders]
+
+
+def _here(path: str) -> str:
+    """The end of a sentence for a module that lies in the working directory, "" elsewhere."""
+    top = path.partition(".")[0]
+    name = next((name for name in (f"{top}.py", top) if Path(name).exists()), None)
+    return "" if name is None else f"; the working directory, which has {name}, is searched with --config-dir . alone"
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def test_a_dump_is_read_again(model: dict) -> None:
         ({"kind": "gtp"}, "model.kind: got 'gtp'; must be hf or factory"),
         ({"kind": ["hf"]}, "model.kind: got ['hf']; must be hf or factory"),
         ({"kind": "factory"}, "model.target: missing"),
-        ({"_target_": "build"}, "model.target: got 'build'; must match the pattern"),
+        ({"_target_": "build"}, "model._target_: 'build' is no package.module.function, such as my_models.build"),
         ({"kind": "hf", "path": "m", "quantized_weights": True}, "is for hqsweep's own GPT"),
         ({"_target_": "my.build", "quantized_weights": False}, "is for hqsweep's own GPT"),
         ("hf", "model: got 'hf'; must be a section with the keys dim, layers"),

@@ -137,3 +137,25 @@ def test_set_recipe_and_autocast_refuse_them_too_and_change_nothing(config, mess
         with autocast(recipe=recipe), pytest.raises(UserError, match=f"m {message}"):
             model(torch.randn(32, 64))
     assert model(torch.randn(32, 64)).shape == (32, 64)
+
+
+@pytest.mark.parametrize("given", ["nvfp4", {"linear": "nvfp4", "head": "nvfp4"}, LinearQuantizers.parse("nvfp4", "m")])
+def test_set_recipe_and_autocast_take_what_modules_take(given):
+    x, whole = torch.randn(32, 64), Recipe.from_config({"linear": "nvfp4", "head": "nvfp4"})
+    model = nn.Sequential(MODULES["Linear"]("mxfp8"), nn.ReLU(), Linear(96, 64, name="n", recipe="mxfp8"))
+    own = formats(model)
+    with autocast(recipe=whole):
+        y = model(x)
+    with autocast(recipe=given):
+        assert torch.equal(model(x), y)
+    assert formats(model) == own and set_recipe(model, given) == 6 and torch.equal(model(x), y)
+
+
+def test_what_is_no_recipe_is_refused_by_set_recipe_and_autocast():
+    model = nn.Sequential(MODULES["Linear"]("mxfp8"))
+    with pytest.raises(UserError, match=r"set_recipe: format 'nvfp5': unknown name 'nvfp5' \(did you mean 'nvfp4'"):
+        set_recipe(model, "nvfp5")
+    with pytest.raises(UserError, match=r"set_recipe: recipe is None; a linear takes a Recipe or CustomRecipe"):
+        set_recipe(model, None)
+    with pytest.raises(UserError, match=r"autocast: format 'nvfp5': unknown"), autocast(recipe="nvfp5"):
+        pass

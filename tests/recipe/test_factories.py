@@ -1,6 +1,7 @@
 """Names of Python factories: read without an import, imported only where that is allowed, and never from the working
 directory."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -87,6 +88,30 @@ def test_the_working_directory_is_not_searched():
     with pytest.raises(UserError, match="cannot be imported"):
         parse_recipe(CONFIG, find_factory)
     assert not Path("planted").exists()
+
+
+def test_a_module_of_the_working_directory_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    find, said = importer()
+    monkeypatch.chdir(folder)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"has planted_factory.py, is searched with --config-dir . alone"):
+            parse_recipe(CONFIG, find)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("import nosuchmodule", "importing 'at_fault' raised ModuleNotFoundError: No module named 'nosuchmodule'"),
+        ("from sys import nothing", "importing 'at_fault' raised ImportError: cannot import name 'nothing'"),
+        ("raise SystemExit(2)", r"importing 'at_fault' ended the program (SystemExit: 2), as a script does"),
+    ],
+)
+def test_what_a_module_does_when_it_is_imported_is_said(source, sentence, tmp_path):
+    (tmp_path / "at_fault.py").write_text(source)
+    find, _ = importer(folders=[str(tmp_path)])
+    with pytest.raises(UserError, match=re.escape(f"model._target_: {sentence}")):
+        find("at_fault.build", "model._target_")
 
 
 @pytest.mark.parametrize("config", [CONFIG, SCHEDULED])

@@ -72,6 +72,11 @@ def without_head(folder: Path) -> Path:
     return folder
 
 
+def no_json(folder: Path) -> Path:
+    (folder / "config.json").write_text("{")
+    return folder
+
+
 def cut(folder: Path) -> Path:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -82,7 +87,8 @@ def cut(folder: Path) -> Path:
     ("spoil", "more", "sentence"),
     [
         (lambda f: f / "nowhere", (), "nowhere' is not there; give the folder of a Hugging Face model"),
-        (lambda f: f / "model.safetensors", (), "is no JSON"),
+        (lambda f: f / "model.safetensors", (), "model.safetensors' is a checkpoint, and does not say of which model"),
+        (no_json, (), "is no JSON"),
         (lambda f: f / "config.json", (), "is a config alone; give the folder that has the weights too, or"),
         (lambda f: told(f, model_type=...), (), "has no model_type, so it is no config of a Hugging Face model"),
         (lambda f: told(f, auto_map={"AutoModel": "their.Model"}), (), "its own (their.Model), which is never run"),
