@@ -108,9 +108,12 @@ def weight_matrix(weights: Weights, dtype: torch.dtype) -> Tensor:
     """All weights, one below the other, in dtype; views whose rows are not together in memory are copied."""
     weights = [_values(weight) for weight in weights]
     if len(weights) == 1:
-        if weights[0].dim() == 2:
-            return in_dtype(weights[0], dtype)
-        return weights[0].to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+        weight = weights[0]
+        if weight.dim() == 2:
+            return in_dtype(weight, dtype)
+        if weight.dtype is not dtype:
+            weight = weight.to(dtype, memory_format=torch.contiguous_format)
+        return weight.flatten(0, 1)
     (rows, width), first = weights[0].shape, weights[0]
     joined = torch.empty(len(weights) * rows, width, dtype=dtype, device=first.device)
     torch._foreach_copy_(joined.split(rows), list(weights))

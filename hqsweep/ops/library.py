@@ -34,12 +34,14 @@ def has_kernels(device_type: str) -> bool:
 
 
 _library = Library("hqsweep", "DEF")
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of tensors that are nothing but memory: no operator means anything else for them."""
 
 
 def direct(x: Tensor) -> bool:
     """Whether the function behind an operator can be called at once: outside of traced graphs and dispatch modes, where
     dispatch costs more than the launch and there is nothing to record (no gradient flows through codes)."""
-    plain = type(x) is Tensor and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    plain = type(x) in PLAIN and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
     return plain and (x.is_cpu or x.is_cuda)
 
 

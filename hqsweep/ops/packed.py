@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hqsweep.formats import Buffers, ExactOperand, Format
 from hqsweep.memo import cached_property
+from hqsweep.ops.kernels import KernelSpec
 from hqsweep.ops.layout import Layout
 
 Result = dict[str, Tensor] | ExactOperand
@@ -56,6 +57,32 @@ class PackedExact(ExactOperand):
         if self.by_rows or not self.layout.columnwise:
             return self.matrix.view(self.layout.splits.rows, self.layout.width)
         return torch.cat([member.matrix.t() for member in self.members])
+
+
+def take(
+    outputs: list[Tensor],
+    spec: KernelSpec,
+    exact: bool,
+    amax: Tensor | None,
+    layout: Layout | None = None,
+    by_rows: bool = False,
+) -> tuple[Result, list[Tensor]]:
+    """One direction's result from the operator's outputs, and the outputs that are left. amax: what was given."""
+    held = amax if spec.amax_name == "g" else None
+    if held is not None and layout is None and held.dim() != 2:
+        held = held.view(-1, 1)
+    if not exact:
+        buffers = dict(zip(spec.names, outputs, strict=False))
+        if held is None:
+            return buffers, outputs[len(spec.names) :]
+        buffers["g"] = held
+        return buffers, outputs[len(spec.names) - 1 :]
+    count = 2 if spec.amax_name and held is None else 1
+    factor = outputs[1] if count == 2 else held
+    if layout is None:
+        return ExactOperand(outputs[0], factor, spec.divisor), outputs[count:]
+    kwargs = {"layout": layout, "by_rows": by_rows, "per_row": spec.row_scaled}
+    return PackedExact(outputs[0], factor, spec.divisor, **kwargs), outputs[count:]
 
 
 def stored_by_rows(format: Format, columnwise: bool) -> bool:

@@ -12,7 +12,7 @@ from hqsweep.ops.dequantize import dequantize, exact_operand_of
 from hqsweep.ops.inputs import NO_INPUTS, Inputs, matrix_inputs, member_inputs, of_member
 from hqsweep.ops.kernels import KernelSpec
 from hqsweep.ops.layout import GroupLayout
-from hqsweep.ops.packed import PackedExact, Result, held_exact, pack
+from hqsweep.ops.packed import Result, held_exact, pack, take
 from hqsweep.ops.reference import by_reference
 from hqsweep.ops.request import (
     NO_TARGET,
@@ -118,40 +118,14 @@ def quantized_of(
     row, column, statistics = request.row, request.column, x is not None
     first = second = first_sums = second_sums = None
     if row is not None:
-        first, outputs = _take(outputs, row, request.row_exact, inputs.row_amax)
+        first, outputs = take(outputs, row, request.row_exact, inputs.row_amax)
         if statistics:
             first_sums, outputs = _statistics(outputs, row, first, x, x)
     if column is not None:
-        second, outputs = _take(outputs, column, request.column_exact, inputs.column_amax)
+        second, outputs = take(outputs, column, request.column_exact, inputs.column_amax)
         if statistics:
             second_sums, _ = _statistics(outputs, column, second, x, None if request.dequantized else x.t())
     return Quantized(first, second, first_sums, second_sums)
-
-
-def _take(
-    outputs: list[Tensor],
-    spec: KernelSpec,
-    exact: bool,
-    amax: Tensor | None,
-    layout: GroupLayout | None = None,
-    by_rows: bool = False,
-) -> tuple[Result, list[Tensor]]:
-    """One direction's result from the operator's outputs, and the outputs that are left."""
-    held = amax if spec.amax_name == "g" else None
-    if held is not None and layout is None and held.dim() != 2:
-        held = held.view(-1, 1)
-    if not exact:
-        buffers = dict(zip(spec.names, outputs, strict=False))
-        if held is None:
-            return buffers, outputs[len(spec.names) :]
-        buffers["g"] = held
-        return buffers, outputs[len(spec.names) - 1 :]
-    count = 2 if spec.amax_name and held is None else 1
-    factor = outputs[1] if count == 2 else held
-    if layout is None:
-        return ExactOperand(outputs[0], factor, spec.divisor), outputs[count:]
-    kwargs = {"layout": layout, "by_rows": by_rows, "per_row": spec.row_scaled}
-    return PackedExact(outputs[0], factor, spec.divisor, **kwargs), outputs[count:]
 
 
 def _statistics(
@@ -224,10 +198,10 @@ def _members_by_kernel(request: Request, x: Tensor, splits: Splits, inputs: Inpu
     first = second = None
     if request.row is not None:
         layout = GroupLayout.of(splits, x.shape[1], columnwise=False)
-        first, outputs = _take(outputs, request.row, request.row_exact, inputs.row_amax, layout)
+        first, outputs = take(outputs, request.row, request.row_exact, inputs.row_amax, layout)
     if request.column is not None:
         layout = GroupLayout.of(splits, x.shape[1], columnwise=True)
-        second, _ = _take(outputs, request.column, request.column_exact, inputs.column_amax, layout, by_rows)
+        second, _ = take(outputs, request.column, request.column_exact, inputs.column_amax, layout, by_rows)
     return Quantized(first, second)
 
 

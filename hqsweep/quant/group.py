@@ -48,10 +48,13 @@ def quantize_group(
     the expert.
     """
     states = states if states and all(states) else None
+    if isinstance(splits, Splits) and not has_own_quantize(quantizer):
+        slots = {"key": keys, "states": states}
+        return quantizer.quantize(x, rowwise=rowwise, columnwise=columnwise, **slots, splits=splits, by_rows=by_rows)
     wanted = Wanted(rowwise=rowwise, columnwise=columnwise, keys=keys, states=states, by_rows=by_rows)
     if isinstance(splits, Shapes):
         return _of_shapes(x, splits, quantizer, wanted)
-    return _of_splits(x, splits, quantizer, wanted)
+    return quantize_one_by_one(x, splits, quantizer, wanted, quantizer.quantize)
 
 
 def has_own_quantize(quantizer: HybridQuantizer) -> bool:

@@ -20,6 +20,7 @@ from hqsweep.ops.activation import activation, activation_backward
 from hqsweep.ops.blocks import takes_formats
 from hqsweep.ops.layout import GroupLayout
 from hqsweep.ops.packed import Result
+from hqsweep.ops.plain import Pair, quantize_plain
 from hqsweep.ops.quantize import Quantized, quantize, quantized_of
 from hqsweep.ops.quantize_activated import quantize_activated, shape_of
 from hqsweep.ops.quantize_normed import Normed, quantize_normed
@@ -57,6 +58,7 @@ class HybridQuantizer:
             self.stochastic,
             self.reads_key,
             self.delayed,
+            self.takes_values_alone,
             self.row_multiple,
             self.rowwise.layout,
             self.columnwise.layout,
@@ -97,6 +99,12 @@ class HybridQuantizer:
     def delayed(self) -> bool:
         """Whether the scale of a direction comes from the amaxes of earlier steps."""
         return any(format.delayed for format in (self.rowwise, self.columnwise))
+
+    @cached_property
+    def takes_values_alone(self) -> bool:
+        """Whether quantize needs nothing but x, which neither direction holds as it is."""
+        held = any(format.high_precision for format in (self.rowwise, self.columnwise))
+        return not (self.stochastic or self.delayed or held)
 
     @cached_property
     def row_multiple(self) -> int:
@@ -151,6 +159,11 @@ class HybridQuantizer:
         """
         if place is not None and splits is not None:
             raise UserError("quantize: a place is that of one matrix; the matrices of splits are each a whole")
+        if self.takes_values_alone and states is None and not amaxes:
+            texts = self.rowwise.text, self.columnwise.text
+            plain = quantize_plain(x, splits, Pair(*texts, self.columnwise_source, rowwise, columnwise, by_rows))
+            if plain is not None:
+                return self._operands(Quantized(*plain), tuple(x.shape), x.dtype, splits, rowwise)
         row, column = self._targets(rowwise, columnwise, by_rows)
         if amaxes:
             row, column = self._under(row, column, amaxes)

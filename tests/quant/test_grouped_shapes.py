@@ -88,7 +88,8 @@ def assert_exact(members, expected):
 def test_rows_alone_are_one_call(text, monkeypatch):
     quantizer, x = HybridQuantizer.parse(text), tensors(SHAPES["wide"])
     expected, calls = alone(x, quantizer, columnwise=False), []
-    monkeypatch.setattr(hybrid, "quantize", _counted(hybrid.quantize, calls))
+    for function in ("quantize", "quantize_plain"):
+        monkeypatch.setattr(hybrid, function, _counted(getattr(hybrid, function), calls))
     monkeypatch.setattr("hqsweep.ops.quantize.of_member", lambda *_: pytest.fail("a call for one member"))
     w = GroupedTensor.quantize(x, quantizer, key=KEY, directions=("rowwise",))
     assert_members(w.rowwise, expected, "rowwise")
