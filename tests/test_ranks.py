@@ -1,6 +1,10 @@
 """run_ranks returns what each rank returned, and raises where one fails; stream_ranks yields as the ranks go on."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,3 +46,50 @@ def test_values_come_while_the_ranks_go_on(tmp_path):
     values.close()
     assert mp.active_children() == []
     assert not list(tmp_path.glob("go.*.3"))
+
+
+SLEEPERS = """
+import os, sys, time
+from pathlib import Path
+from hqsweep.dist.spawn import spawn_ranks
+
+def sleep(rank, folder):
+    Path(folder, f"{os.getpid()} {os.environ['OF_THE_CALLER']}").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    os.environ["OF_THE_CALLER"] = "0"
+    try:
+        spawn_ranks(2, sleep, "none")  # a folder that is not there; from here on there is a server
+    except Exception:
+        os.environ["OF_THE_CALLER"] = "1"
+    spawn_ranks(2, sleep, sys.argv[1])
+"""
+
+
+def lives(pid):
+    """Whether a process runs; one that has ended and is not waited for has no command any more."""
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and path.read_bytes() != b""
+
+
+def test_ranks_have_the_environment_of_their_caller_and_end_with_it(tmp_path):
+    (tmp_path / "sleepers.py").write_text(SLEEPERS)
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    caller = subprocess.Popen([sys.executable, tmp_path / "sleepers.py", folder])
+    try:
+        wait_for(lambda: len(os.listdir(folder)) == 2, 60)
+    finally:
+        caller.kill()
+        caller.wait()
+    pids, variables = zip(*(name.split() for name in os.listdir(folder)), strict=True)
+    assert variables == ("1", "1")
+    wait_for(lambda: not any(map(lives, pids)), 5)
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

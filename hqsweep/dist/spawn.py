@@ -1,8 +1,10 @@
 """A function in several processes of this machine that form a group: what each returns, or yields."""
 
+import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,8 @@ import torch.multiprocessing as mp
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others before it fails."""
 POLL_S = 0.05
+PRELOADED = ("hqsweep._C", "hqsweep.jobs.convergence", "hqsweep.jobs.parity.ranks", "hqsweep.checkpoints.sharded")
+"""The jobs with ranks, which import what ranks do, and what these import when they need it."""
 
 
 def spawn_ranks(
@@ -37,13 +41,39 @@ def stream_ranks(
     """spawn_ranks of a generator function: the first values of all ranks as soon as every rank has yielded one, then
     their second ones, and so on, while the ranks go on. Processes that are at work when the caller stops are ended."""
     with tempfile.TemporaryDirectory(prefix="hqsweep-ranks-") as folder:
-        started = mp.spawn(_rank, (world, backend, timeout_s, folder, function, arguments), nprocs=world, join=False)
+        start = {"nprocs": world, "join": False, "start_method": _start_method(backend)}
+        call = (dict(os.environ), world, backend, timeout_s, folder, function, arguments)
+        started = mp.start_processes(_started, call, **start)
         try:
             yield from _as_they_come(started, Path(folder), world)
         finally:
             for process in started.processes:
                 process.terminate()
                 process.join()
+
+
+def _start_method(backend: str) -> str:
+    """How ranks are started. Those of gloo are forks of a server that has imported their modules once for all that this
+    process starts, which takes each of them seconds; it ends after this process and its ranks."""
+    if backend != "gloo":
+        return "spawn"
+    multiprocessing.set_forkserver_preload(list(PRELOADED))  # before the first ranks: then the server is there
+    return "forkserver"
+
+
+def _started(rank: int, variables: dict[str, str], *arguments: Any) -> None:
+    """_rank with the environment of the process that asked for it, not the one of the server; it ends as soon as that
+    process is gone, which the kernel does not see to, for it is no parent."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(variables)
+    _rank(rank, *arguments)
 
 
 def _as_they_come(started: mp.ProcessContext, folder: Path, world: int) -> Iterator[list[Any]]:

@@ -12,7 +12,7 @@ from hqsweep.nn import quantization
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.quant.operand import Operand
 
-SQUARE = ("mxfp8+2d", "nvfp4+2d", "fp8_block+2d", "fp8_current", "mxfp8+2d@rowwise_dequantized")
+SQUARE = ("nvfp4+2d", "mxfp8+2d", "fp8_block+2d", "fp8_current", "mxfp8+2d@rowwise_dequantized")
 """Formats in which the operand of the columns is that of the rows, transposed."""
 CASES = {
     "keeps": ({}, False, 1),

@@ -45,7 +45,6 @@ OF_FOUR += [("mxfp8", {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS} | FIRST)]
 WHOLE_EXPERTS = [("mxfp8", {"model": MIXTURE, "parallel": {"tp": 2}, "microbatches": m} | FIRST) for m in (1, 2)]
 RESUMES = [
     (DELAYED, {"model": HELD, "parallel": MESHES[0]}),
-    (DELAYED, {"model": {"ffn": 128}, "parallel": {"dp_shard": 2, "tp": 2}}),
     (DELAYED, {"model": MIXTURE, "parallel": PARTS_OF_EXPERTS}),
 ]
 
