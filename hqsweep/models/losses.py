@@ -26,11 +26,16 @@ def model_loss(
     own = getattr(model, "loss", None)
     if callable(own):
         return _own(own(inputs, targets), type(model).__name__)
+    return F.cross_entropy(logits_of(model, inputs).flatten(0, -2).float(), targets.flatten()), None
+
+
+def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The logits [B, T, V] of a model without a loss of its own; UserError where it returns something else."""
     logits = _logits(model(inputs))
     if not isinstance(logits, Tensor) or logits.shape[:-1] != inputs.shape:
         came = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
         raise UserError(f"model: {type(model).__name__} gave {came} for tokens {tuple(inputs.shape)}; {TAKES}")
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()), None
+    return logits
 
 
 def is_hugging_face(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
     own = [pair for pair in zip(points, configs, strict=True) if _is_users(pair[1])]
     if not own:
         return
-    from hqsweep.models.build import check_recompute, gemm_modules, outline
+    from hqsweep.models.build import check_output, check_recompute, gemm_modules, outline
 
     known: set[str] = set()
     for point, config in own:
@@ -41,6 +41,8 @@ def check_recipes(points: Sequence[GridPoint], configs: Sequence[Config]) -> Non
             if config.train.recompute != "none" and (model := outline(config.model)) is not None:
                 check_recompute(model, config.train.recompute)
             config.check_recipe(gemm_modules(config, config.data.vocab_estimate))
+            if (model := outline(config.model)) is not None:
+                check_output(model, config.train.context)
         except UserError as error:
             where = f" (in the run with {' '.join(point.changed)})" if point.changed and len(points) > 1 else ""
             raise UserError(f"{error}{where}") from None

@@ -20,6 +20,7 @@ from hqsweep.config.job import ConvergenceConfig
 from hqsweep.config.user_model import FactoryModelConfig, HFModelConfig
 from hqsweep.errors import UserError
 from hqsweep.models.build import build, check_ranks, check_recompute, vocab_fault
+from hqsweep.models.causal import check_causal
 from hqsweep.models.code import check_code, code_of
 from hqsweep.models.conversion import Conversion
 from hqsweep.models.convert import convert
@@ -184,6 +185,7 @@ def user_adapter(
         perturb_weights(model, section.init_noise, config.seed)
     if fault := vocab_fault(model, vocab_size):
         raise UserError(f"model: the data has {vocab_size} tokens, but {fault}; give another model, or other data")
+    check_causal(model, vocab_size)
     if train.recompute != "none":
         check_recompute(model, train.recompute)
         compute_again(model)

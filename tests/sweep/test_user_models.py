@@ -27,6 +27,15 @@ from torch import nn
 
 def build(width=32, vocab=16):
     return nn.Sequential(nn.Embedding(vocab, width), nn.Linear(width, width), nn.Linear(width, vocab))
+
+class Wrong(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.model, self.what = build(), what
+
+    def forward(self, tokens):
+        logits = self.model(tokens)
+        return {"logits": logits} if self.what == "dict" else logits.transpose(0, 1)
 """
 
 
@@ -187,6 +196,10 @@ def test_a_function_is_imported_by_run_alone(tmp_path, monkeypatch) -> None:
         check(plan(study_words(*mine, "model.vocab=8"), config_dir=tmp_path, importer=Importer(said.append)))
     with pytest.raises(UserError, match=r"mine_20.build\(depth=2\) raised TypeError"):
         plan(study_words(*mine, "model.depth=2"), config_dir=tmp_path, importer=Importer(said.append))
+    for what, came in (("dict", "dict"), ("turned", r"\(32, 2, 16\)")):
+        wrong = study_words("model._target_=mine_20.Wrong", f"model.what={what}")
+        with pytest.raises(UserError, match=rf"model: Wrong gave {came} for tokens \(2, 32\); it must be of Hugging"):
+            plan(wrong, config_dir=tmp_path, importer=Importer(said.append))
 
 
 @pytest.mark.slow

@@ -71,6 +71,13 @@ class Wordy(Small):
         return "logits"
 
 
+class Seeing(Small):
+    """Adds to every token the mean of all, which has the ones that come later."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.out(self.table(tokens).mean(1, keepdim=True))
+
+
 def no_model(**options):
     return options
 
@@ -371,6 +378,7 @@ def test_noise_of_the_null_arm_is_small_and_keyed_by_the_seed(folders):
         ({"_target_": f"{HERE}.no_model"}, {}, r"no_model\(\) gave dict; it must give a torch.nn.Module"),
         ({"widht": 32}, {}, r"Small\(widht=32\) raised TypeError"),
         ({"vocab": 8}, {}, r"model: the data has 16 tokens, but its embedding has 8 rows"),
+        ({"_target_": f"{HERE}.Seeing"}, {}, r"model: Seeing sees tokens that come later"),
         ({}, {"recompute": "layer"}, r"train.recompute: layer is Hugging Face's gradient checkpointing, which .*Small"),
         ({}, {"recompute": "attention"}, r"train.recompute: attention alone is computed again by hqsweep's own GPT"),
     ],
