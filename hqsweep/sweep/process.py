@@ -71,12 +71,14 @@ class WorkerProcess:
         return self._process.returncode
 
     def take(self, run: RunDir) -> bool:
-        """Hand a run over; returns False when the process is gone."""
+        """Hand a run over; returns False when the process was gone. One that dies of the run has had it."""
+        if self.exit_code is not None:
+            return False
         try:
             self.channel.sendall(line_of(run))
         except OSError:
             return False
-        return self.exit_code is None
+        return True
 
     def finished(self) -> bool:
         """Whether it has reported, since the last call, that its run is finished."""

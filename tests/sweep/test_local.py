@@ -70,6 +70,15 @@ def test_a_worker_does_one_run_after_another_until_one_does_not_finish(make_runs
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def test_a_run_that_ends_its_worker_at_once_is_not_started_again(make_runs, monkeypatch):
+    """By the time that the parent looks, the worker has died of the run that it was handed."""
+    looked = process.WorkerProcess.exit_code.fget
+    monkeypatch.setattr(process.WorkerProcess, "exit_code", property(lambda self: (time.sleep(0.3), looked(self))[1]))
+    runs = make_runs("quick", "exit")
+    first, second = run_local(runs, display=Shown())
+    assert second["state"] == "failed" and first["pid"] == second["pid"]
+
+
 def test_each_run_of_a_worker_writes_to_its_own_log(make_runs):
     runs = make_runs("say", "say")
     pids = [status["pid"] for status in run_local(runs, display=Shown())]
