@@ -4,6 +4,7 @@ Everything is checked before anything is written: a model that a checkpoint does
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,11 @@ def check_fits(checkpoint: Checkpoint, model: nn.Module) -> None:
     if config is None or not _strange(state, wanted) or state.keys().isdisjoint(wanted):
         check_tensors(checkpoint, state, wanted, model)
         return
+    more = [name for name in state if name not in wanted and not name.endswith(COMPUTED)]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    more = [name for name in more if not any(re.search(pattern, name) for pattern in ignored)]
+    if more and state.keys() >= wanted.keys():  # nothing is left that they could be other names of
+        refuse_strange(checkpoint, sorted(more), wanted)
     for name, value in state.items():
         if name in wanted and value.shape != wanted[name].shape:
             refuse_shape(checkpoint, name, tuple(value.shape), tuple(wanted[name].shape))

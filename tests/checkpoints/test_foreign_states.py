@@ -223,3 +223,13 @@ def test_a_checkpoint_without_one_name_of_the_model_is_refused_beforehand(tmp_pa
     torch.save({"a.weight": torch.zeros(3, 3)}, tmp_path / "a.pt")
     with pytest.raises(UserError, match=r"a.pt: .*a.weight"):
         check_fits(inspect_checkpoint(tmp_path / "a.pt"), tiny("llama"))
+
+
+def test_a_checkpoint_with_all_names_of_the_model_and_more_is_refused_beforehand(tmp_path):
+    model = tiny("llama")
+    more = {"model.layers.0.self_attn.q_norm.weight": torch.ones(4), "model.rotary_emb.inv_freq": torch.ones(4)}
+    torch.save(model.state_dict() | more, tmp_path / "a.pt")
+    with pytest.raises(UserError, match=r"a.pt: 1 of its tensors are none of the model: .*q_norm.weight"):
+        check_fits(inspect_checkpoint(tmp_path / "a.pt"), model)
+    model._keys_to_ignore_on_load_unexpected = [r"q_norm"]
+    check_fits(inspect_checkpoint(tmp_path / "a.pt"), model)
