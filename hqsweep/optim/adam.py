@@ -94,7 +94,7 @@ class FusedAdam(torch.optim.AdamW):
         for index, group in enumerate(self.param_groups):
             group["lr"] = lr
             if index in self._rates:
-                self._rate(index)
+                self._rate(index, self._rates[index][0].dtype)
 
     @torch.no_grad()
     def clip_and_step(
@@ -157,11 +157,10 @@ class FusedAdam(torch.optim.AdamW):
             return bool(group["fused"])
         return all(p.is_cuda for p in group["params"])
 
-    def _rate(self, index: int) -> float | Tensor:
-        """The learning rate of a group. On a GPU it stands in memory that stays, float64 for adamw_ and else float32,
-        which takes the group's own rate unless a graph is captured."""
+    def _rate(self, index: int, dtype: torch.dtype) -> float | Tensor:
+        """The learning rate of a group. On a GPU it stands in memory of that dtype that stays, which takes the group's
+        own rate unless a graph is captured."""
         group = self.param_groups[index]
-        dtype = torch.float64 if self._is_own(group) else torch.float32
         rate, first = group["lr"], group["params"][0]
         if isinstance(rate, Tensor) or not first.is_cuda or first.dtype == torch.float64:
             return rate
@@ -184,7 +183,7 @@ class FusedAdam(torch.optim.AdamW):
         steps, options = [state["step"] for state in states], {name: group[name] for name in ("weight_decay", "eps")}
         if own:
             torch._foreach_add_(steps, 1)
-            rule = {"lr": self._rate(index), "factor": factor, "betas": group["betas"]}
+            rule = {"lr": self._rate(index, torch.float64), "factor": factor, "betas": group["betas"]}
             adamw_(masters, [gradient.contiguous() for gradient in grads.values()], *averages, steps, **rule, **options)
         else:
             adamw(
@@ -195,7 +194,7 @@ class FusedAdam(torch.optim.AdamW):
                 steps,
                 foreach=group["foreach"],
                 fused=fused,
-                lr=self._rate(index) if fused else group["lr"],
+                lr=self._rate(index, torch.float32) if fused else group["lr"],
                 **{name: group[name] for name in ("capturable", "differentiable", "amsgrad", "maximize")},
                 **options,
                 beta1=group["betas"][0],

@@ -62,14 +62,6 @@ def has_own_quantize(quantizer: HybridQuantizer) -> bool:
     return type(quantizer).quantize is not HybridQuantizer.quantize
 
 
-def _of_splits(x: Tensor, splits: Splits, quantizer: HybridQuantizer, wanted: Wanted) -> HybridOperand:
-    if has_own_quantize(quantizer):
-        return quantize_one_by_one(x, splits, quantizer, wanted, quantizer.quantize)
-    directions = {"rowwise": wanted.rowwise, "columnwise": wanted.columnwise}
-    slots = {"key": wanted.keys, "states": wanted.states}
-    return quantizer.quantize(x, **directions, **slots, splits=splits, by_rows=wanted.by_rows)
-
-
 def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: Wanted) -> HybridOperand:
     matrix = None if shapes.width is None else (shapes.width, shapes.splits)
     if matrix is None and wanted.rowwise and not wanted.columnwise and not has_own_quantize(quantizer):
@@ -78,7 +70,7 @@ def _of_shapes(x: Tensor, shapes: Shapes, quantizer: HybridQuantizer, wanted: Wa
         layouts = [shapes.layout(columnwise=direction == "columnwise") for direction in DIRECTIONS]
         return _packed(shapes.parts(x), layouts, quantizer, wanted, quantizer.quantize)
     width, splits = matrix
-    operands = _of_splits(x[: shapes.total].view(splits.rows, width), splits, quantizer, wanted)
+    operands = quantize_group(x[: shapes.total].view(splits.rows, width), splits, quantizer, **wanted._asdict())
     if width == shapes.width:
         return operands
     return replace(operands, rowwise=replace(operands.rowwise, layout=shapes.layout(columnwise=False)))
