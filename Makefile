@@ -58,8 +58,8 @@ gpu-test-modules: gpu-install  ## operands, products and modules
 gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
 	$(GPU_PYTEST) tests/train tests/jobs tests/sweep tests/benchmarks
 
-gpu-test-2: gpu-install  ## ranks on two GPUs, by NCCL: under 8 minutes
-	$(GPU_RUN) -m pytest -q -m gpu2 -p no:cacheprovider tests/dist tests/parallel tests/train
+gpu-test-2: gpu-install  ## ranks that exchange by NCCL, on two GPUs or on one: under 8 minutes
+	$(GPU_RUN) -m pytest -q -m gpu2 -p no:cacheprovider tests/dist tests/jobs tests/parallel tests/sweep tests/train
 
 gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force

@@ -10,6 +10,8 @@ scales travel, by direction; without it weights travel in high precision and are
 wire    gigabytes a second that a rank receives: all_gather and reduce_scatter of 256 MiB
 time    a step: milliseconds of rank 0, host included, medians of turns beside compiled torch; share of its tokens a
         second; memory at its peak; scaling: milliseconds of the same case on one rank over its own
+sharded with one rank: the same beside compiled torch, ours under fully_shard too; so all of a step over ranks but what
+        travels, on one GPU
 tp      with --tp: matrices shared out by tensor and sequence parallelism (tp=RANKS), on the tokens of one rank:
         scaling is milliseconds on one rank over RANKS times its own
 """
@@ -41,7 +43,7 @@ from hqsweep.dist.spawn import spawn_ranks
 from hqsweep.parallel.mesh import Ranks, backend, build_mesh
 from hqsweep.train.loop import Step, Trainer
 
-SECTIONS = ("wire", "time", "tp")
+SECTIONS = ("wire", "time", "sharded", "tp")
 RECIPES = ("bf16", "mxfp8", "mxfp8:held", "nvfp4:held")
 GOALS = {"mxfp8:held": 1.0}
 """Recipe -> the share of compiled torch's tokens a second that is wanted."""
@@ -84,13 +86,15 @@ def plain(size: Size, data: Data, device: str) -> Callable[[], Tensor]:
 
 
 class Ours:
-    """A step of our Trainer on these ranks."""
+    """A step of our Trainer on these ranks; one rank is sharded only on demand."""
 
-    def __init__(self, size: Size, data: Data, recipe: str, dims: ParallelConfig, device: str) -> None:
+    def __init__(
+        self, size: Size, data: Data, recipe: str, dims: ParallelConfig, device: str, sharded: bool = False
+    ) -> None:
         config = configured(size, recipe, dims, device)
-        here = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
+        here = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         ranks = None
-        if dims.world > 1:
+        if dims.world > 1 or sharded:
             ranks = Ranks(dims=dims, mesh=build_mesh(dims, device), device=here)
         self.trainer = Trainer(config, data, config.recipe.build(), here, ranks)
         self.steps = self.trainer.steps()
@@ -131,24 +135,26 @@ class Bench:
         if self.world > 1 and "wire" in self.args.only:
             self.add({"section": "wire", "ranks": self.world}, self._wire)
         for name, size in self.args.sizes.items():
-            if "time" in self.args.only:
-                self._time(name, size)
+            for section in ("time", "sharded") if self.world == 1 else ("time",):
+                if section in self.args.only:
+                    self._time(name, size, section)
             if self.world > 1 and self.args.tp and "tp" in self.args.only:
                 self._tensor_parallel(name, size)
 
-    def _time(self, name: str, size: Size) -> None:
+    def _time(self, name: str, size: Size, section: str) -> None:
         data = Data(replace(size, batch=size.batch * self.world), self.args.device)
         own = Data(size, self.args.device)
         reference = Prepared(partial(plain, size, own, self.args.device), self.args.device, is_deterministic=False)
         seconds = alternated([reference], size.turn, self.args.turns)[0]
-        self.add(self._named("time", name, "torch compiled"), partial(self._row, size, reference, seconds, None, ""))
+        row = partial(self._row, size, reference, seconds, None, "", section)
+        self.add(self._named(section, name, "torch compiled"), row)
         dims = ParallelConfig(dp_shard=self.world)
         for recipe in self.args.recipes:
-            build = partial(Ours, size, data, recipe, dims, self.args.device)
+            build = partial(Ours, size, data, recipe, dims, self.args.device, section == "sharded")
             case = Prepared(build, self.args.device, is_deterministic=True)
             seconds, beside = alternated([case, reference], size.turn, self.args.turns)
-            row = partial(self._row, size, case, seconds, beside, recipe)
-            self.add(self._named("time", name, "hqsweep") | {"recipe": recipe}, row)
+            row = partial(self._row, size, case, seconds, beside, recipe, section)
+            self.add(self._named(section, name, "hqsweep") | {"recipe": recipe}, row)
             del case
 
     def _tensor_parallel(self, name: str, size: Size) -> None:
@@ -174,13 +180,14 @@ class Bench:
         section: str = "time",
     ) -> rows.Row:
         passes, key = [], (size.tokens, str(size.model), recipe)
-        self.milliseconds[key] = seconds * 1e3
+        if section != "sharded":
+            self.milliseconds[key] = seconds * 1e3
         parts = 1 if section == "tp" else self.world
         row = {"ms": seconds * 1e3, "ktokens_s": parts * size.tokens / seconds * 1e-3} | case.facts
         row["tflops"] = parts / self.world * size.flop() / seconds * 1e-12
         if beside is not None:
             row["share"] = beside / seconds
-            if self.world > 1 and recipe in GOALS:
+            if recipe in GOALS and (self.world > 1 or section == "sharded"):
                 row["goal"] = GOALS[recipe]
                 passes.append(row["share"] >= GOALS[recipe])
         if key in self.alone:
@@ -227,12 +234,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", nargs="+", choices=[name for name in SIZES if name != "moe"], default=["M", "L"])
     parser.add_argument("--quick", action="store_true", help="a tiny shape instead of --size")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    parser.add_argument("--ranks", type=int, help="(default: as many as there are GPUs, at least 2)")
+    parser.add_argument("--ranks", type=int, help="(default: as many as there are GPUs, on CPUs 2)")
     parser.add_argument("--tp", action="store_true", help="also tensor parallel steps")
     parser.add_argument("--turns", type=int, default=3, help="of each case beside compiled torch")
     rows.add_arguments(parser, SECTIONS)
     args = parser.parse_args(arguments)
-    args.ranks = args.ranks or max(2, torch.cuda.device_count())
+    gpus = torch.cuda.device_count() if args.device == "cuda" else None
+    args.ranks = args.ranks or gpus or 2
+    if gpus is not None and args.ranks > gpus:
+        parser.error(f"--ranks {args.ranks}: ranks that share a GPU say nothing of speed, and there are {gpus} GPUs")
     args.sizes = {"quick": QUICK} if args.quick else {name: SIZES[name] for name in args.size}
     return args
 
@@ -240,7 +250,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     alone: dict[tuple, float] = {}
-    for world in (1, args.ranks):
+    for world in dict.fromkeys((1, args.ranks)):
         alone = spawn_ranks(world, _work, world, args, alone, backend=backend(args.device), timeout_s=600)[0]
 
 

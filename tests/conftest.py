@@ -1,5 +1,5 @@
-"""Tests marked `gpu` skip where there is no CUDA device, and `gpu2` where there are not two. HQSWEEP_EXTENSION=FILE
-tests another build of the kernels."""
+"""Tests marked `gpu`, and those of ranks that exchange by NCCL, `gpu2`, skip where there is no CUDA device.
+HQSWEEP_EXTENSION=FILE tests another build of the kernels."""
 
 import os
 
@@ -16,11 +16,11 @@ os.environ.pop("COLUMNS", None)  # of pytest-xdist's workers; a command's output
 
 
 def pytest_collection_modifyitems(items):
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        return
     for item in items:
-        for marker, needed in (("gpu", 1), ("gpu2", 2)):
-            if item.get_closest_marker(marker) and devices < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU{'s' if needed > 1 else ''}"))
+        if any(item.get_closest_marker(marker) for marker in ("gpu", "gpu2")):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 @pytest.fixture

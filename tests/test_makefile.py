@@ -27,7 +27,7 @@ def test_tests_of_two_gpus_are_where_their_target_looks() -> None:
     recipe = re.search(r"^gpu-test-2:.*\n\t(.*)", makefile, re.MULTILINE)[1]
     listed = [TESTS.parent / word for word in recipe.split() if word.startswith("tests/")]
     assert all(path.exists() for path in listed)
-    marks = re.compile(r"\bmark\.gpu2\b|ranks import .*\bBACKENDS")
+    marks = re.compile(r"\bmark\.gpu2\b|ranks import .*\b(BACKENDS|backend)\b")
     needs_two = [path for path in TESTS.rglob("test_*.py") if marks.search(path.read_text())]
     outside = [path for path in needs_two if not any(path.is_relative_to(folder) for folder in listed)]
     assert [path for path in outside if path.name != Path(__file__).name] == [], "see gpu-test-2 in the Makefile"

@@ -11,6 +11,7 @@ from hqsweep.config.types import Count, Index, Positive, Section
 from hqsweep.errors import UserError
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=|$)")
+_GRES = re.compile(r"gpu(:[^:,]*[^:,\d][^:,]*)?(:(?P<count>\d+))?")
 
 
 def check_installed(kind: str) -> None:
@@ -90,9 +91,9 @@ class EngineConfig(Section):
 
     local: workers None is runs_per_gpu times the GPUs, else 1; threads None is cores // workers. slurm: None workers is
     as many as there is room for; None threads is 1. A run of several ranks (train.parallel) has gpus_per_run GPUs on
-    each machine, on CPUs as many processes; None is as many as it has ranks there. A run may take timeout_s seconds an
-    attempt; after a failed one there are `retries` more, the first after backoff_s seconds, each further one after
-    twice as long. With fail_fast nothing is started any more after a run that failed for good.
+    each machine; None is as many as it has ranks there, and with fewer the ranks share them. A run may take timeout_s
+    seconds an attempt; after a failed one there are `retries` more, the first after backoff_s seconds, each further one
+    after twice as long. With fail_fast nothing is started any more after a run that failed for good.
     """
 
     kind: Literal["local", "slurm"] = "local"
@@ -110,11 +111,6 @@ class EngineConfig(Section):
     def _of_its_kind(self) -> "EngineConfig":
         if self.kind == "local" and self.slurm != SlurmConfig():
             raise UserError("engine.slurm: given, but the engine is local, which would not read it; add engine=slurm")
-        if (self.runs_per_gpu or 1) > 1 and (self.gpus_per_run or 1) > 1:
-            raise UserError(
-                f"engine.runs_per_gpu: {self.runs_per_gpu} with engine.gpus_per_run {self.gpus_per_run}; a GPU has the"
-                " rank of one run, so give one of them"
-            )
         if self.kind == "slurm" and self.runs_per_gpu is not None:
             raise UserError("engine.runs_per_gpu: is for engine=local; a run on Slurm has what engine.slurm.gres asks")
         if self.kind == "slurm" and self.fail_fast:
@@ -123,3 +119,9 @@ class EngineConfig(Section):
                 " takes back those that wait"
             )
         return self
+
+
+def gpus_asked(gres: str) -> int | None:
+    """The number of GPUs that Slurm's gres asks for, as in gpu, gpu:2 or gpu:h200:2; None where it says none."""
+    words = _GRES.fullmatch(gres)
+    return int(words["count"] or 1) if words else None

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from hqsweep.config.data import DataConfig
-from hqsweep.config.engine import EngineConfig, TrackConfig
+from hqsweep.config.engine import EngineConfig, TrackConfig, gpus_asked
 from hqsweep.config.errors import sentence
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.model import ModelConfig, has_experts
+from hqsweep.config.parallel import ParallelConfig
 from hqsweep.config.recipe_text import check_pairs, check_texts
 from hqsweep.config.train import StatsConfig, TrainConfig
 from hqsweep.config.types import Name, Section
@@ -62,20 +63,41 @@ class Training(Job):
 
     @model_validator(mode="after")
     def _parallel(self) -> "Training":
-        dims, nodes, gpus = self.train.parallel, self.engine.slurm.nodes, self.engine.gpus_per_run
         if isinstance(self.model, ModelConfig):
-            dims.check_model(self.model)
-        if gpus is not None:
-            where = f"engine.gpus_per_run {gpus}" + (f" on each of engine.slurm.nodes {nodes}" if nodes > 1 else "")
-            dims.check_world(gpus * nodes, where)
-        if dims.world % nodes:
-            raise UserError(
-                f"engine.slurm.nodes: {nodes} machines do not share out the {dims.world} ranks of train.parallel"
-                f" ({dims.formula}); give a divisor"
-            )
-        if dims.world > 1:
+            self.train.parallel.check_model(self.model)
+        check_machines(self.train.parallel, self.engine)
+        if self.train.parallel.world > 1:
             check_possible(self)
         return self
+
+
+def check_machines(dims: ParallelConfig, engine: EngineConfig) -> None:
+    """UserError where machines, or the GPUs of one, do not share out the ranks, or Slurm is asked for too few GPUs."""
+    nodes, gpus, gres = engine.slurm.nodes, engine.gpus_per_run, engine.slurm.gres
+    if dims.world % nodes:
+        raise UserError(
+            f"engine.slurm.nodes: {nodes} machines do not share out the {dims.world} ranks of train.parallel"
+            f" ({dims.formula}); give a divisor"
+        )
+    ranks = dims.world // nodes
+    if gpus is not None and ranks % gpus:
+        raise UserError(
+            f"engine.gpus_per_run: {gpus} GPUs do not share out a machine's ranks, of which there are {ranks}"
+            f" (train.parallel: {dims.formula}, engine.slurm.nodes={nodes}); give a divisor, or leave it out"
+        )
+    if dims.world == 1:
+        return
+    if (engine.runs_per_gpu or 1) > 1:
+        raise UserError(
+            f"engine.runs_per_gpu: {engine.runs_per_gpu}, but a run of several ranks ({dims.formula}) shares its GPUs"
+            " with no other; give null"
+        )
+    asked = gpus_asked(gres or "")
+    if asked is not None and asked < (gpus or ranks):
+        raise UserError(
+            f"engine.slurm.gres: '{gres}' for {ranks} ranks on each machine ({dims.formula}); give gpu:{gpus or ranks},"
+            f" or engine.gpus_per_run={asked} to try it out with several ranks on a GPU"
+        )
 
 
 def check_possible(training: Training) -> None:
@@ -92,9 +114,11 @@ def check_possible(training: Training) -> None:
         check_shared_matrices(training)
     if train.offload and dims.pp > 1:
         raise UserError("train.parallel.pp: several stages, but train.offload is true; give one of them")
-    if train.compile == "graph" and dims.pp > 1:
+    eager = {"pp": "several stages", "ep": "experts over ranks"}
+    axis = next((axis for axis in eager if getattr(dims, axis) > 1), None)
+    if train.compile == "graph" and axis:
         raise UserError(
-            "train.parallel.pp: several stages, which no CUDA graph holds, but train.compile is graph; give auto"
+            f"train.parallel.{axis}: {eager[axis]}, which no CUDA graph holds, but train.compile is graph; give auto"
         )
 
 

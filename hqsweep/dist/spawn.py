@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from hqsweep.dist.devices import stand_apart, take_gpu
+
 TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others before it fails."""
 POLL_S = 0.05
@@ -25,7 +27,7 @@ def spawn_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
     """function(rank, *arguments) in `world` new processes, each on one CPU thread, with "nccl" each on the GPU of its
-    rank; returns what the ranks returned, in their order.
+    rank, or several on one where there are fewer; returns what the ranks returned, in their order.
 
     function: one of a module's, as processes find it by its name; results: what torch.save takes. Raises
     torch.multiprocessing.ProcessRaisedException with the traceback of a rank that raised, and ProcessExitedException
@@ -102,9 +104,10 @@ def _rank(
     options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout_s)}
     options["init_method"] = f"file://{folder}/store"
     if "nccl" in backend:
-        torch.cuda.set_device(rank)
+        device = take_gpu(rank)
+        stand_apart(rank // torch.cuda.device_count())
     if backend == "nccl":
-        options["device_id"] = torch.device("cuda", rank)
+        options["device_id"] = device
     dist.init_process_group(backend, **options)
     try:
         for index, value in enumerate(function(rank, *arguments)):

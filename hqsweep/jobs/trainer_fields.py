@@ -17,6 +17,7 @@ from hqsweep.recipe.stages import Stage
 from hqsweep.train.loop import Trainer
 
 T = TypeVar("T")
+SHARED_GPU = "{} ranks share a GPU and exchange by sockets, so steps take much longer than with one each"
 
 
 def trainer_fields(trainer: Trainer) -> dict[str, object]:
@@ -28,6 +29,8 @@ def trainer_fields(trainer: Trainer) -> dict[str, object]:
     device, dataset, train = trainer.device, trainer.dataset, trainer.config.train
     tokens = train.steps * train.batch * train.context
     warnings = dataset.warnings(tokens)
+    if trainer.ranks is not None and trainer.ranks.per_gpu > 1:
+        warnings.append(SHARED_GPU.format(trainer.ranks.per_gpu))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),

@@ -65,8 +65,9 @@ class Dispatcher:
 
 
 def _splits(sizes: Tensor) -> Splits:
+    """The host knows the sizes, but products are those of one process, in which only the device does."""
     sizes = tuple(sizes.tolist())
-    return Splits(rows=sum(sizes), count=len(sizes), sizes=sizes)
+    return Splits(rows=sum(sizes), count=len(sizes), sizes=sizes, for_plans=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

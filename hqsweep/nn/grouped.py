@@ -219,7 +219,7 @@ class GroupedBase(LinearBase):
     ) -> dict[str, GemmPlan]:
         """The plans of all three GEMMs; those that calls under these quantizers have used are kept, but for a trace,
         whose graph others may share."""
-        splits_known = (splits.sizes is not None, splits.equal > 0)
+        splits_known = (splits.for_plans and splits.sizes is not None, splits.for_plans and splits.equal > 0)
         if torch.compiler.is_compiling():
             return self._planned(quantizers, gemm_mode, splits_known, device)
         known, mode, plans = self._plans

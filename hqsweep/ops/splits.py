@@ -96,6 +96,8 @@ class Splits:
     sizes: tuple[int, ...] | None
     """The rows of each member; None where only the device knows them."""
     device_sizes: Tensor | None = None
+    for_plans: bool = True
+    """Whether products may be computed in a way that takes the sizes from the host."""
 
     @classmethod
     def of(cls, splits: "Sequence[int] | Tensor | Splits", rows: int, *, experts: int | None = None) -> "Splits":
@@ -171,7 +173,7 @@ class Splits:
         if multiple == 1 or self.divisor % multiple == 0:
             return self
         sizes = tuple(-(-size // multiple) * multiple for size in self.host)
-        return Splits(rows=sum(sizes), count=self.count, sizes=sizes)
+        return Splits(rows=sum(sizes), count=self.count, sizes=sizes, for_plans=self.for_plans)
 
     def on(self, device: torch.device) -> Tensor:
         """The sizes as an int64 tensor on that device; nothing waits. It is made once."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hqsweep.config.parallel import ParallelConfig
+from hqsweep.dist.devices import ranks_of_gpu, stand_apart, take_gpu
 from hqsweep.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -29,6 +30,8 @@ class Ranks:
     mesh: DeviceMesh
     """The mesh with the axes AXES."""
     device: torch.device
+    per_gpu: int = 1
+    """The ranks that share this rank's GPU."""
 
     @property
     def rank(self) -> int:
@@ -130,22 +133,27 @@ def backend(device_type: str) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def check_devices(dims: ParallelConfig, device_type: str) -> None:
-    """UserError where this machine, which is to run all ranks, has fewer GPUs than ranks, or no NCCL."""
+def check_devices(dims: ParallelConfig, device_type: str, gpus_per_run: int | None = None) -> None:
+    """UserError where this machine, which is to run all ranks, has fewer GPUs than a run takes, or no NCCL.
+    gpus_per_run: the GPUs that the ranks share; None is one for each."""
     if dims.world == 1 or device_type == "cpu":
         return
     backend(device_type)
     there = torch.cuda.device_count()
-    if there < dims.world:
+    if gpus_per_run is not None and there < gpus_per_run:
+        raise UserError(f"engine.gpus_per_run: {gpus_per_run}, but this machine has {there} GPUs; give {there} or less")
+    if gpus_per_run is None and there < dims.world:
         raise UserError(
             f"train.parallel: {dims.formula} asks for {dims.world} GPUs, one for each rank, and this machine has"
-            f" {there}; lower one of them, or give train.device=cpu or engine=slurm"
+            f" {there}; lower one of them, give train.device=cpu or engine=slurm, or engine.gpus_per_run={there} to try"
+            " it out with several ranks on a GPU"
         )
 
 
 def join(dims: ParallelConfig, device_type: str) -> Ranks:
     """Begin the process group of the ranks that a launcher has started (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT in the environment) and build the mesh. On GPUs the one of LOCAL_RANK becomes the current one.
+    MASTER_PORT in the environment) and build the mesh. On GPUs the one of LOCAL_RANK becomes the current one; ranks
+    whose machine has fewer GPUs share them.
 
     UserError where no launcher has started this process, NCCL is missing, or there is another number of ranks than
     `dims`.
@@ -158,7 +166,8 @@ def join(dims: ParallelConfig, device_type: str) -> Ranks:
     dims.check_world(int(os.environ["WORLD_SIZE"]), "the launcher")
     name, device = backend(device_type), torch.device(device_type)
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = take_gpu(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(name, timeout=timedelta(seconds=TIMEOUT_S))
-    return Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device)
+    sharers = ranks_of_gpu(device) if device_type == "cuda" else [dist.get_rank()]
+    stand_apart(sharers.index(dist.get_rank()))
+    return Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device, per_gpu=len(sharers))

@@ -169,7 +169,8 @@ def start(plan: SweepPlan, display: Display, *, force: bool = False) -> list[Run
     else:
         for run in runs:
             run.job_path.unlink(missing_ok=True)
-        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=ranks, **limits)
+        gpus = (engine.gpus_per_run or ranks) if ranks > 1 else None
+        limits = Limits(runs_per_gpu=engine.runs_per_gpu, gpus_per_run=gpus, **limits)
         run_local(runs, display=display, limits=limits, force=force)
     return runs
 
@@ -183,7 +184,7 @@ def _check_device(config: Config) -> None:
     if isinstance(config, ConvergenceConfig):
         device = pick_device(wanted)
         config.train.check_compile(on_gpu=device.type == "cuda")
-        check_devices(config.train.parallel, device.type)
+        check_devices(config.train.parallel, device.type, config.engine.gpus_per_run)
         check_native(config, device, config.data.vocab_estimate)
 
 

@@ -40,8 +40,8 @@ class Limits:
     workers: int | None = None
     """The number of runs at a time; with runs_per_gpu as slots() takes them."""
     runs_per_gpu: int | None = None
-    gpus_per_run: int = 1
-    """The GPUs of a run of several ranks; as slots() takes it."""
+    gpus_per_run: int | None = None
+    """The GPUs of a run of several ranks; as slots() takes them."""
     threads: int | None = None
     """The CPU threads per worker, which the ranks of a run share; None is cores // workers, at least 1."""
     timeout_s: float | None = None

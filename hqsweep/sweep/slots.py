@@ -6,15 +6,16 @@ import subprocess
 from collections.abc import Sequence
 
 
-def slots(workers: int | None, runs_per_gpu: int | None, gpus_per_run: int = 1) -> list[dict[str, str]]:
+def slots(workers: int | None, runs_per_gpu: int | None, gpus_per_run: int | None = None) -> list[dict[str, str]]:
     """One environment per run at a time: the GPUs it sees where there are several, {} where nothing is to be shared
     out.
 
     workers       runs at a time; None is runs_per_gpu times the GPUs, or 1 where either is missing
     runs_per_gpu  the most runs on one GPU; None is any number. GPUs are dealt out in turn, so that they fill evenly.
-    gpus_per_run  of a run of several ranks, which no other run sees; workers None is as many as there are GPUs for
+    gpus_per_run  of a run of several ranks, which no other run sees; workers None is as many as there are GPUs for.
+                  None is for runs of one process.
     """
-    if gpus_per_run > 1:
+    if gpus_per_run is not None:
         return _groups(visible_gpus(), workers, gpus_per_run)
     gpus = visible_gpus() if runs_per_gpu or (workers or 1) > 1 else []
     room = len(gpus) * runs_per_gpu if runs_per_gpu and gpus else None

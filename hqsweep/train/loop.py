@@ -16,6 +16,7 @@ from torch import Tensor
 from hqsweep.checkpoints.checkpoint import Checkpoint
 from hqsweep.checkpoints.load import Loaded, load_checkpoint
 from hqsweep.config.job import ConvergenceConfig
+from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
 from hqsweep.nn import Probe, quantization, set_recipe
 from hqsweep.nn.offload import ActivationOffload
@@ -80,7 +81,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.adapter, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)
-        why_eager = self.adapter.why_eager or (self.pipeline and "its stages send tensors to each other")
+        why_eager = self.adapter.why_eager or _why_eager(config.train.parallel)
         self.runner = StepRunner(config.train, self.model, device, why_eager)
         self.step = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -316,6 +317,13 @@ class Trainer:
         self.step, self.loss_count, self.trunk = state["step"], state["loss_count"], state["trunk"]
         self.loss_sum, self.val_loss = state["loss_sum"].to(self.device), state.get("last_val_loss")
         self.runner.forget()
+
+
+def _why_eager(dims: ParallelConfig) -> str | None:
+    """Why steps over these ranks cannot be a graph, if they cannot."""
+    if dims.pp > 1:
+        return "its stages send tensors to each other"
+    return "the host waits for the numbers of tokens that come to its experts" if dims.ep > 1 else None
 
 
 def stage_at(stages: Sequence[Stage], step: int) -> Stage:

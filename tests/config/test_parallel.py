@@ -2,6 +2,7 @@
 
 import pytest
 
+from hqsweep.config.engine import gpus_asked
 from hqsweep.config.keys import Training
 from hqsweep.config.parallel import ParallelConfig
 from hqsweep.errors import UserError
@@ -65,18 +66,30 @@ RECIPE = {"name": "bf16", "gemm": "exact", "schedule": []}
         ),
         ({"train": {"parallel": {"tp": 2}, "context": 33}}, r"tp: 2 does not divide train.context \(33\)"),
         (
+            {"train": {"parallel": {"dp_shard": 2, "ep": 2}, "compile": "graph"}, "model": {"experts": 4}},
+            r"train.parallel.ep: experts over ranks, which no CUDA graph holds, but train.compile is graph; give auto",
+        ),
+        (
             {"train": {"parallel": {"pp": 2}, "microbatches": 2, "offload": True}},
             r"train.parallel.pp: several stages, but train.offload is true",
         ),
         (
             {"train": {"parallel": {"dp_shard": 2}}, "engine": {"gpus_per_run": 4}},
-            r"engine.gpus_per_run 4 gives 4 ranks",
+            r"engine.gpus_per_run: 4 GPUs do not share out a machine's ranks, of which there are 2 \(.*dp_shard=2",
+        ),
+        ({"engine": {"gpus_per_run": 2}}, r"engine.gpus_per_run: 2 GPUs .* of which there are 1"),
+        (
+            {"train": {"parallel": {"dp_shard": 4}}, "engine": {"kind": "slurm", "slurm": {"gres": "gpu:h200:2"}}},
+            r"engine.slurm.gres: 'gpu:h200:2' for 4 ranks on each machine .* give gpu:4, or engine.gpus_per_run=2",
+        ),
+        (
+            {"train": {"parallel": {"dp_shard": 2}}, "engine": {"runs_per_gpu": 2}},
+            r"engine.runs_per_gpu: 2, but a run of several ranks .* give null",
         ),
         (
             {"train": {"parallel": {"dp_shard": 2}}, "engine": {"kind": "slurm", "slurm": {"nodes": 3}}},
             r"engine.slurm.nodes: 3 machines do not share out the 2 ranks",
         ),
-        ({"engine": {"runs_per_gpu": 2, "gpus_per_run": 2}}, r"engine.runs_per_gpu: 2 with engine.gpus_per_run 2"),
         ({"train": {"parallel": {"dp_shard": 0}}}, r"greater than or equal to 1"),
         ({"train": {"parallel": {"cp": 2}}}, r"Extra inputs"),
     ],
@@ -96,3 +109,25 @@ def test_world():
 
 def test_one_rank_is_what_run_ids_leave_out():
     assert ParallelConfig().model_dump() == ONE_RANK
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"gpus_per_run": 2},
+        {"kind": "slurm", "gpus_per_run": 1, "slurm": {"nodes": 2, "gres": "gpu"}},
+        {"kind": "slurm", "slurm": {"gres": "gpu:4"}},
+        {"kind": "slurm", "slurm": {"gres": "shard:1"}},
+    ],
+)
+def test_ranks_may_share_gpus(engine):
+    train = {"parallel": {"dp_shard": 4}}
+    Training.model_validate({"job": "convergence", "sweep": "s", "recipe": RECIPE, "train": train, "engine": engine})
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [("gpu", 1), ("gpu:3", 3), ("gpu:a100", 1), ("gpu:a100:2", 2), ("gpu:2,nvme:1", None), ("", None)],
+)
+def test_the_gpus_that_slurm_is_asked_for(gres, count):
+    assert gpus_asked(gres) == count

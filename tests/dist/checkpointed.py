@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from sharded_training import assert_same, whole
-from training_ranks import config, trainer
+from training_ranks import config, on_cpu, trainer
 
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
 
@@ -13,7 +13,7 @@ def content(run) -> dict[str, torch.Tensor]:
     tensors = {name: whole(value) for name, value in run.model.state_dict().items()}
     for name, p in run.model.named_parameters():
         tensors |= {f"{name}.{key}": whole(value) for key, value in run.optimizer.state[p].items()}
-    return tensors
+    return on_cpu(tensors)
 
 
 def resumed(rank: int, folder: Path, cases: list) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from training_ranks import config, trainer
+from training_ranks import config, on_cpu, trainer
 
 from hqsweep.checkpoints.sharded_state import delayed_tensors, parameters_of
 from hqsweep.dist.local import local, whole_tensor
@@ -24,7 +24,7 @@ def content(run) -> dict[str, torch.Tensor]:
         if not isinstance(local(p), HybridQuantizedTensor):
             state |= {name: p.detach(), f"{name}.{MASTER}": run.optimizer.master_param(p).detach()}
         tensors |= {name: whole_tensor(value).clone() for name, value in state.items()}
-    return tensors
+    return on_cpu(tensors)
 
 
 def outcome(linear, **changes) -> tuple:
@@ -52,7 +52,7 @@ def resumed(folder: Path, linear, **changes) -> tuple:
 def sampled(linear, **changes) -> tuple:
     """Statistics and operands of the first step."""
     step = next(trainer(config(linear, **changes, stats={"every": 1, "capture_at": 1})).steps())
-    return step.stats, step.captured
+    return step.stats, on_cpu(step.captured)
 
 
 def run(rank: int, folder: Path, cases: list, resumes: list) -> tuple:

@@ -92,7 +92,7 @@ def trained(cfg, folder: Path) -> tuple:
 
 
 def bytes_of(x: torch.Tensor) -> bytes:
-    return x.view(torch.uint8).numpy().tobytes()
+    return x.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def facts_of(run) -> dict:

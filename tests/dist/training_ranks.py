@@ -1,10 +1,14 @@
 """What each rank does in tests of trainings over several ranks."""
 
+import os
 from pathlib import Path
 
 import torch
+from ranks import DEVICE
+from torch.utils._pytree import tree_map_only
 
 from hqsweep.config.job import parse
+from hqsweep.jobs.convergence import make_deterministic
 from hqsweep.parallel.mesh import Ranks, build_mesh
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint
@@ -20,16 +24,19 @@ def config(linear, *, model=None, stats=None, **train):
             "model": {"dim": 64, "layers": 2, "heads": 2, **(model or {})}, "stats": {"every": 2, **(stats or {})},
             "data": {"source": "markov", "markov": {"length": 20000}},
             "train": {"steps": 3, "batch": 4, "context": 32, "eval_batches": 3, "eval_every": 2, "log_every": 1,
-                      "device": "cpu", **train},
+                      "device": os.environ.get(DEVICE, "cpu"), **train},
         }
     )  # fmt: skip
 
 
 def trainer(cfg):
     """In this process alone, or as one of the ranks of the process group that is there."""
-    dims, ranks, device = cfg.train.parallel, None, torch.device("cpu")
+    dims, ranks, device = cfg.train.parallel, None, torch.device(cfg.train.device)
+    if device.type == "cuda":
+        make_deterministic()
+        device = torch.device("cuda", torch.cuda.current_device())
     if dims.world > 1:
-        ranks = Ranks(dims=dims, mesh=build_mesh(dims, "cpu"), device=device)
+        ranks = Ranks(dims=dims, mesh=build_mesh(dims, device.type), device=device)
     return Trainer(cfg, data.load(cfg.data), cfg.recipe.build(), device, ranks)
 
 
@@ -37,7 +44,12 @@ def train(cfg):
     """(metrics of each step, statistics of each step, the state of the model at the end)."""
     run = trainer(cfg)
     steps = list(run.steps())
-    return [step.metrics for step in steps], [step.stats for step in steps], run.state()
+    return [step.metrics for step in steps], [step.stats for step in steps], on_cpu(run.state())
+
+
+def on_cpu(tree):
+    """The same with its tensors on the CPU."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), tree)
 
 
 def train_all(rank: int, cases: list) -> list:

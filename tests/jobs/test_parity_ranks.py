@@ -34,12 +34,12 @@ def sections_of(number):
 @pytest.fixture(scope="module")
 def every():
     """Number of ranks -> subject -> what the ranks have of each column."""
-    return {n: dict(zip(SUBJECTS[n], ranks.run_ranks(n, sections_of(n), 0), strict=True)) for n in SUBJECTS}
+    return {n: dict(zip(SUBJECTS[n], ranks.run_ranks(n, sections_of(n), 0, "cpu"), strict=True)) for n in SUBJECTS}
 
 
 @pytest.fixture
 def run(every, monkeypatch, tmp_path):
-    monkeypatch.setattr(ranks, "run_ranks", lambda number, sections, seed: (every[number][each] for each in sections))
+    monkeypatch.setattr(ranks, "run_ranks", lambda number, sections, *_: (every[number][each] for each in sections))
 
     def rows(number, *subjects):
         chosen = {subject: section for subject, section in sections_of(number).items() if subject in subjects}
@@ -71,6 +71,15 @@ def test_ranks_are_one_process_to_the_byte(number, run):
     sums = {(rank_sums.NAME, f"{number} ranks, {case}") for case in ("y by row", "dx by column")}
     for subject in SUBJECTS[number]:
         assert {(row["check"], row["case"]) for row in rows if row["subject"] == subject} == names | sums
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("number", SUBJECTS)
+def test_ranks_on_gpus_are_one_process_to_the_byte(number, monkeypatch, deterministic):
+    chosen = sections_of(number)
+    monkeypatch.setattr(ranks, "subjects", lambda _: chosen)
+    rows = list(ranks.ranks_check(config(number), torch.device("cuda")))
+    assert failed(rows) == {} and {column.name for column in ranks.COLUMNS} < {row["check"] for row in rows}
 
 
 def test_a_job_without_ranks_starts_none(monkeypatch):
@@ -137,7 +146,7 @@ def test_the_order_of_sums_explains_what_split_sums_differ_by(subject, monkeypat
 
 
 def test_a_rank_that_fails_is_a_row(monkeypatch):
-    def run_ranks(number, sections, seed):
+    def run_ranks(number, sections, seed, device_type):
         yield [["refused"] * len(ranks.COLUMNS)] * number
         raise torch.multiprocessing.ProcessRaisedException("Traceback\nValueError: no such weight", 1, 7)
 

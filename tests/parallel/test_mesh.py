@@ -1,9 +1,12 @@
 """The mesh: which rank has which part of the batch, and sizes that do not multiply."""
 
+import os
+
 import pytest
 import torch
 
 from hqsweep.config.parallel import ParallelConfig
+from hqsweep.dist.devices import stand_apart
 from hqsweep.errors import UserError
 from hqsweep.parallel.handshake import Disagreement, agree
 from hqsweep.parallel.mesh import Ranks, build_mesh, check_devices, join
@@ -66,6 +69,18 @@ def test_gpus_and_nccl_are_looked_for_before_anything_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"dp_shard=2 \* tp=1 asks for 2 GPUs, .* this machine has 1"):
         check_devices(dims, "cuda")
+    check_devices(dims, "cuda", gpus_per_run=1)
+    with pytest.raises(UserError, match=r"engine.gpus_per_run: 2, but this machine has 1 GPUs"):
+        check_devices(dims, "cuda", gpus_per_run=2)
+
+
+def test_ranks_of_one_gpu_are_of_several_machines_to_nccl(monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    stand_apart(0)
+    assert "NCCL_HOSTID" not in os.environ
+    monkeypatch.setenv("NCCL_HOSTID", "rack")
+    stand_apart(1)
+    assert os.environ["NCCL_HOSTID"] == "rack/1"
 
 
 def test_one_process_alone_is_no_rank(monkeypatch):

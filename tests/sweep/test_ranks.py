@@ -65,22 +65,27 @@ def without_norm(rows):
     return [row for row in rows if row["metric"] not in ("grad_norm",)]
 
 
-def test_a_killed_rank_is_named_and_the_retry_goes_on(tmp_path):
-    run, display = make_run(tmp_path), Shown()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
+def test_a_killed_rank_is_named_and_the_retry_goes_on(tmp_path, device):
+    """On GPUs both ranks share one, which the manifest says."""
+    run, display = make_run(tmp_path, device=device), Shown()
 
     def kill():
         wait_for(lambda: list(run.checkpoint.glob("step_*.json")))
         os.kill(ranks_of(run)[1], signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    (status,) = run_local([run], display=display, limits=Limits(retries=1, backoff_s=0.1, threads=2))
+    limits = Limits(retries=1, backoff_s=0.1, threads=2, gpus_per_run=1)
+    (status,) = run_local([run], display=display, limits=limits)
     assert any("rank 1: killed by SIGKILL; trying again in 0.1 s" in line for line in display.lines)
     assert (status["state"], status["reason"], status["attempt"]) == ("finished", None, 2)
     assert not ranks_of(run)
-    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2}
+    sink, train = ListSink(), CONFIG["train"] | {"parallel": {}, "microbatches": 2, "device": device}
     convergence.run(parse(CONFIG | {"runs_dir": str(tmp_path), "train": train}), sink, tmp_path)
     assert without_norm(run.rows("metrics")) == without_norm(sink.metrics)
     assert run.rows("stats") == sink.tables["stats"]
+    shared = [line for line in run.manifest().get("warnings", []) if line.startswith("2 ranks share a GPU")]
+    assert len(shared) == (device == "cuda")
 
 
 def test_no_rank_outlives_a_worker_that_is_stopped(tmp_path):

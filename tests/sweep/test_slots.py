@@ -40,3 +40,4 @@ def test_a_run_of_several_ranks_has_neighbours_of_its_own(monkeypatch):
     assert devices(1, None, 2) == ["0,1"]
     assert devices(3, None, 4) == ["0,1,2,3"]
     assert devices(3, None, 8) == [None] * 3
+    assert devices(None, None, 1) == ["0", "1", "2", "3", "4"]  # each for several ranks

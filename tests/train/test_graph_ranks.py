@@ -18,7 +18,7 @@ SHARED = {
     "held": TWO,
     "held delayed": TWO,
     "recompute": TWO,
-    "experts": {"dp_shard": 2, "ep": 2},
+    "experts": TWO,
     "bf16": {"dp_replicate": 2},
     "decoded": {"tp": 2},
 }

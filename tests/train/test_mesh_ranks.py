@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import DELAYED_IN_PARTS
 from meshed_ranks import EXPERTS, outcome, run, sampled
+from ranks import backend as backend
 from ranks import run_ranks
 from safetensors.torch import load_file
 from sharded_training import assert_same
@@ -50,19 +51,19 @@ RESUMES = [
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory):
+def of_two(tmp_path_factory, backend):
     cases = [*OF_TWO, *CLOSE, *TP_ALONE, *HELD_PARTS, *WHOLE_EXPERTS]
-    return run_ranks(2, run, tmp_path_factory.mktemp("two"), cases, HELD_PARTS[1:2])
+    return run_ranks(2, run, tmp_path_factory.mktemp("two"), cases, HELD_PARTS[1:2], backend=backend)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, backend):
     return tmp_path_factory.mktemp("four")
 
 
 @pytest.fixture(scope="module")
-def of_four(folder):
-    return run_ranks(4, run, folder, OF_FOUR, RESUMES)
+def of_four(folder, backend):
+    return run_ranks(4, run, folder, OF_FOUR, RESUMES, backend=backend)
 
 
 def alone(linear, changes, parts):

@@ -8,6 +8,7 @@ from cases import DELAYED_IN_PARTS, LINEARS
 
 from hqsweep.quant import HybridQuantizedTensor
 from tests.dist import training_ranks as ranks
+from tests.ranks import backend as backend
 from tests.ranks import run_ranks
 
 NVFP4 = LINEARS["nvfp4"]
@@ -32,9 +33,9 @@ OFFLOADED = [(linear, changes | {"offload": True}) for linear, changes in (CLOSE
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(backend):
     """What both ranks return of all cases, for which they are launched once."""
-    return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED, *OFFLOADED])
+    return run_ranks(2, ranks.train_all, [*EXACT, *CLOSE, SHARED, *OFFLOADED], backend=backend)
 
 
 def alone(linear, changes):
@@ -104,6 +105,6 @@ def test_offloading_changes_no_byte_over_other_axes(results):
                 assert torch.equal(whole["model"][name], value), name
 
 
-def test_a_training_goes_on_from_its_checkpoint(tmp_path):
-    for results in run_ranks(2, ranks.resume_all, tmp_path, [TWO, HELD, SHARED[1]]):
+def test_a_training_goes_on_from_its_checkpoint(tmp_path, backend):
+    for results in run_ranks(2, ranks.resume_all, tmp_path, [TWO, HELD, SHARED[1]], backend=backend):
         assert all(through == again for through, again in results)

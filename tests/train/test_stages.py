@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ranks import backend as backend
 from ranks import run_ranks
 from staged_ranks import (
     BREAK,
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, backend):
     return tmp_path_factory.mktemp("staged")
 
 
@@ -35,8 +36,8 @@ def wholes(folder):
 
 
 @pytest.fixture(scope="module")
-def results(folder, wholes):
-    return run_ranks(2, train_all, folder)
+def results(folder, wholes, backend):
+    return run_ranks(2, train_all, folder, backend=backend)
 
 
 def assert_same(parts, whole):
@@ -95,13 +96,13 @@ def test_a_tied_head_has_one_weight_on_two_ranks(results, folder):
 
 
 @pytest.fixture(scope="module")
-def on_two(folder):
-    return run_ranks(2, train_beside, folder, 1)
+def on_two(folder, backend):
+    return run_ranks(2, train_beside, folder, 1, backend=backend)
 
 
 @pytest.fixture(scope="module")
-def on_four(folder, on_two):
-    return run_ranks(4, train_beside, folder, 2)
+def on_four(folder, on_two, backend):
+    return run_ranks(4, train_beside, folder, 2, backend=backend)
 
 
 @pytest.mark.slow

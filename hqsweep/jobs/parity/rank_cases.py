@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +28,7 @@ from hqsweep.recipe.sections import LinearQuantizers
 ROWS, K, N = 64, 128, 96
 """The rows of a rank, and the sizes of a weight whose halves and quarters cut blocks of 32 and 128 rows."""
 STEPS = (1, 2)
+CPU = torch.device("cpu")
 Results = dict[str, Tensor]
 
 
@@ -38,20 +39,31 @@ class Problem:
     quantizers: LinearQuantizers
     seed: int
     ranks: int
+    device: torch.device = CPU
     held: bool = False
     """Whether the weight is held as operands."""
 
+    def draw(self, distribution: str, rows: int, cols: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """[rows, cols] on the device, of no more than 1,000 in magnitude."""
+        return draw(distribution, rows, cols, seed, dtype).clamp(-1e3, 1e3).to(self.device)
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """All ranks along one axis."""
+        return init_device_mesh(self.device.type, (self.ranks,), mesh_dim_names=names or None)
+
     def linear(self) -> Linear:
-        with quantized_model_init(preserve_high_precision_init_val=True) if self.held else nullcontext():
+        as_held = quantized_model_init(preserve_high_precision_init_val=True) if self.held else nullcontext()
+        with self.device, as_held:
             module = Linear(K, N, name="parity", recipe=self.quantizers, bias=True)
         with torch.no_grad():
-            module.weight.copy_(draw("heavy", N, K, self.seed, torch.float32).clamp(-1e3, 1e3))
+            module.weight.copy_(self.draw("heavy", N, K, self.seed, torch.float32))
         return module
 
     def slice(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """The x and dy of a rank."""
-        both = (draw("heavy", ROWS * self.ranks, width, self.seed + 2 * step + i) for i, width in enumerate((K, N)))
-        return tuple(matrix.clamp(-1e3, 1e3).chunk(self.ranks)[rank] for matrix in both)
+        whole = ROWS * self.ranks
+        both = (self.draw("heavy", whole, width, self.seed + 2 * step + i) for i, width in enumerate((K, N)))
+        return tuple(matrix.chunk(self.ranks)[rank] for matrix in both)
 
     def pass_(self, module: Any, step: int, rank: int) -> Results:
         """Forward and backward of a rank's slice."""
@@ -109,8 +121,7 @@ def ddp(problem: Problem, rank: int) -> Results:
 def fsdp2(problem: Problem, rank: int) -> Results:
     """The results of a rank under fully_shard."""
     module = problem.linear()
-    mesh = init_device_mesh("cpu", (problem.ranks,))
-    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    fully_shard(module, mesh=problem.mesh(), reshard_after_forward=True)
     module.set_custom_reduce_scatter(_InRankOrder())
     return _trained(problem, module, module, rank)
 
@@ -119,7 +130,7 @@ def fsdp2_bf16(problem: Problem, rank: int) -> Results:
     """The results of a rank whose weights are gathered in bfloat16: operands and products alone."""
     module = problem.linear()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=init_device_mesh("cpu", (problem.ranks,)), mp_policy=policy)
+    fully_shard(module, mesh=problem.mesh(), mp_policy=policy)
     done = problem.pass_(module, STEPS[0], rank)
     return {name: done[f"{name} of step {STEPS[0]}"] for name in ("y", "dx")}
 

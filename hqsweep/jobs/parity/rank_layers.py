@@ -10,11 +10,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from hqsweep.dist.local import local
-from hqsweep.formats.inputs import draw
 from hqsweep.jobs.parity.rank_cases import STEPS, Column, Problem, Results
 from hqsweep.jobs.parity.rank_sums import SplitSum
 from hqsweep.nn import LayerNormMoE, Linear, MoEOptions, quantization
@@ -31,17 +29,17 @@ OF_RANK = (40, 0, 24, 56)
 
 def _linear(problem: Problem) -> Linear:
     size = problem.ranks * PART
-    module = Linear(size, size, name="parity", recipe=problem.quantizers, bias=True)
+    module = Linear(size, size, name="parity", recipe=problem.quantizers, bias=True).to(problem.device)
     with torch.no_grad():
-        module.weight.copy_(draw("heavy", size, size, problem.seed, torch.float32).clamp(-1e3, 1e3))
-        module.bias.copy_(draw("normal", 1, size, problem.seed, torch.float32)[0])
+        module.weight.copy_(problem.draw("heavy", size, size, problem.seed, torch.float32))
+        module.bias.copy_(problem.draw("normal", 1, size, problem.seed, torch.float32)[0])
     return module
 
 
 def _tensors(problem: Problem, step: int) -> tuple[Tensor, Tensor]:
     """The x and dy of all tokens and features."""
     size = problem.ranks * PART
-    return tuple(draw("heavy", TOKENS, size, problem.seed + 2 * step + i).clamp(-1e3, 1e3) for i in range(2))
+    return tuple(problem.draw("heavy", TOKENS, size, problem.seed + 2 * step + i) for i in range(2))
 
 
 def _linear_pass(problem: Problem, module: Linear, x: Tensor, dy: Tensor, step: int) -> Results:
@@ -64,7 +62,7 @@ class SharedLinear:
 
     def ranked(self, problem: Problem, rank: int) -> Results:
         """The results of a rank under the style."""
-        mesh, results = init_device_mesh("cpu", (problem.ranks,), mesh_dim_names=("tp",)), {}
+        mesh, results = problem.mesh("tp"), {}
         style = ColwiseLinear if self.mode == "column" else RowwiseLinear
         module = parallelize_module(_linear(problem), mesh, style(sequence=0 if self.sequence else None))
         x_axis, dy_axis = (self._tokens, 1) if self.mode == "column" else (1, self._tokens)
@@ -125,7 +123,7 @@ def _mixture(problem: Problem) -> LayerNormMoE:
     torch.manual_seed(problem.seed)
     module = LayerNormMoE(DIM, FFN, name="parity", recipe=problem.quantizers, options=options)
     nn.init.normal_(module.router.weight)
-    return module
+    return module.to(problem.device)
 
 
 def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: int) -> Results:
@@ -133,7 +131,10 @@ def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: in
     seeds = [problem.seed + 100 * rank + 10 * step for rank in ranks]
     x, dy = (
         torch.cat(
-            [draw("normal", OF_RANK[rank] + 1, DIM, seed + i)[1:] for rank, seed in zip(ranks, seeds, strict=True)]
+            [
+                problem.draw("normal", OF_RANK[rank] + 1, DIM, seed + i)[1:]
+                for rank, seed in zip(ranks, seeds, strict=True)
+            ]
         )
         for i in range(2)
     )
@@ -148,8 +149,7 @@ def _mixture_pass(problem: Problem, module: LayerNormMoE, ranks: range, step: in
 
 def experts(problem: Problem, rank: int) -> Results:
     """The results of a rank with its part of the experts, and tokens for all of them."""
-    mesh, results = init_device_mesh("cpu", (problem.ranks,)), {}
-    module = expert_parallel(_mixture(problem), mesh)
+    module, results = expert_parallel(_mixture(problem), problem.mesh()), {}
     for step in STEPS:
         results |= _mixture_pass(problem, module, range(rank, rank + 1), step)
     return results

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from hqsweep.config.model import ModelConfig
 from hqsweep.jobs.parity.rank_cases import STEPS, Column, Problem, Results
@@ -28,8 +27,8 @@ class Stages:
 
     def ranked(self, problem: Problem, rank: int) -> Results:
         """The results of a rank with its stages."""
-        model, mesh = self._gpt(problem), init_device_mesh("cpu", (problem.ranks,))
-        pipeline = Pipeline(model, mesh, problem.ranks, stages_per_rank=self.per_rank)
+        model = self._gpt(problem)
+        pipeline = Pipeline(model, problem.mesh(), problem.ranks, stages_per_rank=self.per_rank)
 
         def step(index: int, tokens: Tensor, targets: Tensor) -> Tensor:
             with quantization(seed=problem.seed, step=index):
@@ -42,7 +41,7 @@ class Stages:
         model = self._gpt(problem)
 
         def step(index: int, tokens: Tensor, targets: Tensor) -> Tensor:
-            total = torch.zeros(())
+            total = torch.zeros((), device=problem.device)
             for microbatch in range(problem.ranks):
                 own, at = slice(microbatch, microbatch + 1), {"step": index, "microbatch": microbatch}
                 with quantization(seed=problem.seed, cache_weights=True, **at):
@@ -63,7 +62,7 @@ class Stages:
         config = ModelConfig(dim=DIM, layers=layers, heads=HEADS, ffn=FFN)
         model = GPT(config, VOCAB, Recipe(linear=problem.quantizers), torch.bfloat16)
         nn.init.normal_(model.head.weight, std=0.2)
-        return model
+        return model.to(problem.device)
 
     def _rank_of(self, name: str, ranks: int) -> int | None:
         """The rank that has the parameter which a result is named after; None: all have the result."""
@@ -80,7 +79,7 @@ def _trained(problem: Problem, model: GPT, step: Step) -> Results:
     results: Results = {}
     for index in STEPS:
         generator = torch.Generator().manual_seed(problem.seed + index)
-        text = torch.randint(0, VOCAB, (problem.ranks, TOKENS + 1), generator=generator)
+        text = torch.randint(0, VOCAB, (problem.ranks, TOKENS + 1), generator=generator).to(problem.device)
         results[f"loss of step {index}"] = step(index, text[:, :-1].contiguous(), text[:, 1:].contiguous())
         for name, parameter in model.named_parameters():
             results[f"d {name} of step {index}"] = parameter.grad

@@ -1,6 +1,7 @@
 """Columns ddp, fsdp2, tp, ep and pp of the parity job: what ranks compute together, against one process, to the byte.
 
-For each number in parity.ranks that many processes are started once, in a gloo group, and go through all formats, all
+For each number in parity.ranks that many processes are started once, which exchange tensors by gloo, or on GPUs by
+NCCL (several share a GPU where there are fewer), and go through all formats, all
 ordered pairs of base formats with both columnwise sources, and recipes. What each rank has is compared with what one
 process has for it (jobs/parity/rank_cases.py, rank_layers.py, rank_stages.py): operands, y and dx, whose sums no rank
 splits, and what ranks sum against the sum of as many parts in the order of ranks, with masters and operands after each
@@ -20,12 +21,14 @@ from hqsweep.config.job import ParityConfig
 from hqsweep.dist.spawn import stream_ranks
 from hqsweep.errors import UserError
 from hqsweep.formats import bases, parse
+from hqsweep.jobs.convergence import make_deterministic
 from hqsweep.jobs.parity.compare_bytes import Rows, named_pairs, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere
 from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, Column, Problem, Results
 from hqsweep.jobs.parity.rank_layers import LAYER_COLUMNS, shared_sums
 from hqsweep.jobs.parity.rank_stages import STAGE_COLUMNS
 from hqsweep.jobs.parity.rank_sums import order_of_sums
+from hqsweep.parallel.mesh import backend
 from hqsweep.recipe.sections import LinearQuantizers
 
 COLUMNS: tuple[Column, ...] = (*DATA_COLUMNS, *LAYER_COLUMNS, *STAGE_COLUMNS)
@@ -35,14 +38,16 @@ RankResults = list[Results | str]
 
 
 def ranks_check(config: ParityConfig, device: torch.device) -> Rows:
-    """The rows of every number of ranks, as the ranks go on; on the CPU, whatever the device of the other checks."""
+    """The rows of every number of ranks, as the ranks go on."""
+    if device.type == "cuda":
+        make_deterministic()
     sections = subjects(config)
     for ranks in config.parity.ranks:
         subject = next(iter(sections))
         try:
-            every = run_ranks(ranks, sections, config.seed)
+            every = run_ranks(ranks, sections, config.seed, device.type)
             for subject, quantizers in sections.items():
-                yield from _rows(subject, Problem(quantizers, config.seed, ranks), next(every))
+                yield from _rows(subject, Problem(quantizers, config.seed, ranks, device), next(every))
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             note = f"rank {error.error_index} ended with {str(error).strip().splitlines()[-1]}"
             yield row("ranks", subject, f"{ranks} ranks", {}) | {"status": "FAIL", "note": note}
@@ -63,17 +68,25 @@ def subjects(config: ParityConfig) -> dict[str, LinearQuantizers]:
     return sections | {name: LinearQuantizers.parse(section, "parity") for name, section in RECIPES.items()}
 
 
-def run_ranks(ranks: int, sections: Mapping[str, LinearQuantizers], seed: int) -> Iterator[list[RankResults]]:
-    """The results of each rank, subject after subject."""
-    return stream_ranks(ranks, _results, ranks, list(sections.values()), seed)
+def run_ranks(
+    ranks: int, sections: Mapping[str, LinearQuantizers], seed: int, device_type: str
+) -> Iterator[list[RankResults]]:
+    """The results of each rank, on the CPU, subject after subject. UserError where torch lacks NCCL for GPUs."""
+    arguments = (ranks, list(sections.values()), seed, torch.device(device_type))
+    return stream_ranks(ranks, _results, *arguments, backend=backend(device_type))
 
 
-def _results(rank: int, ranks: int, sections: list[LinearQuantizers], seed: int) -> Iterator[RankResults]:
+def _results(
+    rank: int, ranks: int, sections: list[LinearQuantizers], seed: int, device: torch.device
+) -> Iterator[RankResults]:
+    if device.type == "cuda":
+        make_deterministic()
     for quantizers in sections:
         results: RankResults = []
         for column in COLUMNS:
             try:
-                results.append(column.ranked(Problem(quantizers, seed, ranks, column.held), rank))
+                tensors = column.ranked(Problem(quantizers, seed, ranks, device, column.held), rank)
+                results.append({name: tensor.cpu() for name, tensor in tensors.items()})
             except UserError as error:
                 results.append(str(error))
         yield results
