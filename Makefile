@@ -42,7 +42,7 @@ docs: $(STAMP)  ## write docs/reference from the code
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
-# On a machine with a GPU whose own python3 has torch, pytest and the build tools; needs no network and no .venv.
+# On a machine with a GPU whose own python3 has torch, pytest, pytest-xdist and the build tools; needs no network, no .venv.
 GPU_SITE := build/gpu-site
 # The installed package comes first on the path, and the checkout after it, for benchmarks/.
 GPU_RUN = PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR):$(PYTHONPATH) $(PYTHON)
@@ -59,7 +59,7 @@ gpu-test-training: gpu-install  ## training, jobs and the benchmarks' own tests
 	$(GPU_PYTEST) tests/train tests/jobs tests/sweep tests/benchmarks
 
 gpu-test-2: gpu-install  ## ranks that exchange by NCCL, on two GPUs or on one: under 8 minutes
-	$(GPU_RUN) -m pytest -q -m gpu2 -p no:cacheprovider tests/dist tests/jobs tests/parallel tests/sweep tests/train
+	$(GPU_RUN) -m pytest -q -m gpu2 -n 4 --dist loadfile -p no:cacheprovider tests/dist tests/jobs tests/parallel tests/sweep tests/train
 
 gpu-parity: gpu-install  ## the parity job, and the quick form of the benchmark
 	$(GPU_RUN) -m hqsweep run conf=parity parity.device=cuda track=none --force

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.local import is_spread
 from hqsweep.dist.local import local as stored
 from hqsweep.errors import UserError
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
@@ -108,6 +109,8 @@ class GroupedLinear(GroupedBase):
         return self.weights[0].dtype
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor | Splits, codes: Codes | None = None) -> Tensor:
+        if is_spread(self.weights[0]):
+            link_held(self)
         weights, biases = ([local(p) for p in of_kind] for of_kind in (self.weights, self.biases))
         return self.product(x, m_splits, ExpertParameters(weights, biases), codes)
 

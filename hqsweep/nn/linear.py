@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hqsweep.dist.local import local as stored
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
@@ -130,5 +131,6 @@ class Linear(LinearBase):
         fields, parameters = self.linear_facts(), (self.weight, self.bias)
         if self.parallel is not None:
             fields["exchange"] = self.parallel.exchange(x)
+            link_states([stored(self.weight)], self.states)  # and not a view of the part
             parameters = tuple(p if p is None else local(p) for p in parameters)
         return linear_product(LinearCall(**fields, **known), x, *parameters)

@@ -16,12 +16,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 from hqsweep import compat
 from hqsweep.compat import CustomRecipe, IdentityQuantizer, autocast
 from hqsweep.dist import collectives
+from hqsweep.dist.local import local
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
 from hqsweep.gemm.exact import mm_t
 from hqsweep.nn import LayerNormLinear, Linear, LinearOptions, quantization, quantized_model_init
 from hqsweep.nn.linear_call import LinearCall
+from hqsweep.optim import FusedAdam
 from hqsweep.parallel.tensor import ColwiseLinear, RowwiseLinear
 from hqsweep.quant import HybridQuantizer
 from hqsweep.recipe import LinearQuantizers
@@ -243,6 +245,27 @@ def by_their_names(rank: int, world: int) -> list[str]:
     return faults
 
 
+def moved(rank: int, world: int) -> bool:
+    """Whether a held linear in fp8_delayed that is moved, before or after it is shared out, trains as one that stays:
+    a move takes the states from a weight."""
+    mesh, results = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)), []
+    for before, after in ((False, False), (True, False), (False, True)):
+        with quantized_model_init():
+            module = linear("fp8_delayed", world, bias=False)
+        for is_moved in (before, after):
+            if is_moved:
+                module._apply(torch.clone)
+            if module.parallel is None:
+                parallelize_module(module, mesh, ColwiseLinear(sequence=None))
+        optimizer = FusedAdam(module.parameters(), lr=1e-2)
+        for step in (1, 2):
+            x, dy = tensors(step, world)
+            run(module, x, dy.chunk(world, 1)[rank].contiguous(), step)
+            optimizer.step()
+        results.append([*local(module.weight).buffers.values()])
+    return all(map(torch.equal, results[0] * 2, results[1] + results[2]))
+
+
 def everything(rank: int, world: int, texts: list[str]) -> tuple:
     """All of it, in one launch."""
     return (
@@ -252,4 +275,5 @@ def everything(rank: int, world: int, texts: list[str]) -> tuple:
         gathered_bytes(rank, world),
         by_their_names(rank, world),
         compat_layers.differences(rank, world),
+        moved(rank, world),
     )

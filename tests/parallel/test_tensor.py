@@ -68,6 +68,10 @@ def test_layers_by_the_names_of_transformer_engine(of_two_ranks):
     assert of_two_ranks[5] == ([], [])
 
 
+def test_held_weights_that_are_moved_keep_their_states(of_two_ranks):
+    assert of_two_ranks[6] == (True, True)
+
+
 MODELS = [
     {"recipe": {"linear": "bf16"}, "sequence": False},
     {"recipe": {"linear": "mxfp8"}, "tied": True},

@@ -97,6 +97,8 @@ def test_a_tied_head_has_one_weight_on_two_ranks(results, folder):
 
 @pytest.fixture(scope="module")
 def on_two(folder, backend):
+    if backend != "gloo":
+        pytest.skip("four ranks of two GPUs, or of one, take minutes")
     return run_ranks(2, train_beside, folder, 1, backend=backend)
 
 
