@@ -93,6 +93,14 @@ def _as_they_come(started: mp.ProcessContext, folder: Path, world: int) -> Itera
             ended = started.join(POLL_S)
 
 
+def _wait_for_all(path: Path, rank: int, world: int) -> None:
+    """Wait until every rank is at its end, by a file: what a rank has sent by sockets goes on from its memory."""
+    torch.cuda.synchronize()
+    store = dist.FileStore(str(path), world)
+    store.set(f"end {rank}", "")
+    store.wait([f"end {other}" for other in range(world)])
+
+
 def _once(rank: int, function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
     yield function(rank, *arguments)
 
@@ -117,7 +125,9 @@ def _rank(
     except BaseException:
         dist.destroy_process_group()
         raise
-    if "nccl" not in backend:  # which would wait for CUDA graphs that hold its communicators
+    if "nccl" in backend:
+        _wait_for_all(Path(folder) / "ends", rank, world)
+    else:  # NCCL would wait for CUDA graphs that hold its communicators
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

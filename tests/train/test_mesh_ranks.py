@@ -50,6 +50,11 @@ RESUMES = [
 ]
 
 
+@pytest.fixture
+def on_gpus(backend):
+    return backend != "gloo"
+
+
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory, backend):
     cases = [*OF_TWO, *CLOSE, *TP_ALONE, *HELD_PARTS, *WHOLE_EXPERTS]
@@ -78,14 +83,15 @@ def is_of_experts(name):
 
 
 @pytest.mark.parametrize("case", range(len(OF_TWO)))
-def test_a_first_step_with_experts_over_two_ranks(of_two, case):
+def test_a_first_step_with_experts_over_two_ranks(of_two, case, on_gpus):
     """All but the experts to the byte as with two microbatches, and experts as with the tokens of both in one."""
     metrics, expected = alone(*OF_TWO[case], parts=2)
     _, of_experts = alone(*OF_TWO[case], parts=1)
     expected |= {name: value for name, value in of_experts.items() if is_of_experts(name)}
     for own, whole in (each[0][case] for each in of_two):
-        assert own[0].pop("grad_norm") == pytest.approx(metrics[0]["grad_norm"], rel=1e-6)
-        assert own == [{name: value for name, value in metrics[0].items() if name != "grad_norm"}]
+        for name in ("grad_norm", "val_loss") if on_gpus else ("grad_norm",):  # of wgrads in bfloat16 on GPUs
+            assert own[0].pop(name) == pytest.approx(metrics[0][name], rel=1e-5 if on_gpus else 1e-6)
+        assert own == [{name: metrics[0][name] for name in own[0]}]
         assert_same(whole, expected)
     assert any(is_of_experts(name) and value.any() for name, value in whole.items() if name.endswith("exp_avg"))
 
@@ -119,11 +125,13 @@ def name(row):
 
 
 @pytest.mark.parametrize("case", range(len(CLOSE)))
-def test_later_steps_with_experts_over_two_ranks_stay_close(of_two, case):
-    """Blocks of the experts' wgrads are of other tokens than in one process."""
+def test_later_steps_with_experts_over_two_ranks_stay_close(of_two, case, on_gpus):
+    """Blocks of the experts' wgrads are of other tokens than in one process; on GPUs they are rounded to bfloat16."""
     metrics, _ = alone(*CLOSE[case], parts=2)
     assert of_two[0][0][len(OF_TWO) + case][0] == of_two[1][0][len(OF_TWO) + case][0]
     for step, expected in zip(of_two[0][0][len(OF_TWO) + case][0], metrics, strict=True):
+        if on_gpus:
+            step, expected = ({"train_loss": own["train_loss"]} for own in (step, expected))
         assert step == pytest.approx(expected, rel=2e-3)
 
 
