@@ -1,8 +1,9 @@
 """What torch's fully_shard keeps of a model: its groups, what a gather serves, and FP32 gradients of what it gathers.
 
 A weight that is gathered in bfloat16 takes no other gradient from autograd. FSDP has a sum of its own for microbatches
-that are not reduced, in the dtype of the reduction: what is written there is reduced in the place of the grad.
-Attributes of torch's that are not public are read here alone; FSDP of torch 2.11 to 2.13 has them.
+that are not reduced, in the dtype of the reduction: what is written there is reduced in the place of the grad. Since
+torch 2.15 that sum is the grad of the gathered weight, which may have another dtype than the weight.
+Attributes of torch's that are not public are read here alone; FSDP of torch 2.11 to 2.15 has them.
 """
 
 from collections.abc import Iterable
@@ -91,7 +92,8 @@ def drop_pass(module: nn.Module) -> None:
             state._training_state = group._training_state = type(group._training_state).IDLE
             group._to_sharded()
             for unit in group.fsdp_params:
-                unit.unsharded_accumulated_grad = None
+                if not _sums_in_grad(unit):
+                    unit.unsharded_accumulated_grad = None
                 if hasattr(unit, "_unsharded_param"):
                     unit._unsharded_param.grad = None
 
@@ -107,9 +109,19 @@ def unsharded_sum(weight: Tensor) -> Tensor | None:
     unit = _unit_of(weight)
     if unit is None:
         return None
+    if _sums_in_grad(unit):
+        if weight.grad is None:
+            weight.grad_dtype = torch.float32
+            weight.grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        return weight.grad
     if unit.unsharded_accumulated_grad is None:
         unit.unsharded_accumulated_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     return unit.unsharded_accumulated_grad
+
+
+def _sums_in_grad(unit: Any) -> bool:
+    """Whether FSDP sums over microbatches in the grad of what it gathers, as it does since torch 2.15."""
+    return isinstance(getattr(type(unit), "unsharded_accumulated_grad", None), property)
 
 
 def _unit_of(weight: Tensor) -> Any:
@@ -132,6 +144,6 @@ def _unit_of(weight: Tensor) -> Any:
 def _to_fp32(weight: Tensor) -> None:
     """Add the gradient that autograd gave a gathered parameter to its sum: one reduction takes gradients of one
     dtype."""
-    if weight.grad is not None:  # a module that adds to the sum gives autograd none
+    if weight.grad is not None and not _sums_in_grad(_unit_of(weight)):  # a module that adds to it gives autograd none
         unsharded_sum(weight).add_(weight.grad)
         weight.grad = None

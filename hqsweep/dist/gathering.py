@@ -2,7 +2,7 @@
 
 torch's engine makes the whole parameter in the first pass, and fills the same objects in all others. gather_in makes
 them before it does: a GatheredWeight over the memory that is filled. What is kept of the weight beside its values, its
-codes, is freed where torch frees these. Attributes of torch's that are not public are those of torch 2.11 to 2.13.
+codes, is freed where torch frees these. Attributes of torch's that are not public are those of torch 2.11 to 2.15.
 """
 
 import math
@@ -80,7 +80,7 @@ class Gathering:
 def gather_in(group: Any, parameter: Any, dtype: torch.dtype) -> None:
     """Have an FSDPParam of a group travel in a dtype that is narrower than its own, and be a GatheredWeight then. Where
     the policy of the group has a dtype for parameters, that is both what travels and what the weight says."""
-    policy = group.mp_policy.param_dtype
+    policy = (getattr(group, "mp_policy", None) or parameter.mp_policy).param_dtype  # the latter since torch 2.15
     own = parameter.sharded_param.dtype
     device, shape = parameter.device, tuple(parameter._orig_size)
     alone = type(parameter.mesh_info).__name__ == "DDPMeshInfo"

@@ -3,7 +3,7 @@
 torch calls pre() on a rank's shard before it gathers, and post() with what all ranks sent. The whole tensor that
 post() gives at first is the parameter from then on: the same objects, whose memory torch frees when it shards again,
 and that are filled anew. Forward fills its rowwise buffers and saves its columnwise ones, still without memory, for the
-backward that fills them. What torch's engine keeps under private names (of torch 2.11 to 2.13) is read here alone.
+backward that fills them. What torch's engine keeps under private names (of torch 2.11 to 2.15) is read here alone.
 """
 
 import inspect
@@ -56,7 +56,7 @@ class Sharding:
         if not self._has_engine():
             raise UserError(
                 f"fully_shard of torch {torch.__version__} keeps its parameters where hqsweep does not find them; it"
-                " knows torch 2.11 to 2.13"
+                " knows torch 2.11 to 2.15"
             )
         if (
             mesh is not self._mesh and self._ranks(mesh) == 1
