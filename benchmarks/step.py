@@ -9,7 +9,7 @@ time    milliseconds of a step, host included, in turns of some steps with torch
 kinds   the device's time by what kernels do, how many run, and how many launches the host asks for
 
 A recipe is a name of conf/recipe, with ":native" for gemm=native. A mode is a value of train.compile. Our steps are
-what a run's are: with deterministic kernels only (jobs.convergence.make_deterministic); "off" beside it says what those
+what a run's are: with deterministic kernels only (jobs.isolation.make_deterministic); "off" beside it says what those
 cost. --seconds: cases that have not begun by then become rows that say so.
 """
 
@@ -35,7 +35,7 @@ from benchmarks.step_floors import Size, floor_rows
 from benchmarks.step_rates import measured_rates, products_ms
 from benchmarks.timing import Call, Cuda, cpu_medians
 from hqsweep.config.train import TrainConfig
-from hqsweep.jobs.convergence import make_deterministic
+from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.train.loop import Step, Trainer
 
 SECTIONS = ("floors", "time", "kinds")

@@ -7,7 +7,7 @@ import extension_file
 import pytest
 import torch
 
-from hqsweep.jobs.convergence import make_deterministic
+from hqsweep.jobs.isolation import make_deterministic
 
 if "HQSWEEP_EXTENSION" in os.environ:
     extension_file.use(os.environ["HQSWEEP_EXTENSION"])

@@ -1,7 +1,6 @@
 """convergence: train one model under one recipe and write its loss curve and error statistics."""
 
 import math
-import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from hqsweep.config.fork import ForkConfig
 from hqsweep.config.job import ConvergenceConfig
 from hqsweep.dist.agreed import by_first
 from hqsweep.errors import Damaged, UserError
+from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.native import check_native
 from hqsweep.jobs.resume import captured_file, go_back, refusal, save_captured
 from hqsweep.jobs.sink import Diverged, Sink
@@ -209,14 +209,3 @@ def check_trunk(fork: ForkConfig, record: Record, path: Path) -> str:
     if fork.trunk_hash not in (None, record.sha256):
         raise NotAsWritten(path, ANOTHER_FILE)
     return record.sha256
-
-
-def make_deterministic() -> None:
-    """Have runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
-
-    On CPU the kernels used here repeat anyway, and the switch would cost two seconds of imports.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write

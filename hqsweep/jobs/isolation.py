@@ -1,5 +1,6 @@
-"""What a run changes in its whole process is restored after it, and its memory is freed, so that the next run in the
-same process has the bits, the warnings and the memory of one in a process of its own.
+"""The switches that a run turns for its whole process, and their way back: after it what it has changed is restored and
+its memory is freed, so that the next run in the same process has the bits, the warnings and the memory of one in a
+process of its own.
 """
 
 import gc
@@ -29,6 +30,17 @@ def isolated() -> Iterator[None]:
     gc.collect()
     gc.unfreeze()
     torch.cuda.empty_cache()
+
+
+def make_deterministic() -> None:
+    """Have runs on a GPU repeat bit for bit, or raise: deterministic kernels only, and no cuDNN attention.
+
+    On CPU the kernels used here repeat anyway, and the switch would cost two seconds of imports.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # nothing here reads what it did not write
 
 
 def _switches() -> tuple[bool, bool, bool]:

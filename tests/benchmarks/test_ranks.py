@@ -21,9 +21,11 @@ def test_every_case_is_a_row(tmp_path):
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(row["section"], row.get("recipe"), row["ranks"]) for row in rows] == [
-        ("time", None, 1), ("time", "mxfp8:held", 1), ("wire", None, 2), ("time", None, 2), ("time", "mxfp8:held", 2),
+        ("time", None, 1), ("time", "mxfp8:held", 1), ("sharded", None, 1), ("sharded", "mxfp8:held", 1),
+        ("wire", None, 2), ("time", None, 2), ("time", "mxfp8:held", 2),
     ]  # fmt: skip
-    alone, over = rows[1], rows[4]
+    alone, sharded, over = rows[1], rows[3], rows[6]
+    assert sharded["pass"] == (sharded["share"] >= 1) and "scaling" not in sharded
     assert over["scaling"] == pytest.approx(alone["ms"] / over["ms"])
     assert over["ktokens_s"] == pytest.approx(2 * 64 / over["ms"])
     assert over["pass"] == (over["share"] >= 1 and over["scaling"] >= 0.93)

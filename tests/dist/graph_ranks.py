@@ -8,7 +8,7 @@ from ranks import rank_device
 from replayed import EagerPool
 
 from hqsweep.dist.local import local
-from hqsweep.jobs import convergence
+from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.nn.residual import is_observed
 from hqsweep.parallel.data import is_unit
 from hqsweep.parallel.mesh import Ranks, build_mesh
@@ -77,6 +77,6 @@ def train(cfg, kind):
 def train_both(rank: int, configs: list, kind: str) -> list:
     """train() of each config, eagerly and otherwise."""
     if dist.get_backend() == "nccl":
-        convergence.make_deterministic()
+        make_deterministic()
     results = [[train(cfg, each) for each in ("eager", kind)] for cfg in configs]
     return torch.utils._pytree.tree_map_only(torch.Tensor, partial(torch.Tensor.to, device="cpu"), results)

@@ -8,7 +8,7 @@ from ranks import DEVICE
 from torch.utils._pytree import tree_map_only
 
 from hqsweep.config.job import parse
-from hqsweep.jobs.convergence import make_deterministic
+from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.parallel.mesh import Ranks, build_mesh
 from hqsweep.train import data
 from hqsweep.train.checkpoint import load_checkpoint, save_checkpoint

@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 
-from hqsweep.jobs.convergence import make_deterministic
-from hqsweep.jobs.isolation import isolated
+from hqsweep.jobs.isolation import isolated, make_deterministic
 
 
 class Node:

@@ -8,7 +8,7 @@ from graph_cases import CASES, config
 from replayed import EagerPool
 
 from hqsweep.errors import UserError
-from hqsweep.jobs import convergence
+from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.nn.saved import tensors_of
 from hqsweep.ops import addresses
 from hqsweep.quant.delayed import DelayedState
@@ -24,7 +24,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 def deterministic(request):
     """On a GPU as runs are."""
     if request.node.get_closest_marker("gpu"):
-        convergence.make_deterministic()
+        make_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(True)

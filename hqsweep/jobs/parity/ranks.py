@@ -21,7 +21,7 @@ from hqsweep.config.job import ParityConfig
 from hqsweep.dist.spawn import stream_ranks
 from hqsweep.errors import UserError
 from hqsweep.formats import bases, parse
-from hqsweep.jobs.convergence import make_deterministic
+from hqsweep.jobs.isolation import make_deterministic
 from hqsweep.jobs.parity.compare_bytes import Rows, named_pairs, row
 from hqsweep.jobs.parity.grouped import RECIPES, everywhere
 from hqsweep.jobs.parity.rank_cases import DATA_COLUMNS, Column, Problem, Results
