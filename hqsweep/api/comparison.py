@@ -1,14 +1,16 @@
 """hqsweep.compare: verdicts, tables and figures of `hqsweep compare`, for Python, notebooks and paper."""
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
+from typing import Protocol
 
 import pandas as pd
 import plotly.graph_objects as go
 
+from hqsweep.errors import UserError
 from hqsweep.report import arms, html, tables
 from hqsweep.report.compare import compare as judge
 from hqsweep.report.compare import write
@@ -22,8 +24,25 @@ from hqsweep.sweep.run_dir import RunDir
 from hqsweep.sweep.store import RunStore
 
 
+class OfRuns(Protocol):
+    """A Sweep or a Run."""
+
+    @property
+    def folders(self) -> list[RunDir]: ...
+
+
+def folders_of(caller: str, words: Sequence[str | Path | OfRuns], runs_dir: str | Path) -> list[RunDir]:
+    """The folders of runs that words name, or that are those of sweeps and runs; UserError for anything else. caller:
+    what was called, for the sentence."""
+    other = next((word for word in words if not isinstance(word, str | Path) and not hasattr(word, "folders")), None)
+    if other is not None:
+        raise UserError(f"{caller}: takes names, folders, sweeps and runs, and got a {type(other).__name__}")
+    paths = [[str(run.path) for run in word.folders] if hasattr(word, "folders") else [str(word)] for word in words]
+    return RunStore(Path(runs_dir)).resolve([path for of_word in paths for path in of_word])
+
+
 def compare(
-    *words: str | Path,
+    *words: str | Path | OfRuns,
     baseline: str | None = None,
     window: float = 0.1,
     margin: float | str | None = None,
@@ -31,7 +50,7 @@ def compare(
 ) -> "Comparison":
     """Compare the arms of runs: which are worse, better or equivalent.
 
-    words     sweeps, runs, beginnings of runs' names, or folders
+    words     sweeps, runs, beginnings of runs' names, or folders; also a Sweep or Run
     baseline  arm, or recipe, that the others are measured against; None: the sweep's, else bf16
     window    of whole runs: last steps (50), or last part of a run (0.1), over which losses are averaged
     margin    the largest gap that counts as none, in % of the baseline's loss (0.25, "0.25%"); None: the sweep's
@@ -40,7 +59,7 @@ def compare(
     Raises UserError as `hqsweep compare` does: no convergence run, whole runs beside forks, an unknown baseline, a
     margin or window that is none. Runs that cannot be used are in Comparison.left_out; no number is taken from them.
     """
-    return Comparison(compared(RunStore(Path(runs_dir)).resolve(list(map(str, words))), baseline, window, margin))
+    return Comparison(compared(folders_of("compare", words, runs_dir), baseline, window, margin))
 
 
 def compared(

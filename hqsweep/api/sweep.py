@@ -17,13 +17,12 @@ from typing import Any
 
 import pandas as pd
 
-from hqsweep.api.comparison import Comparison, compared
+from hqsweep.api.comparison import Comparison, OfRuns, compared, folders_of
 from hqsweep.config.jobs import CHECKED_TABLES
 from hqsweep.errors import UserError, nearest
 from hqsweep.report.frames import FORK, TRUNK, Frames, load
 from hqsweep.report.left_out import LeftOut
 from hqsweep.sweep.run_dir import RunDir
-from hqsweep.sweep.store import RunStore
 
 FACTS = ("run", "arm", "recipe", "seed", "design", "trunk", "point", "state", "reason", "diverged", "step", "steps",
          "seconds", "tokens_per_s")  # fmt: skip
@@ -47,6 +46,11 @@ class Run:
     @property
     def path(self) -> Path:
         return self.folder.path
+
+    @property
+    def folders(self) -> list[RunDir]:
+        """Its folder alone, for what takes sweeps and runs."""
+        return [self.folder]
 
     @property
     def state(self) -> str:
@@ -90,17 +94,23 @@ class Run:
 class Sweep(Sequence[Run]):
     """The runs of one sweep, or of several: a sequence of Run, and tables of them all.
 
-    words     a sweep's name or folder, a run's, or the beginning of runs' names, as the commands take them
+    words     a sweep's name or folder, a run's, or the beginning of runs' names, as the commands take them; also a
+              Sweep or Run
     runs_dir  folder of the sweeps, for names
 
     sweep[0], sweep["NAME"] (the beginning of a name will do if it is one run's) and sweep[2:5] are runs. Raises
     UserError for a word that fits nothing, Damaged where no run can be trusted; runs that cannot are in left_out.
     """
 
-    def __init__(self, *words: str | Path, runs_dir: str | Path = "runs") -> None:
+    def __init__(self, *words: str | Path | OfRuns, runs_dir: str | Path = "runs") -> None:
         if not words:
             raise UserError("Sweep: give the name of a sweep or the path of its folder, as in Sweep('runs/quickstart')")
-        self._folders = RunStore(Path(runs_dir)).resolve([str(word) for word in words])
+        self._folders = folders_of("Sweep", words, runs_dir)
+
+    @property
+    def folders(self) -> list[RunDir]:
+        """The folders of its runs."""
+        return list(self._folders)
 
     def __len__(self) -> int:
         return len(self._folders)
@@ -119,7 +129,9 @@ class Sweep(Sequence[Run]):
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise UserError(f"'{word}' means {len(matches)} runs; name one of {', '.join(run.name for run in matches)}")
+            full = len({run.name for run in matches}) < len(matches)
+            listed = ", ".join(f"{run.sweep}/{run.name}" if full else run.name for run in matches)
+            raise UserError(f"'{word}' means {len(matches)} runs; name one of {listed}")
         known = [folder.name for folder in self._folders]
         raise UserError(f"'{word}' is no run of {self.name}{nearest(word, known)}; .runs lists them")
 

@@ -14,7 +14,7 @@ from hqsweep.config.engine import EngineConfig, TrackConfig, gpus_asked
 from hqsweep.config.errors import sentence
 from hqsweep.config.fork import ForkConfig
 from hqsweep.config.model import ModelConfig, has_experts
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.parallel import ParallelConfig, sharing_gpus
 from hqsweep.config.recipe_text import check_pairs, check_texts
 from hqsweep.config.train import StatsConfig, TrainConfig
 from hqsweep.config.types import Name, Section
@@ -93,10 +93,10 @@ def check_machines(dims: ParallelConfig, engine: EngineConfig) -> None:
             " with no other; give null"
         )
     asked = gpus_asked(gres or "")
-    if asked is not None and asked < (gpus or ranks):
+    if asked and asked < (gpus or ranks):
         raise UserError(
             f"engine.slurm.gres: '{gres}' for {ranks} ranks on each machine ({dims.formula}); give gpu:{gpus or ranks},"
-            f" or engine.gpus_per_run={asked} to try it out with several ranks on a GPU"
+            f" or engine.gpus_per_run={sharing_gpus(ranks, asked)} to try it out with several ranks on a GPU"
         )
 
 

@@ -110,5 +110,10 @@ class ParallelConfig(Section):
         return widths
 
 
+def sharing_gpus(ranks: int, gpus: int) -> int:
+    """The most of a machine's GPUs, of which there are fewer than ranks, that its ranks share out evenly."""
+    return max(count for count in range(1, gpus + 1) if ranks % count == 0)
+
+
 ONE_RANK = ParallelConfig()
 """A training in one process."""

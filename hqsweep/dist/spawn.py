@@ -98,7 +98,7 @@ def _wait_for_all(path: Path, rank: int, world: int) -> None:
     torch.cuda.synchronize()
     store = dist.FileStore(str(path), world)
     store.set(f"end {rank}", "")
-    store.wait([f"end {other}" for other in range(world)])
+    store.wait([f"end {other}" for other in range(world)], timedelta(days=1))
 
 
 def _once(rank: int, function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hqsweep.config.parallel import ParallelConfig
+from hqsweep.config.parallel import ParallelConfig, sharing_gpus
 from hqsweep.dist.devices import ranks_of_gpu, stand_apart, take_gpu
 from hqsweep.errors import UserError
 
@@ -145,8 +145,8 @@ def check_devices(dims: ParallelConfig, device_type: str, gpus_per_run: int | No
     if gpus_per_run is None and there < dims.world:
         raise UserError(
             f"train.parallel: {dims.formula} asks for {dims.world} GPUs, one for each rank, and this machine has"
-            f" {there}; lower one of them, give train.device=cpu or engine=slurm, or engine.gpus_per_run={there} to try"
-            " it out with several ranks on a GPU"
+            f" {there}; lower one of them, give train.device=cpu or engine=slurm, or"
+            f" engine.gpus_per_run={sharing_gpus(dims.world, there)} to try it out with several ranks on a GPU"
         )
 
 

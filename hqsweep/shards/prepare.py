@@ -187,11 +187,12 @@ def _begun(job: _Job) -> Iterator[None]:
         except OSError:
             raise UserError(f"{job.out} is being prepared by another process; wait until it ends") from None
         plan = job.work / "plan.json"
-        if plan.is_file():
+        if plan.is_file() and any(job.work.glob("[0-9]*.json")):
             _refuse_other(job, json.loads(plan.read_bytes()), job.plan, "was begun with")
-        else:
+        else:  # nothing is done that other options would contradict
             for split in SPLITS:
-                (job.out / split).mkdir(exist_ok=True)
+                shutil.rmtree(job.out / split, ignore_errors=True)
+                (job.out / split).mkdir()
             manifests.write_whole(job.out / "tokenizer.json", job.tokenizer.read_bytes())
             manifests.write_whole(plan, json.dumps(job.plan).encode())
         yield

@@ -69,7 +69,10 @@ class Shards:
             object.__setattr__(self, name, value)
 
     def window(self, seed: int, step: int, row: int, *, batch: int, context: int) -> np.ndarray:
-        """The context + 1 tokens that are row `row` of step `step`, int64: a pure function of its arguments."""
+        """The context + 1 tokens that are row `row` of step `step`, int64: a pure function of its arguments. UserError
+        for a negative step, and a row that the batch has not."""
+        if step < 0 or not 0 <= row < batch:
+            raise UserError(f"window: step {step}, row {row} of a batch of {batch}; both begin at 0")
         return self.windows(seed, np.array([step * batch + row]), context)[0]
 
     def windows(self, seed: int, samples: np.ndarray, context: int) -> np.ndarray:

@@ -26,6 +26,16 @@ def test_the_words_of_the_command_are_taken(runs: Path) -> None:
     assert repr(comparison) == f"<Comparison study: 2 arms against bf16: {comparison.headline}>"
 
 
+def test_sweeps_and_runs_are_taken_for_their_names(runs: Path) -> None:
+    sweep = hq.Sweep("study", runs_dir=runs)
+    whole = hq.compare("study", runs_dir=runs)
+    assert hq.compare(sweep).headline == hq.compare(*sweep).headline == whole.headline
+    assert [run.path for run in hq.Sweep(sweep[0], *sweep[1:])] == [run.path for run in sweep]
+    for call in (hq.compare, hq.Sweep):
+        with pytest.raises(UserError, match=r"takes names, folders, sweeps and runs, and got a list"):
+            call(["study"])
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -38,6 +38,15 @@ def test_a_sweep_is_a_sequence_of_its_runs(sweep: hq.Sweep) -> None:
     )
 
 
+def test_runs_of_one_name_are_told_apart_by_their_sweeps(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_sweep(tmp_path / name, three_arms())
+    both = hq.Sweep("one", "two", runs_dir=tmp_path)
+    with pytest.raises(UserError, match=r"means 2 runs; name one of one/(\S+), two/\1$"):
+        both[both[0].name]
+    assert both[f"two/{both[0].name}"].path.parent.name == "two"
+
+
 @pytest.mark.parametrize(("word", "says"), [("mxfp8-s9", "did you mean 'mxfp8-s"), ("nvfp4", "means 3 runs; name one")])
 def test_a_name_that_is_not_one_run_is_a_sentence(sweep: hq.Sweep, word: str, says: str) -> None:
     with pytest.raises(UserError, match=says):

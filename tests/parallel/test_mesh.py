@@ -67,11 +67,14 @@ def test_gpus_and_nccl_are_looked_for_before_anything_starts(monkeypatch):
         check_devices(dims, "cuda")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserError, match=r"dp_shard=2 \* tp=1 asks for 2 GPUs, .* this machine has 1"):
+    with pytest.raises(UserError, match=r"dp_shard=2 .* asks for 2 GPUs, .* this machine has 1; .*gpus_per_run=1 to"):
         check_devices(dims, "cuda")
     check_devices(dims, "cuda", gpus_per_run=1)
     with pytest.raises(UserError, match=r"engine.gpus_per_run: 2, but this machine has 1 GPUs"):
         check_devices(dims, "cuda", gpus_per_run=2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(UserError, match=r"this machine has 3; .*engine.gpus_per_run=2 to try"):
+        check_devices(ParallelConfig(dp_shard=4), "cuda")
 
 
 def test_ranks_of_one_gpu_are_of_several_machines_to_nccl(monkeypatch):

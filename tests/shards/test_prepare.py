@@ -323,6 +323,15 @@ def test_shards_of_another_job_are_left_alone(tmp_path: Path, tokenizer: Path, c
     assert contents(tmp_path / "out") == before
 
 
+def test_a_call_that_failed_before_its_first_shard_binds_no_other(tmp_path: Path, tokenizer: Path) -> None:
+    source = write(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(UserError, match=r"--column names one"):
+        prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1, column="txet")
+    prepare(source, tokenizer, tmp_path / "out", val_fraction=0.2, workers=1)
+    prepare(source, tokenizer, tmp_path / "other", val_fraction=0.2, workers=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, tokenizer: Path, small_pieces: None) -> None:
     source = write(tmp_path / "a.jsonl", TEXTS)
 
