@@ -40,7 +40,8 @@ def memo(function: F) -> F:
 
 
 class cached_property(Generic[T]):
-    """functools.cached_property without the lock that this takes on Python 3.11, which torch.compile cannot trace."""
+    """functools.cached_property without the lock that this takes on Python 3.11, which torch.compile cannot trace. A
+    trace keeps no result: an autograd Function must not write to what was there before it."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self.make, self.__doc__ = make, make.__doc__
@@ -52,6 +53,11 @@ class cached_property(Generic[T]):
         if instance is None:
             return self
         results = instance.__dict__
-        if self.name not in results:
-            results[self.name] = self.make(instance)
-        return results[self.name]
+        if self.name in results:
+            return results[self.name]
+        import torch
+
+        result = self.make(instance)
+        if not torch.compiler.is_compiling():
+            results[self.name] = result
+        return result

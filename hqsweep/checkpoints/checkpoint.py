@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from hqsweep.errors import UserError
-from hqsweep.memo import cached_property
 
 Kind = Literal["safetensors", "torch", "dcp", "hqsweep"]
 Optimizer = Literal["none", "named", "indexed"]

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hqsweep.errors import UserError
-from hqsweep.memo import constant_result
 from hqsweep.models.classes import SwapKind
 from hqsweep.models.first_step import watched
 from hqsweep.models.kinds import parts_of
@@ -23,6 +22,7 @@ from hqsweep.models.seen import note_call
 from hqsweep.nn.context import current
 from hqsweep.nn.grouped import ExpertParameters, ExpertSizes, GroupedBase
 from hqsweep.nn.options import GroupedLinearOptions
+from hqsweep.nn.products import untraced
 from hqsweep.ops.kernels import DTYPES
 from hqsweep.ops.splits import Splits
 from hqsweep.recipe.base import AnyRecipe
@@ -98,7 +98,7 @@ class ConvertedStacks:
         for part in parts:
             note_call(part)
         if not all(product.part.is_plain(product.dtype, product.weight.dtype) for product in products):
-            if torch.compiler.is_compiling() and x.device.type == "cpu" and _leave_untraced():
+            if torch.compiler.is_compiling() and x.device.type == "cpu":
                 return _untraced(self, x, *routing)
             return self.computed(products, x, *routing)
         y = watched(parts[0], plain(x, *routing))
@@ -142,16 +142,8 @@ def _by_parts(module: ConvertedStacks, x: Tensor, *routing: Tensor) -> Tensor:
     return module.computed(module._products(x), x, *routing)
 
 
-_untraced = _by_parts
-"""_by_parts, run eagerly: splits are numbers on a CPU, and a trace would be made anew for each routing."""
-
-
-@constant_result
-def _leave_untraced() -> bool:
-    """Have _untraced run eagerly. It is called while _run is traced: torch.compiler.disable imports torch._dynamo,
-    which is slow, and is imported by then."""
-    globals()["_untraced"] = torch.compiler.disable(_by_parts)
-    return True
+_untraced = untraced(_by_parts)
+"""Splits are numbers on a CPU, and a trace would be made anew for each routing."""
 
 
 class _Product(NamedTuple):

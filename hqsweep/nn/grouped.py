@@ -19,7 +19,8 @@ from hqsweep.nn.linear import LinearBase, as_rows
 from hqsweep.nn.linear_call import Codes, LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.options import GroupedLinearOptions
-from hqsweep.nn.products import outside_autocast
+from hqsweep.nn.parameter import is_held
+from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, recipe_or_section
 from hqsweep.nn.tensor_parallel import TensorParallel
 from hqsweep.nn.token_codes import sends_codes
@@ -157,6 +158,8 @@ class GroupedBase(LinearBase):
     ) -> Tensor:
         """y [..., N] of x [..., K], of which m_splits says how many rows each expert has. codes: see LinearCall; splits
         are filled up then."""
+        if torch.compiler.is_compiling() and is_held(parameters.weights):
+            return self._product_untraced(x, m_splits, parameters, codes)
         if x.shape[-1] != self.in_features:
             raise UserError(f"{self.name}: x has {x.shape[-1]} features, and the experts take {self.in_features}")
         rows = in_dtype(as_rows(x), self.dtype)
@@ -168,6 +171,8 @@ class GroupedBase(LinearBase):
         if self.active_quantizers().output is not None:
             y = LinearCall(**self.linear_facts(), splits=splits).rounded("output", y)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    _product_untraced = untraced(product)
 
     def _filled_up(self, rows: Tensor, splits: Splits, parameters: ExpertParameters) -> Tensor:
         """y of x [M, K], of experts whose rows are filled up to quantization_alignment with zeros where they must."""
@@ -188,7 +193,8 @@ class GroupedBase(LinearBase):
 
     def _splits_of(self, m_splits: Sequence[int] | Tensor | Splits, rows: int) -> Splits:
         """The splits of the call before where a list repeats them: their offsets are on the device already."""
-        sizes = tuple(m_splits) if isinstance(m_splits, (list, tuple)) else None
+        lasting = isinstance(m_splits, (list, tuple)) and not torch.compiler.is_compiling()
+        sizes = tuple(m_splits) if lasting else None
         last = self._last_splits
         if sizes is not None and last is not None and last.sizes == sizes and last.rows == rows:
             return last

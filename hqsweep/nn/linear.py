@@ -13,8 +13,8 @@ from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_function import LinearFunction
 from hqsweep.nn.module import BOUNDARIES, Boundary, QuantizedModule
 from hqsweep.nn.options import LinearOptions
-from hqsweep.nn.parameter import gemm_weight, link_states
-from hqsweep.nn.products import outside_autocast
+from hqsweep.nn.parameter import gemm_weight, is_held, link_states
+from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
 from hqsweep.nn.tensor_parallel import TensorParallel, local
 from hqsweep.nn.workspace import WeightWorkspace
@@ -128,9 +128,14 @@ class Linear(LinearBase):
 
     def _product(self, x: Tensor, known: Mapping[str, Any] = NOTHING) -> Tensor:
         """forward(x); `known` has the fields of a LinearCall that are known of its input."""
+        if torch.compiler.is_compiling() and is_held([self.weight]):
+            return self._product_untraced(x, known)
         fields, parameters = self.linear_facts(), (self.weight, self.bias)
         if self.parallel is not None:
             fields["exchange"] = self.parallel.exchange(x)
             link_states([stored(self.weight)], self.states)  # and not a view of the part
             parameters = tuple(p if p is None else local(p) for p in parameters)
         return linear_product(LinearCall(**fields, **known), x, *parameters)
+
+    _product_untraced = untraced(_product)
+    """A trace cannot take operands out of a weight that is held in them."""

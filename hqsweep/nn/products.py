@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hqsweep.errors import UserError
+from hqsweep.memo import constant_result
 
 Result = TypeVar("Result")
 
@@ -38,6 +39,29 @@ def outside_autocast(forward: Callable[..., Result]) -> Callable[..., Result]:
         return forward(module, *args, **kwargs)
 
     return run
+
+
+def untraced(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function, which runs eagerly where torch.compile meets it. torch.compiler.disable would import torch._dynamo
+    at once, which takes a second; it is imported by the time of a trace."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @constant_result
+    def prepare() -> bool:
+        if name not in _UNTRACED:
+            _UNTRACED[name] = torch.compiler.disable(function)
+        return True
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Result:
+        if torch.compiler.is_compiling() and prepare():
+            return _UNTRACED[name](*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+_UNTRACED: dict[str, Callable[..., Any]] = {}
 
 
 def returned(y: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from fsdp2_ranks import Holder, differing, held, mesh
 from fsdp2_training import batch, build, shard, train, weights_that_differ
 from ranks import rank_device
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -127,15 +128,18 @@ def uses(rank):
 
 
 def compiled(rank):
-    """Whether compiled blocks under fully_shard train as eager ones: held weights with and without recomputation, and
-    plain ones."""
+    """Of held weights with and without recomputation, and of plain ones: whether compiled blocks under fully_shard
+    train as eager ones, the weights that differ, and the numbers of graphs and of breaks."""
     results = []
     for options in ({}, {"inside": False}, {"held": False}):
+        torch.compiler.reset()
+        counters.clear()
         alone = build(TEXT, **options)
         expected = train(alone)
         model = build(TEXT, **options)
-        first, second = model.blocks
-        (first if options else first.a).compile(backend="aot_eager")
-        second.compile(backend="aot_eager")
-        results.append([train(shard(model)) == expected, weights_that_differ(model, alone)])
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        same = train(shard(model)) == expected
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        results.append((same, weights_that_differ(model, alone), graphs, breaks))
     return results

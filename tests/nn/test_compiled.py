@@ -1,5 +1,6 @@
 """torch.compile around modules: every byte stays, and one graph serves all steps where none has to break."""
 
+import copy
 import sys
 
 import pytest
@@ -19,6 +20,7 @@ from hqsweep.nn import (
     TransformerLayer,
     autocast,
     quantization,
+    quantized_model_init,
 )
 from hqsweep.recipe import Recipe
 from hqsweep.train.model import GPT
@@ -146,6 +148,36 @@ def check_one_graph(device, kind, text, *, backend="aot_eager", tolerance=0.0):
             else:
                 assert torch.equal(got, expected)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["bf16", PLAIN, RANDOM, HYBRID])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_experts_are_traced_before_they_were_called(device, text):
+    """The trace finds nothing that an eager call has worked out, and leaves nothing behind."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    cold = MODULES["grouped"](Recipe.from_config({"linear": text, "grouped_linear": text})).to(device)
+    warm = copy.deepcopy(cold)
+    traced = results(cold, torch.compile(cold, backend="aot_eager", fullgraph=True), "grouped", device, 1)
+    assert all(map(torch.equal, traced, results(warm, warm, "grouped", device, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("device", CPU_AND_GPU)
+def test_weights_that_are_held_are_multiplied_between_graphs(device, kind):
+    runs = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        with quantized_model_init(), quantization(seed=0, step=0):
+            module = MODULES[kind](Recipe.from_config({"linear": HYBRID, "grouped_linear": HYBRID})).to(device)
+        call = torch.compile(module, backend="aot_eager") if compiled else module
+        runs.append([tensor for step in (1, 2) for tensor in results(module, call, kind, device, step)])
+    assert all(map(torch.equal, *runs))
+    assert counters["graph_break"] and all("torch.compiler.disable" in reason for reason in counters["graph_break"])
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from calls import find_amax, quantize
-from cases import FEW_KERNEL_PAIRS, KERNELS, PAIRS
+from cases import FEW_KERNEL_PAIRS, KERNELS
 
 from hqsweep.formats import RngKey, parse
 from hqsweep.formats.inputs import draw
@@ -319,7 +319,7 @@ def test_nothing_waits_for_the_device():
     x = draw("heavy", 256, 384).cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for row, column in PAIRS:
+        for row, column in FEW_KERNEL_PAIRS:
             both_and_back(x, parse(row), parse(column))
     finally:
         torch.cuda.set_sync_debug_mode("default")
