@@ -69,7 +69,7 @@ class GraphPool:
     def _open(self) -> None:
         self.pool = torch.cuda.MemPool()
         self._end = weakref.finalize(self, _leave, self.pool)
-        self._live: frozenset[int] = frozenset()
+        self._live: frozenset[tuple[int, int]] = frozenset()
 
     def renew(self) -> None:
         """Prepare for a capture that follows graphs which were given up. Collectives keep what they have pinned for a
@@ -136,9 +136,11 @@ class GraphPool:
         gc.collect()  # what only refers to itself is not alive
         return not self._alive() <= self._live
 
-    def _alive(self) -> frozenset[int]:
-        segments = torch.cuda.memory_snapshot(self.pool.id)
-        return frozenset(b["address"] for segment in segments for b in segment["blocks"] if b["state"] != "inactive")
+    def _alive(self) -> frozenset[tuple[int, int]]:
+        """The address and the size of each block: where one was freed, a larger one may begin that ends in a graph's
+        memory."""
+        blocks = (block for segment in torch.cuda.memory_snapshot(self.pool.id) for block in segment["blocks"])
+        return frozenset((block["address"], block["size"]) for block in blocks if block["state"] != "inactive")
 
     def wait(self) -> None:
         """Wait until all graphs have run, before one is given up."""

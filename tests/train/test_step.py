@@ -1,6 +1,7 @@
 """Steps as a graph: the bits of eager steps, in every recipe and option, with what runs between them."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hqsweep.ops import addresses
 from hqsweep.quant.delayed import DelayedState
 from hqsweep.quant.tensor import HybridQuantizedTensor
 from hqsweep.train import data
+from hqsweep.train.graph import GraphPool
 from hqsweep.train.loop import Trainer
 
 cases = pytest.mark.parametrize("case", CASES)
@@ -200,3 +202,20 @@ def test_graph_and_eager_work_share_memory_that_does_not_grow(case):
         assert training.runner.has_graph == graph
         del training
     assert sizes[True] <= 1.3 * sizes[False] + 2**25
+
+
+def test_a_larger_tensor_where_a_smaller_one_lay_is_seen(monkeypatch):
+    """Its end may lie in memory that a graph writes over."""
+
+    def block(address, size, state="active_allocated"):
+        return {"address": address, "size": size, "state": state}
+
+    blocks = [block(0, 512), block(512, 512, "inactive"), block(1024, 512)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: [{"blocks": blocks}])
+    pool = GraphPool.__new__(GraphPool)
+    pool.pool = SimpleNamespace(id=(0, 1))
+    pool.settle()
+    blocks[0] = block(0, 512, "inactive")
+    assert not pool.grown()
+    blocks[:2] = [block(0, 1024)]
+    assert pool.grown()
