@@ -21,6 +21,32 @@ struct CrossEntropy {
   float* amax;  // of the gradient, NaN aside: amax[0] = max(amax[0], its own); or null
 };
 
+// What is known of a row of logits whose vocabulary is shared out: of this rank's logits the largest and the sum of
+// exp(x - largest), and the logit of the target, if the rank has it.
+struct LossPart {
+  float largest, sum, of_target, has_target;  // has_target: 1 or 0
+};
+
+// parts[r] of x[r, v], the logits of the entries [first, first + vocabulary). Shapes are those of CrossEntropy.
+struct LossParts {
+  const void* logits;      // bfloat16 [rows, vocabulary]
+  const int64_t* targets;  // [rows], of the whole vocabulary
+  LossPart* parts;         // [rows]
+  int64_t rows, vocabulary, first;
+};
+
+// What CrossEntropy computes of the whole vocabulary, by parts of `ranks` ranks, whose sums are added in their order: the
+// losses, and the gradient in the place of this rank's logits. A target that no rank has gives a loss of NaN.
+struct SharedCrossEntropy {
+  void* logits;            // bfloat16 [rows, vocabulary]
+  const int64_t* targets;  // [rows], of the whole vocabulary
+  const LossPart* parts;   // [ranks, rows]
+  float* losses;           // [rows]
+  int64_t rows, vocabulary, first, ranks;
+  float scale;
+  bool gradient;
+};
+
 // values[i] *= factor[0], rounded to dtype (fp32 or bf16); nothing is touched where the factor is 1.
 struct Scaling {
   void* values;
@@ -32,6 +58,8 @@ struct Scaling {
 #if defined(HQ_HAVE_CUDA)
 // Raise std::runtime_error with CUDA's own message. Work is only enqueued.
 void cross_entropy_cuda(const CrossEntropy& call, uintptr_t stream);
+void loss_parts_cuda(const LossParts& call, uintptr_t stream);
+void shared_cross_entropy_cuda(const SharedCrossEntropy& call, uintptr_t stream);
 void scale_values_cuda(const Scaling& call, uintptr_t stream);
 #endif
 

@@ -1,6 +1,6 @@
 """Collectives on plain tensors whose results do not depend on the backend, nor on the number of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,16 @@ from hqsweep.errors import UserError
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The collectives by the names that torch has had since 2.13, or by those before."""
+
+
+def begin(collective: Callable[..., Any], *tensors: Any, group: Any) -> Callable[[], None]:
+    """collective(*tensors, group=group), begun on a stream of its own where the backend has one: the work that follows
+    runs beside it. Calling what is returned waits, on GPUs on the stream. A trace waits at once."""
+    if torch.compiler.is_compiling():
+        collective(*tensors, group=group)
+        return lambda: None
+    work = collective(*tensors, group=group, async_op=True)
+    return lambda: None if work is None else work.wait()
 
 
 def maximum_(tensors: Sequence[Tensor], group: Any = None) -> None:
@@ -33,10 +43,20 @@ def gather_bytes(x: Tensor, group: Any = None) -> Tensor:
 
     gloo takes no float8, and what travels as bytes comes back as it went.
     """
+    return begin_gather_bytes(x, group)()
+
+
+def begin_gather_bytes(x: Tensor, group: Any = None) -> Callable[[], Tensor]:
+    """gather_bytes, begun."""
     own = x.contiguous().view(torch.uint8)
     every = torch.empty((dist.get_world_size(group), *own.shape), dtype=torch.uint8, device=own.device)
-    all_gather(every.view(-1, *own.shape[1:]), own, group=group)
-    return every
+    wait = begin(all_gather, every.view(-1, *own.shape[1:]), own, group=group)
+
+    def result() -> Tensor:
+        wait()
+        return every
+
+    return result
 
 
 def ordered_reduce_scatter(x: Tensor, group: Any = None) -> Tensor:

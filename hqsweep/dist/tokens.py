@@ -2,43 +2,71 @@
 
 A token axis of `lead` sequences lies split over ranks: a rank has [lead * t, C] of a whole [lead * W * t, C], tokens
 [r * t, (r + 1) * t) of each sequence. Sums are of the values as they arrive, added in float32 in the order of ranks and
-rounded once, on CPUs, and on GPUs under torch.use_deterministic_algorithms; otherwise the backend adds.
+rounded once; of sum_whole on GPUs under torch.use_deterministic_algorithms alone, otherwise the backend adds.
+
+What `begin_` starts goes on beside the work that follows; calling what it returns waits, and gives the result. All
+ranks begin the same collectives of a group in the same order.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hqsweep.dist import collectives
+from hqsweep.dist import collectives, words
+from hqsweep.ops.sum_parts import sum_parts
+
+Pending = Callable[[], Tensor]
 
 
 def gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
     """[lead * t, C] of each rank -> the whole [lead * W * t, C], of any dtype whose bytes travel."""
+    return begin_gather_rows(x, group, lead)()
+
+
+def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
+    """gather_rows, begun."""
     world = group.size()
     if world == 1:
-        return x
+        return lambda: x
     x = x.contiguous()
     whole = x.new_empty(world * x.shape[0], *x.shape[1:])
-    collectives.all_gather(whole, x, group=group)
-    return whole if lead == 1 else whole.unflatten(0, (world, lead, -1)).transpose(0, 1).flatten(0, 2)
+    wait = collectives.begin(collectives.all_gather, whole, x, group=group)
+
+    def result() -> Tensor:
+        wait()
+        if lead == 1:
+            return whole
+        return words.in_order(whole.view(world, lead, -1).transpose(0, 1)).view(whole.shape)
+
+    return result
 
 
 def sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Tensor:
     """[lead * W * t, C] of each rank -> this rank's rows [lead * t, C] of their sum."""
-    world = group.size()
+    return begin_sum_rows(x, group, lead)()
+
+
+def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
+    """sum_rows, begun. Nothing writes x meanwhile."""
+    world, rank = group.size(), group.rank()
     if world == 1:
-        return x
-    if lead > 1:
-        x = x.unflatten(0, (lead, world, -1)).transpose(0, 1).flatten(0, 2)
-    x = x.contiguous()
-    if in_order(x):
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return _added(received.unflatten(0, (world, -1)))
-    own = x.new_empty(x.shape[0] // world, *x.shape[1:])
-    collectives.reduce_scatter(own, x, group=group)
-    return own
+        return lambda: x
+    parts = x.contiguous().view(lead, world, -1)  # tokens of each rank, in each sequence
+    others = [other for other in range(world) if other != rank]
+    sent = parts.new_empty(world - 1, lead, parts.shape[2])
+    for message, other in zip(sent, others, strict=True):
+        words.copy_(message, parts[:, other])
+    received, sizes = torch.empty_like(sent), [int(other != rank) for other in range(world)]
+    wait = collectives.begin(dist.all_to_all_single, received, sent, sizes, sizes, group=group)
+
+    def result() -> Tensor:
+        wait()
+        return sum_parts(parts, received, rank).view(x.shape[0] // world, *x.shape[1:])
+
+    return result
 
 
 def sum_whole(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -46,25 +74,15 @@ def sum_whole(x: Tensor, group: ProcessGroup) -> Tensor:
     world = group.size()
     if world == 1:
         return x
-    if in_order(x):
-        if x.dim() > 1 and x.shape[0] % world == 0:
-            return gather_rows(sum_rows(x, group), group)
-        parts = x.new_empty(world, *x.shape)
-        collectives.all_gather(parts, x.contiguous()[None], group=group)
-        return _added(parts)
-    x = x.contiguous()
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def in_order(x: Tensor) -> bool:
-    """Whether sums of such tensors are formed in the order of ranks, with the same bits on any backend."""
-    return not x.is_cuda or torch.are_deterministic_algorithms_enabled()
-
-
-def _added(parts: Tensor) -> Tensor:
-    """[W, ...] -> the sum in order, float32 rounded to the dtype of the parts."""
+    if x.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+    if x.dim() > 1 and x.shape[0] % world == 0:
+        return gather_rows(sum_rows(x, group), group)
+    parts = x.new_empty(world, *x.shape)
+    collectives.all_gather(parts, x.contiguous()[None], group=group)
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
-    return total.to(parts.dtype)
+    return total.to(x.dtype)

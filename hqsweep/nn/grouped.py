@@ -214,7 +214,7 @@ class GroupedBase(LinearBase):
     ) -> Tensor:
         fields = self.linear_facts() | ({} if codes is None else {"codes": codes})
         if self.parallel is not None:
-            fields["exchange"] = self.parallel.exchange(x)
+            fields["exchange"] = self.parallel.exchange(x.shape[:-1])
         plans = self._plans_of(fields["quantizers"], fields["gemm"], splits, x.device)
         call = LinearCall(**fields, splits=splits, weight_splits=self._weight_splits, plans=plans)
         weights, biases = parameters

@@ -1,7 +1,7 @@
 """Linear: y = x @ w.T + b with each of its three GEMMs on operands of the recipe's formats."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,7 @@ from hqsweep.nn.options import LinearOptions
 from hqsweep.nn.parameter import gemm_weight, is_held, link_states
 from hqsweep.nn.products import outside_autocast, untraced
 from hqsweep.nn.recipe_argument import RecipeArgument, module_quantizers
-from hqsweep.nn.tensor_parallel import TensorParallel, local
+from hqsweep.nn.tensor_parallel import Exchange, TensorParallel, local
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.recipe.roles import QuantizerRole
@@ -35,7 +35,10 @@ def linear_product(call: LinearCall, x: Tensor, weight: Tensor, bias: Tensor | N
     """y [..., N] of x [..., K], weight [N, K] and bias [N], in the dtype and by the quantizers of the call."""
     biases = () if bias is None else (bias,)
     y = call.rounded("output", LinearFunction.apply(in_dtype(as_rows(x), call.dtype), call, 1, weight, *biases))
-    return y if x.dim() == 2 else y.view(*(call.exchange.shape(x) if call.exchange else x.shape[:-1]), y.shape[-1])
+    if x.dim() == 2:
+        return y
+    shape = x.shape[:-1]
+    return y.view(*(call.exchange.shape(shape) if call.exchange else shape), y.shape[-1])
 
 
 class LinearBase(QuantizedModule):
@@ -130,12 +133,20 @@ class Linear(LinearBase):
         """forward(x); `known` has the fields of a LinearCall that are known of its input."""
         if torch.compiler.is_compiling() and is_held([self.weight]):
             return self._product_untraced(x, known)
-        fields, parameters = self.linear_facts(), (self.weight, self.bias)
-        if self.parallel is not None:
-            fields["exchange"] = self.parallel.exchange(x)
-            link_states([stored(self.weight)], self.states)  # and not a view of the part
-            parameters = tuple(p if p is None else local(p) for p in parameters)
-        return linear_product(LinearCall(**fields, **known), x, *parameters)
+        call = LinearCall(**self.linear_facts(), exchange=self.exchange(x.shape[:-1]), **known)
+        return linear_product(call, x, self.own(self.weight), self.own(self.bias))
+
+    def exchange(self, shape: Sequence[int]) -> Exchange | None:
+        """What ranks that share this linear exchange in a call with an input [*shape, K]; None where this rank has all
+        of it."""
+        if self.parallel is None:
+            return None
+        link_states([stored(self.weight)], self.states)  # and not a view of the part
+        return self.parallel.exchange(shape)
+
+    def own(self, parameter: Tensor | None) -> Tensor | None:
+        """This rank's part of a parameter of this linear, as its products take it."""
+        return parameter if self.parallel is None or parameter is None else local(parameter)
 
     _product_untraced = untraced(_product)
     """A trace cannot take operands out of a weight that is held in them."""

@@ -1,7 +1,7 @@
 """LinearCall: a call of a linear, which has one matrix of weights or one for each expert."""
 
 from collections import UserDict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.dist.tokens import Pending
 from hqsweep.errors import UserError
 from hqsweep.gemm.exact import mm_t
 from hqsweep.gemm.grouped import mm_t_tokens, mm_t_weights
@@ -33,7 +34,7 @@ from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.nn.workspace import WeightWorkspace
 from hqsweep.ops.quantize_normed import Normed
 from hqsweep.ops.request import Output
-from hqsweep.quant.gather import gather_operand, sent_bytes
+from hqsweep.quant.gather import begin_gather_operand, gather_operand, sent_bytes
 from hqsweep.quant.group import quantize_group
 from hqsweep.quant.held_part import own_part
 from hqsweep.quant.hybrid import DIRECTIONS, Direction
@@ -150,7 +151,7 @@ class LinearCall(Call):
         """Whether codes of this rank's tokens go to the others in place of x. Those of an input go one by one, in
         forward and in backward."""
         quantizer = self.quantizer(tensor)
-        if not is_part(quantizer, x, part, rowwise, columnwise):
+        if not is_part(quantizer, x.shape, part, rowwise, columnwise):
             return False
         row = sent_bytes(quantizer.rowwise, tuple(x.shape), 0) if rowwise else 0
         column = sent_bytes(quantizer.columnwise, tuple(x.shape[::-1]), 1) if columnwise else 0
@@ -158,7 +159,11 @@ class LinearCall(Call):
 
     def summed(self, tensor: str, x: Tensor) -> Tensor:
         """x [rows, C]; where each rank has a part of its sums, the whole sum, or this rank's tokens of it."""
-        return x if self.exchange is None else self.exchange.summed(tensor, x)
+        return self.begin_summed(tensor, x)()
+
+    def begin_summed(self, tensor: str, x: Tensor) -> Pending:
+        """summed(), begun: it goes on beside the work that follows (dist.tokens)."""
+        return (lambda: x) if self.exchange is None else self.exchange.begin_summed(tensor, x)
 
     def _of_codes(
         self, tensor: str, rowwise: Output | None, columnwise: Output | None, *, by_rows: bool = False, **_: Any
@@ -225,15 +230,22 @@ class LinearCall(Call):
             for states in link_states(weights, self.states):
                 replace(states, **self.recording).use()
 
-    def saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | None) -> AnyOperand:
-        """The columnwise operand of x, made from what was saved of x."""
-        if skeleton is None:
-            outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
-            return self.quantize("input", self.gathered("input", tensors[0]), **outputs).columnwise
-        operand = unflatten(tensors, skeleton)
-        alone = self.exchange is None or self.splits is not None  # experts have all tokens
-        part = None if alone else self.exchange.tokens("input", operand.shape[1])
-        return operand if part is None else gather_operand(operand, 1, part)
+    def begin_saved_input(self, tensors: Sequence[Tensor], skeleton: Skeleton | None) -> Callable[[], AnyOperand]:
+        """The columnwise operand of x, made from what was saved of x; what other ranks have of it is on its way while
+        other work is done (dist.tokens)."""
+        if skeleton is not None:
+            return self.begin_whole_input(unflatten(tensors, skeleton))
+        outputs = {"columnwise": self.product_takes, "by_rows": self.by_rows("wgrad")}
+        arriving = (lambda: tensors[0]) if self.exchange is None else self.exchange.begin_gathered("input", tensors[0])
+        return lambda: self.quantize("input", arriving(), **outputs).columnwise
+
+    def begin_whole_input(self, column: AnyOperand) -> Callable[[], AnyOperand]:
+        """A columnwise operand of x, of all tokens where it has this rank's, which are then gathered as
+        begin_saved_input() does."""
+        if self.exchange is None or self.splits is not None or not isinstance(column, Operand):
+            return lambda: column  # experts have all tokens, and so does what was made to be multiplied at once
+        part = self.exchange.tokens("input", column.shape[1])
+        return (lambda: column) if part is None else begin_gather_operand(column, 1, part)
 
     def probe_forward(self, x: Tensor, weights: Weights, y: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Report the tensors of forward; returns x and the weights in high precision, which backward compares with."""

@@ -5,7 +5,7 @@ With experts each has its own rows of x and dy, its own w and its own b; without
 LinearCall: more is asked of it here than a Call has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -104,13 +104,19 @@ def dgrad(state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand) -> Te
     return call.product("dgrad", dy, w_column, call.dtype)
 
 
-def wgrad(
-    state: BackwardState, tensors: Sequence[Tensor], dy: AnyOperand, *, may_add: bool = True
-) -> Tensor | Sequence[Tensor] | None:
-    """dw of each expert, from dy's columnwise operand; None where the GEMM has added it to main_grad, which it does
-    unless may_add is False. tensors: what keep() gave."""
+def begin_input(state: BackwardState, tensors: Sequence[Tensor]) -> Callable[[], AnyOperand]:
+    """x's columnwise operand, for wgrad; what other ranks have of it arrives beside the work that follows. tensors:
+    what keep() gave."""
     _, saved = state.parts(tensors)
-    call, x = state.call, state.call.saved_input(saved, state.skeleton)
+    return state.call.begin_saved_input(saved, state.skeleton)
+
+
+def wgrad(
+    state: BackwardState, dy: AnyOperand, x: AnyOperand, *, may_add: bool = True
+) -> Tensor | Sequence[Tensor] | None:
+    """dw of each expert, from the columnwise operands of dy and x; None where the GEMM has added it to main_grad, which
+    it does unless may_add is False."""
+    call = state.call
     if may_add and state.weights is not None and call.plans is None and call.gemm != "native":
         add_mm_t(main_grad_of(state.weights[0]), dy, x)
         return None
@@ -178,19 +184,23 @@ class LinearFunction(torch.autograd.Function):
             call.probe_parts("grad_output", dy)
         row, column = (call.product_takes if needs_dx else None), (call.product_takes if any(needs_dw) else None)
         outputs = {"rowwise": row, "columnwise": column, "by_rows": call.by_rows("wgrad")}
+        # Of ranks that share the linear, x arrives beside dgrad, and dx is summed beside wgrad.
+        x_column = begin_input(state, tensors) if column else None
         operands = call.quantize_tokens("grad_output", dy, **outputs)
         if needs_dx:
-            dx = call.summed("grad_input", dgrad(state, tensors, operands.rowwise))
+            dx_sum = call.begin_summed("grad_input", dgrad(state, tensors, operands.rowwise))
             if ctx.probed:
+                dx = dx_sum()
                 call.probe_gemms("dgrad", call.parts(dy), [w.t() for w in ctx.probed[1]], call.parts(dx))
-            dx = call.rounded("grad_input", dx)
         dw: Sequence[Gradient] = [None] * count
         if column:
-            gradients = wgrad(state, tensors, operands.columnwise, may_add=not ctx.probed)
+            gradients = wgrad(state, operands.columnwise, x_column(), may_add=not ctx.probed)
             if ctx.probed:
                 _probe_wgrad(call, dy, ctx.probed[0], gradients)
             gradients = _mean(call, gradients)
             dw = delivered(state, gradients, needs_dw)
+        if needs_dx:
+            dx = call.rounded("grad_input", dx_sum() if dx is None else dx)
         db = _mean(call, _bias_gradients(call, dy, ctx.biases)) if any(needs_db) else [None] * len(ctx.biases)
         return dx, None, None, *dw, *db
 

@@ -4,7 +4,8 @@ A chunk of logits is formed in the linear's dtype, its gradient takes its place,
 gradients of x and of the weight, all in forward; backward multiplies both by the gradient that comes in. Values are
 those of Linear followed by the cross entropy of its output: the operands of x and of the weight are made of the whole
 tensors, and rows of dy, 128 or a multiple of that, have the codes that they have in the whole. Only dw is a sum of the
-chunks' products, in float32. Where the quantizer of dy ties its rows together there is one chunk.
+chunks' products, in float32. Where the quantizer of dy ties its rows together there is one chunk. Ranks that share the
+vocabulary tell each other four numbers of each row of a chunk (ops.loss_parts).
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hqsweep.dist.tokens import gather_rows
 from hqsweep.errors import UserError
 from hqsweep.formats import WHOLE, ExactOperand, Format
 from hqsweep.gemm.exact import add_mm_t
@@ -24,9 +26,10 @@ from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.vocabulary import split_cross_entropy
 from hqsweep.ops.kernels import in_dtype
 from hqsweep.ops.loss import cross_entropy_, scale_
+from hqsweep.ops.loss_parts import loss_parts, shared_cross_entropy_
 from hqsweep.ops.request import Output
 from hqsweep.quant.hybrid import HybridQuantizer
-from hqsweep.quant.operand import HybridOperand
+from hqsweep.quant.operand import HybridOperand, Operand
 from hqsweep.recipe.sections import LinearQuantizers
 
 Gradient = Tensor | None
@@ -39,9 +42,14 @@ CHUNK_MULTIPLE = 128
 
 def forms_loss(head: Linear, h: Tensor) -> bool:
     """Whether linear_cross_entropy forms the loss of this linear and h, and its gradients, itself: on hqsweep's
-    kernels, in bfloat16, without a bias and without a quantizer of the output."""
-    plain = head.dtype == torch.bfloat16 and head.bias is None and head.parallel is None
+    kernels, in bfloat16, without a bias and without a quantizer of the output, whole or by parts of the vocabulary."""
+    plain = head.dtype == torch.bfloat16 and head.bias is None and not _sums_logits(head)
     return plain and use_kernels(h) and head.active_quantizers().output is None
+
+
+def _sums_logits(head: Linear) -> bool:
+    """Whether logits are sums over ranks."""
+    return head.parallel is not None and head.parallel.mode == "row"
 
 
 def is_by_rows(quantizers: LinearQuantizers) -> bool:
@@ -79,12 +87,12 @@ def linear_cross_entropy(h: Tensor, head: Linear, targets: Tensor, chunk: int | 
 
 
 def _formed(head: Linear, h: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
-    if head.parallel is not None:
-        raise UserError(f"{head.name}: a linear that ranks share takes no chunks")
-    call = LinearCall(**head.linear_facts())
+    if _sums_logits(head):
+        raise UserError(f"{head.name}: a linear whose logits are sums over ranks takes no chunks")
+    call = LinearCall(**head.linear_facts(), exchange=head.exchange(h.shape[:-1]))
     if head.bias is not None or call.quantizers.output is not None:
         raise UserError(f"{head.name}: a linear with a bias, or with a quantizer of its output, takes no chunks")
-    return product_cross_entropy(call, h, head.weight, targets, chunk)
+    return product_cross_entropy(call, h, head.own(head.weight), targets, chunk)
 
 
 @outside_autocast
@@ -97,9 +105,9 @@ def product_cross_entropy(
     if chunk is not None and (chunk <= 0 or chunk % CHUNK_MULTIPLE):
         raise UserError(f"{call.name}: a chunk has {chunk} rows; it takes a multiple of {CHUNK_MULTIPLE}")
     fault = _tie(call)
-    if chunk is not None and fault and chunk < len(h):
+    if chunk is not None and fault and chunk < len(targets):
         raise UserError(f"{call.name}: {fault}; leave chunk out")
-    chunk = chunk or (len(h) if fault else chunk_rows(len(h), len(weight)))
+    chunk = chunk or (len(targets) if fault else chunk_rows(len(targets), len(weight)))
     return LinearCrossEntropy.apply(h, call, targets, max(chunk, 1), weight)
 
 
@@ -113,7 +121,8 @@ def _tie(call: LinearCall) -> str | None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """h [M, K] in call.dtype, targets [M], weight [V, K] -> the mean cross entropy of h @ weight.T, float32 []."""
+    """h [M, K] in call.dtype, targets [M], weight [V, K] -> the mean cross entropy of h @ weight.T, float32 []. Where
+    ranks share the linear h may be a rank's tokens of the M, and the weight its rows of the whole."""
 
     @staticmethod
     def forward(ctx, h: Tensor, call: LinearCall, targets: Tensor, chunk: int, weight: Tensor) -> Tensor:
@@ -142,11 +151,12 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Chunks:
-    """The loss and its gradients, chunk by chunk."""
+    """The loss and its gradients, chunk by chunk; on every rank of those that share the linear."""
 
     def __init__(self, call: LinearCall, h: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
         self.call, self.h, self.weights, self.targets = call, h, (weight,), targets
-        rows = len(h)
+        rows = len(targets)
+        self.group = None if call.exchange is None else call.exchange.parallel.group
         self.spans = [(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk)]
         self.scale = 1 / max(rows, 1)
 
@@ -154,12 +164,12 @@ class _Chunks:
         """The mean loss, the gradient of h, and that of the weight in float32."""
         call, takes, probe = self.call, self.call.product_takes, self.call.context.probe
         row, column = (takes if needed else None for needed in (needs_dx, needs_dw))
-        x = call.quantize("input", self.h, rowwise=takes, columnwise=column)
+        x, x_column = self._input(column)
         w, w_column = self._weight(needs_dx)
-        formed = (call.product("fprop", _rows(x.rowwise, *span), w, call.dtype) for span in self.spans)
+        formed = (call.product("fprop", _rows(x, *span), w, call.dtype) for span in self.spans)
         if probe:  # it sees whole tensors
             whole = torch.cat(list(formed))
-            probed = call.probe_forward(self.h, self.weights, whole)
+            probed = call.probe_forward(call.gathered("input", self.h), self.weights, whole)
             formed = (whole[start:end] for start, end in self.spans)
         losses, dx, dw = [], [], None
         for span in self.spans:
@@ -168,12 +178,19 @@ class _Chunks:
             if needs_dx:
                 dx.append(call.product("dgrad", dy.rowwise, w_column, call.dtype))
             if needs_dw:
-                dw = _added(call, dw, dy.columnwise, _columns(x.columnwise, *span))
+                dw = _added(call, dw, dy.columnwise, _columns(x_column, *span))
             del dy  # before the next chunk is formed
-        dx = _joined(dx) if needs_dx else None
+        dx = call.summed("grad_input", _joined(dx)) if needs_dx else None
         if probe and (needs_dx or needs_dw):
             self._probe_gradients(whole, probed, dx, dw)
         return _joined(losses).mean(), dx if dx is None else call.rounded("grad_input", dx), dw
+
+    def _input(self, column: Output | None) -> tuple[AnyOperand, AnyOperand | None]:
+        """The operands of all rows of h for fprop and, if wanted, for wgrad."""
+        call, takes = self.call, self.call.product_takes
+        operands = call.quantize_tokens("input", self.h, rowwise=takes, columnwise=column)
+        columnwise = operands.columnwise and call.begin_whole_input(operands.columnwise)()
+        return _as_taken(operands.rowwise, takes), columnwise and _as_taken(columnwise, takes)
 
     def _weight(self, needs_dx: bool) -> tuple[AnyOperand, AnyOperand | None]:
         """The operands of the weight for fprop and, if wanted, for dgrad, from one read."""
@@ -189,15 +206,25 @@ class _Chunks:
     ) -> tuple[Tensor, HybridOperand | None]:
         """The losses of a chunk, whose logits give way to their gradient, and the operands of that."""
         targets, quantizer, call = self.targets[slice(*span)], self.call.quantizers.grad_output, self.call
-        if not (row or column):
+        outputs, needed = {"rowwise": row, "columnwise": column}, bool(row or column)
+        if self.group is not None:
+            losses = self._shared(logits, targets, needed)
+            return losses, call.quantize("grad_output", logits, **outputs) if needed else None
+        if not needed:
             return cross_entropy_(logits, targets, self.scale, gradient=False), None
-        outputs = {"rowwise": row, "columnwise": column}
         if len(self.spans) > 1 or type(quantizer) is not HybridQuantizer or not quantizer.takes_amax:
             losses = cross_entropy_(logits, targets, self.scale, gradient=True)
             return losses, call.quantize("grad_output", logits, **outputs)
         amax = torch.zeros((1, 1), dtype=torch.float32, device=logits.device)
         losses = cross_entropy_(logits, targets, self.scale, gradient=True, amax=amax)
         return losses, call.quantize_under("grad_output", logits, amax, **outputs)
+
+    def _shared(self, logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
+        """The losses of a chunk whose vocabulary ranks share, of which `logits` are this rank's."""
+        first = self.group.rank() * logits.shape[1]
+        own = loss_parts(logits, targets, first)
+        parts = gather_rows(own, self.group).view(-1, *own.shape)
+        return shared_cross_entropy_(logits, targets, parts, first, self.scale, gradient=gradient)
 
     def _probe_gradients(self, dy: Tensor, probed: tuple, dx: Gradient, dw: Gradient) -> None:
         call, (x, weights) = self.call, probed
@@ -206,6 +233,11 @@ class _Chunks:
             call.probe_gemms("dgrad", [dy], [w.t() for w in weights], [dx])
         if dw is not None:
             call.probe_gemms("wgrad", [dy.t()], [x.t()], [dw])
+
+
+def _as_taken(operand: AnyOperand, takes: Output) -> AnyOperand:
+    """The operand as products take it; codes that have come from other ranks may still have to be decoded."""
+    return operand.operand() if takes == "exact" and isinstance(operand, Operand) else operand
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -1,10 +1,12 @@
 """The two linears of an MLP and the activation between them as one autograd function: on a GPU the activation, and its
 gradient, are quantized as they are computed, and not written for a quantizer that would read them once.
 
-Everything is to the byte what fc2(activate(fc1(x))) computes.
+Everything is to the byte what fc2(activate(fc1(x))) computes. Ranks may share the linears where a rank's part of the
+activation, and of its gradient, is quantized alone.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +16,28 @@ from hqsweep.nn.call import Call
 from hqsweep.nn.context import current, use_kernels
 from hqsweep.nn.linear import NOTHING, Linear, as_rows
 from hqsweep.nn.linear_call import LinearCall
-from hqsweep.nn.linear_function import Gradient, check_weights, delivered, dgrad, fprop, input_column, keep, wgrad
+from hqsweep.nn.linear_function import (
+    Gradient,
+    begin_input,
+    check_weights,
+    delivered,
+    dgrad,
+    fprop,
+    input_column,
+    keep,
+    wgrad,
+)
 from hqsweep.nn.products import once_differentiable, outside_autocast
 from hqsweep.nn.residual import is_observed
+from hqsweep.nn.tensor_parallel import Exchange
 from hqsweep.ops.activation import INPUTS
 from hqsweep.ops.kernels import in_dtype
+from hqsweep.quant.part import is_alone
 
 
 class MLPFunction(torch.autograd.Function):
-    """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], in bfloat16 on CUDA.
+    """x [M, D], w1 [inputs * F, D], w2 [D, F] -> fc2(activation(fc1(x))) [M, D], in bfloat16 on CUDA. Of ranks that
+    share the linears each has some of the F, and may have some of the tokens of x and of the output.
 
     It saves z = fc1(x) [M, inputs * F], and of fc1's and fc2's inputs what LinearFunction does. The calls are those of
     fc1 and fc2; they have no probe and no boundaries, and that of fc2 has no save_original.
@@ -35,7 +50,7 @@ class MLPFunction(torch.autograd.Function):
         check_weights(first, (w1,), needs_dx, needs_dw1)
         column = input_column(first, needs_dw1)
         known = {"amaxes": first.input_amaxes}
-        operands = first.quantize("input", x, rowwise=first.product_takes, columnwise=column, **known)
+        operands = first.quantize_tokens("input", x, rowwise=first.product_takes, columnwise=column, **known)
         z = fprop(first, (w1,), operands.rowwise, needs_dx)
         saved1, ctx.first = keep(first, (w1,), x if needs_dw1 else None, operands.columnwise, needs_dx)
         del operands  # an exact matrix, perhaps
@@ -45,7 +60,7 @@ class MLPFunction(torch.autograd.Function):
         saved2, ctx.second = keep(second, (w2,), None, operands.columnwise, needs_dz)
         ctx.call, ctx.kind, ctx.count = first, kind, len(saved1)
         ctx.save_for_backward(*saved1, *saved2, *([z] if needs_dz else []))
-        return fprop(second, (w2,), operands.rowwise, needs_dz)
+        return second.summed("output", fprop(second, (w2,), operands.rowwise, needs_dz))
 
     @staticmethod
     @once_differentiable
@@ -56,43 +71,72 @@ class MLPFunction(torch.autograd.Function):
         dx = dw1 = dw2 = None
         takes = second.call.product_takes
         row, column = (takes if needs_dz else None), (takes if needs_dw2 else None)
-        operands = second.call.quantize("grad_output", in_dtype(dy, second.call.dtype), rowwise=row, columnwise=column)
+        dy = in_dtype(dy, second.call.dtype)
+        operands = second.call.quantize_tokens("grad_output", dy, rowwise=row, columnwise=column)
         saved = tensors[ctx.count :]
         if needs_dz:
             dh = dgrad(second, saved, operands.rowwise)
         if needs_dw2:
-            (dw2,) = delivered(second, wgrad(second, saved, operands.columnwise), [True])
+            (dw2,) = delivered(second, wgrad(second, operands.columnwise, begin_input(second, saved)()), [True])
         if not needs_dz:
             return None, None, None, None, None, dw2
         takes = first.call.product_takes
         row, column = (takes if needs_dx else None), (takes if needs_dw1 else None)
+        x_column = begin_input(first, tensors) if needs_dw1 else None  # which arrives beside dgrad
         operands = first.call.quantize_activated(
             "grad_output", tensors[-1], dh, ctx.kind, rowwise=row, columnwise=column
         )
-        if needs_dx:
-            dx = dgrad(first, tensors, operands.rowwise)
+        if needs_dx:  # and is summed beside wgrad
+            dx_sum = first.call.begin_summed("grad_input", dgrad(first, tensors, operands.rowwise))
         if needs_dw1:
-            (dw1,) = delivered(first, wgrad(first, tensors, operands.columnwise), [True])
+            (dw1,) = delivered(first, wgrad(first, operands.columnwise, x_column()), [True])
+        if needs_dx:
+            dx = dx_sum()
         return dx, None, None, None, dw1, dw2
 
 
 def joins(fc1: Linear, fc2: Linear, kind: str, x: Tensor) -> bool:
-    """Whether joined() computes the MLP of x: it runs on hqsweep's CUDA kernels, for linears in bfloat16 on one rank
-    that nobody observes and that are no more than quantizers and GEMMs."""
-    if fc1.parallel is not None or fc2.parallel is not None:
-        return False
+    """Whether joined() computes the MLP of x: it runs on hqsweep's CUDA kernels, for linears in bfloat16 that nobody
+    observes and that are no more than quantizers and GEMMs, on one rank or by parts that are quantized alone."""
     if not use_kernels(x) or current().probe or is_observed(fc1) or is_observed(fc2) or fc2.save_original_input:
         return False
     quantizers = (fc1.active_quantizers(), fc2.active_quantizers())
     bounded = any(q is not None for section in quantizers for q in (section.output, section.grad_input))
     plain = fc1.bias is None and fc2.bias is None and fc1.dtype is fc2.dtype is torch.bfloat16
-    return plain and not bounded and fc1.weight.shape[0] % (8 * INPUTS[kind]) == 0
+    features = fc1.own(fc1.weight).shape[0]
+    return plain and not bounded and features % (8 * INPUTS[kind]) == 0 and _parts_are_alone(fc1, fc2, x, features)
+
+
+def _parts_are_alone(fc1: Linear, fc2: Linear, x: Tensor, features: int) -> bool:
+    """Whether a rank's part of the activation, and of its gradient [tokens, features], is quantized alone; True where
+    this rank has all of them."""
+    if fc1.parallel is None and fc2.parallel is None:
+        return True
+    first, second = _exchanges(fc1, fc2, x)
+    if first is None or second is None or (first.parallel.mode, second.parallel.mode) != ("column", "row"):
+        return False
+    rows, width = math.prod(first.shape(x.shape[:-1])), fc2.own(fc2.weight).shape[1]
+    of_input, of_gradient = fc2.active_quantizers().input, fc1.active_quantizers().grad_output
+    both = ("codes", "codes")
+    alone = is_alone(of_input, (rows, width), second.parts["input"], *both)
+    return alone and is_alone(of_gradient, (rows, features), first.parts["grad_output"], *both)
+
+
+def _exchanges(fc1: Linear, fc2: Linear, x: Tensor) -> Sequence[Exchange | None]:
+    """What ranks exchange in the calls of both linears."""
+    shape = x.shape[:-1]
+    first = fc1.exchange(shape)
+    return first, fc2.exchange(shape if first is None else first.shape(shape))
 
 
 @outside_autocast
 def joined(fc1: Linear, x: Tensor, fc2: Linear, kind: str, known: Mapping[str, Any] = NOTHING) -> Tensor:
     """fc2(activation(fc1(x))) of x [..., D], where joins() says so. x is behind the norm of an fc1 that has one; known:
     the fields of a LinearCall that are known of it."""
-    calls = (LinearCall(**fc1.linear_facts(), **known), LinearCall(**fc2.linear_facts()))
-    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.weight, fc2.weight)
+    first, second = _exchanges(fc1, fc2, x)
+    calls = (
+        LinearCall(**fc1.linear_facts(), exchange=first, **known),
+        LinearCall(**fc2.linear_facts(), exchange=second),
+    )
+    y = MLPFunction.apply(in_dtype(as_rows(x), fc1.dtype), *calls, kind, fc1.own(fc1.weight), fc2.own(fc2.weight))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

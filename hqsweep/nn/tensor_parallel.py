@@ -7,7 +7,7 @@ arXiv 2205.05198).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from hqsweep.dist.tokens import gather_rows, sum_rows, sum_whole
+from hqsweep.dist.tokens import Pending, begin_gather_rows, begin_sum_rows, gather_rows, sum_whole
 from hqsweep.errors import UserError
 from hqsweep.quant.part import Part
 
@@ -47,12 +47,12 @@ class TensorParallel:
     pieces: int = 1
     """Matrices that lie one below the other in the weight, each of which is cut for itself, as q, k and v."""
 
-    def exchange(self, x: Tensor) -> "Exchange":
-        """The exchange of a call with this input."""
-        lead, ranks = 1 if self.sequence is None else math.prod(x.shape[: self.sequence]), self.group.size()
-        if self.mode == "row" and self.sequence is not None and x.shape[self.sequence] % ranks:
-            raise UserError(f"a sequence of {x.shape[self.sequence]} tokens does not divide by tp={ranks}")
-        rows = math.prod(x.shape[:-1])
+    def exchange(self, shape: Sequence[int]) -> "Exchange":
+        """The exchange of a call with an input [*shape, K]."""
+        lead, ranks = 1 if self.sequence is None else math.prod(shape[: self.sequence]), self.group.size()
+        if self.mode == "row" and self.sequence is not None and shape[self.sequence] % ranks:
+            raise UserError(f"a sequence of {shape[self.sequence]} tokens does not divide by tp={ranks}")
+        rows = math.prod(shape)
         return Exchange(parallel=self, lead=lead, rows=rows if self.mode == "column" else rows // ranks)
 
     def __deepcopy__(self, memo: Any) -> "TensorParallel":
@@ -78,9 +78,9 @@ class Exchange:
             cuts[TOKENS[own.mode][1]] = Part(group=own.group, axis=0, runs=self.lead)
         object.__setattr__(self, "parts", cuts)
 
-    def shape(self, x: Tensor) -> list[int]:
-        """The leading axes of y."""
-        own, shape = self.parallel, list(x.shape[:-1])
+    def shape(self, shape: Sequence[int]) -> list[int]:
+        """The leading axes of y, of an x with these."""
+        own, shape = self.parallel, list(shape)
         if own.sequence is not None:
             ranks, length = own.group.size(), shape[own.sequence]
             shape[own.sequence] = length * ranks if own.mode == "column" else length // ranks
@@ -95,16 +95,21 @@ class Exchange:
 
     def gathered(self, tensor: str, x: Tensor) -> Tensor:
         """x [rows, C] of all ranks, where this tensor lies split along its tokens; else x itself."""
-        part = self.tokens(tensor, len(x))
-        return x if part is None else gather_rows(x, part.group, part.runs)
+        return self.begin_gathered(tensor, x)()
 
-    def summed(self, tensor: str, x: Tensor) -> Tensor:
+    def begin_gathered(self, tensor: str, x: Tensor) -> Pending:
+        """gathered(), begun (dist.tokens)."""
+        part = self.tokens(tensor, len(x))
+        return (lambda: x) if part is None else begin_gather_rows(x, part.group, part.runs)
+
+    def begin_summed(self, tensor: str, x: Tensor) -> Pending:
         """The sum over ranks of x where each has a part of its products, or this rank's tokens of the sum; x itself
-        where every rank has whole products."""
+        where every rank has whole products. It is begun where each rank keeps its tokens (dist.tokens)."""
         own = self.parallel
-        if tensor != TOKENS[own.mode][1]:
-            return x
-        return sum_whole(x, own.group) if own.sequence is None else sum_rows(x, own.group, self.lead)
+        if tensor == TOKENS[own.mode][1] and own.sequence is not None:
+            return begin_sum_rows(x, own.group, self.lead)
+        whole = sum_whole(x, own.group) if tensor == TOKENS[own.mode][1] else x
+        return lambda: whole
 
 
 def local(parameter: Tensor) -> Tensor:

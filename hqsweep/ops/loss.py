@@ -25,19 +25,25 @@ SCALED = (torch.float32, torch.bfloat16)
 def _cross_entropy(logits: Tensor, targets: Tensor, scale: float, gradient: bool, amax: Tensor | None = None) -> Tensor:
     """cross_entropy_ by the kernel. logits bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of 8;
     targets int64 [M], contiguous; amax one float32; ValueError for others."""
-    if not takes(logits):
-        wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
-        raise ValueError(f"logits are {described(logits)}; {wanted}")
+    check_loss(logits, targets)
     rows, vocabulary = logits.shape
-    readable = targets.dtype == torch.int64 and targets.shape == (rows,) and targets.is_contiguous()
-    if not readable or targets.device != logits.device:
-        raise ValueError(f"targets are {described(targets)}; they are int64 [{rows}], contiguous, on {logits.device}")
     if amax is not None and (amax.dtype != torch.float32 or amax.numel() != 1 or amax.device != logits.device):
         raise ValueError(f"amax is {described(amax)}; it is one float32 on {logits.device}")
     losses = logits.new_empty(rows, dtype=torch.float32)
     call = (logits.data_ptr(), targets.data_ptr(), losses.data_ptr(), rows, vocabulary)
     extension().cross_entropy_cuda(*call, scale, gradient, 0 if amax is None else amax.data_ptr(), *where(logits))
     return losses
+
+
+def check_loss(logits: Tensor, targets: Tensor) -> None:
+    """ValueError for logits and targets that the kernels do not take."""
+    if not takes(logits):
+        wanted = f"it takes bfloat16 [M, V], contiguous, at a multiple of 16 bytes, V a multiple of {MULTIPLE}"
+        raise ValueError(f"logits are {described(logits)}; {wanted}")
+    rows = len(logits)
+    readable = targets.dtype == torch.int64 and targets.shape == (rows,) and targets.is_contiguous()
+    if not readable or targets.device != logits.device:
+        raise ValueError(f"targets are {described(targets)}; they are int64 [{rows}], contiguous, on {logits.device}")
 
 
 def takes(logits: Tensor) -> bool:

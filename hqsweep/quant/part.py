@@ -132,13 +132,23 @@ def check_part(
 
 
 def is_part(
-    quantizer: HybridQuantizer, x: Tensor, part: Part, rowwise: Output | None, columnwise: Output | None
+    quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
 ) -> bool:
-    """Whether check_part lets the part pass."""
+    """Whether check_part lets a part of that shape pass."""
     if type(quantizer) is not HybridQuantizer:
         return False
-    size = x.shape[part.axis] // part.runs
+    size = shape[part.axis] // part.runs
     return all(size % block == 0 for _, block in _blocks(quantizer, part, rowwise, columnwise))
+
+
+def is_alone(
+    quantizer: HybridQuantizer, shape: Sequence[int], part: Part, rowwise: Output | None, columnwise: Output | None
+) -> bool:
+    """Whether quantize_part() of a part of that shape is quantizer.quantize(): all scales are those of blocks that no
+    cut crosses, and no random bits are drawn."""
+    if not is_part(quantizer, shape, part, rowwise, columnwise) or quantizer.stochastic:
+        return False
+    return all(format.amax_name is None for format, _ in _blocks(quantizer, part, rowwise, columnwise))
 
 
 def _blocks(

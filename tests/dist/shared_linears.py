@@ -189,9 +189,9 @@ def gathered_bytes(rank: int, world: int) -> dict[str, float]:
             x = draw("normal", M // (world if style is ColwiseLinear else 1), module.weight.to_local().shape[1])
             count = []
 
-            def counted(into: Tensor, x: Tensor, count: list = count, **options: object) -> None:
+            def counted(into: Tensor, x: Tensor, count: list = count, **options: object) -> object:
                 count.append(x.nbytes)
-                gather(into, x, **options)
+                return gather(into, x, **options)
 
             with (
                 mock.patch.object(dist, "all_gather_into_tensor", counted),

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
+import emulated
 import pytest
 import torch
 from torch import Tensor
@@ -19,13 +20,24 @@ from hqsweep.dist.local import whole_tensor
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.gemm.exact import mm_t
-from hqsweep.nn import Probe, quantization, quantized_model_init
+from hqsweep.nn import (
+    LayerNormMLP,
+    Linear,
+    Probe,
+    activation,
+    layernorm_mlp,
+    linear_cross_entropy,
+    mlp_function,
+    quantization,
+    quantized_model_init,
+)
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
 from hqsweep.parallel.samples import captured_of_all, rows_of_all
-from hqsweep.parallel.tensor import fsdp_placement, tensor_parallel
+from hqsweep.parallel.tensor import ColwiseLinear, fsdp_placement, tensor_parallel
+from hqsweep.quant import hybrid
 from hqsweep.quant.operand import Operand
 from hqsweep.recipe import Recipe
 from hqsweep.track.tables import ERRORS, LOADS
@@ -221,6 +233,53 @@ def mixtures(rank: int, world: int, cases: list[dict]) -> tuple[list[str], bool]
 
 def everything(rank: int, world: int, cases: list[dict]) -> tuple[list[str], list[str]]:
     return compare(rank, world, cases), refusals(rank, world)
+
+
+def fused(rank: int, world: int, recipes: list[str]) -> list:
+    """For each recipe: whether fc1 and fc2 of an MLP that ranks share are one function, where kernels are emulated, and
+    what then differs from two linears; and what differs of a head's loss by chunks from that of whole logits."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    return [(*_joined_mlp(mesh, recipe), _loss_by_chunks(mesh, recipe)) for recipe in recipes]
+
+
+def _joined_mlp(mesh: DeviceMesh, recipe: str) -> tuple[bool, list[str]]:
+    asked, results = [], []
+    joins = layernorm_mlp.joins
+    for join in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            emulated.install(patch, (activation, mlp_function), hybrid)
+            patch.setattr(
+                layernorm_mlp, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1])
+            )
+            torch.manual_seed(0)
+            mlp = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe), mesh)
+            x = torch.randn(2, 32, 128).requires_grad_()
+            with quantization(step=1):
+                y = mlp(x)
+            y.backward(torch.randn(y.shape).to(y.dtype))
+            results.append(
+                {"y": y.detach(), "dx": x.grad} | {n: whole_tensor(p.grad) for n, p in mlp.named_parameters()}
+            )
+    one, other = results
+    return asked[0], [name for name, value in other.items() if not torch.equal(one[name], value)]
+
+
+def _loss_by_chunks(mesh: DeviceMesh, recipe: str) -> list[str]:
+    """Names of what is not close to the loss of whole logits: the loss itself, and the gradients of h and the weight;
+    as close as operands of dy that are formed of other last digits leave them."""
+    results = []
+    for chunk in (256 if "nvfp4" in recipe else 128, None):
+        torch.manual_seed(0)
+        head = ColwiseLinear(sequence=1)._apply(Linear(64, VOCABULARY, name="head", recipe=recipe), mesh)
+        h = 0.3 * torch.randn(4, 64, 64)
+        targets = torch.randint(0, VOCABULARY, (4, 64))
+        own = h.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_()
+        with quantization(step=1):
+            loss = linear_cross_entropy(own, head, targets, chunk)
+        loss.backward()
+        results.append({"loss": loss.detach(), "dh": own.grad, "dw": head.weight.grad.to_local()})
+    one, other = results
+    return [n for n, value in other.items() if (one[n] - value).norm() > (1e-6 if n == "loss" else 1e-2) * value.norm()]
 
 
 def over_fsdp(rank: int, world: int) -> list[str]:

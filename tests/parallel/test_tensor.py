@@ -112,6 +112,16 @@ def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
     assert run_ranks(2, shared_models.mixtures, 2, [{"experts": 4} | case for case in MIXTURES]) == [([], True)] * 2
 
 
+FUSED = {"mxfp8": True, "bf16": True, "nvfp4|mxfp8@rowwise_dequantized": False, "nvfp4+row_scaled|mxfp8": False}
+"""Format of all tensors -> whether a rank quantizes its part of an activation alone."""
+
+
+def test_mlps_and_losses_are_fused_as_in_one_process():
+    for results in run_ranks(2, shared_models.fused, 2, list(FUSED)):
+        for (text, alone), (joined, of_mlp, of_loss) in zip(FUSED.items(), results, strict=True):
+            assert (joined, of_mlp, of_loss) == (alone, [], []), text
+
+
 @pytest.mark.slow
 def test_models_over_four_ranks():
     assert run_ranks(4, shared_models.compare, 4, MODELS[1:2]) == [[]] * 4

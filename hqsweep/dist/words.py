@@ -1,0 +1,33 @@
+"""Copies of tensors that do not lie in order, in words of up to 16 bytes; torch moves them element by element."""
+
+import torch
+from torch import Tensor
+
+_WORDS = (torch.complex128, torch.int64, torch.int32, torch.int16)
+"""dtypes whose elements serve as words, the widest first; a copy looks at none of them."""
+
+
+def in_order(x: Tensor) -> Tensor:
+    """x.contiguous()."""
+    return x if x.is_contiguous() else _in_words(x)[0].contiguous().view(x.dtype)
+
+
+def copy_(target: Tensor, source: Tensor) -> None:
+    """target.copy_(source), of one dtype and shape."""
+    into, values = _in_words(target, source)
+    into.copy_(values)
+
+
+def _in_words(*tensors: Tensor) -> list[Tensor]:
+    """Views of the tensors, which have one dtype, as the widest words that all of them consist of."""
+    for word in _WORDS:
+        if all(_consists_of(x, word.itemsize) for x in tensors):
+            return [x.view(word) for x in tensors]
+    return list(tensors)
+
+
+def _consists_of(x: Tensor, size: int) -> bool:
+    if x.dim() == 0 or x.itemsize >= size or x.stride(-1) != 1 or torch.compiler.is_compiling():
+        return False
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.numel() > 0 and x.data_ptr() % size == 0 and all(step * x.itemsize % size == 0 for step in steps)

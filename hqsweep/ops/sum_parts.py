@@ -1,0 +1,55 @@
+"""The sum over ranks of what they have computed of the same tokens: hqsweep::sum_parts.
+
+A rank has its own summand in a matrix of all tokens, and those of the others as they arrived. On CUDA one pass reads
+each once; torch's operators are the reference.
+"""
+
+import torch
+from torch import Tensor
+
+from hqsweep.ops.addresses import described
+from hqsweep.ops.kernels import DTYPES
+from hqsweep.ops.library import extension, has_kernels, operator, where
+
+WORD = 16
+"""Bytes of one load of the kernel."""
+
+
+def _fake(parts: Tensor, received: Tensor, rank: int) -> Tensor:
+    return parts.new_empty((parts.shape[0], parts.shape[2]))
+
+
+@operator("sum_parts(Tensor parts, Tensor received, int rank) -> Tensor", fake=_fake, devices=("CUDA",))
+def _sum_parts(parts: Tensor, received: Tensor, rank: int) -> Tensor:
+    """sum_parts by the kernel; ValueError for what `takes` refuses."""
+    if not takes(parts, received) or not 0 <= rank < parts.shape[1]:
+        wanted = "[lead, W, n] and [W - 1, lead, n] of float32, bfloat16 or float16, contiguous, n in words of 16 bytes"
+        got = f"parts are {described(parts)}, received {described(received)}, rank {rank}"
+        raise ValueError(f"{got}; it takes {wanted}")
+    lead, ranks, count = parts.shape
+    total = parts.new_empty(lead, count)
+    call = (parts.data_ptr(), received.data_ptr(), total.data_ptr(), DTYPES[parts.dtype], lead, ranks, count, rank)
+    extension().sum_parts_cuda(*call, *where(parts))
+    return total
+
+
+def takes(parts: Tensor, received: Tensor) -> bool:
+    """Whether the kernel takes them; it runs on CUDA."""
+    lead, ranks, count = parts.shape
+    same = parts.dtype == received.dtype and parts.device == received.device
+    shaped = received.shape == (ranks - 1, lead, count) and parts.is_contiguous() and received.is_contiguous()
+    whole = all(x.data_ptr() % WORD == 0 for x in (parts, received)) and count * parts.itemsize % WORD == 0
+    return same and shaped and whole and parts.dtype in DTYPES
+
+
+def sum_parts(parts: Tensor, received: Tensor, rank: int) -> Tensor:
+    """parts [lead, W, n], of which parts[:, rank] is this rank's summand, and received [W - 1, lead, n], those of the
+    other ranks in their order -> [lead, n]: all summands added in float32 in the order of ranks, rounded once."""
+    compiling = torch.compiler.is_compiling()
+    if parts.is_cuda and not compiling and has_kernels("cuda") and takes(parts, received):
+        return _sum_parts(parts, received, rank)
+    summands = [*received[:rank], parts[:, rank], *received[rank:]]
+    total = summands[0].to(torch.float32, copy=True)
+    for summand in summands[1:]:
+        total += summand
+    return total.to(parts.dtype)
