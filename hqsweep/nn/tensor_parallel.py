@@ -51,7 +51,7 @@ class TensorParallel:
         """The exchange of a call with an input [*shape, K]."""
         lead, ranks = 1 if self.sequence is None else math.prod(shape[: self.sequence]), self.group.size()
         if self.mode == "row" and self.sequence is not None and shape[self.sequence] % ranks:
-            raise UserError(f"a sequence of {shape[self.sequence]} tokens does not divide by tp={ranks}")
+            raise UserError(f"{shape[self.sequence]} tokens, along axis {self.sequence}, do not divide by tp={ranks}")
         rows = math.prod(shape)
         return Exchange(parallel=self, lead=lead, rows=rows if self.mode == "column" else rows // ranks)
 

@@ -4,6 +4,9 @@ Rank r of W has the entries [r * v, (r + 1) * v) of W * v. Nothing of the size o
 row only its largest logit, the sum of its exponentials, and the logit of its target (Shoeybi et al., arXiv 1909.08053).
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -56,9 +59,16 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return gradients.mul_((counted * (gradient / count))[:, None]).to(ctx.dtype), None, None
 
 
-def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split: bool) -> Tensor:
-    """Tokens [B, T] -> rows [B, T, D] of the whole table, of which each rank has [v, D]; with split, this rank's
-    T / W positions of each sequence."""
+def check_tokens(shape: Sequence[int], axis: int, ranks: int, where: str = "") -> None:
+    """UserError for tokens [B, T] that ranks do not divide along an axis."""
+    if shape[axis] % ranks:
+        what = f"a sequence of {shape[1]} tokens" if axis else f"a batch of {shape[0]} sequences"
+        raise UserError(f"{where}{what} does not divide by tp={ranks}")
+
+
+def split_embedding(tokens: Tensor, table: Tensor, group: ProcessGroup, *, split: int | None) -> Tensor:
+    """Tokens [B, T] -> rows [B, T, D] of the whole table, of which each rank has [v, D]; with split, the axis of
+    tokens, of this rank's part of them along that: T / W positions of each sequence, or B / W sequences."""
     return _SplitEmbedding.apply(tokens, table, group, split)
 
 
@@ -66,17 +76,20 @@ class _SplitEmbedding(torch.autograd.Function):
     """Every row comes from one rank; the others add zeros."""
 
     @staticmethod
-    def forward(ctx, tokens: Tensor, table: Tensor, group: ProcessGroup, split: bool) -> Tensor:
-        if split and tokens.shape[-1] % group.size():
-            raise UserError(f"a sequence of {tokens.shape[-1]} tokens does not divide by tp={group.size()}")
+    def forward(ctx, tokens: Tensor, table: Tensor, group: ProcessGroup, split: int | None) -> Tensor:
+        shape = list(tokens.shape)
+        if split is not None:
+            check_tokens(shape, split, group.size())
+            shape[split] //= group.size()
         own = tokens.reshape(-1) - group.rank() * len(table)
         here = (own >= 0) & (own < len(table))
         own = own.where(here, 0)
         ctx.save_for_backward(own, here)
-        ctx.group, ctx.split, ctx.lead, ctx.entries = group, split, tokens[..., 0].numel(), len(table)
+        ctx.group, ctx.split, ctx.entries = group, split is not None, len(table)
+        ctx.lead = math.prod(shape[:split]) if ctx.split else 1
         rows = F.embedding(own, table).masked_fill_(~here[:, None], 0.0)
-        rows = sum_rows(rows, group, ctx.lead) if split else sum_whole(rows, group)
-        return rows.view(*tokens.shape[:-1], -1, table.shape[1])
+        rows = sum_rows(rows, group, ctx.lead) if ctx.split else sum_whole(rows, group)
+        return rows.view(*shape, table.shape[1])
 
     @staticmethod
     @once_differentiable

@@ -22,6 +22,7 @@ from hqsweep.errors import UserError
 from hqsweep.nn.context import current, within
 from hqsweep.nn.module import WHOLE_ROLES, roles_of
 from hqsweep.nn.moe import MoELayer
+from hqsweep.nn.vocabulary import check_tokens
 from hqsweep.parallel.data import reshard
 from hqsweep.parallel.peers import axis_of, peers
 from hqsweep.parallel.stage import Stage, StageOfLayers
@@ -93,7 +94,8 @@ class Pipeline:
         self.same_stage = peers(mesh, AXIS)
         self.width, self.dtype = model.embedding.weight.shape[1], model.embedding.weight.dtype
         self.device, layers = model.embedding.weight.device, len(model.layers)
-        self._tokens_over = model.embedding.part.group.size() if getattr(model.embedding, "split", False) else 1
+        self._split = getattr(model.embedding, "split", None)
+        self._tokens_over = 1 if self._split is None else model.embedding.part.group.size()
         setattr(model, WHOLE_ROLES, roles_of(model))
         self._order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         self._mixtures = [index for index, layer in enumerate(model.layers) if isinstance(layer, MoELayer)]
@@ -215,8 +217,8 @@ class Pipeline:
 
     def _schedule(self, shape: tuple[int, int], microbatches: int, *, training: bool = True) -> Any:
         """The schedule for microbatches of tokens of this shape; without a loss it computes forward only."""
-        if shape[1] % self._tokens_over:
-            raise UserError(f"Pipeline: a sequence of {shape[1]} tokens does not divide by tp={self._tokens_over}")
+        if self._split is not None:
+            check_tokens(shape, self._split, self._tokens_over, "Pipeline: ")
         stages = [self._stage(index, part, shape) for index, part in self.parts.items()]
         loss = _loss if training else None
         if len(stages) > 1:
@@ -236,8 +238,8 @@ class Pipeline:
 
     def _stream(self, layer: int, shape: tuple[int, int]) -> tuple[Tensor, ...]:
         """The tensors that go from the stage before a layer to the one that begins with it."""
-        batch, length = shape[0], shape[1] // self._tokens_over
-        stream = torch.empty(batch, length, self.width, dtype=self.dtype, device="meta", requires_grad=True)
+        own = [size // self._tokens_over if axis == self._split else size for axis, size in enumerate(shape)]
+        stream = torch.empty(*own, self.width, dtype=self.dtype, device="meta", requires_grad=True)
         balances = sum(index < layer for index in self._mixtures)
         return (stream, torch.empty(balances, device="meta", requires_grad=True)) if balances else (stream,)
 

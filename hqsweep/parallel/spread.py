@@ -10,22 +10,22 @@ from hqsweep.parallel.data import shard
 from hqsweep.parallel.mesh import Ranks
 
 
-def spread(model: nn.Module, ranks: Ranks, methods: Iterable[str] = ()) -> None:
-    """Share out a GPT, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard. methods:
-    of the model, that compute as its forward does."""
-    spread_matrices(model, ranks)
+def spread(model: nn.Module, ranks: Ranks, sequences: int, methods: Iterable[str] = ()) -> None:
+    """Share out a GPT, in place, along every axis of the mesh that has several ranks: tp, ep, then dp_shard. sequences:
+    of which the number in each batch is a multiple; methods: of the model, that compute as its forward does."""
+    spread_matrices(model, ranks, sequences)
     apart = spread_experts(model, ranks)
     if ranks.data_size > 1:
         shard(model, ranks, methods, apart)
 
 
-def spread_layers(model: nn.Module, ranks: Ranks, microbatches: int, load_balance: float) -> Any:
+def spread_layers(model: nn.Module, ranks: Ranks, sequences: int, microbatches: int, load_balance: float) -> Any:
     """Share out the matrices of a GPT, in place, along tp, its layers along pp, then the experts and the parameters of
-    each stage along ep and dp_shard. Returns the Pipeline that trains it."""
+    each stage along ep and dp_shard. Returns the Pipeline that trains it. sequences: see spread()."""
     from hqsweep.parallel.pipeline import Pipeline
 
     dims = ranks.dims
-    spread_matrices(model, ranks)
+    spread_matrices(model, ranks, sequences)
     options = {"stages_per_rank": dims.stages_per_rank, "copies": ranks.data_size, "load_balance": load_balance}
     pipeline = Pipeline(model, ranks.mesh, microbatches, **options)
     apart = spread_experts(model, ranks)
@@ -34,12 +34,13 @@ def spread_layers(model: nn.Module, ranks: Ranks, microbatches: int, load_balanc
     return pipeline
 
 
-def spread_matrices(model: nn.Module, ranks: Ranks) -> None:
-    """Give each rank its part of the matrices, if tp has several ranks."""
+def spread_matrices(model: nn.Module, ranks: Ranks, sequences: int) -> None:
+    """Give each rank its part of the matrices, if tp has several ranks; between them whole sequences, where there are
+    enough of them, or a part of each."""
     if ranks.dims.tp > 1:
-        from hqsweep.parallel.tensor import tensor_parallel
+        from hqsweep.parallel.tensor import TOKENS, tensor_parallel
 
-        tensor_parallel(model, ranks.mesh)
+        tensor_parallel(model, ranks.mesh, axis=TOKENS if sequences % ranks.dims.tp else 0)
 
 
 def spread_experts(model: nn.Module, ranks: Ranks) -> set[nn.Parameter]:

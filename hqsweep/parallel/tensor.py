@@ -28,7 +28,7 @@ from hqsweep.quant.tensor import HybridQuantizedTensor
 
 AXIS = "tp"
 TOKENS = 1
-"""The axis of the tokens in x [B, T, D]."""
+"""The axis of the tokens in x [B, T, D], which takes any batch; whole sequences lie along axis 0."""
 
 
 class SequenceStyle(ParallelStyle):
@@ -155,16 +155,16 @@ class SharedMixture(SequenceStyle):
 
 class SharedVocabulary(SequenceStyle):
     """An embedding of which each rank has an equal number of entries of the table [V, D]. With sequence each returns
-    its part of the tokens. UserError for a vocabulary that ranks do not divide."""
+    its part of the tokens [B, T]. UserError for a vocabulary that ranks do not divide."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_divides(module.name, module.weight.shape[0], "entries of the vocabulary", device_mesh)
-        module.part, module.split = Part(group=device_mesh.get_group(), axis=0), self.sequence is not None
+        module.part, module.split = Part(group=device_mesh.get_group(), axis=0), self.sequence
         distribute(module, device_mesh, {"weight": Shard(0)}, self.src_data_rank)
         return module
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True) -> nn.Module:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, axis: int = TOKENS) -> nn.Module:
     """Share a model's matrices over the ranks along an axis of the mesh: "tp", or the only one. Returns the model.
 
     model: hqsweep's GPT, or any of its modules: a TransformerLayer or MoELayer, a MultiheadAttention, a LayerNormMLP or
@@ -172,19 +172,25 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True
     held quantized: each rank takes its own, which have to be the same. Every rank is then called with the same tokens.
     sequence: tokens lie split over ranks between matrices, so that norms and what is kept for backward cost 1 / ranks;
     a module that is no GPT takes and returns its part of the tokens of x [B, T, D]. A GPT's loss is that of all tokens
-    on every rank, and no rank ever has all logits of a token; its forward gathers them.
+    on every rank, and no rank ever has all logits of a token; its forward gathers them. axis: of x, along which tokens
+    lie split: 1, an equal part of each sequence on each rank, or 0, whole sequences, of which ranks divide every batch;
+    what ranks send then lies in memory as it travels. Sums for the gains of norms have another order.
 
     Raises:
-        UserError: for a mesh of several axes without "tp", heads, widths or a vocabulary that ranks do not divide,
-            held weights whose parts cut a block, experts that are held, weights that lie over ranks already, and
-            linears outside of attention, MLP and mixture but the head. At a call: for tokens that ranks do not divide,
-            and parts of matrices that cut a block.
+        UserError: for another axis, a mesh of several axes without "tp", heads, widths or a vocabulary that ranks do
+            not divide, held weights whose parts cut a block, experts that are held, weights that lie over ranks
+            already, and linears outside of attention, MLP and mixture but the head. At a call: for tokens that ranks do
+            not divide, and parts of matrices that cut a block.
     """
     axes = mesh.mesh_dim_names or ()
+    if axis not in (0, TOKENS):
+        raise UserError(
+            f"tensor_parallel: axis is {axis}; tokens of x [B, T, D] lie split along 1, or sequences along 0"
+        )
     if mesh.ndim > 1 and AXIS not in axes:
         raise UserError(f"tensor_parallel: the mesh has axes {axes}; it takes one that is named '{AXIS}', or one axis")
     along = mesh[AXIS] if AXIS in axes and mesh.ndim > 1 else mesh
-    plan = _plan(model, TOKENS if sequence else None)
+    plan = _plan(model, axis if sequence else None)
     head = getattr(model, "head", None)
     tied = head is not None and head.weight is model.embedding.weight
     for module, style in plan:

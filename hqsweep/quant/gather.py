@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,22 +25,43 @@ def gather_operand(operand: Operand, axis: int, part: Part) -> Operand:
 
 def begin_gather_operand(operand: Operand, axis: int, part: Part) -> Callable[[], Operand]:
     """gather_operand, begun: it goes on beside the work that follows, and the result waits (dist.tokens)."""
-    sent = {name: operand.buffers[name] for name in cut_buffers(operand.format, axis)}
-    pieces = [_padded(buffer.contiguous().view(torch.uint8).flatten()) for buffer in sent.values()]
+    sent = {name: _Sent.of(operand.buffers[name], axis) for name in cut_buffers(operand.format, axis)}
+    pieces = [_padded(own.buffer.view(torch.uint8).flatten()) for own in sent.values()]
     arriving = begin_gather_bytes(torch.cat(pieces) if len(pieces) > 1 else pieces[0], part.group)
     shape = list(operand.shape)
     shape[axis] *= part.group.size()
 
     def result() -> Operand:
         arrived, buffers, start = arriving(), dict(operand.buffers), 0
-        for (name, buffer), piece in zip(sent.items(), pieces, strict=True):
-            rows, cols = buffer.shape
-            own = arrived[:, start : start + buffer.nbytes].view(-1, rows, cols * buffer.element_size())
-            buffers[name] = _whole(own, axis, part.runs).view(buffer.dtype)
+        for (name, own), piece in zip(sent.items(), pieces, strict=True):
+            buffers[name] = own.whole(arrived[:, start : start + own.buffer.nbytes], part.runs)
             start += len(piece)
         return replace(operand, buffers=buffers, shape=tuple(shape))
 
     return result
+
+
+class _Sent(NamedTuple):
+    """A buffer as it travels: in the order of its memory, which for values of high precision is that of X."""
+
+    buffer: Tensor
+    axis: int
+    """The axis along which ranks have parts."""
+    turned: bool
+    """Whether it is the transpose of the operand's buffer."""
+
+    @classmethod
+    def of(cls, buffer: Tensor, axis: int) -> "_Sent":
+        if not buffer.is_contiguous() and buffer.t().is_contiguous():
+            return cls(buffer.t(), 1 - axis, True)
+        return cls(buffer.contiguous(), axis, False)
+
+    def whole(self, arrived: Tensor, runs: int) -> Tensor:
+        """The operand's buffer, from the bytes [W, of a part] of all ranks."""
+        rows, cols = self.buffer.shape
+        parts = arrived.view(-1, rows, cols * self.buffer.element_size())
+        whole = _whole(parts, self.axis, runs).view(self.buffer.dtype)
+        return whole.t() if self.turned else whole
 
 
 def cut_buffers(format: Format, axis: int) -> list[str]:

@@ -74,10 +74,13 @@ class Trainer:
         self.model = self.adapter.model
         self.shapes = shapes_of(self.model)
         self.pipeline = None
-        if ranks is not None and ranks.dims.pp > 1:
-            self.pipeline = spread_layers(self.model, ranks, config.train.microbatches, config.model.load_balance)
-        elif ranks is not None:
-            spread(self.model, ranks, self.adapter.methods)
+        if ranks is not None:
+            sequences = config.train.batch // (ranks.data_size * config.train.microbatches)
+            if ranks.dims.pp > 1:
+                numbers = (sequences, config.train.microbatches, config.model.load_balance)
+                self.pipeline = spread_layers(self.model, ranks, *numbers)
+            else:
+                spread(self.model, ranks, sequences, self.adapter.methods)
         self.optimizer = make_optimizer(self.adapter, config.train)
         self.saving = ActivationOffload(self.model).saving if config.train.offload else nullcontext
         self.saved = SavedBytes(self.model)

@@ -44,8 +44,8 @@ class Embedding(QuantizedWeight):
     """Tokens [...] -> rows [..., D] of a table [V, D]."""
 
     module_type = "embedding"
-    split: bool = False
-    """Whether a rank that shares the table with others returns only its part of each sequence."""
+    split: int | None = None
+    """The axis of tokens [B, T] along which a rank that shares the table with others returns only its part of them."""
 
     def __init__(self, vocab_size: int, dim: int, name: str, recipe: AnyRecipe) -> None:
         super().__init__()

@@ -146,9 +146,9 @@ def compare(rank: int, world: int, cases: list[dict]) -> list[str]:
 
 
 def differences(
-    mesh: DeviceMesh, recipe: dict, sequence: bool = True, steps: int = 1, **model: object
+    mesh: DeviceMesh, recipe: dict, sequence: bool = True, axis: int = 1, steps: int = 1, **model: object
 ) -> Iterator[str]:
-    whole, shared = build(recipe, **model), tensor_parallel(build(recipe, **model), mesh, sequence=sequence)
+    whole, shared = build(recipe, **model), tensor_parallel(build(recipe, **model), mesh, sequence=sequence, axis=axis)
     with split_sums(mesh.size()):
         expected = train(whole, steps)
     got = train(shared, steps)
@@ -211,6 +211,8 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: tensor_parallel(build(high), two),
         lambda: tensor_parallel(torch.nn.Linear(2, 2), mesh),
         lambda: tensor_parallel(build(high), mesh)(torch.zeros(1, 3, dtype=torch.long)),
+        lambda: tensor_parallel(build(high), mesh, axis=0)(torch.zeros(3, 2, dtype=torch.long)),
+        lambda: tensor_parallel(build(high), mesh, axis=2),
     ):
         try:
             refused()

@@ -75,6 +75,8 @@ def test_held_weights_that_are_moved_keep_their_states(of_two_ranks):
 MODELS = [
     {"recipe": {"linear": "bf16"}, "sequence": False},
     {"recipe": {"linear": "mxfp8"}, "tied": True},
+    {"recipe": {"linear": "mxfp8", "dpa": "fp8_current"}, "axis": 0},
+    {"recipe": {"linear": "nvfp4+sr|nvfp4+sr@rowwise_dequantized", "embedding": "nvfp4+sr"}, "axis": 0},
     {"recipe": {"linear": "nvfp4|mxfp8@rowwise_dequantized", "dpa": "fp8_current", "embedding": "fp8_current"}},
     {"recipe": {"linear": "fp8_delayed", "dpa": "nvfp4"}, "steps": 2, "layers": 2},
     {"recipe": {"linear": "nvfp4+sr|nvfp4+sr@rowwise_dequantized", "dpa": "nvfp4+sr", "embedding": "nvfp4+sr"}},
@@ -85,7 +87,7 @@ FP8 = {"input": "fp8_current|fp8_delayed@rowwise_dequantized", "weight": "fp8_cu
 ROWS = {"input": "nvfp4+row_scaled|mxfp8", "weight": "nvfp4+row_scaled|mxfp8", "grad_output": "mxfp8"}
 MIXTURES = [
     {"recipe": {"linear": "bf16"}, "sequence": False, "shared_expert": True, "tied": True},
-    {"recipe": {"linear": "bf16", "grouped_linear": ROWS}, "shared_expert": True},
+    {"recipe": {"linear": "bf16", "grouped_linear": ROWS}, "shared_expert": True, "axis": 0},
     {"recipe": {"linear": "bf16", "grouped_linear": NVFP4}, "experts": 32, "top_k": 1},
     {"recipe": {"linear": "bf16", "grouped_linear": FP8}, "steps": 2},
 ]
@@ -101,6 +103,8 @@ UNSHARED = [
     "tensor_parallel: the mesh has axes ('dp', 'cp'); it takes one that is named 'tp', or one axis",
     "tensor_parallel: Linear has no module of hqsweep.nn that ranks can share",
     "a sequence of 3 tokens does not divide by tp=2",
+    "a batch of 3 sequences does not divide by tp=2",
+    "tensor_parallel: axis is 2; tokens of x [B, T, D] lie split along 1, or sequences along 0",
 ]
 
 
