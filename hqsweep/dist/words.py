@@ -9,16 +9,16 @@ _WORDS = (torch.complex128, torch.int64, torch.int32, torch.int16)
 
 def in_order(x: Tensor) -> Tensor:
     """x.contiguous()."""
-    return x if x.is_contiguous() else _in_words(x)[0].contiguous().view(x.dtype)
+    return x if x.is_contiguous() else as_words(x)[0].contiguous().view(x.dtype)
 
 
 def copy_(target: Tensor, source: Tensor) -> None:
     """target.copy_(source), of one dtype and shape."""
-    into, values = _in_words(target, source)
+    into, values = as_words(target, source)
     into.copy_(values)
 
 
-def _in_words(*tensors: Tensor) -> list[Tensor]:
+def as_words(*tensors: Tensor) -> list[Tensor]:
     """Views of the tensors, which have one dtype, as the widest words that all of them consist of."""
     for word in _WORDS:
         if all(_consists_of(x, word.itemsize) for x in tensors):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hqsweep.dist import words
 from hqsweep.formats import WHOLE
 from hqsweep.memo import memo
 from hqsweep.quant.place import Place
@@ -102,10 +103,11 @@ class BufferCut:
             self._unpack_each(parts, buffer)
 
     def turned(self, gathered: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Views, for an even cut, of the buffer of the whole and of what all ranks sent, in which entries lie alike."""
+        """Views, for an even cut, of the buffer of the whole and of what all ranks sent, in which entries lie alike, as
+        words (dist.words)."""
         rows, cols = (n // len(self.spans) if i == self.axis else n for i, n in enumerate(self.shape))
         arrived = gathered.view(self.dtype).view(-1, rows, cols).movedim(0, self.axis)
-        return buffer.view(arrived.shape), arrived
+        return tuple(words.as_words(buffer.view(arrived.shape), arrived))
 
     def _unpack_each(self, parts: Tensor, buffer: Tensor) -> None:
         for part, (first, last) in zip(parts, self.spans, strict=True):

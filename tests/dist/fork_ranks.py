@@ -16,7 +16,8 @@ GPT = {"dim": 32, "layers": 1, "heads": 2}
 
 
 def config(linear="bf16", *, parallel=None, trunk="trunk", noise=0.0, at=AT, quantized=False, fork=None, **model):
-    """A fork; with trunk=None a trunk. It has two microbatches, each of a rank of its own or not."""
+    """A fork; with trunk=None a trunk. It has two microbatches, each of a rank of its own or not. Nothing is clipped, as
+    the norm of gradients is summed by parts."""
     points, own = at if isinstance(at, list) else [at], parallel or {}
     over = {"microbatches": 1 if {"dp_shard", "dp_replicate"} & own.keys() else 2, "parallel": own}
     return parse(
@@ -26,7 +27,7 @@ def config(linear="bf16", *, parallel=None, trunk="trunk", noise=0.0, at=AT, qua
             "data": {"source": "markov", "markov": {"length": 20000}}, "stats": {"every": 0},
             "train": {"steps": max(points) if trunk is None else at + STEPS + DECAY, "batch": 4, "context": 32,
                       "eval_batches": 2, "eval_every": 4, "log_every": 1, "checkpoint_every": 2, "device": "cpu",
-                      "lr": 1e-2, **over},
+                      "lr": 1e-2, "clip": 100.0, **over},
             "fork": {"at": points, "steps": STEPS, "decay": DECAY, "warmup": 2, "trunk": trunk, "noise": noise,
                      **(fork or {})},
         }

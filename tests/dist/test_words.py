@@ -29,12 +29,12 @@ def test_what_is_copied_is_equal(dtype, columns, offset):
 
 
 def test_the_widest_words_are_taken():
-    assert words._in_words(strided(torch.bfloat16, 64))[0].dtype == torch.complex128
-    assert words._in_words(strided(torch.bfloat16, 6))[0].dtype == torch.int32
-    assert words._in_words(strided(torch.bfloat16, 7))[0].dtype == torch.bfloat16
-    assert words._in_words(strided(torch.uint8, 64, offset=8))[0].dtype == torch.int64
-    assert words._in_words(strided(torch.uint8, 64).transpose(0, 2))[0].dtype == torch.uint8
-    assert {x.dtype for x in words._in_words(strided(torch.uint8, 64), strided(torch.uint8, 64, offset=8))} == {
+    assert words.as_words(strided(torch.bfloat16, 64))[0].dtype == torch.complex128
+    assert words.as_words(strided(torch.bfloat16, 6))[0].dtype == torch.int32
+    assert words.as_words(strided(torch.bfloat16, 7))[0].dtype == torch.bfloat16
+    assert words.as_words(strided(torch.uint8, 64, offset=8))[0].dtype == torch.int64
+    assert words.as_words(strided(torch.uint8, 64).transpose(0, 2))[0].dtype == torch.uint8
+    assert {x.dtype for x in words.as_words(strided(torch.uint8, 64), strided(torch.uint8, 64, offset=8))} == {
         torch.int64
     }
 
