@@ -16,8 +16,8 @@ GPT = {"dim": 32, "layers": 1, "heads": 2}
 
 
 def config(linear="bf16", *, parallel=None, trunk="trunk", noise=0.0, at=AT, quantized=False, fork=None, **model):
-    """A fork; with trunk=None a trunk. It has two microbatches, each of a rank of its own or not. Nothing is clipped, as
-    the norm of gradients is summed by parts."""
+    """A fork; with trunk=None a trunk. It has two microbatches, each of a rank of its own or not. Nothing is clipped,
+    as the norm of gradients is summed by parts."""
     points, own = at if isinstance(at, list) else [at], parallel or {}
     over = {"microbatches": 1 if {"dp_shard", "dp_replicate"} & own.keys() else 2, "parallel": own}
     return parse(

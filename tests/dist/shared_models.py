@@ -8,6 +8,7 @@ from unittest import mock
 import emulated
 import pytest
 import torch
+from ranks import rank_device
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -32,6 +33,7 @@ from hqsweep.nn import (
     quantized_model_init,
 )
 from hqsweep.nn.linear_call import LinearCall
+from hqsweep.nn.linear_loss import cross_entropy, vocabulary_group
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
@@ -238,50 +240,57 @@ def everything(rank: int, world: int, cases: list[dict]) -> tuple[list[str], lis
 
 
 def fused(rank: int, world: int, recipes: list[str]) -> list:
-    """For each recipe: whether fc1 and fc2 of an MLP that ranks share are one function, where kernels are emulated, and
-    what then differs from two linears; and what differs of a head's loss by chunks from that of whole logits."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    return [(*_joined_mlp(mesh, recipe), _loss_by_chunks(mesh, recipe)) for recipe in recipes]
+    """For each recipe: whether fc1 and fc2 of an MLP that ranks share are one function, where there are kernels, on a
+    CPU emulated ones, and what then differs from two linears; and what differs of a head's loss by chunks from that of
+    whole logits."""
+    device = rank_device()
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
+    return [(*_joined_mlp(mesh, recipe, device), _loss_by_chunks(mesh, recipe, device)) for recipe in recipes]
 
 
-def _joined_mlp(mesh: DeviceMesh, recipe: str) -> tuple[bool, list[str]]:
+def _joined_mlp(mesh: DeviceMesh, recipe: str, device: torch.device) -> tuple[bool, list[str]]:
     asked, results = [], []
     joins = layernorm_mlp.joins
     for join in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            emulated.install(patch, (activation, mlp_function), hybrid)
+            if device.type == "cpu":
+                emulated.install(patch, (activation, mlp_function), hybrid)
             patch.setattr(
                 layernorm_mlp, "joins", lambda *call, join=join: asked.append(joins(*call)) or (join and asked[-1])
             )
             torch.manual_seed(0)
-            mlp = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe), mesh)
-            x = torch.randn(2, 32, 128).requires_grad_()
+            mlp = tensor_parallel(LayerNormMLP(128, 256, name="m", recipe=recipe).to(device), mesh)
+            x, dy = torch.randn(2, 32, 128), torch.randn(2, 32, 128)
+            x = x.to(device).requires_grad_()
             with quantization(step=1):
                 y = mlp(x)
-            y.backward(torch.randn(y.shape).to(y.dtype))
-            results.append(
-                {"y": y.detach(), "dx": x.grad} | {n: whole_tensor(p.grad) for n, p in mlp.named_parameters()}
-            )
+            y.backward(dy.to(y))
+            gradients = {name: whole_tensor(p.grad) for name, p in mlp.named_parameters()}
+            results.append({"y": y.detach(), "dx": x.grad} | gradients)
     one, other = results
     return asked[0], [name for name, value in other.items() if not torch.equal(one[name], value)]
 
 
-def _loss_by_chunks(mesh: DeviceMesh, recipe: str) -> list[str]:
+def _loss_by_chunks(mesh: DeviceMesh, recipe: str, device: torch.device) -> list[str]:
     """Names of what is not close to the loss of whole logits: the loss itself, and the gradients of h and the weight;
-    as close as operands of dy that are formed of other last digits leave them."""
+    as close as logits, and operands of dy, that are formed of other last digits leave them."""
     results = []
-    for chunk in (256 if "nvfp4" in recipe else 128, None):
+    for by_chunks in (True, False):
         torch.manual_seed(0)
-        head = ColwiseLinear(sequence=1)._apply(Linear(64, VOCABULARY, name="head", recipe=recipe), mesh)
-        h = 0.3 * torch.randn(4, 64, 64)
-        targets = torch.randint(0, VOCABULARY, (4, 64))
-        own = h.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone().requires_grad_()
+        head = Linear(64, VOCABULARY, name="head", recipe=recipe).to(device)
+        head = ColwiseLinear(sequence=1)._apply(head, mesh)
+        h, targets = 0.3 * torch.randn(4, 64, 64), torch.randint(0, VOCABULARY, (4, 64)).to(device)
+        own = h.chunk(mesh.size(), 1)[mesh.get_local_rank()].to(device, copy=True).requires_grad_()
         with quantization(step=1):
-            loss = linear_cross_entropy(own, head, targets, chunk)
-        loss.backward()
+            if by_chunks:
+                loss = linear_cross_entropy(own, head, targets, 256 if "nvfp4" in recipe else 128)
+            else:
+                loss = cross_entropy(head(own), targets, vocabulary_group(head))
+            loss.backward()
         results.append({"loss": loss.detach(), "dh": own.grad, "dw": head.weight.grad.to_local()})
     one, other = results
-    return [n for n, value in other.items() if (one[n] - value).norm() > (1e-6 if n == "loss" else 1e-2) * value.norm()]
+    limits = {"loss": 1e-6 if device.type == "cpu" else 1e-5, "dh": 1e-2, "dw": 1e-2}
+    return [name for name, value in other.items() if (one[name] - value).norm() > limits[name] * value.norm()]
 
 
 def over_fsdp(rank: int, world: int) -> list[str]:

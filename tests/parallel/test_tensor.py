@@ -5,7 +5,7 @@ import shared_linears
 import shared_models
 import torch
 from cases import FEW, QUANTIZERS
-from ranks import run_ranks
+from ranks import BACKENDS, run_ranks
 
 REFUSALS = [
     "l: 97 output features do not divide by tp=2",
@@ -120,8 +120,9 @@ FUSED = {"mxfp8": True, "bf16": True, "nvfp4|mxfp8@rowwise_dequantized": False, 
 """Format of all tensors -> whether a rank quantizes its part of an activation alone."""
 
 
-def test_mlps_and_losses_are_fused_as_in_one_process():
-    for results in run_ranks(2, shared_models.fused, 2, list(FUSED)):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mlps_and_losses_are_fused_as_in_one_process(backend):
+    for results in run_ranks(2, shared_models.fused, 2, list(FUSED), backend=backend):
         for (text, alone), (joined, of_mlp, of_loss) in zip(FUSED.items(), results, strict=True):
             assert (joined, of_mlp, of_loss) == (alone, [], []), text
 
