@@ -39,7 +39,7 @@ def begin_gather_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
         wait()
         if lead == 1:
             return whole
-        return words.in_order(whole.view(world, lead, -1).transpose(0, 1)).view(whole.shape)
+        return words.in_order(whole.view(world, lead, x.numel() // lead).transpose(0, 1)).view(whole.shape)
 
     return result
 
@@ -54,7 +54,8 @@ def begin_sum_rows(x: Tensor, group: ProcessGroup, lead: int = 1) -> Pending:
     world, rank = group.size(), group.rank()
     if world == 1:
         return lambda: x
-    parts = x.contiguous().view(lead, world, -1)  # tokens of each rank, in each sequence
+    # Tokens of each rank, in each sequence.
+    parts = x.contiguous().view(lead, world, x.numel() // (lead * world))
     others = [other for other in range(world) if other != rank]
     sent = parts.new_empty(world - 1, lead, parts.shape[2])
     for message, other in zip(sent, others, strict=True):

@@ -17,6 +17,7 @@ from hqsweep import compat
 from hqsweep.compat import CustomRecipe, IdentityQuantizer, autocast
 from hqsweep.dist import collectives
 from hqsweep.dist.local import local
+from hqsweep.dist.tokens import gather_rows, sum_rows
 from hqsweep.errors import UserError
 from hqsweep.formats import ExactOperand
 from hqsweep.formats.inputs import draw
@@ -266,6 +267,12 @@ def moved(rank: int, world: int) -> bool:
     return all(map(torch.equal, results[0] * 2, results[1] + results[2]))
 
 
+def without_tokens(rank: int, world: int) -> list[tuple[int, ...]]:
+    """Shapes of what is gathered and summed of no tokens."""
+    group, x = init_device_mesh("cpu", (world,)).get_group(), torch.empty(0, 16, dtype=torch.bfloat16)
+    return [tuple(of(x, group, lead).shape) for of in (gather_rows, sum_rows) for lead in (1, 2)]
+
+
 def everything(rank: int, world: int, texts: list[str]) -> tuple:
     """All of it, in one launch."""
     return (
@@ -276,4 +283,5 @@ def everything(rank: int, world: int, texts: list[str]) -> tuple:
         by_their_names(rank, world),
         compat_layers.differences(rank, world),
         moved(rank, world),
+        without_tokens(rank, world),
     )

@@ -72,6 +72,10 @@ def test_held_weights_that_are_moved_keep_their_states(of_two_ranks):
     assert of_two_ranks[6] == (True, True)
 
 
+def test_no_tokens_are_gathered_and_summed(of_two_ranks):
+    assert of_two_ranks[7] == ([(0, 16)] * 4,) * 2
+
+
 MODELS = [
     {"recipe": {"linear": "bf16"}, "sequence": False},
     {"recipe": {"linear": "mxfp8"}, "tied": True},
