@@ -34,6 +34,7 @@ from hqsweep.nn import (
 )
 from hqsweep.nn.linear_call import LinearCall
 from hqsweep.nn.linear_loss import cross_entropy, vocabulary_group
+from hqsweep.nn.vocabulary import split_embedding
 from hqsweep.parallel.data import gather_in_linear_dtype
 from hqsweep.parallel.expert import expert_parallel
 from hqsweep.parallel.mesh import Ranks
@@ -235,8 +236,27 @@ def mixtures(rank: int, world: int, cases: list[dict]) -> tuple[list[str], bool]
     return compare(rank, world, cases), torch.equal(part, whole.chunk(world, 1)[rank])
 
 
-def everything(rank: int, world: int, cases: list[dict]) -> tuple[list[str], list[str]]:
-    return compare(rank, world, cases), refusals(rank, world)
+def embedded(rank: int, world: int) -> list[int | None]:
+    """The axes along which a rank's rows, or their gradients, are not those of the whole table."""
+    mesh, wrong = init_device_mesh("cpu", (world,)), []
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, 8 * world, (2 * world, 3 * world), generator=generator)
+    table = torch.randn(8 * world, 4, generator=generator).requires_grad_()
+    dy = torch.randn(*tokens.shape, 4, generator=generator)
+    whole = torch.nn.functional.embedding(tokens, table)
+    whole.backward(dy)
+    for axis in (None, 0, 1):
+        part = table.detach().chunk(world)[rank].clone().requires_grad_()
+        own = (lambda x: x) if axis is None else (lambda x, axis=axis: x.chunk(world, axis)[rank])
+        rows = split_embedding(tokens, part, mesh.get_group(), split=axis)
+        rows.backward(own(dy))
+        if not torch.equal(rows, own(whole)) or not torch.allclose(part.grad, table.grad.chunk(world)[rank], rtol=1e-5):
+            wrong.append(axis)
+    return wrong
+
+
+def everything(rank: int, world: int, cases: list[dict]) -> tuple:
+    return compare(rank, world, cases), refusals(rank, world), embedded(rank, world)
 
 
 def fused(rank: int, world: int, recipes: list[str]) -> list:

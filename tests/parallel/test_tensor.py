@@ -113,7 +113,7 @@ UNSHARED = [
 
 
 def test_models_over_two_ranks_have_the_bytes_of_sums_that_are_split():
-    assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED)] * 2
+    assert run_ranks(2, shared_models.everything, 2, MODELS) == [([], UNSHARED, [])] * 2
 
 
 def test_mixtures_over_two_ranks_have_the_bytes_of_sums_that_are_split():
